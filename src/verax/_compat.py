@@ -1,0 +1,44 @@
+"""Everything that differs between the versions of JAX and Flax that verax supports (JAX 0.10 to the newest)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jaxlib
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+__all__ = ["JAX_VERSION", "cpu_compiler_options", "make_mesh"]
+
+
+def _version(text: str) -> tuple[int, int, int]:
+    """`"0.10.2.dev3"` as `(0, 10, 2)`."""
+    major, minor, patch = text.split(".")[:3]
+    digits = patch[: len(patch) - len(patch.lstrip("0123456789"))]
+    return int(major), int(minor), int(digits or 0)
+
+
+JAX_VERSION = _version(jax.__version__)
+_JAXLIB_VERSION = _version(jaxlib.__version__)
+
+
+def cpu_compiler_options() -> dict[str, bool | str]:
+    """Per-function XLA options that a program with bfloat16 buffers needs on a CPU.
+
+    XLA:CPU before 0.11 rewrites bfloat16 scatters, slices and gathers through float32 copies of the *whole* buffer, the
+    paged cache included. Switching that pass off keeps them in place; every dot must then accumulate in float32.
+    """
+    if _JAXLIB_VERSION < (0, 11, 0):
+        return {"xla_disable_hlo_passes": "float-normalization-bf16"}
+    return {}
+
+
+def make_mesh(shape: Sequence[int], names: Sequence[str]) -> Mesh:
+    """A device mesh whose axes are placed by XLA's partitioner (`Auto`); `jax.make_mesh` alone defaults to `Explicit`.
+
+    The shape is passed by position: the parameter is `axis_shapes` in JAX 0.10 and `axis_sizes` from 0.11.
+    """
+    return jax.make_mesh(tuple(shape), tuple(names), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))

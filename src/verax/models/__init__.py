@@ -1,0 +1,31 @@
+"""One file per architecture; here, which one a checkpoint's config.json asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verax.errors import UnsupportedModelError
+from verax.models.qwen3 import Attend, Qwen3Config, Qwen3ForCausalLM
+
+__all__ = ["Attend", "Qwen3Config", "Qwen3ForCausalLM", "causal_lm"]
+
+_CAUSAL_LM = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "qwen2": (Qwen3ForCausalLM, Qwen3Config),
+    "llama": (Qwen3ForCausalLM, Qwen3Config),
+}
+
+
+def causal_lm(config: Mapping[str, Any]) -> tuple[type[Qwen3ForCausalLM], Qwen3Config]:
+    """The model class and its configuration for a config.json that describes a language model.
+
+    Raises:
+        UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
+    """
+    kind = config.get("model_type")
+    if kind not in _CAUSAL_LM:
+        known = ", ".join(_CAUSAL_LM)
+        raise UnsupportedModelError(f"config.json has model_type {kind!r}; language models supported are {known}")
+    model, read = _CAUSAL_LM[kind]
+    return model, read.from_hf(config)

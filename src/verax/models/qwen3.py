@@ -1,0 +1,212 @@
+"""Qwen3, Qwen2/Qwen2.5 and Llama 3.x: decoder-only transformers that differ by three flags.
+
+Follows transformers' `Qwen3ForCausalLM`, `Qwen2ForCausalLM` and `LlamaForCausalLM`; module paths are the keys of their
+checkpoints. Reports: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3 (arXiv:2407.21783).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+from verax.errors import UnsupportedModelError
+from verax.nn import Embedding, Linear, RMSNorm
+
+__all__ = ["Attend", "Qwen3Config", "Qwen3ForCausalLM"]
+
+Attend = Callable[
+    [int, Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K H"]], Float[Array, "*B T N H"]
+]
+"""How layer i mixes tokens: `attend(i, q, k, v)`. Training passes causal attention, the engine its paged cache."""
+
+Rotary = tuple[Float[Array, "*B T h"], Float[Array, "*B T h"]]
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """Sizes and flags of the family, by the names of config.json where these are clear."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rotary: ops.RotaryConfig
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    qk_norm: bool = True
+    """Qwen3: RMSNorm on each head of q and k."""
+    qkv_bias: bool = False
+    """Qwen2: bias on q, k and v. Llama's `attention_bias` adds one on the output as well."""
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
+        """Read a config.json of `model_type` qwen3, qwen2 or llama.
+
+        Raises:
+            UnsupportedModelError: for sliding windows, another activation, an unknown rope type, or a missing size.
+        """
+        family = config.get("model_type")
+        missing = [key for key in _REQUIRED if key not in config]
+        if missing:
+            raise UnsupportedModelError(f"config.json of a {family} model lacks {', '.join(missing)}")
+        if config.get("hidden_act", "silu") != "silu":
+            raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported; this family uses 'silu'")
+        windowed = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
+        if windowed or config.get("use_sliding_window"):
+            kinds = ", ".join(sorted(windowed)) or "use_sliding_window"
+            raise UnsupportedModelError(f"{family} with {kinds} is not supported; only full attention is")
+        heads = config["num_attention_heads"]
+        attention_bias = bool(config.get("attention_bias", False))
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rotary=ops.RotaryConfig.from_hf(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_position_embeddings=config.get("max_position_embeddings", 32768),
+            qk_norm=family == "qwen3",
+            qkv_bias=family == "qwen2" or attention_bias,
+            output_bias=family != "qwen2" and attention_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+        )
+
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions and, in Qwen3, normalised queries and keys."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim = H
+        self.q_proj = Linear(D, N * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(N * H, D, bias=config.output_bias, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+
+    def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
+        out = attend(layer, q, k, v)
+        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+
+    def _heads(self, x: Float[Array, "*B D"]) -> Float[Array, "*B N H"]:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward (Shazeer, 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(D, F, bias=bias, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(D, F, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(F, D, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then feed-forward, each on a normalised copy of the residual stream."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, layer, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nnx.Module):
+    """Token embedding, the layers, and the final norm."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: Attend
+    ) -> Float[Array, "*B T D"]:
+        x = self.embed_tokens(tokens)
+        rotary = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotary, i, attend)
+        return self.norm(x)
+
+
+class Qwen3ForCausalLM(nnx.Module):
+    """The language model: `model(tokens, positions, attend)` gives hidden states, `model.logits` the vocabulary scores.
+
+    The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype.
+    """
+
+    ignored_weights = (r"rotary_emb\.inv_freq$",)
+    """Keys that old checkpoints carry and no model needs."""
+
+    partition_rules = (
+        (r"(q|k|v|gate|up)_proj\.(weight|bias)$", PartitionSpec("tensor")),
+        (r"(o|down)_proj\.weight$", PartitionSpec(None, "tensor")),
+        (r"(embed_tokens|lm_head)\.weight$", PartitionSpec("tensor")),
+        (r".*", PartitionSpec()),
+    )
+    """Tensor parallelism on a mesh with an axis `tensor`: heads, feed-forward units and vocabulary are divided."""
+
+    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.model = Decoder(config, dtype=dtype, rngs=rngs)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"] | None = None,
+        attend: Attend | None = None,
+    ) -> Float[Array, "*B T D"]:
+        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        return self.model(tokens, positions, attend or self._causal)
+
+    def _causal(
+        self, layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+    ) -> Float[Array, "B T N H"]:
+        weights_dtype = self.model.embed_tokens.weight[...].dtype
+        return ops.attention(q, k.astype(weights_dtype), v.astype(weights_dtype))
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores over the vocabulary, float32."""
+        return self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)

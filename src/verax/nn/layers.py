@@ -1,0 +1,55 @@
+"""Linear, Embedding and RMSNorm: parameters as the checkpoint stores them, arithmetic by `verax.ops`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+
+__all__ = ["Embedding", "Linear", "RMSNorm"]
+
+INIT_STD = 0.02
+"""Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array]:
+    return nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, dtype))
+
+
+class Linear(nnx.Module):
+    """`x W^T + b` with `weight [out, in]`."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = _normal(rngs, (size_out, size_in), dtype)
+        self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
+        return ops.linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+
+
+class Embedding(nnx.Module):
+    """Rows of `weight [V, D]` by token, in float32; `attend` multiplies by its transpose (a tied output head)."""
+
+    def __init__(self, vocab_size: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = _normal(rngs, (vocab_size, size), dtype)
+
+    def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        return self.weight[...][tokens].astype(jnp.float32)
+
+    def attend(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        return ops.linear(x, self.weight[...])
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the last axis, in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return ops.rms_norm(x, self.weight[...], self.eps)

@@ -1,0 +1,45 @@
+"""`y = x W^T + b`, with the weight as PyTorch stores it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from verax.ops._dispatch import operation
+
+__all__ = ["linear"]
+
+
+@operation
+def linear(
+    x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    """`x W^T + b` in float32: the inputs are rounded to the weight's dtype, products are accumulated in float32.
+
+    The result stays float32, so that what lies between two matmuls (norms, residual sums, activations) is not rounded.
+    """
+    # HIGHEST matters to float32 weights only, where a GPU or TPU would otherwise multiply in TF32 or bfloat16.
+    y = jnp.einsum(
+        "...d,fd->...f",
+        x.astype(weight.dtype),
+        weight,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return y if bias is None else y + bias.astype(jnp.float32)
+
+
+def _is_single_row(x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None) -> bool:
+    return x.size == x.shape[-1]
+
+
+@linear.form("two_rows", platforms=("cpu",), accepts=_is_single_row)
+def _linear_two_rows(
+    x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    # XLA:CPU leaves a one-row product to generic code that converts the whole weight first: 15 times slower than two
+    # rows, which its matmul library takes (facts in docs/performance.md).
+    row = x.reshape(1, -1)
+    y = linear.__wrapped__(jnp.concatenate([row, row]), weight, bias)
+    return y[0].reshape(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,212 @@
+"""Attention over a paged key/value cache (Kwon et al., 2023, arXiv:2309.06180): decode steps and ragged mixed steps.
+
+The cache of a layer is `[P, K, p, H]`: P pages of p tokens, head-major inside a page, so that one head's tokens lie
+together. Page 0 belongs to nobody: padding is written there. Pages of a sequence are listed in its row of a page table.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from verax.ops._dispatch import operation
+from verax.ops.attention import MASKED, exact_products
+
+__all__ = ["paged_attention", "paged_decode_attention", "write_pages"]
+
+KV_CHUNK = 128
+"""Tokens of the cache taken at a time by the chunked forms: measured best of 64..512 on a CPU at 8 heads of 128."""
+
+QUERY_TILE = 32
+"""Queries of one sequence taken at a time in a ragged step: a shorter prompt chunk pads to it."""
+
+
+@operation
+def write_pages(
+    cache: Float[Array, "P K p H"], x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
+) -> Float[Array, "P K p H"]:
+    """Write token t's keys (or values) to `offsets[t]` in `pages[t]`, rounded to the cache's dtype. Donate `cache`."""
+    return cache.at[pages, :, offsets].set(x.astype(cache.dtype))
+
+
+@operation
+def paged_attention(
+    q: Float[Array, "T N H"],
+    k_cache: Float[Array, "P K p H"],
+    v_cache: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    query_starts: Int[Array, "C"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "T N H"]:
+    """Causal attention of a ragged batch: sequence b's queries are rows `query_starts[b] : query_starts[b + 1]`.
+
+    They are the *last* tokens of the `kv_lengths[b]` tokens that its pages hold, their own keys included. Rows past
+    `query_starts[-1]` are padding and come out zero.
+
+    Args:
+        q: queries of all sequences, one after the other.
+        k_cache, v_cache: the layer's pages.
+        page_table: pages of each sequence in order; entries past its length are never read as visible.
+        kv_lengths: tokens of each sequence in the cache, 0 for a padding row.
+        query_starts: `[B + 1]` ascending offsets into `q`.
+        scale: factor on the scores; `H ** -0.5` if None.
+
+    Returns:
+        Float32. The plain form holds `O(T W p)` keys; use it for small shapes.
+    """
+    T, N, H = q.shape
+    B, W = page_table.shape
+    p = k_cache.shape[2]
+    rows = jnp.arange(T)
+    owner = jnp.clip(jnp.searchsorted(query_starts, rows, side="right") - 1, 0, B - 1)
+    position = kv_lengths[owner] - query_starts[owner + 1] + rows
+    keys = jnp.arange(W * p)
+    visible = (keys[None, :] <= position[:, None]) & (rows < query_starts[-1])[:, None]
+    k, v = (_gather(cache, page_table[owner]) for cache in (k_cache, v_cache))
+    grouped = _group(q, k.shape[1], scale).astype(k.dtype)
+    scores = jnp.einsum("tkgh,tksh->tkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k))
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    out = jnp.einsum(
+        "tkgs,tksh->tkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
+    )
+    return jnp.where((rows < query_starts[-1])[:, None, None], out.reshape(T, N, H), 0.0)
+
+
+@operation
+def paged_decode_attention(
+    q: Float[Array, "B N H"],
+    k_cache: Float[Array, "P K p H"],
+    v_cache: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B N H"]:
+    """`paged_attention` where every sequence has one query, its newest token: the decode step. Padding rows give 0."""
+    B = q.shape[0]
+    starts = jnp.arange(B + 1, dtype=jnp.int32)
+    out = paged_attention.__wrapped__(q, k_cache, v_cache, page_table, kv_lengths, starts, scale=scale)
+    return jnp.where((kv_lengths > 0)[:, None, None], out, 0.0)
+
+
+def _gather(cache: Float[Array, "P K p H"], pages: Int[Array, "*B W"]) -> Float[Array, "*B K s H"]:
+    """The tokens of a list of pages, in order: s = W p."""
+    taken = jnp.moveaxis(cache[pages], -3, -4)
+    return taken.reshape(*taken.shape[:-3], -1, taken.shape[-1])
+
+
+def _group(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Array, "*B K G H"]:
+    """Queries by the key/value head that they read, scaled."""
+    H = q.shape[-1]
+    grouped = (q * (H**-0.5 if scale is None else scale)).reshape(*q.shape[:-2], K, -1, H)
+    return grouped
+
+
+def _attend_chunks(
+    grouped: Float[Array, "B K G H"],
+    caches: tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]],
+    page_table: Int[Array, "B W"],
+    last_visible: Int[Array, "B G"],
+    num_keys: Int[Array, ""],
+) -> Float[Array, "B K G H"]:
+    """Online softmax over chunks of the cache; query (b, g) sees keys up to `last_visible[b, g]`, -1 for none.
+
+    Only as many chunks are read as the longest sequence needs, whatever the width of the table.
+    """
+    k_cache, v_cache = caches
+    B, K, G, H = grouped.shape
+    p = k_cache.shape[2]
+    pages = max(1, min(KV_CHUNK // p, page_table.shape[1]))
+    chunk = pages * p
+    # A whole number of chunks: a last slice that was clamped to the table's end would read keys twice.
+    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages)))
+
+    def body(
+        i: Int[Array, ""], carry: tuple[Float[Array, "B K G"], Float[Array, "B K G"], Float[Array, "B K G H"]]
+    ) -> tuple[Float[Array, "B K G"], Float[Array, "B K G"], Float[Array, "B K G H"]]:
+        highest, total, out = carry
+        listed = lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
+        k, v = _gather(k_cache, listed), _gather(v_cache, listed)
+        scores = jnp.einsum(
+            "bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k)
+        )
+        visible = (i * chunk + jnp.arange(chunk))[None, None, :] <= last_visible[:, :, None]
+        scores = jnp.where(visible[:, None], scores, MASKED)
+        new_highest = jnp.maximum(highest, scores.max(-1))
+        # A chunk with no visible key leaves everything as it was, instead of counting exp(0) for each masked one.
+        weights = jnp.where(visible[:, None], jnp.exp(scores - new_highest[..., None]), 0.0)
+        shrink = jnp.exp(highest - new_highest)
+        update = jnp.einsum(
+            "bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
+        )
+        return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + update
+
+    start = (jnp.full((B, K, G), MASKED), jnp.zeros((B, K, G)), jnp.zeros((B, K, G, H)))
+    _, total, out = lax.fori_loop(0, (num_keys + chunk - 1) // chunk, body, start)
+    return out / jnp.where(total > 0, total, 1.0)[..., None]
+
+
+@paged_decode_attention.form("chunked")
+def _paged_decode_attention_chunked(
+    q: Float[Array, "B N H"],
+    k_cache: Float[Array, "P K p H"],
+    v_cache: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B N H"]:
+    B, N, H = q.shape
+    K = k_cache.shape[1]
+    G = N // K
+    grouped = _group(q, K, scale).astype(k_cache.dtype)
+    if G == 1:  # XLA:CPU multiplies one row an order slower than two
+        grouped = jnp.concatenate([grouped, grouped], axis=2)
+    last = jnp.broadcast_to(kv_lengths[:, None] - 1, (B, grouped.shape[2]))
+    out = _attend_chunks(grouped, (k_cache, v_cache), page_table, last, kv_lengths.max())
+    return out[:, :, :G].reshape(B, N, H)
+
+
+@paged_attention.form("tiled")
+def _paged_attention_tiled(
+    q: Float[Array, "T N H"],
+    k_cache: Float[Array, "P K p H"],
+    v_cache: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    query_starts: Int[Array, "C"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "T N H"]:
+    # for each sequence, for each tile of its queries (as many as there are, not as many as fit):
+    #     for each chunk of the keys that the tile can see: online softmax
+    T, N, H = q.shape
+    K = k_cache.shape[1]
+    G = N // K
+    tile = min(QUERY_TILE, T)
+    grouped = _group(q, K, scale).astype(k_cache.dtype)  # [T, K, G, H]
+    grouped = jnp.pad(grouped, ((0, tile), (0, 0), (0, 0), (0, 0)))
+    counts = query_starts[1:] - query_starts[:-1]
+    tiles_before = jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum((counts + tile - 1) // tile)])
+
+    def body(i: Int[Array, ""], out: Float[Array, "t K G H"]) -> Float[Array, "t K G H"]:
+        b = jnp.searchsorted(tiles_before, i, side="right") - 1
+        first = query_starts[b] + (i - tiles_before[b]) * tile
+        rows = first + jnp.arange(tile)
+        own = rows < query_starts[b + 1]
+        position = kv_lengths[b] - query_starts[b + 1] + rows
+        queries = lax.dynamic_slice_in_dim(grouped, first, tile)  # [tile, K, G, H]
+        queries = jnp.transpose(queries, (1, 2, 0, 3)).reshape(1, K, G * tile, H)
+        last = jnp.tile(jnp.where(own, position, -1), G)[None]
+        seen = jnp.minimum(kv_lengths[b], kv_lengths[b] - query_starts[b + 1] + first + tile)
+        result = _attend_chunks(queries, (k_cache, v_cache), page_table[b][None], last, seen)
+        result = jnp.transpose(result.reshape(K, G, tile, H), (2, 0, 1, 3))
+        # Rows past this sequence's end belong to the next one, whose tile comes later and writes them again.
+        return lax.dynamic_update_slice_in_dim(out, result, first, axis=0)
+
+    out = lax.fori_loop(0, tiles_before[-1], body, jnp.zeros((T + tile, K, G, H)))
+    return out[:T].reshape(T, N, H)

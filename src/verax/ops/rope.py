@@ -1,0 +1,132 @@
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and the scalings that published checkpoints ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from verax.errors import UnsupportedModelError
+from verax.ops._dispatch import operation
+
+__all__ = ["RotaryConfig", "apply_rotary", "rotary_tables"]
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Which frequencies to rotate with.
+
+    `kind` is Hugging Face's `rope_type`: `default`, `linear` (position interpolation), `llama3` (Llama 3.1's smooth
+    interpolation by wavelength) or `yarn` (Peng et al., 2023, arXiv:2309.00071). `scaling` holds that kind's numbers.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    scaling: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> RotaryConfig:
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it) of a config.json.
+
+        Raises:
+            UnsupportedModelError: for a `rope_type` other than the four above.
+        """
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in _FREQUENCIES:
+            raise UnsupportedModelError(
+                f"rope_type {kind!r} is not supported; supported are {', '.join(sorted(_FREQUENCIES))}"
+            )
+        if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+            raise UnsupportedModelError("partial_rotary_factor other than 1 is not supported: whole heads are rotated")
+        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        # transformers takes the context that yarn stretches from the config's own length where the table names none.
+        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        numbers = {
+            k: float(v) for k, v in rope.items() if isinstance(v, (int, float)) and k not in ("rope_theta", "rope_type")
+        }
+        missing = [name for name in _REQUIRED[kind] if name not in numbers]
+        if missing:
+            raise UnsupportedModelError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_scaling")
+        return cls(float(theta), kind, tuple(sorted(numbers.items())))
+
+    def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
+        """Angular frequencies `[H/2]` in radians per token (float32), and the factor on cos and sin."""
+        base = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+        frequencies, factor = _FREQUENCIES[self.kind](base.astype(np.float32), self, dict(self.scaling))
+        return np.asarray(frequencies, np.float32), float(factor)
+
+
+def _default(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
+    return base, 1.0
+
+
+def _linear(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
+    return base / np.float32(scaling["factor"]), 1.0
+
+
+def _llama3(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
+    """Slow rotations are divided by `factor`, quick ones kept, with a linear passage between (Llama 3.1's release)."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * base / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return base * (kept + (1 - kept) / scaling["factor"]), 1.0
+
+
+def _yarn(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
+    """NTK by parts: interpolation for slow rotations, none for quick ones, a ramp over dimensions between."""
+    factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+    half = base.shape[0]
+
+    def dimension(turns: float) -> float:
+        return half * math.log(context / (turns * 2 * math.pi)) / math.log(config.theta)
+
+    low, high = dimension(scaling.get("beta_fast", 32.0)), dimension(scaling.get("beta_slow", 1.0))
+    if scaling.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    ramp = np.clip((np.arange(half) - low) / max(high - low, 0.001), 0.0, 1.0)
+    frequencies = base * (1 - ramp) + base / factor * ramp
+
+    def magnitude(scale: float, mscale: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        both = mscale and mscale_all
+        attention = magnitude(factor, mscale) / magnitude(factor, mscale_all) if both else magnitude(factor)
+    return frequencies, attention
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+
+
+def rotary_tables(
+    positions: Int[Array, "*B"], config: RotaryConfig, head_dim: int
+) -> tuple[Float[Array, "*B h"], Float[Array, "*B h"]]:
+    """cos and sin of each position's angles, float32 `[..., H/2]`; computed once and shared by all layers."""
+    frequencies, factor = config.frequencies(head_dim)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+@operation
+def apply_rotary(
+    x: Float[Array, "*B N H"], cos: Float[Array, "*B h"], sin: Float[Array, "*B h"]
+) -> Float[Array, "*B N H"]:
+    """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split (NeoX) convention."""
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
