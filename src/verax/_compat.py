@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,7 +13,7 @@ import jaxlib
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["JAX_VERSION", "cpu_compiler_options", "make_mesh"]
+__all__ = ["JAX_VERSION", "cpu_compiler_options", "enable_compilation_cache", "make_mesh"]
 
 
 def _version(text: str) -> tuple[int, int, int]:
@@ -42,3 +44,22 @@ def make_mesh(shape: Sequence[int], names: Sequence[str]) -> Mesh:
     The shape is passed by position: the parameter is `axis_shapes` in JAX 0.10 and `axis_sizes` from 0.11.
     """
     return jax.make_mesh(tuple(shape), tuple(names), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs on disk between processes, unless the user has decided on JAX's cache themselves.
+
+    In `VERAX_CACHE_DIR`, or `~/.cache/verax`; one folder for each jaxlib, whose formats differ. `VERAX_CACHE_DIR=`
+    (empty) switches it off.
+    """
+    home = os.environ.get("VERAX_CACHE_DIR", str(Path("~/.cache/verax").expanduser()))
+    if not home or jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = Path(home) / f"jaxlib-{jaxlib.__version__}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home is no reason to refuse work
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -5,6 +5,7 @@ from verax.ops.attention import attention
 from verax.ops.linear import linear
 from verax.ops.norm import rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
+from verax.ops import sampling
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "paged_decode_attention",
     "rms_norm",
     "rotary_tables",
+    "sampling",
     "use_forms",
     "write_pages",
 ]

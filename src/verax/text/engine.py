@@ -1,0 +1,291 @@
+"""The loop around the device: requests in, one step at a time, outputs as they come. The host is one step ahead.
+
+While the device computes step n, the host plans and dispatches step n + 1, and only then reads step n. A plan never needs
+the tokens themselves, which stay on the device; what the host learns late is that a sequence has stopped, and then one
+token of step n + 1 is thrown away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.text.detokenizer import IncrementalDetokenizer
+from verax.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from verax.text.runner import ModelRunner, PendingStep
+from verax.text.sampling_params import SamplingParams
+from verax.text.scheduler import Chunk, Scheduler
+from verax.text.sequence import Request, Sequence
+from verax.text.slots import MAX_BANNED
+from verax.text.step import Logprobs
+from verax.text.tokenizer import Tokenizer
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Drives a scheduler and a runner. Not thread-safe: one caller, or one lock around it."""
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, *, vocab_size: int, tokenizer: Tokenizer | None, seed: int = 0
+    ):
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(runner.eos_token_ids)
+        self.vocab_size = vocab_size
+        self.max_model_len = runner.config.max_model_len
+        self._requests: dict[str, Request] = {}
+        self._detokenizers: dict[Sequence, IncrementalDetokenizer] = {}
+        self._ended: dict[Request, None] = {}
+        """Finished requests whose output nobody has taken yet."""
+        self._in_flight: PendingStep | None = None
+        self._seeds = np.random.default_rng(seed)
+        self._names = itertools.count()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests)
+
+    def add_request(
+        self,
+        prompt: str | List[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> str:
+        """Queue a prompt (text, or token ids); its id, by which `abort` and the outputs know it.
+
+        Raises:
+            RequestRefusedError: if the request could never be served: an empty or too long prompt, a token outside of
+                the vocabulary. What is queued already is not affected.
+            InvalidParameterError: if the id is in use, or text is given to an engine without a tokenizer.
+        """
+        params = params or SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        if text is None:
+            tokens = tuple(int(token) for token in prompt)
+        elif self.tokenizer is None:
+            raise InvalidParameterError("prompt: this model has no tokenizer; give token ids")
+        else:
+            tokens = tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        self._check(tokens, params)
+        if request_id is None:
+            request_id = f"request-{next(self._names)}"
+        if request_id in self._requests:
+            raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
+        room = self.max_model_len - len(tokens)
+        request = Request(request_id, text, tokens, params, room if params.max_tokens is None else min(params.max_tokens, room))
+        # Drawn for every request, so that giving one of them a seed does not change the others'.
+        drawn = int(self._seeds.integers(2**63))
+        seed = drawn if params.seed is None else params.seed
+        request.sequences = [Sequence(request, i, _seed_of(seed, i), list(tokens)) for i in range(params.n)]
+        self._requests[request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request at once; what it has so far, or None if there is no such unfinished request."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._finish(sequence, "abort", None)
+        return self.close(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Dispatch one step and read the one before it: an output for each request that got a token, or ended."""
+        moved = dict.fromkeys([*self.advance(), *self._ended])
+        return [self.close(request) if request.finished else self.output(request) for request in moved]
+
+    def advance(self) -> list[Request]:
+        """`step` without building outputs: the requests that got tokens. Finished ones stay until `close`, or `step`."""
+        schedule = self.scheduler.schedule()
+        pending = self.runner.run(schedule) if schedule.chunks else None
+        progressed = self._collect(self._in_flight) if self._in_flight is not None else []
+        # Once nobody waits for it, what is still on its way belongs to sequences that have stopped.
+        self._in_flight = pending if self.scheduler.has_work else None
+        return progressed
+
+    def check(self) -> None:
+        """Assert the invariants of scheduler and blocks."""
+        self.scheduler.check()
+
+    def _check(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
+        if not tokens:
+            raise RequestRefusedError("prompt: it is empty; at least one token is needed")
+        if len(tokens) >= self.max_model_len:
+            raise RequestRefusedError(
+                f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
+                "(max_model_len); shorten the prompt or raise max_model_len"
+            )
+        named = {"logit_bias": tuple(params.logit_bias or ()), "stop_token_ids": params.stop_token_ids}
+        for name, ids in {"prompt": tokens, **named}.items():
+            outside = [token for token in ids if not 0 <= token < self.vocab_size]
+            if outside:
+                raise RequestRefusedError(f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}")
+        if params.min_tokens and len({*params.stop_token_ids, *self.eos_token_ids}) > MAX_BANNED:
+            raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
+        if params.stop and self.tokenizer is None:
+            raise InvalidParameterError("stop: this model has no tokenizer, so no text to find a stop string in")
+
+    def _collect(self, pending: PendingStep) -> list[Request]:
+        tokens = np.asarray(pending.output.tokens)
+        now = time.perf_counter()
+        progressed: dict[Request, None] = {}
+        for row, chunk in enumerate(pending.schedule.chunks):
+            sequence = chunk.sequence
+            if chunk.sequence.request.params.prompt_logprobs is not None and not sequence.finished:
+                self._add_prompt_logprobs(pending, row)
+            if not chunk.sample:
+                continue
+            sequence.num_pending -= 1
+            if sequence.finished:
+                continue
+            request = sequence.request
+            if request.first_token_time is None:
+                request.first_token_time = now
+            if request.params.logprobs is not None:
+                entry = self._logprobs(pending.output.logprobs, row, request.params.logprobs)
+                sequence.logprobs.append(entry)
+                sequence.cumulative_logprob += entry[int(tokens[row])].logprob
+            self._append(sequence, int(tokens[row]))
+            progressed[request] = None
+        return list(progressed)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """Add a token, and finish the sequence if it ends here."""
+        params = sequence.request.params
+        sequence.tokens.append(token)
+        count = len(sequence.tokens) - sequence.num_prompt
+        may_stop = count > params.min_tokens or not params.min_tokens
+        if may_stop and token in self.eos_token_ids and not params.ignore_eos:
+            self._finish(sequence, "stop", None)
+        elif may_stop and token in params.stop_token_ids:
+            self._finish(sequence, "stop", token)
+        elif (found := self._show(sequence, token)) is not None:
+            self._finish(sequence, "stop", found)
+        elif count >= sequence.request.max_tokens:
+            self._finish(sequence, "length", None)
+
+    def _show(self, sequence: Sequence, token: int) -> str | None:
+        """Pass a token to the sequence's running text, if anybody needs it running; the stop string that it completes."""
+        if not sequence.request.params.stop and sequence not in self._detokenizers:
+            return None
+        return self.detokenizer(sequence).append(token)
+
+    def _finish(self, sequence: Sequence, reason: str, stop: int | str | None) -> None:
+        self.scheduler.finish(sequence)
+        sequence.finish_reason, sequence.stop_reason = reason, stop
+        if sequence.request.finished:
+            sequence.request.finished_time = time.perf_counter()
+            self._ended[sequence.request] = None
+
+    def close(self, request: Request) -> RequestOutput:
+        """The output of a finished request, which the engine then forgets."""
+        output = self.output(request)
+        del self._requests[request.request_id]
+        self._ended.pop(request, None)
+        for sequence in request.sequences:
+            self._detokenizers.pop(sequence, None)
+        return output
+
+    def request(self, request_id: str) -> Request:
+        """An unfinished request by id."""
+        return self._requests[request_id]
+
+    def detokenizer(self, sequence: Sequence) -> IncrementalDetokenizer:
+        """The sequence's running text. Asking for it before the first token keeps it running: the way to stream."""
+        if self.tokenizer is None:
+            raise InvalidParameterError("stream: this model has no tokenizer; use generate with token ids")
+        if sequence not in self._detokenizers:
+            params = sequence.request.params
+            self._detokenizers[sequence] = IncrementalDetokenizer(
+                self.tokenizer,
+                sequence.request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+        return self._detokenizers[sequence]
+
+    def _text(self, sequence: Sequence) -> str:
+        """The sequence's text; its terminating token is not part of it, unless asked for."""
+        if self.tokenizer is None:
+            return ""
+        params = sequence.request.params
+        if params.stop:
+            return self.detokenizer(sequence).text
+        tokens = sequence.output_tokens
+        by_token = sequence.finish_reason == "stop"
+        if by_token and not params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+
+    def output(self, request: Request) -> RequestOutput:
+        """What a request has so far."""
+        params = request.params
+        outputs = [
+            CompletionOutput(
+                index=sequence.index,
+                text=self._text(sequence),
+                token_ids=tuple(sequence.output_tokens),
+                cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
+                logprobs=None if params.logprobs is None else list(sequence.logprobs),
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+            )
+            for sequence in request.sequences
+        ]
+        metrics = RequestMetrics(request.arrival_time, request.first_token_time, request.finished_time)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=request.prompt_logprobs,
+            outputs=outputs,
+            finished=request.finished,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            metrics=metrics,
+        )
+
+    def _logprobs(self, logprobs: Logprobs, row: int, num_top: int) -> dict[int, Logprob]:
+        """vLLM's form: the chosen token first, then the `num_top` best that are not it."""
+        values, ids = np.asarray(logprobs.values)[row], np.asarray(logprobs.ids)[row]
+        entry = {int(ids[0]): self._logprob(ids[0], values[0], int(np.asarray(logprobs.ranks)[row]))}
+        for rank in range(1, min(num_top, len(ids) - 1) + 1):
+            entry.setdefault(int(ids[rank]), self._logprob(ids[rank], values[rank], rank))
+        return entry
+
+    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
+        text = None if self.tokenizer is None else self.tokenizer.decode([int(token)], skip_special_tokens=False)
+        return Logprob(float(value), rank, text)
+
+    def _add_prompt_logprobs(self, pending: PendingStep, row: int) -> None:
+        chunk: Chunk = pending.schedule.chunks[row]
+        request, scores = chunk.sequence.request, pending.output.prompt_logprobs
+        if chunk.sequence.index != 0 or scores is None:
+            return
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = [None] * len(request.prompt_token_ids)
+        offset, wanted = pending.token_offsets[row], request.params.prompt_logprobs or 0
+        for i in range(chunk.count):
+            follower = chunk.start + i + 1
+            if follower < len(request.prompt_token_ids):
+                request.prompt_logprobs[follower] = self._logprobs(scores, offset + i, wanted)
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """The seed of a request's sample: the first has the request's own, the others have independent ones."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))

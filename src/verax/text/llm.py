@@ -1,0 +1,288 @@
+"""`LLM`: a checkpoint and an engine behind vLLM's names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence as List
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from verax import builtin, checkpoint, progress
+from verax._compat import enable_compilation_cache
+from verax.errors import InvalidParameterError
+from verax.models import Qwen3ForCausalLM, causal_lm
+from verax.text.block_manager import BlockManager
+from verax.text.engine import Engine
+from verax.text.outputs import RequestOutput
+from verax.text.runner import ModelRunner
+from verax.text.sampling_params import SamplingParams
+from verax.text.scheduler import Scheduler
+from verax.text.sizes import plan_sizes
+from verax.text.tokenizer import Tokenizer
+
+__all__ = ["LLM"]
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+Prompt = str | List[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A language model ready to generate: weights on the device, programs compiled.
+
+    Example:
+        >>> llm = LLM()  # the built-in model; or a Hugging Face folder or hub id
+        >>> llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "bfloat16",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        kv_cache_memory: int | None = None,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        revision: str | None = None,
+        use_tqdm: bool = True,
+    ):
+        """Load a checkpoint, allocate the cache and compile every step.
+
+        Args:
+            model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
+            dtype: `"bfloat16"` or `"float32"`, of weights, matmul inputs and cache; the rest is float32 in both.
+            max_model_len: longest sequence, prompt and answer; the model's own, or what the cache can hold, if None.
+            max_num_seqs: most sequences in one step.
+            max_num_batched_tokens: token budget of a step; 512 on a CPU and 2048 elsewhere (at least max_num_seqs) if
+                None.
+            block_size: tokens in a block of the cache.
+            kv_cache_memory: bytes for the cache. If None: as much as `max_num_seqs` full sequences need, but at most a
+                quarter of the free memory of a CPU, or what 90% of an accelerator's leave beside the weights.
+            enable_prefix_caching: keep full blocks of earlier requests for prompts that begin alike.
+            seed: seeds requests that bring no seed of their own.
+            revision: branch, tag or commit of a hub id.
+            use_tqdm: progress bars while loading and compiling, if stderr is a terminal.
+
+        Raises:
+            CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
+            UnsupportedModelError: if verax has no such architecture.
+            InvalidParameterError: if a size makes no sense, with the argument's name.
+        """
+        if dtype not in DTYPES:
+            raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        begin = time.perf_counter()
+        opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
+        architecture, config = causal_lm(opened.config)
+        abstract = nnx.eval_shape(lambda: architecture(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
+        ignore = (*architecture.ignored_weights, *((r"^lm_head\.weight$",) if config.tie_word_embeddings else ()))
+        tokenizer = Tokenizer.from_folder(opened.folder)
+        with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
+            loaded = checkpoint.load_module(abstract, opened, dtype=DTYPES[dtype], ignore=ignore, progress=report)
+        self.load_seconds = time.perf_counter() - begin
+        self._start(
+            loaded,
+            tokenizer=tokenizer,
+            generation_config=opened.generation_config,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+            use_tqdm=use_tqdm,
+        )
+
+    @classmethod
+    def from_module(cls, model: Qwen3ForCausalLM, *, tokenizer: Tokenizer | None = None, **options: Any) -> LLM:
+        """An LLM of a model that is in memory already. Without a tokenizer, prompts are token ids and texts are empty.
+
+        `options` are those of the constructor from `max_model_len` to `seed`, and `use_tqdm`.
+        """
+        llm = cls.__new__(cls)
+        llm.load_seconds = 0.0
+        defaults = dict(
+            max_model_len=None,
+            max_num_seqs=256,
+            max_num_batched_tokens=None,
+            block_size=16,
+            kv_cache_memory=None,
+            enable_prefix_caching=True,
+            seed=0,
+            use_tqdm=True,
+        )
+        unknown = set(options) - set(defaults)
+        if unknown:
+            raise InvalidParameterError(f"{', '.join(sorted(unknown))}: no option of from_module")
+        llm._start(model, tokenizer=tokenizer, generation_config={}, **{**defaults, **options})
+        return llm
+
+    def _start(
+        self,
+        model: Qwen3ForCausalLM,
+        *,
+        tokenizer: Tokenizer | None,
+        generation_config: Mapping[str, Any],
+        enable_prefix_caching: bool,
+        seed: int,
+        use_tqdm: bool,
+        **sizes: Any,
+    ) -> None:
+        enable_compilation_cache()
+        self.model_config = model.config
+        self.tokenizer = tokenizer
+        self._generation_config = dict(generation_config)
+        dtype = model.model.embed_tokens.weight[...].dtype
+        config = plan_sizes(model.config, dtype, **sizes)
+        runner = ModelRunner(model, config, eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else ())
+        blocks = BlockManager(config.num_blocks, config.block_size, enable_prefix_caching=enable_prefix_caching)
+        scheduler = Scheduler(
+            blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self.engine = Engine(runner, scheduler, vocab_size=model.config.vocab_size, tokenizer=tokenizer, seed=seed)
+        with progress.bar("compiling steps", enabled=use_tqdm) as report:
+            self.compile_seconds = runner.warm_up(report)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence that this engine serves, in tokens."""
+        return self.engine.max_model_len
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""
+        return SamplingParams.from_generation_config(self._generation_config, **overrides)
+
+    def generate(
+        self,
+        prompts: Prompt | List[Prompt],
+        sampling_params: SamplingParams | List[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts: a text, token ids, or a list of either; one set of parameters, or one for each prompt.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            RequestRefusedError: if a prompt can never be served; then none is.
+        """
+        return self._run(_as_list(prompts), sampling_params, use_tqdm, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: List[Message] | List[List[Message]],
+        sampling_params: SamplingParams | List[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: List[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of conversations, through the checkpoint's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [self.render(conversation, tools=tools, **template_options) for conversation in conversations]
+        return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+
+    def stream(
+        self, prompt: Prompt | List[Message], sampling_params: SamplingParams | None = None, **template_options: Any
+    ) -> Iterator[str]:
+        """Pieces of the answer's text to a prompt or a conversation, as they come; `n` must be 1.
+
+        Closing the iterator early aborts the request. Its return value (`yield from`) is the final `RequestOutput`.
+        """
+        params = sampling_params or self.default_sampling_params()
+        if params.n != 1:
+            raise InvalidParameterError(f"n: a stream has one answer, got {params.n}")
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        text = self.render(prompt, **template_options) if is_chat else prompt  # type: ignore[arg-type]
+        request_id = self.engine.add_request(text, params, add_special_tokens=not is_chat)  # type: ignore[arg-type]
+        return self._pieces(request_id)
+
+    def render(self, messages: List[Message], **template_options: Any) -> str:
+        """The prompt that a conversation becomes."""
+        if self.tokenizer is None:
+            raise InvalidParameterError("messages: this model has no tokenizer, so no chat template")
+        return self.tokenizer.apply_chat_template(messages, **template_options)
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue one prompt for callers who drive `step` themselves; its id."""
+        return self.engine.add_request(prompt, sampling_params or self.default_sampling_params(), request_id=request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one engine step: the outputs of the requests that moved on."""
+        return self.engine.step()
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request; what it has so far, or None if there is no such request."""
+        return self.engine.abort(request_id)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.engine.has_unfinished_requests
+
+    def _run(
+        self,
+        prompts: List[Prompt],
+        sampling_params: SamplingParams | List[SamplingParams] | None,
+        use_tqdm: bool,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+            params = [sampling_params or self.default_sampling_params()] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise InvalidParameterError(f"sampling_params: {len(params)} given for {len(prompts)} prompts")
+        waiting: list[str] = []
+        done: dict[str, RequestOutput] = {}
+        tokens, begin = 0, time.perf_counter()
+        try:
+            for prompt, how in zip(prompts, params, strict=True):
+                waiting.append(self.engine.add_request(prompt, how, add_special_tokens=add_special_tokens))
+            ours = set(waiting)
+            with progress.bar("generating", enabled=use_tqdm) as report:
+                while len(done) < len(waiting):
+                    for request in self.engine.advance():
+                        if request.finished and request.request_id in ours:
+                            output = done[request.request_id] = self.engine.close(request)
+                            tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                    rate = tokens / (time.perf_counter() - begin)
+                    report(len(done), len(waiting), f"{rate:.0f} tokens/s")
+        finally:  # a refused prompt or an interrupt leaves nothing of this call behind
+            for request_id in waiting:
+                if request_id not in done:
+                    self.engine.abort(request_id)
+        return [done[request_id] for request_id in waiting]
+
+    def _pieces(self, request_id: str) -> Iterator[str]:
+        request = self.engine.request(request_id)
+        shown = self.engine.detokenizer(request.sequences[0])
+        try:
+            while not request.finished:
+                self.engine.advance()
+                if piece := shown.delta():
+                    yield piece
+            if piece := shown.finish():
+                yield piece
+            return self.engine.close(request)
+        finally:
+            self.engine.abort(request_id)
+
+
+def _as_list(prompts: Prompt | List[Prompt]) -> list[Prompt]:
+    """One text or one list of token ids is a batch of one."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""What comes back: completions, their log-probabilities and their times, under vLLM's names."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability (nats), its rank from 1, and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One sampled continuation."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    """For each token: itself first, then the best others."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the model's own end."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times of a request in seconds, on the clock of `time.perf_counter`."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def total_time(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and what was made of it so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    """For each prompt token; None for the first, which nothing precedes."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+    metrics: RequestMetrics | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; times become durations."""
+        result = dataclasses.asdict(self)
+        if self.metrics is not None:
+            result["metrics"] = {
+                "time_to_first_token": self.metrics.time_to_first_token,
+                "total_time": self.metrics.total_time,
+            }
+        return result

@@ -1,0 +1,181 @@
+"""Device state and compiled steps: turns a schedule into one device call, and hands the result back without waiting."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Sequence as List
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from verax._compat import cpu_compiler_options
+from verax.models import Qwen3Config, Qwen3ForCausalLM
+from verax.text.scheduler import Schedule
+from verax.text.slots import admit, new_slots, pack_admission
+from verax.text.step import PROMPT_LOGPROB_CHUNK, Cache, StepOutput, StepShape, make_step
+
+__all__ = ["ModelRunner", "PendingStep", "RunnerConfig", "block_bytes"]
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes that the compiled programs depend on."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass
+class PendingStep:
+    """A step on its way: its schedule, and arrays that will be ready later."""
+
+    schedule: Schedule
+    output: StepOutput
+    token_offsets: tuple[int, ...]
+    """Where each chunk's tokens begin in the step's ragged batch."""
+
+
+class ModelRunner:
+    """Owns the weights, the cache and the slots on the device. The one place where programs are dispatched."""
+
+    def __init__(self, model: Qwen3ForCausalLM, config: RunnerConfig, *, eos_token_ids: List[int] = ()):
+        self.config = config
+        self.eos_token_ids = tuple(eos_token_ids)
+        graph, state = nnx.split(model)
+        # Flattened once: a step passes a flat tuple of arrays, and the module exists only while tracing.
+        leaves, treedef = jax.tree.flatten(state)
+        self._weights = tuple(leaves)
+        self._build = lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
+        self._cache = new_cache(model.config, config, leaves[0].dtype)
+        self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
+        self._options = cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+        self._admit = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
+        self.decode_rows = _powers(1, config.max_num_seqs, 2)
+        # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either will do.
+        self.mixed_rows = sorted({min(8, config.max_num_seqs), config.max_num_seqs})
+        self.mixed_tokens = [
+            -(-size // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
+            for size in _powers(min(32, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)
+        ]
+        self._steps = {shape: self._compile_later(shape) for shape in self.shapes}
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """Every step that this runner can be asked for: the buckets."""
+        decode = [StepShape(rows, rows, True) for rows in self.decode_rows]
+        mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
+        return [*decode, *(shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0])]
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
+        """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this."""
+        begin = time.perf_counter()
+        shapes = self.shapes
+        # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two.
+        with ThreadPoolExecutor(2) as pool:
+            compiled = pool.map(lambda shape: self._steps[shape].lower(*self._arguments(shape)).compile(), shapes)
+            for done, _ in enumerate(compiled, start=1):
+                if progress is not None:
+                    progress(done, len(shapes))
+        for shape in shapes:
+            jax.block_until_ready(self._dispatch(shape, self._padding(shape)))
+        # Slot 0 is nobody's yet: whoever gets it writes all of it.
+        width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
+        self._slots = self._admit(self._slots, np.zeros(1 + width, np.int32))
+        return time.perf_counter() - begin
+
+    def admit(self, schedule: Schedule) -> None:
+        """Fill the slots of sequences that the schedule admitted."""
+        for sequence in schedule.admitted:
+            packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
+            self._slots = self._admit(self._slots, packed)
+
+    def run(self, schedule: Schedule) -> PendingStep:
+        """Dispatch a step. Returns at once; reading the result's arrays waits for it."""
+        self.admit(schedule)
+        shape = self.shape_for(schedule)
+        packed = self._padding(shape)
+        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
+        updates = packed[4 * shape.rows :].reshape(-1, 3)
+        offsets, token, update = [], 0, 0
+        for i, chunk in enumerate(schedule.chunks):
+            rows[i] = chunk.sequence.slot, chunk.start, chunk.count, chunk.sample
+            offsets.append(token)
+            token += chunk.count
+            for j, block in enumerate(chunk.new_blocks, start=chunk.first_new_block):
+                updates[update] = chunk.sequence.slot, j, block
+                update += 1
+        output = self._dispatch(shape, packed)
+        output.tokens.copy_to_host_async()
+        return PendingStep(schedule, output, tuple(offsets))
+
+    def shape_for(self, schedule: Schedule) -> StepShape:
+        """The smallest bucket that holds the schedule."""
+        rows, tokens = len(schedule.chunks), schedule.num_tokens
+        # Only a mixed step scores prompts.
+        plain = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
+        if plain:
+            return StepShape(size := _at_least(self.decode_rows, rows), size, True)
+        tokens = _at_least(self.mixed_tokens, tokens)
+        return min(s for s in self.shapes if not s.decode and s.rows >= rows and s.tokens >= tokens)
+
+    def _padding(self, shape: StepShape) -> np.ndarray:
+        """A step's input in which every row and every block update goes nowhere."""
+        packed = np.zeros(shape.input_size(self.config.block_size), np.int32)
+        packed[0 : 4 * shape.rows : 4] = self.config.max_num_seqs
+        packed[4 * shape.rows :: 3] = self.config.max_num_seqs
+        return packed
+
+    def _arguments(self, shape: StepShape) -> tuple[Any, ...]:
+        return self._weights, self._slots, self._cache, self._padding(shape)
+
+    def _compile_later(self, shape: StepShape) -> Any:
+        step = make_step(self._build, shape, self.config.block_size)
+        step.__name__ = f"{'decode' if shape.decode else 'mixed'}_{shape.rows}x{shape.tokens}"
+        return jax.jit(step, donate_argnums=(1, 2), compiler_options=self._options)
+
+    def _dispatch(self, shape: StepShape, packed: np.ndarray) -> StepOutput:
+        self._slots, self._cache, output = self._steps[shape](self._weights, self._slots, self._cache, packed)
+        return output
+
+    def num_compiled(self) -> int:
+        """Programs compiled so far: after `warm_up` this stays as it is."""
+        return self._admit._cache_size() + sum(step._cache_size() for step in self._steps.values())
+
+
+def new_cache(model: Qwen3Config, config: RunnerConfig, dtype: jnp.dtype) -> Cache:
+    """Zeroed pages: what is masked out is still multiplied, so it must be finite."""
+    shape = (config.num_blocks, model.num_key_value_heads, config.block_size, model.head_dim)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.num_hidden_layers))
+
+
+def block_bytes(model: Qwen3Config, block_size: int, dtype: jnp.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    tokens = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * block_size
+    return tokens * jnp.dtype(dtype).itemsize
+
+
+def _powers(first: int, last: int, factor: int) -> list[int]:
+    """first, first * factor, ... and `last` itself."""
+    sizes = [first]
+    while sizes[-1] * factor < last:
+        sizes.append(sizes[-1] * factor)
+    return sizes if sizes[-1] >= last else [*sizes, last]
+
+
+def _at_least(sizes: List[int], wanted: int) -> int:
+    """The smallest of the ascending sizes that is `wanted` or more."""
+    return sizes[bisect.bisect_left(sizes, wanted)]

@@ -1,0 +1,153 @@
+"""Which tokens the next step computes: decodes first, then chunks of prompts, within one token budget.
+
+One schedule is one device step. Sequences that decode are never held up by a prompt; a prompt that does not fit into what
+the budget leaves is computed chunk by chunk, beside the decodes. When blocks run out, the sequence that came last gives
+its own back and starts again later (preemption by recompute).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from verax.text.block_manager import BlockManager
+from verax.text.sequence import Sequence, SequenceState
+
+__all__ = ["Chunk", "Schedule", "Scheduler"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start : start + count` of a sequence; `sample` if the next token is drawn after the last of them."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    sample: bool
+    new_blocks: tuple[int, ...]
+    first_new_block: int
+    """Index in the sequence's table where `new_blocks` go."""
+
+
+@dataclass
+class Schedule:
+    """One step: what to compute, and which sequences got a slot just before it."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    num_preempted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(chunk.count for chunk in self.chunks)
+
+
+class Scheduler:
+    """Queues of waiting and running sequences. Invariants: `check`."""
+
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence behind the waiting ones."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Schedule:
+        """Plan the next step, and move every planned sequence's `num_computed` and `num_pending` on as if it had run."""
+        plan = Schedule()
+        budget = self.max_num_batched_tokens
+        # Decodes first. The order of `running` is the order of arrival: victims are taken from its end.
+        for sequence in list(self.running):
+            if sequence.state is SequenceState.RUNNING and sequence.num_to_compute == 1 and not sequence.exhausted:
+                budget -= self._plan(plan, sequence, 1)
+        for sequence in list(self.running):
+            if budget > 0 and sequence.state is SequenceState.RUNNING and sequence.num_to_compute > 1:
+                # Not yet planned in the loop above: its plan would have left 0 or 1 to compute.
+                budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
+        if plan.num_preempted == 0:
+            self._admit(plan, budget)
+        return plan
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it stands, and give its blocks and slot back."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self._give_back(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def check(self) -> None:
+        """Assert the scheduler's and the block manager's invariants."""
+        self.blocks.check(self.running)
+        slots = [sequence.slot for sequence in self.running]
+        assert None not in slots, "a running sequence has no slot"
+        assert len(set(slots)) == len(slots), "two running sequences share a slot"
+        assert sorted([*self._free_slots, *slots]) == list(range(self.max_num_seqs)), "a slot was lost"  # type: ignore[type-var]
+        for sequence in self.waiting:
+            assert not sequence.blocks, f"{sequence} waits with blocks"
+            assert sequence.slot is None, f"{sequence} waits with a slot"
+        for sequence in self.running:
+            assert 0 <= sequence.num_computed <= sequence.num_tokens, f"{sequence} computed tokens that do not exist"
+
+    def _admit(self, plan: Schedule, budget: int) -> None:
+        while self.waiting and budget > 0 and self._free_slots:
+            sequence = self.waiting[0]
+            if sequence.num_pending:  # preempted with a token on its way; it is known after this step
+                return
+            # Room for one more token than the prompt: admitting what must be preempted at its first decode is waste.
+            cacheable = sequence.request.params.prompt_logprobs is None
+            room = min(sequence.num_tokens + 1, sequence.num_prompt + sequence.request.max_tokens)
+            if not self.blocks.admit(sequence, room, use_cache=cacheable):
+                return
+            self.waiting.popleft()
+            sequence.state = SequenceState.RUNNING
+            sequence.slot = self._free_slots.pop()
+            self.running.append(sequence)
+            plan.admitted.append(sequence)
+            if sequence.request.num_cached_tokens is None:
+                sequence.request.num_cached_tokens = sequence.num_computed
+            budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
+
+    def _plan(self, plan: Schedule, sequence: Sequence, count: int) -> int:
+        """Add a chunk of `count` tokens, preempting later sequences for its blocks; the tokens planned, 0 if none."""
+        start, table_length = sequence.num_computed, len(sequence.blocks)
+        while (new := self.blocks.grow(sequence, start + count)) is None:
+            # A sequence that this step computes already keeps its blocks: its writes are on their way.
+            planned = {chunk.sequence for chunk in plan.chunks}
+            victim = next((s for s in reversed(self.running) if s not in planned), sequence)
+            self._preempt(victim)
+            plan.num_preempted += 1
+            if victim is sequence:
+                return 0
+        sequence.num_computed += count
+        sample = sequence.num_computed == sequence.num_tokens
+        sequence.num_pending += sample
+        plan.chunks.append(Chunk(sequence, start, count, sample, tuple(new), table_length))
+        self.blocks.register(sequence)
+        return count
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self._give_back(victim)
+        victim.state = SequenceState.WAITING
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.blocks.release(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None

@@ -1,0 +1,103 @@
+"""What the engine knows of a request and of each sequence that it samples: host records, no arrays."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from verax.text.outputs import Logprob
+from verax.text.sampling_params import SamplingParams
+
+__all__ = ["Request", "Sequence", "SequenceState"]
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence stands: `WAITING` owns no pages and no slot, `RUNNING` owns both, `FINISHED` gave them back."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One token sequence: a request has `n` of them, alike but for their seeds.
+
+    Invariants: `num_computed <= num_tokens`; a running sequence's blocks cover `num_computed` tokens; `num_pending` is
+    the number of tokens that the device has sampled, or will, and the host has not read yet (0 or more, 2 at most).
+    """
+
+    request: Request
+    index: int
+    seed: int
+    tokens: list[int]
+    """Prompt and the sampled tokens that the host has seen."""
+    state: SequenceState = SequenceState.WAITING
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)
+    """The prefix cache's name of each full block, as far as they are registered."""
+    num_computed: int = 0
+    """Tokens whose keys and values are in the cache once every dispatched step has run."""
+    num_pending: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length with the tokens that are still on their way from the device."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that the next step could take: the rest of the prompt, or 1 in decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every token that it may get is sampled or on its way: there is nothing to schedule, only to wait for."""
+        return self.num_tokens - self.num_prompt >= self.request.max_tokens
+
+    @property
+    def num_prompt(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """The sampled tokens that the host has seen."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will be appended."""
+        return self.state is SequenceState.FINISHED
+
+    def __repr__(self) -> str:
+        return f"<sequence {self.request.request_id}/{self.index} {self.state.value} {self.num_computed}/{self.num_tokens}>"
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt with its sampling parameters, and the sequences sampled from it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    """Tokens that each sequence may get: the parameter, cut to what the context holds."""
+    sequences: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has finished."""
+        return all(sequence.finished for sequence in self.sequences)

@@ -1,0 +1,86 @@
+"""How large the engine's cache and context may be: from the memory that is there, and what was asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+from verax.errors import InvalidParameterError
+from verax.models import Qwen3Config
+from verax.text.runner import RunnerConfig, block_bytes
+
+__all__ = ["plan_sizes"]
+
+DEVICE_FRACTION = 0.9
+"""Part of an accelerator's memory that weights and cache may fill: the rest is for activations (vLLM's default)."""
+
+HOST_FRACTION = 0.25
+"""Part of the free host memory that a cache takes on a CPU, where other programs live too."""
+
+MIN_BATCHED_TOKENS = {"cpu": 512}
+"""A prompt chunk on a CPU: long enough for full matmul speed, short enough that decodes beside it hardly wait."""
+
+DEFAULT_BATCHED_TOKENS = 2048
+
+
+def plan_sizes(
+    model: Qwen3Config,
+    dtype: jnp.dtype,
+    *,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int | None,
+    block_size: int,
+    kv_cache_memory: int | None,
+) -> RunnerConfig:
+    """Sizes that fit: the context is cut to what the cache can hold of one sequence, unless it was asked for.
+
+    Raises:
+        InvalidParameterError: for sizes below 1, a context longer than the model's, or a cache too small for it.
+    """
+    for name, value in (
+        ("max_model_len", max_model_len),
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+        ("block_size", block_size),
+        ("kv_cache_memory", kv_cache_memory),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InvalidParameterError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    longest = model.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise InvalidParameterError(f"max_model_len: {max_model_len} is more than the model's {longest} positions")
+    if max_model_len is not None and max_model_len < 2:
+        raise InvalidParameterError("max_model_len: at least 2, a prompt token and an answer token")
+    batched = max_num_batched_tokens or max(
+        max_num_seqs, MIN_BATCHED_TOKENS.get(jax.default_backend(), DEFAULT_BATCHED_TOKENS)
+    )
+    if batched < max_num_seqs:
+        raise InvalidParameterError(
+            f"max_num_batched_tokens: {batched} is less than max_num_seqs ({max_num_seqs}), and each running sequence "
+            "needs a token a step"
+        )
+    per_block = block_bytes(model, block_size, dtype)
+    memory = kv_cache_memory or _free_memory()
+    affordable = memory // per_block - 1  # block 0 is padding's
+    context = max_model_len or min(longest, max(affordable, 1) * block_size)
+    needed = -(-context // block_size)
+    if affordable < max(needed, 1):
+        raise InvalidParameterError(
+            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens, but a context of "
+            f"{context} needs {(needed + 1) * per_block / 2**20:.0f} MiB; give more, or a smaller max_model_len"
+        )
+    blocks = min(affordable, needed * max_num_seqs)
+    return RunnerConfig(int(blocks) + 1, block_size, int(context), max_num_seqs, batched)
+
+
+def _free_memory() -> int:
+    """Bytes that a cache may take on JAX's default device."""
+    if jax.default_backend() == "cpu":
+        return int(psutil.virtual_memory().available * HOST_FRACTION)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit is None:
+        raise InvalidParameterError("kv_cache_memory: this device does not tell how much memory it has; give a size in bytes")
+    return int(limit * DEVICE_FRACTION) - int(stats.get("bytes_in_use", 0))

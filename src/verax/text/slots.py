@@ -1,0 +1,139 @@
+"""What the device keeps of every running sequence, so that a step needs only a few integers from the host.
+
+A sequence holds one slot while it runs. `admit` fills the slot's row from one packed array; steps then read tokens, page
+table and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence: padding
+rows of a step read it, and its parameters are those of greedy decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from verax.text.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from verax.text.sequence import Sequence
+
+__all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admission"]
+
+MAX_BANNED = MAX_STOP_TOKEN_IDS + 16
+"""Tokens that `min_tokens` can hold back: the request's stop tokens and the model's own (Llama 3 has three)."""
+
+_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+_INTS = ("top_k", "num_prompt", "seed_low", "seed_high", "min_length", "num_logprobs", "num_prompt_logprobs", "num_bias")
+
+
+class SlotParams(NamedTuple):
+    """Sampling parameters by slot: `floats` and `ints` in the order of `FLOATS` and `INTS`, and the sparse ones."""
+
+    floats: Float[Array, "S f"]
+    ints: Int[Array, "S i"]
+    bias_ids: Int[Array, "S b"]
+    bias_values: Float[Array, "S b"]
+    banned: Int[Array, "S e"]
+    """Token ids that may not be sampled before `min_length`, padded with an id that no vocabulary has."""
+
+    def float(self, name: str) -> Float[Array, "S"]:
+        """One float parameter by name."""
+        return self.floats[:, _FLOATS.index(name)]
+
+    def int(self, name: str) -> Int[Array, "S"]:
+        """One integer parameter by name."""
+        return self.ints[:, _INTS.index(name)]
+
+    def rows(self, slots: Int[Array, "B"]) -> SlotParams:
+        """The parameters of a batch's slots."""
+        return SlotParams(*(field[slots] for field in self))
+
+
+class Slots(NamedTuple):
+    """Device state by slot: S = max_num_seqs + 1 rows, L tokens, W pages."""
+
+    tokens: Int[Array, "S L"]
+    page_table: Int[Array, "S W"]
+    params: SlotParams
+
+
+_NO_TOKEN = np.iinfo(np.int32).max
+"""An id past every vocabulary: scatters drop it."""
+
+_GREEDY_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+
+
+def new_slots(max_num_seqs: int, max_model_len: int, table_width: int) -> Slots:
+    """Empty slots."""
+    S = max_num_seqs + 1
+    params = SlotParams(
+        floats=jnp.broadcast_to(jnp.asarray(_GREEDY_FLOATS, jnp.float32), (S, len(_FLOATS))),
+        ints=jnp.zeros((S, len(_INTS)), jnp.int32),
+        bias_ids=jnp.full((S, MAX_LOGIT_BIAS), _NO_TOKEN, jnp.int32),
+        bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
+        banned=jnp.full((S, MAX_BANNED), _NO_TOKEN, jnp.int32),
+    )
+    return Slots(jnp.zeros((S, max_model_len), jnp.int32), jnp.zeros((S, table_width), jnp.int32), params)
+
+
+def pack_admission(
+    sequence: Sequence, max_model_len: int, table_width: int, eos_token_ids: List[int]
+) -> Int[np.ndarray, "n"]:
+    """Everything that `admit` writes for a sequence, as one array for one transfer."""
+    params = sequence.request.params
+    tokens = np.zeros(max_model_len, np.int32)
+    tokens[: len(sequence.tokens)] = sequence.tokens
+    table = np.zeros(table_width, np.int32)
+    table[: len(sequence.blocks)] = sequence.blocks
+    floats = np.asarray(
+        [
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        ],
+        np.float32,
+    )
+    bias = dict(params.logit_bias or {})
+    seed = np.asarray([sequence.seed & 0xFFFFFFFF, sequence.seed >> 32], np.uint32).view(np.int32)
+    ints = np.asarray(
+        [
+            params.top_k,
+            sequence.num_prompt,
+            *seed,
+            sequence.num_prompt + params.min_tokens if params.min_tokens else 0,
+            -1 if params.logprobs is None else params.logprobs,
+            -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            len(bias),
+        ],
+        np.int32,
+    )
+    bias_ids = np.full(MAX_LOGIT_BIAS, _NO_TOKEN, np.int32)
+    bias_ids[: len(bias)] = list(bias)
+    bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
+    bias_values[: len(bias)] = list(bias.values())
+    banned = np.full(MAX_BANNED, _NO_TOKEN, np.int32)
+    held_back = sorted({*params.stop_token_ids, *eos_token_ids}) if params.min_tokens else []
+    banned[: len(held_back)] = held_back
+    slot = np.asarray([sequence.slot], np.int32)
+    parts = [slot, tokens, table, floats.view(np.int32), ints, bias_ids, bias_values.view(np.int32), banned]
+    return np.concatenate(parts)
+
+
+def admit(slots: Slots, packed: Int[Array, "n"]) -> Slots:
+    """Fill one slot from `pack_admission`'s array. Donate `slots`."""
+    slot, at = packed[0], 1
+
+    def write(field: Array) -> Array:
+        nonlocal at
+        row = packed[at : at + field.shape[1]]
+        at += field.shape[1]
+        if field.dtype == jnp.float32:
+            row = lax.bitcast_convert_type(row, jnp.float32)
+        return lax.dynamic_update_slice(field, row[None], (slot, 0))
+
+    return jax.tree.map(write, slots)

@@ -1,0 +1,200 @@
+"""One engine step as one device program: model, cache update, sampling and state update.
+
+The host sends a few integers (`StepInput`); everything else is on the device already and is donated from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+from verax.models import Qwen3ForCausalLM
+from verax.ops import sampling
+from verax.text.sampling_params import MAX_LOGPROBS
+from verax.text.slots import SlotParams, Slots
+
+__all__ = ["Cache", "Logprobs", "StepOutput", "StepShape", "make_step"]
+
+Cache = tuple[tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]], ...]
+"""Key and value pages of each layer."""
+
+PROMPT_LOGPROB_CHUNK = 32
+"""Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
+
+
+class StepShape(NamedTuple):
+    """What a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row."""
+
+    rows: int
+    tokens: int
+    decode: bool
+
+    def num_updates(self, block_size: int) -> int:
+        """Most blocks that such a step's sequences can grow by: a row may start one, and fill one every block_size."""
+        return self.rows + (0 if self.decode else self.tokens // block_size)
+
+    def input_size(self, block_size: int) -> int:
+        """Length of the packed input: (slot, start, count, sample) by row, then (slot, index, block) by new block."""
+        return 4 * self.rows + 3 * self.num_updates(block_size)
+
+
+class Logprobs(NamedTuple):
+    """The chosen token's log-probability, then the best `MAX_LOGPROBS`; zeros where nobody asked."""
+
+    values: Float[Array, "B n"]
+    ids: Int[Array, "B n"]
+    ranks: Int[Array, "B"]
+
+
+class StepOutput(NamedTuple):
+    """What comes back to the host."""
+
+    tokens: Int[Array, "B"]
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs | None
+    """By token of the step: the score of the token after it. None in decode steps."""
+
+
+StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]
+
+
+def make_step(build: Callable[[tuple[Array, ...]], Qwen3ForCausalLM], shape: StepShape, block_size: int) -> StepFunction:
+    """The step function of one shape; `build` makes the model of its flat weights, while tracing only."""
+
+    def step(
+        weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
+    ) -> tuple[Slots, Cache, StepOutput]:
+        model = build(weights)
+        trash = slots.tokens.shape[0] - 1
+        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
+        slot, start, count, wants_token = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] > 0
+        new_blocks = packed[4 * shape.rows :].reshape(-1, 3)
+        page_table = slots.page_table.at[new_blocks[:, 0], new_blocks[:, 1]].set(new_blocks[:, 2])
+        lengths = start + count  # tokens in the cache after this step
+
+        if shape.decode:
+            starts = jnp.arange(shape.rows + 1, dtype=jnp.int32)
+            owner, position, valid = starts[:-1], start, count > 0
+        else:
+            starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count)])
+            at = jnp.arange(shape.tokens, dtype=jnp.int32)
+            owner = jnp.minimum(jnp.searchsorted(starts, at, side="right") - 1, shape.rows - 1).astype(jnp.int32)
+            position, valid = start[owner] + at - starts[owner], at < starts[-1]
+            position = jnp.where(valid, position, 0)
+        pages_by_row = page_table[slot]
+        page = jnp.where(valid, pages_by_row[owner, position // block_size], 0)
+        offset = position % block_size
+        pages = list(cache)
+
+        def attend(
+            layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
+        ) -> Float[Array, "T N H"]:
+            k_pages, v_pages = pages[layer]
+            k_pages = ops.write_pages(k_pages, k, page, offset)
+            v_pages = ops.write_pages(v_pages, v, page, offset)
+            pages[layer] = (k_pages, v_pages)
+            if shape.decode:
+                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row, lengths)
+            return ops.paged_attention(q, k_pages, v_pages, pages_by_row, lengths, starts)
+
+        text = slots.tokens[slot[owner], position]
+        hidden = model(text, position, attend)
+        newest = hidden if shape.decode else hidden[jnp.maximum(starts[1:] - 1, 0)]
+        params = slots.params.rows(slot)
+        logits = model.logits(newest)
+        tokens = _next_tokens(logits, slots.tokens, slot, lengths, params)
+        tokens_after = slots.tokens.at[jnp.where(wants_token, slot, trash), lengths].set(tokens, mode="drop")
+        output = StepOutput(
+            tokens,
+            _logprobs(logits, tokens, params),
+            None if shape.decode else _prompt_logprobs(model, hidden, slots, slot[owner], position),
+        )
+        return Slots(tokens_after, page_table, slots.params), tuple(pages), output
+
+    return step
+
+
+def _next_tokens(
+    logits: Float[Array, "B V"],
+    history: Int[Array, "S L"],
+    slot: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    params: SlotParams,
+) -> Int[Array, "B"]:
+    """Sample one token a row. Parts that no row asks for are skipped at run time."""
+    penalties = {name: params.float(name) for name in ("presence", "frequency", "repetition")}
+    penalized = (penalties["presence"] != 0) | (penalties["frequency"] != 0) | (penalties["repetition"] != 1)
+    logits = lax.cond(
+        jnp.any(penalized),
+        lambda x: sampling.penalize(x, history[slot], params.int("num_prompt"), lengths, **penalties),
+        lambda x: x,
+        logits,
+    )
+    rows = jnp.arange(slot.shape[0])[:, None]
+    logits = lax.cond(
+        jnp.any(params.int("num_bias") > 0),
+        lambda x: x.at[rows, params.bias_ids].add(params.bias_values, mode="drop"),
+        lambda x: x,
+        logits,
+    )
+    early = lengths < params.int("min_length")
+    logits = lax.cond(
+        jnp.any(early),
+        lambda x: x.at[rows, params.banned].add(jnp.where(early, -jnp.inf, 0.0)[:, None], mode="drop"),
+        lambda x: x,
+        logits,
+    )
+    seed = lax.bitcast_convert_type(jnp.stack([params.int("seed_high"), params.int("seed_low")], axis=1), jnp.uint32)
+    how = sampling.SamplingArrays(
+        params.float("temperature"), params.int("top_k"), params.float("top_p"), params.float("min_p")
+    )
+    return sampling.sample(logits, how, sampling.uniform(seed, lengths))
+
+
+def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], params: SlotParams) -> Logprobs:
+    """Log-probabilities under the model itself (before penalties and temperature), as vLLM reports them."""
+    return lax.cond(
+        jnp.any(params.int("num_logprobs") >= 0),
+        lambda: _scores(logits, tokens),
+        lambda: _no_logprobs(tokens.shape[0], logits.shape[1]),
+    )
+
+
+def _prompt_logprobs(
+    model: Qwen3ForCausalLM,
+    hidden: Float[Array, "T D"],
+    slots: Slots,
+    slot: Int[Array, "T"],
+    position: Int[Array, "T"],
+) -> Logprobs:
+    T = hidden.shape[0]
+    following = slots.tokens[slot, jnp.minimum(position + 1, slots.tokens.shape[1] - 1)]
+    size = min(PROMPT_LOGPROB_CHUNK, T)
+    chunks = T // size  # token buckets are multiples of the chunk
+
+    def score(chunk: tuple[Float[Array, "t D"], Int[Array, "t"]]) -> Logprobs:
+        return _scores(model.logits(chunk[0]), chunk[1])
+
+    def scored() -> Logprobs:
+        parts = lax.map(score, (hidden.reshape(chunks, size, -1), following.reshape(chunks, size)))
+        return Logprobs(*(part.reshape(T, *part.shape[2:]) for part in parts))
+
+    wanted = slots.params.int("num_prompt_logprobs")[slot] >= 0
+    return lax.cond(jnp.any(wanted), scored, lambda: _no_logprobs(T, model.config.vocab_size))
+
+
+def _scores(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Logprobs:
+    return Logprobs(*sampling.token_logprobs(logits, tokens, min(MAX_LOGPROBS, logits.shape[-1])))
+
+
+def _no_logprobs(rows: int, vocab_size: int) -> Logprobs:
+    n = 1 + min(MAX_LOGPROBS, vocab_size)
+    return Logprobs(
+        jnp.zeros((rows, n), jnp.float32), jnp.zeros((rows, n), jnp.int32), jnp.zeros(rows, jnp.int32)
+    )

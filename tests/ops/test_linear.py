@@ -1,0 +1,35 @@
+"""The linear operation against float64, in every form that runs here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from verax import ops
+
+
+@pytest.mark.parametrize("form", ["plain", "two_rows", None])
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_one_row_in_every_form(form, shape, dtype):
+    check((*shape, 67), 35, dtype, form)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 5), (0,)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_many_rows_and_none(shape, dtype):
+    check((*shape, 67), 35, dtype, None)
+
+
+def check(shape, size_out, dtype, form):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((size_out, shape[-1])), dtype)
+    b = jnp.asarray(rng.standard_normal(size_out), dtype)
+    exact = np.asarray(x.astype(dtype), np.float64) @ np.asarray(w, np.float64).T + np.asarray(b, np.float64)
+    choice = {} if form is None else {"linear": form}
+    with ops.use_forms(**choice):
+        y = jax.jit(ops.linear)(x, w, b)
+    assert y.shape == exact.shape
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,146 @@
+"""Sampling: truncation against its definition by sorting, the draw against the distribution, penalties by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verax import ops
+from verax.ops import sampling
+
+
+def params(B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    full = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))  # noqa: E731
+    return sampling.SamplingArrays(
+        full(temperature, jnp.float32), full(top_k, jnp.int32), full(top_p, jnp.float32), full(min_p, jnp.float32)
+    )
+
+
+def possible(logits, **how):
+    """Which tokens one row can give, found by drawing at many uniform numbers."""
+    u = jnp.linspace(0, 1, 4000, endpoint=False)
+    tokens = ops.sampling.sample(jnp.broadcast_to(jnp.asarray(logits), (4000, len(logits))), params(4000, **how), u)
+    return set(np.asarray(tokens).tolist())
+
+
+LOGITS = np.log(np.asarray([0.4, 0.05, 0.3, 0.15, 0.1], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 1}, {0}),
+        ({"top_k": 3}, {0, 2, 3}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.4}, {0}),
+        ({"top_p": 0.65}, {0, 2}),
+        ({"top_p": 0.71}, {0, 2, 3}),
+        ({"min_p": 0.3}, {0, 2, 3}),
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 3, "top_p": 0.8}, {0, 2}),
+        ({"min_p": 0.3, "top_p": 0.99}, {0, 2, 3}),
+        ({"temperature": 0.0, "top_k": 3}, {0}),
+    ],
+)
+@pytest.mark.parametrize("form", ["plain", "bisect"])
+def test_truncation_keeps_exactly_the_tokens_of_its_definition(how, kept, form):
+    with ops.use_forms(sample=form):
+        assert possible(LOGITS, **how) == kept
+
+
+def test_ties_at_the_threshold_are_all_kept():
+    assert possible([1.0, 3.0, 3.0, 2.0, 3.0], top_k=2) == {1, 2, 4}
+
+
+@jax.jit
+def sorting(logits, how, u):
+    with ops.use_forms(sample="plain"):
+        return sampling.sample(logits, how, u)
+
+
+@jax.jit
+def bisecting(logits, how, u):
+    with ops.use_forms(sample="bisect"):
+        return sampling.sample(logits, how, u)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2, 7, 513, 1500]),
+    st.sampled_from([0, 1, 5, 400]),
+    st.sampled_from([1.0, 0.9, 0.3, 1e-4]),
+    st.sampled_from([0.0, 0.02, 0.5]),
+    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+)
+def test_the_form_without_a_sort_draws_what_the_sorting_form_draws(seed, V, top_k, top_p, min_p, temperature):
+    rng = np.random.default_rng(seed)
+    logits = jnp.asarray(rng.standard_normal((6, V)) * rng.choice([0.1, 3.0, 30.0]), jnp.float32)
+    u = jnp.asarray(rng.random(6), jnp.float32)
+    how = params(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected, got = np.asarray(sorting(logits, how, u)), np.asarray(bisecting(logits, how, u))
+    # The two add in different orders: a draw that falls on a boundary may go to the neighbour. Then both are possible
+    # and the cumulative weights up to them differ by rounding only.
+    for row in np.flatnonzero(got != expected):
+        scores = np.asarray(logits[row], np.float64) / (temperature or 1)
+        weights = np.exp(scores - scores.max())
+        between = slice(min(got[row], expected[row]) + 1, max(got[row], expected[row]))
+        assert weights[between].sum() < 1e-4 * weights.sum()
+
+
+def test_draws_follow_the_distribution():
+    V, n = 700, 200_000
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.standard_normal(V) * 2, jnp.float32)
+    u = jnp.asarray(rng.random(n), jnp.float32)
+    draw = jax.jit(lambda u: sampling._invert_cdf(jnp.broadcast_to(jnp.exp(logits - logits.max()), (1000, V)), u))
+    counts = np.bincount(np.concatenate([np.asarray(draw(part)) for part in u.reshape(-1, 1000)]), minlength=V)
+    expected = np.asarray(jax.nn.softmax(logits), np.float64) * n
+    assert ((counts - expected) ** 2 / expected).sum() < V + 5 * np.sqrt(2 * V)  # chi-square, five deviations
+
+
+def test_draws_at_both_ends_land_on_possible_tokens():
+    weights = jnp.zeros((1, 1200)).at[0, jnp.asarray([3, 700, 1100])].set(1e-3)
+    for u in (0.0, 1e-9, 0.34, 0.67, np.nextafter(np.float32(1), np.float32(0))):
+        assert int(sampling._invert_cdf(weights, jnp.asarray([u], jnp.float32))[0]) in (3, 700, 1100)
+
+
+def test_uniform_depends_on_seed_and_position_only():
+    seeds = jnp.asarray([[0, 7], [0, 7], [1, 7], [0, 8]], jnp.uint32)
+    together = np.asarray(sampling.uniform(seeds, jnp.asarray([5, 6, 5, 5])))
+    alone = np.asarray(sampling.uniform(seeds[:1], jnp.asarray([5])))
+    assert together[0] == alone[0]
+    assert len(set(together.tolist())) == 4
+    assert ((together >= 0) & (together < 1)).all()
+
+
+def test_penalties_by_hand():
+    logits = jnp.asarray([[2.0, -1.0, 0.5, 1.0]])
+    tokens = jnp.asarray([[0, 1, 2, 2, 3, 3]])  # prompt 0 1, generated 2 2, then what is not written yet
+    out = sampling.penalize(
+        logits,
+        tokens,
+        jnp.asarray([2]),
+        jnp.asarray([4]),
+        presence=jnp.asarray([0.1]),
+        frequency=jnp.asarray([0.2]),
+        repetition=jnp.asarray([2.0]),
+    )
+    np.testing.assert_allclose(out, [[1.0, -2.0, 0.25 - 0.1 - 2 * 0.2, 1.0]], rtol=1e-6)
+
+
+def test_logprobs_are_those_of_log_softmax_and_ranks_count_better_tokens():
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.standard_normal((3, 50)), jnp.float32)
+    chosen = jnp.asarray([4, 0, int(logits[2].argmax())])
+    values, ids, ranks = sampling.token_logprobs(logits, chosen, 5)
+    exact = np.asarray(logits, np.float64)
+    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
+    np.testing.assert_allclose(values, np.take_along_axis(exact, np.asarray(ids), -1), atol=1e-5)
+    np.testing.assert_array_equal(ids[:, 0], chosen)
+    np.testing.assert_array_equal(ids[:, 1:], np.argsort(-exact, axis=-1)[:, :5])
+    assert ranks[2] == 1
+    assert ranks[0] == 1 + (exact[0] > exact[0, 4]).sum()

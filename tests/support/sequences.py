@@ -1,0 +1,11 @@
+"""Sequences and requests without an engine, for the tests of the scheduler and the block manager."""
+
+from verax.text.sampling_params import SamplingParams
+from verax.text.sequence import Request, Sequence
+
+
+def make_sequence(tokens, *, max_tokens=100, name="r", **params):
+    params = SamplingParams(max_tokens=max_tokens, **params)
+    request = Request(name, None, tuple(tokens), params, max_tokens)
+    request.sequences = [Sequence(request, 0, 0, list(tokens))]
+    return request.sequences[0]

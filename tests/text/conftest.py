@@ -1,0 +1,31 @@
+"""A tiny random Qwen3 with its own tokenizer, loaded once."""
+
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax.text.llm import LLM
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_folder):
+    """An engine with few blocks: eight sequences share 40 blocks of 4 tokens, so long ones preempt each other."""
+    return make_llm(tiny_folder)
+
+
+def make_llm(folder, **options):
+    sizes = {"max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, **options}
+    return LLM(folder, dtype="float32", use_tqdm=False, **sizes)
+
+
+@pytest.fixture(scope="session")
+def crowded_llm(tiny_folder, llm):
+    """The same with a cache for 31 blocks of 4 tokens: a few long sequences at once must preempt each other."""
+    from verax.text.runner import block_bytes
+
+    memory = 32 * block_bytes(llm.model_config, 4, "float32")
+    return make_llm(tiny_folder, kv_cache_memory=memory)

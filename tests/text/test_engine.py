@@ -1,0 +1,231 @@
+"""The engine on a tiny random model: the same tokens whatever happens around a request, and no compilation after the start."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.text.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+RANDOM = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=7, max_tokens=20, ignore_eos=True)
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 64, 7, 40, 12, 3, 50)]
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def alone(llm, prompt, params):
+    return tokens(llm.generate([prompt], params, use_tqdm=False))[0]
+
+
+def plain_greedy(llm, prompt, count):
+    """Greedy decoding without cache or engine: the whole text through the model for each token."""
+    runner = llm.engine.runner
+    text = list(prompt)
+    for _ in range(count):
+        model = runner._build(runner._weights)
+        logits = model.logits(model(jnp.asarray([text]))[0, -1:])
+        text.append(int(logits[0].argmax()))
+    return tuple(text[len(prompt) :])
+
+
+def test_greedy_tokens_are_those_of_the_model_without_an_engine(llm):
+    for prompt in PROMPTS[:4]:
+        assert alone(llm, prompt, GREEDY)[:8] == plain_greedy(llm, prompt, 8)
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "sampled"])
+def test_served_alone_equals_served_in_a_crowd(llm, params):
+    assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == [alone(llm, p, params) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "sampled"])
+def test_preemption_changes_no_token(llm, crowded_llm, params):
+    expected = [alone(llm, p, params) for p in PROMPTS]
+    crowded_llm.engine.scheduler.blocks.reset_prefix_cache()
+    before = preemptions(crowded_llm)
+    assert tokens(crowded_llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+    assert preemptions(crowded_llm) > before
+    crowded_llm.engine.check()
+
+
+def preemptions(llm):
+    return llm.engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "sampled"])
+def test_a_prefix_hit_changes_no_token(llm, params):
+    prompt = RNG.integers(3, 200, 41).tolist()
+    first = llm.generate([prompt], params, use_tqdm=False)[0]
+    second = llm.generate([prompt], params, use_tqdm=False)[0]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def test_the_answer_to_an_earlier_turn_is_found_in_the_cache(llm):
+    prompt = RNG.integers(3, 200, 21).tolist()
+    answer = alone(llm, prompt, GREEDY)
+    again = llm.generate([[*prompt, *answer, 5, 6]], GREEDY, use_tqdm=False)[0]
+    assert again.num_cached_tokens >= 36
+
+
+def test_different_seeds_and_samples_differ_and_equal_seeds_agree(llm):
+    several = llm.generate([PROMPTS[2]], SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=12, ignore_eos=True))[0]
+    texts = [sample.token_ids for sample in several.outputs]
+    assert len(set(texts)) == 3
+    one = alone(llm, PROMPTS[2], SamplingParams(temperature=1.5, seed=3, max_tokens=12, ignore_eos=True))
+    assert one == texts[0]
+    other = alone(llm, PROMPTS[2], SamplingParams(temperature=1.5, seed=4, max_tokens=12, ignore_eos=True))
+    assert other not in texts
+
+
+def test_unseeded_requests_repeat_with_the_engine_seed_and_not_within_it(tiny_folder, llm):
+    from tests.text.conftest import make_llm
+
+    params = SamplingParams(temperature=1.5, max_tokens=10, ignore_eos=True)
+    a, b = (make_llm(tiny_folder, seed=11).generate([PROMPTS[1]] * 2, params, use_tqdm=False) for _ in range(2))
+    assert tokens(a) == tokens(b)
+    assert tokens(a)[0] != tokens(a)[1]
+
+
+def test_nothing_compiles_after_the_start(llm):
+    runner = llm.engine.runner
+    before = runner.num_compiled()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
+    odd = SamplingParams(n=2, temperature=0.9, logprobs=3, prompt_logprobs=2, frequency_penalty=0.5, logit_bias={5: 2.0}, max_tokens=9)
+    for batch in (PROMPTS, PROMPTS[:1], PROMPTS[3:8]):
+        for params in (GREEDY, RANDOM, odd):
+            llm.generate(batch, params, use_tqdm=False)
+    assert runner.num_compiled() == before
+    assert compiled == []
+
+
+def test_aborted_requests_leave_the_others_alone(llm):
+    expected = [alone(llm, p, GREEDY) for p in PROMPTS[:3]]
+    ids = [llm.add_request(p, GREEDY) for p in PROMPTS[:3]]
+    done = {}
+    for step in range(100):
+        if step == 4:
+            cut = llm.abort(ids[1])
+            assert cut.outputs[0].finish_reason == "abort"
+            assert cut.outputs[0].token_ids == expected[1][: len(cut.outputs[0].token_ids)]
+        done |= {o.request_id: o for o in llm.step() if o.finished}
+        llm.engine.check()
+        if not llm.has_unfinished_requests:
+            break
+    assert [done[i].outputs[0].token_ids for i in (ids[0], ids[2])] == [expected[0], expected[2]]
+    assert llm.abort(ids[1]) is None
+    assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_usable
+
+
+def test_requests_added_while_others_run_are_served(llm):
+    expected = [alone(llm, p, GREEDY) for p in PROMPTS]
+    got, ids = {}, []
+    for step in range(300):
+        if step % 3 == 0 and len(ids) < len(PROMPTS):
+            ids.append(llm.add_request(PROMPTS[len(ids)], GREEDY))
+        got |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
+        if len(got) == len(PROMPTS):
+            break
+    assert [got[i] for i in ids] == expected
+
+
+def test_generate_leaves_requests_that_others_drive_to_them(llm):
+    mine = llm.add_request(PROMPTS[1], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    llm.generate(PROMPTS[3:5], GREEDY, use_tqdm=False)
+    outputs = []
+    while llm.has_unfinished_requests:
+        outputs += llm.step()
+    assert [o.request_id for o in outputs if o.finished] == [mine]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "empty"), (list(range(3, 99)), "max_model_len"), ([3, 10**6], "vocabulary"), ([-1], "vocabulary")],
+)
+def test_impossible_prompts_are_refused_and_nothing_else_stops(llm, prompt, message):
+    running = llm.add_request(PROMPTS[1], GREEDY)
+    with pytest.raises(RequestRefusedError, match=message):
+        llm.generate([PROMPTS[2], prompt], GREEDY, use_tqdm=False)
+    outputs = []
+    while llm.has_unfinished_requests:
+        outputs += [o for o in llm.step() if o.finished]
+    assert [o.request_id for o in outputs] == [running]
+    llm.engine.check()
+
+
+def test_the_longest_possible_request_fills_the_context(llm):
+    prompt = RNG.integers(3, 200, 95).tolist()
+    output = llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+    output = llm.generate([prompt[:90]], SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (6, "length")
+
+
+def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(llm):
+    free = alone(llm, PROMPTS[2], GREEDY)
+    stop = free[5]
+    assert stop not in free[:5]
+    cut = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], ignore_eos=True))[0].outputs[0]
+    assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == (free[:6], "stop", stop)
+    held = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], min_tokens=9, ignore_eos=True)
+    output = llm.generate([PROMPTS[2]], held)[0].outputs[0]
+    assert stop not in output.token_ids[:9]
+    assert output.token_ids[:5] == free[:5]
+    assert len(output.token_ids) >= 9
+
+
+def test_logit_bias_forces_and_forbids(llm):
+    free = alone(llm, PROMPTS[2], GREEDY)
+    forced = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=4, logit_bias={9: 100.0}, ignore_eos=True))
+    assert tokens(forced)[0] == (9, 9, 9, 9)
+    without = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=8, logit_bias={free[0]: -100.0}, ignore_eos=True))
+    assert free[0] not in tokens(without)[0]
+
+
+def test_penalties_count_what_was_generated_even_after_preemption(llm, crowded_llm):
+    params = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True)
+    expected = [alone(llm, p, params) for p in PROMPTS]
+    assert expected != [alone(llm, p, GREEDY) for p in PROMPTS]
+    crowded_llm.engine.scheduler.blocks.reset_prefix_cache()
+    assert tokens(crowded_llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+
+
+def test_logprobs_are_the_models_own(llm):
+    prompt = PROMPTS[4][:60]
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=4, prompt_logprobs=2, ignore_eos=True)
+    for _ in range(2):  # the second time most of the prompt is cached, and must be scored all the same
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        sample = output.outputs[0]
+        runner = llm.engine.runner
+        model = runner._build(runner._weights)
+        text = jnp.asarray([[*prompt, *sample.token_ids]])
+        exact = np.asarray(jax.nn.log_softmax(model.logits(model(text)[0])))
+        for i, (token, entry) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+            row = exact[len(prompt) + i - 1]
+            assert set(entry) == set(np.argsort(-row)[:4].tolist()) | {token}
+            assert entry[token].rank == 1
+            for other, value in entry.items():
+                assert abs(value.logprob - row[other]) < 1e-3
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(prompt)
+        for i in range(1, len(prompt)):
+            entry, row = output.prompt_logprobs[i], exact[i - 1]
+            assert abs(entry[prompt[i]].logprob - row[prompt[i]]) < 1e-3
+            assert entry[prompt[i]].rank == 1 + (row > row[prompt[i]]).sum()
+            assert len(entry) in (2, 3)
+        assert abs(sample.cumulative_logprob - sum(e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids, strict=True))) < 1e-6
+
+
+def test_prompt_shapes_are_told_apart(llm):
+    assert len(llm.generate("abc", GREEDY, use_tqdm=False)) == 1
+    assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)) == 1
+    assert len(llm.generate(["abc", [5, 6]], GREEDY, use_tqdm=False)) == 2
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    with pytest.raises(InvalidParameterError, match="sampling_params"):
+        llm.generate(["a", "b"], [GREEDY], use_tqdm=False)

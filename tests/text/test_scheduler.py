@@ -1,0 +1,223 @@
+"""The scheduler under a pretended device: planned scenes, and a state machine that does everything in any order."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.sequences import make_sequence
+from verax.text.block_manager import BlockManager
+from verax.text.scheduler import Scheduler
+from verax.text.sequence import SequenceState
+
+
+class PretendedDevice:
+    """Runs schedules on a cache of plain integers, one step late, and asserts what every step must be able to trust.
+
+    The cache holds, at each position, the whole text up to it: a wrong page, a stale block or a shared one that was
+    written shows as a different text.
+    """
+
+    def __init__(self, num_blocks, block_size, max_num_seqs, budget, *, caching=True):
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        self.cache = np.zeros((num_blocks, block_size), object)
+        self.in_flight = None
+        self.tables = {}
+        self.tokens = {}  # by slot: what the device knows, sampled tokens included
+        self.step_sizes = []
+
+    def step(self):
+        plan = self.scheduler.schedule()
+        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert len(plan.chunks) <= self.scheduler.max_num_seqs
+        assert len({c.sequence.slot for c in plan.chunks}) == len(plan.chunks)
+        self.step_sizes.append(plan.num_tokens)
+        for sequence in plan.admitted:
+            assert sequence.num_pending <= 1  # at most the token that this very plan samples
+            self.tables[sequence.slot] = dict(enumerate(sequence.blocks))
+            self.tokens[sequence.slot] = list(sequence.tokens)
+        # As on the device: all of a layer's keys are written before any are read, so a prompt may share a block with
+        # one that is computed in the same step.
+        for chunk in plan.chunks:
+            self._write(chunk)
+        sampled = [self._attend_and_sample(chunk) for chunk in plan.chunks]
+        if self.in_flight:
+            self._read(*self.in_flight)
+        self.in_flight = (plan, sampled) if plan.chunks else None
+
+    def _write(self, chunk):
+        table, text = self.tables[chunk.sequence.slot], self.tokens[chunk.sequence.slot]
+        for i, block in enumerate(chunk.new_blocks, start=chunk.first_new_block):
+            table[i] = block
+        assert chunk.count >= 1
+        assert chunk.start + chunk.count <= len(text)
+        size = self.blocks.block_size
+        for position in range(chunk.start, chunk.start + chunk.count):
+            block = table[position // size]
+            assert block != 0
+            self.cache[block, position % size] = tuple(text[: position + 1])
+
+    def _attend_and_sample(self, chunk):
+        table, text = self.tables[chunk.sequence.slot], self.tokens[chunk.sequence.slot]
+        size = self.blocks.block_size
+        for position in range(chunk.start + chunk.count):
+            assert self.cache[table[position // size], position % size] == tuple(text[: position + 1])
+        if chunk.sample:
+            assert chunk.start + chunk.count == len(text)
+            text.append(next_token(text))
+            return text[-1]
+        return None
+
+    def _read(self, plan, sampled):
+        for chunk, token in zip(plan.chunks, sampled, strict=True):
+            sequence = chunk.sequence
+            if token is None:
+                continue
+            sequence.num_pending -= 1
+            if sequence.finished:
+                continue
+            sequence.tokens.append(token)
+            if token == 0 or len(sequence.output_tokens) >= sequence.request.max_tokens:
+                self.scheduler.finish(sequence)
+
+    def run(self, limit=2000):
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+            self.scheduler.check()
+        raise AssertionError("the scheduler does not come to an end")
+
+
+def next_token(text):
+    """What this model says next: a function of the text alone. 0 ends it."""
+    return (sum(text) * 7 + len(text)) % 23
+
+
+def expected_output(sequence):
+    text = list(sequence.request.prompt_token_ids)
+    while len(text) - sequence.num_prompt < sequence.request.max_tokens:
+        text.append(next_token(text))
+        if text[-1] == 0:
+            break
+    return text[sequence.num_prompt :]
+
+
+def serve(device, *sequences):
+    for sequence in sequences:
+        device.scheduler.add(sequence)
+    device.run()
+    for sequence in sequences:
+        assert sequence.output_tokens == expected_output(sequence)
+
+
+def test_decodes_come_first_and_prompts_fill_what_is_left():
+    device = PretendedDevice(50, 4, 8, 10)
+    short, long = make_sequence([1, 2]), make_sequence(range(1, 30))
+    device.scheduler.add(short)
+    device.step()
+    device.scheduler.add(long)
+    plan = device.scheduler.schedule()
+    assert [(c.sequence, c.count) for c in plan.chunks] == [(short, 1), (long, 9)]
+    assert not plan.chunks[1].sample
+
+
+def test_a_full_step_computes_no_token_twice():
+    device = PretendedDevice(100, 4, 4, 16, caching=False)
+    prompts = [make_sequence(range(1, n), max_tokens=3) for n in (40, 3, 18, 27)]
+    serve(device, *prompts)
+    computed = sum(s.num_prompt + len(s.output_tokens) - 1 for s in prompts)
+    wasted = len(prompts)  # a step that was planned before the end was known
+    assert computed <= sum(device.step_sizes) <= computed + wasted
+
+
+def test_preempted_sequences_give_the_same_tokens():
+    device = PretendedDevice(9, 4, 4, 16)
+    prompts = [make_sequence([i + 1] * 6, max_tokens=20) for i in range(4)]
+    serve(device, *prompts)
+    assert device.scheduler.num_preemptions > 0
+
+
+# The five bug classes of nano-vllm's tracker, as regressions (its issue or pull request in the name).
+
+
+def test_bug_144_every_block_of_a_prompt_cached_still_computes_a_token():
+    device = PretendedDevice(50, 4, 4, 16)
+    serve(device, make_sequence(range(1, 9)))
+    again = make_sequence(range(1, 9))
+    device.scheduler.add(again)
+    plan = device.scheduler.schedule()
+    assert plan.chunks[0].count == 4
+    assert plan.chunks[0].start == 4
+
+
+def test_bug_144_a_preempted_sequence_is_computed_as_a_prompt_again():
+    device = PretendedDevice(6, 4, 2, 16, caching=False)
+    serve(device, *(make_sequence([i + 1] * 7, max_tokens=9) for i in range(2)))
+
+
+def test_bugs_207_and_211_a_prefix_hit_after_preemption_finds_its_blocks():
+    device = PretendedDevice(8, 2, 3, 8)
+    serve(device, *(make_sequence([1, 2, 3, 4, 5, i + 1], max_tokens=7) for i in range(3)))
+
+
+def test_bug_213_a_later_chunk_sees_the_whole_prompt_before_it():
+    # PretendedDevice reads every position before a chunk; this makes chunks start and end inside of blocks.
+    device = PretendedDevice(50, 4, 4, 5)
+    serve(device, make_sequence(range(1, 24)), make_sequence(range(3, 16)))
+
+
+class Machine(RuleBasedStateMachine):
+    """Adds, steps and aborts in any order, with few blocks, so that sequences are preempted and blocks evicted."""
+
+    @initialize(
+        num_blocks=st.integers(9, 16),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(5, 12),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, max_num_seqs, budget, caching):
+        self.device = PretendedDevice(num_blocks, block_size, max_num_seqs, budget, caching=caching)
+        self.longest = (num_blocks - 1) * block_size
+        self.sequences = []
+        self.aborted = set()
+
+    @rule(length=st.integers(1, 20), family=st.integers(0, 2), max_tokens=st.integers(1, 8))
+    def add(self, length, family, max_tokens):
+        length = max(1, min(length, self.longest - max_tokens))  # admission control's part
+        sequence = make_sequence([family * i % 5 + 1 for i in range(length)], max_tokens=min(max_tokens, self.longest - length))
+        if sequence.request.max_tokens:
+            self.sequences.append(sequence)
+            self.device.scheduler.add(sequence)
+
+    @rule()
+    def step(self):
+        self.device.step()
+
+    @precondition(lambda self: any(not s.finished for s in self.sequences))
+    @rule(data=st.data())
+    def abort(self, data):
+        victim = data.draw(st.sampled_from([s for s in self.sequences if not s.finished]))
+        self.device.scheduler.finish(victim)
+        self.aborted.add(victim)
+
+    @invariant()
+    def the_books_balance(self):
+        if hasattr(self, "device"):
+            self.device.scheduler.check()
+
+    def teardown(self):
+        if not hasattr(self, "device"):
+            return
+        self.device.run()
+        for sequence in self.sequences:
+            assert sequence.state is SequenceState.FINISHED
+            expected = expected_output(sequence)
+            assert sequence.output_tokens == (expected[: len(sequence.output_tokens)] if sequence in self.aborted else expected)
+        assert self.device.blocks.num_free == self.device.blocks.num_usable
+
+
+Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestMachine = Machine.TestCase
