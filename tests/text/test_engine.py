@@ -22,20 +22,25 @@ def alone(llm, prompt, params):
     return tokens(llm.generate([prompt], params, use_tqdm=False))[0]
 
 
-def plain_greedy(llm, prompt, count):
-    """Greedy decoding without cache or engine: the whole text through the model for each token."""
+@pytest.fixture(scope="module")
+def plain_logits(llm):
+    """The model without cache or engine: scores after each token of a text."""
     runner = llm.engine.runner
-    text = list(prompt)
-    for _ in range(count):
+
+    @jax.jit
+    def scores(text):
         model = runner._build(runner._weights)
-        logits = model.logits(model(jnp.asarray([text]))[0, -1:])
-        text.append(int(logits[0].argmax()))
-    return tuple(text[len(prompt) :])
+        return model.logits(model(text[None])[0])
+
+    return lambda text: np.asarray(scores(jnp.asarray([*text, *[0] * (96 - len(text))])))[: len(text)]
 
 
-def test_greedy_tokens_are_those_of_the_model_without_an_engine(llm):
-    for prompt in PROMPTS[:4]:
-        assert alone(llm, prompt, GREEDY)[:8] == plain_greedy(llm, prompt, 8)
+def test_greedy_tokens_are_those_of_the_model_without_an_engine(llm, plain_logits):
+    for prompt in PROMPTS[:5]:
+        text = list(prompt)
+        for token in alone(llm, prompt, GREEDY):
+            assert token == plain_logits(text)[-1].argmax()
+            text.append(token)
 
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "sampled"])
@@ -196,16 +201,13 @@ def test_penalties_count_what_was_generated_even_after_preemption(llm, crowded_l
     assert tokens(crowded_llm.generate(PROMPTS, params, use_tqdm=False)) == expected
 
 
-def test_logprobs_are_the_models_own(llm):
+def test_logprobs_are_the_models_own(llm, plain_logits):
     prompt = PROMPTS[4][:60]
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=4, prompt_logprobs=2, ignore_eos=True)
     for _ in range(2):  # the second time most of the prompt is cached, and must be scored all the same
         output = llm.generate([prompt], params, use_tqdm=False)[0]
         sample = output.outputs[0]
-        runner = llm.engine.runner
-        model = runner._build(runner._weights)
-        text = jnp.asarray([[*prompt, *sample.token_ids]])
-        exact = np.asarray(jax.nn.log_softmax(model.logits(model(text)[0])))
+        exact = np.asarray(jax.nn.log_softmax(plain_logits([*prompt, *sample.token_ids])))
         for i, (token, entry) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
             row = exact[len(prompt) + i - 1]
             assert set(entry) == set(np.argsort(-row)[:4].tolist()) | {token}

@@ -210,7 +210,6 @@ class Engine:
             params = sequence.request.params
             self._detokenizers[sequence] = IncrementalDetokenizer(
                 self.tokenizer,
-                sequence.request.prompt_token_ids,
                 skip_special_tokens=params.skip_special_tokens,
                 stop=params.stop,
                 include_stop_str_in_output=params.include_stop_str_in_output,
@@ -224,10 +223,12 @@ class Engine:
             return ""
         params = sequence.request.params
         if params.stop:
-            return self.detokenizer(sequence).text
+            running = self.detokenizer(sequence)
+            if sequence.finished:
+                running.finish()
+            return running.text
         tokens = sequence.output_tokens
-        by_token = sequence.finish_reason == "stop"
-        if by_token and not params.include_stop_str_in_output:
+        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
             tokens = tokens[:-1]
         return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from verax._compat import cpu_compiler_options
 from verax.models import Qwen3Config, Qwen3ForCausalLM
@@ -156,13 +157,13 @@ class ModelRunner:
         return self._admit._cache_size() + sum(step._cache_size() for step in self._steps.values())
 
 
-def new_cache(model: Qwen3Config, config: RunnerConfig, dtype: jnp.dtype) -> Cache:
+def new_cache(model: Qwen3Config, config: RunnerConfig, dtype: DTypeLike) -> Cache:
     """Zeroed pages: what is masked out is still multiplied, so it must be finite."""
     shape = (config.num_blocks, model.num_key_value_heads, config.block_size, model.head_dim)
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.num_hidden_layers))
 
 
-def block_bytes(model: Qwen3Config, block_size: int, dtype: jnp.dtype) -> int:
+def block_bytes(model: Qwen3Config, block_size: int, dtype: DTypeLike) -> int:
     """Bytes of one block over all layers, keys and values."""
     tokens = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * block_size
     return tokens * jnp.dtype(dtype).itemsize

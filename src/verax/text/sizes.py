@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import psutil
+from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError
 from verax.models import Qwen3Config
@@ -26,7 +26,7 @@ DEFAULT_BATCHED_TOKENS = 2048
 
 def plan_sizes(
     model: Qwen3Config,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     *,
     max_model_len: int | None,
     max_num_seqs: int,

@@ -1,0 +1,177 @@
+"""The training loop: optimiser steps, checkpoints that resume exactly, a log and a plot of the loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from verax import progress
+from verax._compat import cpu_compiler_options
+from verax.errors import CheckpointError, MissingDependencyError
+
+if TYPE_CHECKING:
+    import optax
+
+__all__ = ["Schedule", "plot_loss", "train"]
+
+LOG = "log.jsonl"
+STATE = "state.npz"
+
+Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Optimiser (AdamW: Loshchilov and Hutter, 2019, arXiv:1711.05101) and its schedule: linear warm-up, then a cosine."""
+
+    steps: int
+    peak_learning_rate: float
+    warmup_steps: int = 100
+    final_fraction: float = 0.05
+    """Of the peak, reached at the last step."""
+    weight_decay: float = 0.1
+    """On matrices; norms and biases are left alone."""
+    beta2: float = 0.98
+    clip: float = 1.0
+    """Largest global norm of a gradient."""
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optax chain."""
+        optax = _optax()
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.peak_learning_rate, self.warmup_steps, self.steps, self.final_fraction * self.peak_learning_rate
+        )
+        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip),
+            optax.adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices),
+        )
+
+
+def train(
+    loss: Loss,
+    params: Any,
+    batches: Callable[[int], Iterator[dict[str, np.ndarray]]],
+    schedule: Schedule,
+    folder: Path,
+    *,
+    resume: bool = False,
+    stop_at: int | None = None,
+    save_every: int = 200,
+    show_progress: bool = True,
+) -> Any:
+    """Minimise `loss(params, batch)`; the trained parameters.
+
+    Args:
+        loss: a mean over the batch, differentiable in `params`.
+        params: initial parameters, a pytree of float32 arrays.
+        batches: `batches(step)` yields the batches from that step on, the same ones whenever it is asked.
+        schedule: optimiser and number of steps.
+        folder: gets `state.npz` (parameters, optimiser, step; replaced whole or not at all), `log.jsonl` and `loss.png`.
+        resume: go on from `state.npz`, with bit-identical results to a run that was never interrupted.
+        stop_at: leave after this step although the schedule goes on.
+        save_every: steps between checkpoints; the last step is always saved.
+        show_progress: a bar on a terminal, a line now and then elsewhere.
+
+    Raises:
+        CheckpointError: if `resume` finds no state, or one of another model or schedule.
+    """
+    optimizer = schedule.optimizer()
+    folder.mkdir(parents=True, exist_ok=True)
+    state = (params, optimizer.init(params))
+    step = 0
+    if resume:
+        state, step = _load(folder / STATE, state, schedule)
+    log = (folder / LOG).open("a" if resume else "w")
+
+    def update(state: Any, batch: dict[str, Array]) -> tuple[Any, Float[Array, ""], Float[Array, ""]]:
+        params, optimizer_state = state
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+        updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
+        norm = _optax().global_norm(gradient)
+        return (jax.tree.map(jnp.add, params, updates), optimizer_state), value, norm
+
+    options = cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+    update = jax.jit(update, donate_argnums=0, compiler_options=options)
+    last = min(schedule.steps, stop_at or schedule.steps)
+    begin, tokens = time.perf_counter(), 0
+    with log, progress.bar("training", enabled=show_progress) as report:
+        for batch in batches(step):
+            if step >= last:
+                break
+            state, value, norm = update(state, batch)
+            step += 1
+            tokens += batch["tokens"].size
+            if step % 10 == 0 or step == last:
+                speed = tokens / (time.perf_counter() - begin)
+                entry = {"step": step, "loss": float(value), "gradient_norm": float(norm), "tokens_per_second": round(speed)}
+                log.write(json.dumps(entry) + "\n")
+                log.flush()
+                report(step, last, f"loss {entry['loss']:.3f}, {speed:,.0f} tokens/s")
+            if step % save_every == 0 or step == last:
+                _save(folder / STATE, state, step, schedule)
+    plot_loss(folder)
+    return state[0]
+
+
+def _save(path: Path, state: Any, step: int, schedule: Schedule) -> None:
+    """Write beside, then rename: an interruption leaves the old state."""
+    arrays = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    partial = path.with_suffix(".partial.npz")
+    with partial.open("wb") as file:
+        np.savez(file, step=np.asarray(step), schedule=np.asarray(json.dumps(asdict(schedule))), **arrays)
+    os.replace(partial, path)
+
+
+def _load(path: Path, like: Any, schedule: Schedule) -> tuple[Any, int]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no training state to resume from; start without resume")
+    leaves, structure = jax.tree.flatten(like)
+    with np.load(path) as saved:
+        if str(saved["schedule"]) != json.dumps(asdict(schedule)):
+            raise CheckpointError(f"{path}: made with another schedule ({saved['schedule']}); resume with that one")
+        arrays = [saved[f"leaf_{i}"] for i in range(len(leaves)) if f"leaf_{i}" in saved]
+        if [a.shape for a in arrays] != [leaf.shape for leaf in leaves]:
+            raise CheckpointError(f"{path}: belongs to a model of other sizes")
+        return jax.tree.unflatten(structure, [jnp.asarray(a) for a in arrays]), int(saved["step"])
+
+
+def plot_loss(folder: Path) -> Path:
+    """Draw `log.jsonl` as `loss.png`: the loss, and its running mean."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingDependencyError("plotting needs matplotlib: pip install 'verax[train]'") from error
+    entries = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    steps, losses = [e["step"] for e in entries], np.asarray([e["loss"] for e in entries])
+    window = max(1, len(losses) // 50)
+    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="batch")
+    axes.plot(steps[window - 1 :], smooth, linewidth=1.5, label=f"mean of {window}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", yscale="log")
+    axes.legend(frameon=False)
+    figure.savefig(folder / "loss.png", dpi=120)
+    pyplot.close(figure)
+    return folder / "loss.png"
+
+
+def _optax() -> Any:
+    try:
+        import optax
+    except ImportError as error:
+        raise MissingDependencyError("training needs optax: pip install 'verax[train]'") from error
+    return optax

@@ -1,0 +1,146 @@
+"""Qwen3, Qwen2 and Llama against transformers: random weights saved by it, loaded by verax from disk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.support.tiny import tiny_tokenizer  # noqa: E402
+from verax.checkpoint import Checkpoint, load_module  # noqa: E402
+from verax.models import causal_lm  # noqa: E402
+from verax.text.llm import LLM  # noqa: E402
+from verax.text.sampling_params import SamplingParams  # noqa: E402
+
+SIZES = dict(
+    vocab_size=301,
+    hidden_size=96,
+    intermediate_size=152,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+    bos_token_id=None,
+    eos_token_id=1,
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+
+FAMILIES = {
+    "qwen3": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
+    "qwen3-untied-wide-heads": ("Qwen3", dict(head_dim=40, tie_word_embeddings=False, attention_bias=True)),
+    "qwen3-yarn": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True, rope_parameters=YARN_ROPE)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+    "qwen2-multi-head": ("Qwen2", dict(tie_word_embeddings=False, num_key_value_heads=6)),
+    "llama": ("Llama", dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE)),
+    "llama-biased": ("Llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1)),
+    "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
+}
+
+
+def reference(family, folder, dtype=None):
+    """A transformers model with weights of real spread, biases and norms included, saved to `folder`."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for key, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.data.normal_(std=1.5 * weight.shape[1] ** -0.5)
+        else:
+            weight.data.normal_(mean=0.0 if key.endswith("bias") else 1.0, std=0.3)
+    model.to(dtype or torch.float32).save_pretrained(folder)
+    tiny_tokenizer(folder, vocab_size=SIZES["vocab_size"])
+    return model
+
+
+def load(folder, dtype=jnp.float32):
+    opened = Checkpoint.open(folder)
+    architecture, config = causal_lm(opened.config)
+    abstract = nnx.eval_shape(lambda: architecture(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    tied = (r"^lm_head\.weight$",) if config.tie_word_embeddings else ()
+    return load_module(abstract, opened, dtype=dtype, ignore=(*architecture.ignored_weights, *tied))
+
+
+def logits(model, tokens):
+    return np.asarray(jax.jit(lambda t: model.logits(model(t)))(jnp.asarray(tokens)), np.float64)
+
+
+def relative(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 130))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_logits_are_those_of_transformers(family, tmp_path):
+    theirs = reference(family, tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(TOKENS)).logits.numpy()
+    assert relative(logits(load(tmp_path), TOKENS), expected) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_128_greedy_tokens_are_those_of_transformers(family, tmp_path):
+    theirs = reference(family, tmp_path)
+    prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
+    expected = []
+    for prompt in prompts:
+        out = theirs.generate(torch.tensor([prompt]), max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0)
+        expected.append(tuple(out[0, len(prompt) :].tolist()))
+    llm = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256, use_tqdm=False)
+    # min_new_tokens of transformers forbids the end of text; a bias does that here.
+    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True, logit_bias={1: -100.0})
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)] == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
+    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
+    rounded = reference(family, tmp_path, torch.bfloat16)
+    tokens = torch.tensor(TOKENS)
+    with torch.no_grad():
+        theirs = rounded(tokens).logits.float().numpy()
+        truth = rounded.float()(tokens).logits.numpy()
+    ours = logits(load(tmp_path, jnp.bfloat16), TOKENS)
+    assert relative(ours, truth) <= 1.1 * relative(theirs, truth)
+
+
+def test_logprobs_of_the_engine_are_close_to_those_of_transformers(tmp_path):
+    theirs = reference("qwen3", tmp_path)
+    prompt = TOKENS[0, :70].tolist()
+    llm = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256, use_tqdm=False)
+    output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+    with torch.no_grad():
+        exact = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0].double(), -1).numpy()
+    got = [output.prompt_logprobs[i][prompt[i]].logprob for i in range(1, 70)]
+    np.testing.assert_allclose(got, exact[np.arange(69), prompt[1:]], atol=2e-4)
+
+
+def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
+    """A row-parallel bias added on every device was nano-vllm's pull request 203. Runs on the devices that there are."""
+    from verax._compat import make_mesh
+
+    theirs = reference("llama-biased", tmp_path)
+    opened = Checkpoint.open(tmp_path)
+    architecture, config = causal_lm(opened.config)
+    abstract = nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0)))
+    mesh = make_mesh((len(jax.devices()),), ("tensor",))
+    model = load_module(
+        abstract, opened, dtype=jnp.float32, mesh=mesh, rules=architecture.partition_rules, ignore=(r"^lm_head\.weight$",)
+    )
+    with torch.no_grad():
+        expected = theirs(torch.tensor(TOKENS)).logits.numpy()
+    assert relative(logits(model, TOKENS), expected) < 2e-5
