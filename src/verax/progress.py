@@ -28,7 +28,13 @@ def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Rep
         yield lambda done, total, note="": None
         return
     amount = MofNCompleteColumn() if count else TaskProgressColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        amount,
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(label, total=None, note="")
         yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)

@@ -34,7 +34,9 @@ def test_a_slow_choice_says_so_once(doubled, caplog):
     with caplog.at_level(logging.WARNING, logger="verax.ops"):
         doubled(30)
         doubled(40)
-    assert [record.message for record in caplog.records] == ["double_it runs its shifted form on cpu: it is for the test"]
+    assert [record.message for record in caplog.records] == [
+        "double_it runs its shifted form on cpu: it is for the test"
+    ]
 
 
 def test_a_form_can_be_named(doubled):
@@ -54,9 +56,7 @@ def test_the_environment_chooses(doubled, monkeypatch):
     assert doubled(3) == -1
 
 
-@pytest.mark.parametrize(
-    ("choice", "named"), [({"nothing": "plain"}, "nothing"), ({"linear": "magic"}, "two_rows")]
-)
+@pytest.mark.parametrize(("choice", "named"), [({"nothing": "plain"}, "nothing"), ({"linear": "magic"}, "two_rows")])
 def test_unknown_names_are_refused_with_what_there_is(choice, named):
     with pytest.raises(InvalidParameterError, match=named), ops.use_forms(**choice):
         pass

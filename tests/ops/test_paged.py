@@ -37,7 +37,9 @@ def dense_attention(arrays, table, lengths, starts):
         for t in range(starts[b], starts[b + 1]):
             position = lengths[b] - starts[b + 1] + t
             for n in range(N):
-                keys, values = ([x[table[b, s // p], n // (N // K), s % p] for s in range(position + 1)] for x in (k, v))
+                keys, values = (
+                    [x[table[b, s // p], n // (N // K), s % p] for s in range(position + 1)] for x in (k, v)
+                )
                 scores = np.asarray(keys) @ q[t, n] / np.sqrt(H)
                 weights = np.exp(scores - scores.max())
                 out[t, n] = weights @ np.asarray(values) / weights.sum()

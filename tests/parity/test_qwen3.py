@@ -38,13 +38,19 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
 
 FAMILIES = {
-    "qwen3": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
+    "qwen3": (
+        "Qwen3",
+        dict(head_dim=24, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    ),
     "qwen3-untied-wide-heads": ("Qwen3", dict(head_dim=40, tie_word_embeddings=False, attention_bias=True)),
     "qwen3-yarn": ("Qwen3", dict(head_dim=24, tie_word_embeddings=True, rope_parameters=YARN_ROPE)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen2-multi-head": ("Qwen2", dict(tie_word_embeddings=False, num_key_value_heads=6)),
     "llama": ("Llama", dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE)),
-    "llama-biased": ("Llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1)),
+    "llama-biased": (
+        "Llama",
+        dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1),
+    ),
     "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
 }
 
@@ -98,7 +104,9 @@ def test_128_greedy_tokens_are_those_of_transformers(family, tmp_path):
     prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
     expected = []
     for prompt in prompts:
-        out = theirs.generate(torch.tensor([prompt]), max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0)
+        out = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0
+        )
         expected.append(tuple(out[0, len(prompt) :].tolist()))
     llm = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256, use_tqdm=False)
     # min_new_tokens of transformers forbids the end of text; a bias does that here.
@@ -139,7 +147,12 @@ def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
     abstract = nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0)))
     mesh = make_mesh((len(jax.devices()),), ("tensor",))
     model = load_module(
-        abstract, opened, dtype=jnp.float32, mesh=mesh, rules=architecture.partition_rules, ignore=(r"^lm_head\.weight$",)
+        abstract,
+        opened,
+        dtype=jnp.float32,
+        mesh=mesh,
+        rules=architecture.partition_rules,
+        ignore=(r"^lm_head\.weight$",),
     )
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS)).logits.numpy()

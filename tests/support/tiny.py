@@ -15,7 +15,11 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEXT = ["once upon a time there was a small fox who liked the river", "the café is naïve, 12 + 30 = 42! 🦊 日本", "abc def"] * 4
+TEXT = [
+    "once upon a time there was a small fox who liked the river",
+    "the café is naïve, 12 + 30 = 42! 🦊 日本",
+    "abc def",
+] * 4
 
 
 def tiny_config(family="qwen3", **changes):
@@ -47,7 +51,9 @@ def random_weights(config, seed=0):
     for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
         noise = rng.standard_normal(leaf.shape).astype(np.float32)
         key = ".".join(map(str, path))
-        weights[key] = 1.5 * noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 0.3 * noise + (not key.endswith("bias"))
+        weights[key] = (
+            1.5 * noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 0.3 * noise + (not key.endswith("bias"))
+        )
     return weights
 
 
@@ -57,7 +63,10 @@ def tiny_tokenizer(folder, vocab_size=320, chat_template=CHAT_TEMPLATE):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END, TURN_END, TURN_START], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END, TURN_END, TURN_START],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     folder = Path(folder)

@@ -79,7 +79,9 @@ def test_the_answer_to_an_earlier_turn_is_found_in_the_cache(llm):
 
 
 def test_different_seeds_and_samples_differ_and_equal_seeds_agree(llm):
-    several = llm.generate([PROMPTS[2]], SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=12, ignore_eos=True))[0]
+    several = llm.generate([PROMPTS[2]], SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=12, ignore_eos=True))[
+        0
+    ]
     texts = [sample.token_ids for sample in several.outputs]
     assert len(set(texts)) == 3
     one = alone(llm, PROMPTS[2], SamplingParams(temperature=1.5, seed=3, max_tokens=12, ignore_eos=True))
@@ -101,8 +103,12 @@ def test_nothing_compiles_after_the_start(llm):
     runner = llm.engine.runner
     before = runner.num_compiled()
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None)
-    odd = SamplingParams(n=2, temperature=0.9, logprobs=3, prompt_logprobs=2, frequency_penalty=0.5, logit_bias={5: 2.0}, max_tokens=9)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    odd = SamplingParams(
+        n=2, temperature=0.9, logprobs=3, prompt_logprobs=2, frequency_penalty=0.5, logit_bias={5: 2.0}, max_tokens=9
+    )
     for batch in (PROMPTS, PROMPTS[:1], PROMPTS[3:8]):
         for params in (GREEDY, RANDOM, odd):
             llm.generate(batch, params, use_tqdm=False)
@@ -176,7 +182,9 @@ def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(llm):
     free = alone(llm, PROMPTS[2], GREEDY)
     stop = free[5]
     assert stop not in free[:5]
-    cut = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], ignore_eos=True))[0].outputs[0]
+    cut = llm.generate(
+        [PROMPTS[2]], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], ignore_eos=True)
+    )[0].outputs[0]
     assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == (free[:6], "stop", stop)
     held = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], min_tokens=9, ignore_eos=True)
     output = llm.generate([PROMPTS[2]], held)[0].outputs[0]
@@ -187,14 +195,20 @@ def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(llm):
 
 def test_logit_bias_forces_and_forbids(llm):
     free = alone(llm, PROMPTS[2], GREEDY)
-    forced = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=4, logit_bias={9: 100.0}, ignore_eos=True))
+    forced = llm.generate(
+        [PROMPTS[2]], SamplingParams(temperature=0, max_tokens=4, logit_bias={9: 100.0}, ignore_eos=True)
+    )
     assert tokens(forced)[0] == (9, 9, 9, 9)
-    without = llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=8, logit_bias={free[0]: -100.0}, ignore_eos=True))
+    without = llm.generate(
+        [PROMPTS[2]], SamplingParams(temperature=0, max_tokens=8, logit_bias={free[0]: -100.0}, ignore_eos=True)
+    )
     assert free[0] not in tokens(without)[0]
 
 
 def test_penalties_count_what_was_generated_even_after_preemption(llm, crowded_llm):
-    params = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=20, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True
+    )
     expected = [alone(llm, p, params) for p in PROMPTS]
     assert expected != [alone(llm, p, GREEDY) for p in PROMPTS]
     crowded_llm.engine.scheduler.blocks.reset_prefix_cache()
@@ -221,7 +235,13 @@ def test_logprobs_are_the_models_own(llm, plain_logits):
             assert abs(entry[prompt[i]].logprob - row[prompt[i]]) < 1e-3
             assert entry[prompt[i]].rank == 1 + (row > row[prompt[i]]).sum()
             assert len(entry) in (2, 3)
-        assert abs(sample.cumulative_logprob - sum(e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids, strict=True))) < 1e-6
+        assert (
+            abs(
+                sample.cumulative_logprob
+                - sum(e[t].logprob for e, t in zip(sample.logprobs, sample.token_ids, strict=True))
+            )
+            < 1e-6
+        )
 
 
 def test_prompt_shapes_are_told_apart(llm):

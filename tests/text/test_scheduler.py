@@ -187,7 +187,9 @@ class Machine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 20), family=st.integers(0, 2), max_tokens=st.integers(1, 8))
     def add(self, length, family, max_tokens):
         length = max(1, min(length, self.longest - max_tokens))  # admission control's part
-        sequence = make_sequence([family * i % 5 + 1 for i in range(length)], max_tokens=min(max_tokens, self.longest - length))
+        sequence = make_sequence(
+            [family * i % 5 + 1 for i in range(length)], max_tokens=min(max_tokens, self.longest - length)
+        )
         if sequence.request.max_tokens:
             self.sequences.append(sequence)
             self.device.scheduler.add(sequence)
@@ -215,7 +217,9 @@ class Machine(RuleBasedStateMachine):
         for sequence in self.sequences:
             assert sequence.state is SequenceState.FINISHED
             expected = expected_output(sequence)
-            assert sequence.output_tokens == (expected[: len(sequence.output_tokens)] if sequence in self.aborted else expected)
+            assert sequence.output_tokens == (
+                expected[: len(sequence.output_tokens)] if sequence in self.aborted else expected
+            )
         assert self.device.blocks.num_free == self.device.blocks.num_usable
 
 

@@ -97,7 +97,9 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
         opened = SafetensorsFile(path)
         for name in opened.tensors:
             if name in files:
-                raise CheckpointError(f"{path}: {name} is in {files[name].path.name} too, and no {INDEX} says which counts")
+                raise CheckpointError(
+                    f"{path}: {name} is in {files[name].path.name} too, and no {INDEX} says which counts"
+                )
             files[name] = opened
     return files
 

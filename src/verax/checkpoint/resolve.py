@@ -54,7 +54,9 @@ def _download(name: str, revision: str | None) -> Path:
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{name}: the hub has no revision {revision!r} of it") from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError(f"{name}: no such folder here, and no such model on the hub (or it needs a token)") from error
+        raise CheckpointError(
+            f"{name}: no such folder here, and no such model on the hub (or it needs a token)"
+        ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{name}: no such folder here, not in the local cache, and the hub cannot be reached (offline?)"

@@ -65,7 +65,9 @@ class Qwen3Config:
         if missing:
             raise UnsupportedModelError(f"config.json of a {family} model lacks {', '.join(missing)}")
         if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported; this family uses 'silu'")
+            raise UnsupportedModelError(
+                f"hidden_act {config['hidden_act']!r} is not supported; this family uses 'silu'"
+            )
         windowed = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
         if windowed or config.get("use_sliding_window"):
             kinds = ", ".join(sorted(windowed)) or "use_sliding_window"
@@ -152,9 +154,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
-        )
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
     def __call__(

@@ -1,11 +1,11 @@
 """Operations on arrays: each has a plain form, which is the oracle, and fast forms behind the same function."""
 
+from verax.ops import sampling
 from verax.ops._dispatch import Form, Operation, operation, operations, use_forms
 from verax.ops.attention import attention
 from verax.ops.linear import linear
 from verax.ops.norm import rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
-from verax.ops import sampling
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 
 __all__ = [

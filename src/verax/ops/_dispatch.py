@@ -86,9 +86,7 @@ class Operation(Generic[P, R]):
             if forced not in self.forms:
                 raise InvalidParameterError(f"{self.name} has no form {forced!r}; it has {', '.join(self.forms)}")
             return self.forms[forced]
-        chosen = next(
-            f for f in reversed(self.forms.values()) if f.runs_on(platform) and f.accepts(*args, **kwargs)
-        )
+        chosen = next(f for f in reversed(self.forms.values()) if f.runs_on(platform) and f.accepts(*args, **kwargs))
         if platform in chosen.slow_on and (chosen.name, platform) not in self._warned:
             self._warned.add((chosen.name, platform))
             _log.warning("%s runs its %s form on %s: %s", self.name, chosen.name, platform, chosen.slow_on[platform])
@@ -101,9 +99,7 @@ class Operation(Generic[P, R]):
         return f"<operation {self.name}: {', '.join(self.forms)}>"
 
 
-def operation(
-    plain: Callable[P, R] | None = None, *, slow_on: Mapping[str, str] | None = None
-) -> Any:
+def operation(plain: Callable[P, R] | None = None, *, slow_on: Mapping[str, str] | None = None) -> Any:
     """Make an `Operation` of its plain form; a decorator, with or without arguments."""
     if plain is not None:
         return Operation(plain, slow_on or {})

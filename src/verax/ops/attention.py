@@ -37,7 +37,9 @@ def attention(
     B, T, N, H = q.shape
     S, K = k.shape[1:3]
     grouped = (q * (H**-0.5 if scale is None else scale)).astype(k.dtype).reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k))
+    scores = jnp.einsum(
+        "btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k)
+    )
     visible = jnp.ones((B, T, S), bool)
     if causal:
         visible &= jnp.arange(S)[None, None, :] <= jnp.arange(T)[None, :, None] + (S - T)
@@ -53,4 +55,3 @@ def attention(
 def exact_products(x: Array) -> jax.lax.Precision | None:
     """Exact products for float32 operands: elsewhere than on a CPU, XLA's default would round them."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-

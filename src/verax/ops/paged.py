@@ -141,7 +141,11 @@ def _attend_chunks(
         weights = jnp.where(visible[:, None], jnp.exp(scores - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
         update = jnp.einsum(
-            "bkgs,bksh->bkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
+            "bkgs,bksh->bkgh",
+            weights.astype(v.dtype),
+            v,
+            preferred_element_type=jnp.float32,
+            precision=exact_products(v),
         )
         return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + update
 

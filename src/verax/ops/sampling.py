@@ -127,9 +127,7 @@ def _truncate(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Arra
     def top_p() -> Float[Array, "B V"]:
         weights = jnp.exp(scores)
         needed = params.top_p * weights.sum(-1)
-        threshold = _largest_threshold(
-            scores, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed
-        )
+        threshold = _largest_threshold(scores, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed)
         return jnp.where((scores >= threshold[:, None]) | (params.top_p >= 1)[:, None], scores, -jnp.inf)
 
     return lax.cond(jnp.any(params.top_p < 1), top_p, lambda: scores)

@@ -8,7 +8,8 @@ takes the writes of padding.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence as List
+from collections.abc import Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from verax.text.sequence import Sequence
@@ -133,7 +134,9 @@ class BlockManager:
                 assert not (writable and self._blocks[block].references > 1), f"block {block} is shared and writable"
         assert uses[0] == 0, "block 0 was handed out"
         for block, record in enumerate(self._blocks[1:], start=1):
-            assert record.references == uses[block], f"block {block}: {record.references} references, {uses[block]} uses"
+            assert record.references == uses[block], (
+                f"block {block}: {record.references} references, {uses[block]} uses"
+            )
             assert (block in self._free) == (record.references == 0), f"block {block} is free and used, or neither"
             if record.key is not None:
                 assert self._cached[record.key][1] == block, f"block {block} is cached under another block's tokens"

@@ -83,6 +83,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
     try:
         return _compile(template).render(messages=messages, **variables)
     except jinja2.TemplateSyntaxError as error:
-        raise TemplateError(f"the checkpoint's chat template is not valid jinja: line {error.lineno}: {error.message}") from error
+        raise TemplateError(
+            f"the checkpoint's chat template is not valid jinja: line {error.lineno}: {error.message}"
+        ) from error
     except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
         raise TemplateError(f"the checkpoint's chat template refuses these messages: {error}") from error

@@ -81,7 +81,9 @@ class Engine:
         if request_id in self._requests:
             raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
         room = self.max_model_len - len(tokens)
-        request = Request(request_id, text, tokens, params, room if params.max_tokens is None else min(params.max_tokens, room))
+        request = Request(
+            request_id, text, tokens, params, room if params.max_tokens is None else min(params.max_tokens, room)
+        )
         # Drawn for every request, so that giving one of them a seed does not change the others'.
         drawn = int(self._seeds.integers(2**63))
         seed = drawn if params.seed is None else params.seed
@@ -131,7 +133,9 @@ class Engine:
         for name, ids in {"prompt": tokens, **named}.items():
             outside = [token for token in ids if not 0 <= token < self.vocab_size]
             if outside:
-                raise RequestRefusedError(f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}")
+                raise RequestRefusedError(
+                    f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}"
+                )
         if params.min_tokens and len({*params.stop_token_ids, *self.eos_token_ids}) > MAX_BANNED:
             raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
         if params.stop and self.tokenizer is None:

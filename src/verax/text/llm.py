@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence as List
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -283,6 +283,8 @@ class LLM:
 
 def _as_list(prompts: Prompt | List[Prompt]) -> list[Prompt]:
     """One text or one list of token ids is a batch of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")):
+    if isinstance(prompts, str) or (
+        len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
+    ):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Sequence as List
+from collections.abc import Callable
+from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,13 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> PendingStep:
         """Dispatch a step. Returns at once; reading the result's arrays waits for it."""
         self.admit(schedule)
+        packed, shape, offsets = self.pack(schedule)
+        output = self._dispatch(shape, packed)
+        output.tokens.copy_to_host_async()
+        return PendingStep(schedule, output, offsets)
+
+    def pack(self, schedule: Schedule) -> tuple[np.ndarray, StepShape, tuple[int, ...]]:
+        """A schedule as a step's input, the bucket that it runs in, and where each chunk's tokens begin."""
         shape = self.shape_for(schedule)
         packed = self._padding(shape)
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
@@ -119,9 +127,7 @@ class ModelRunner:
             for j, block in enumerate(chunk.new_blocks, start=chunk.first_new_block):
                 updates[update] = chunk.sequence.slot, j, block
                 update += 1
-        output = self._dispatch(shape, packed)
-        output.tokens.copy_to_host_async()
-        return PendingStep(schedule, output, tuple(offsets))
+        return packed, shape, tuple(offsets)
 
     def shape_for(self, schedule: Schedule) -> StepShape:
         """The smallest bucket that holds the schedule."""

@@ -156,5 +156,7 @@ class SamplingParams:
             named = isinstance(token, numbers.Integral) and not isinstance(token, bool)
             weighed = isinstance(value, numbers.Real) and not isinstance(value, bool) and -100 <= value <= 100
             if not (named and weighed):
-                raise InvalidParameterError(f"logit_bias: expected token id and a bias of -100 to 100, got {token!r}: {value!r}")
+                raise InvalidParameterError(
+                    f"logit_bias: expected token id and a bias of -100 to 100, got {token!r}: {value!r}"
+                )
         return {int(token): float(value) for token, value in bias.items()}

@@ -82,5 +82,7 @@ def _free_memory() -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is None:
-        raise InvalidParameterError("kv_cache_memory: this device does not tell how much memory it has; give a size in bytes")
+        raise InvalidParameterError(
+            "kv_cache_memory: this device does not tell how much memory it has; give a size in bytes"
+        )
     return int(limit * DEVICE_FRACTION) - int(stats.get("bytes_in_use", 0))

@@ -25,7 +25,16 @@ MAX_BANNED = MAX_STOP_TOKEN_IDS + 16
 """Tokens that `min_tokens` can hold back: the request's stop tokens and the model's own (Llama 3 has three)."""
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-_INTS = ("top_k", "num_prompt", "seed_low", "seed_high", "min_length", "num_logprobs", "num_prompt_logprobs", "num_bias")
+_INTS = (
+    "top_k",
+    "num_prompt",
+    "seed_low",
+    "seed_high",
+    "min_length",
+    "num_logprobs",
+    "num_prompt_logprobs",
+    "num_bias",
+)
 
 
 class SlotParams(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -64,7 +63,9 @@ class StepOutput(NamedTuple):
 StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]
 
 
-def make_step(build: Callable[[tuple[Array, ...]], Qwen3ForCausalLM], shape: StepShape, block_size: int) -> StepFunction:
+def make_step(
+    build: Callable[[tuple[Array, ...]], Qwen3ForCausalLM], shape: StepShape, block_size: int
+) -> StepFunction:
     """The step function of one shape; `build` makes the model of its flat weights, while tracing only."""
 
     def step(
@@ -195,6 +196,4 @@ def _scores(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Logprobs:
 
 def _no_logprobs(rows: int, vocab_size: int) -> Logprobs:
     n = 1 + min(MAX_LOGPROBS, vocab_size)
-    return Logprobs(
-        jnp.zeros((rows, n), jnp.float32), jnp.zeros((rows, n), jnp.int32), jnp.zeros(rows, jnp.int32)
-    )
+    return Logprobs(jnp.zeros((rows, n), jnp.float32), jnp.zeros((rows, n), jnp.int32), jnp.zeros(rows, jnp.int32))

@@ -105,7 +105,12 @@ class Tokenizer:
         template = self._chat_templates.get(name)
         if template is None:
             raise TemplateError("this checkpoint has no chat template; give a prompt as text instead of messages")
-        variables = {**self._special_tokens, "tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
+        variables = {
+            **self._special_tokens,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
         return chat_template.render(template, messages, **variables)
 
 

@@ -114,7 +114,12 @@ def train(
             tokens += batch["tokens"].size
             if step % 10 == 0 or step == last:
                 speed = tokens / (time.perf_counter() - begin)
-                entry = {"step": step, "loss": float(value), "gradient_norm": float(norm), "tokens_per_second": round(speed)}
+                entry = {
+                    "step": step,
+                    "loss": float(value),
+                    "gradient_norm": float(norm),
+                    "tokens_per_second": round(speed),
+                }
                 log.write(json.dumps(entry) + "\n")
                 log.flush()
                 report(step, last, f"loss {entry['loss']:.3f}, {speed:,.0f} tokens/s")

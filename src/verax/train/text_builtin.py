@@ -147,6 +147,7 @@ def held_out_loss(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, batches: int
     graph, params = nnx.split(model)
     loss = jax.jit(lambda params, batch: packed_loss(nnx.merge(graph, params), batch))
     values = [
-        loss(params, batch(i, tokenizer, seed=seed, batch_size=32, length=129, split="held_out")) for i in range(batches)
+        loss(params, batch(i, tokenizer, seed=seed, batch_size=32, length=129, split="held_out"))
+        for i in range(batches)
     ]
     return float(np.mean(values))

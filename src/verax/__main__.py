@@ -1,0 +1,5 @@
+"""`python -m verax`."""
+
+from verax.cli import main
+
+main()

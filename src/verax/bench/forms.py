@@ -1,0 +1,44 @@
+"""Which form of each operation runs on this machine, at the shapes that a small language model has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from verax import ops
+from verax.ops import sampling
+
+__all__ = ["forms_here"]
+
+
+def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+    """(what, arguments) for each operation; arrays are shapes only."""
+    a = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    i = lambda *shape: a(*shape, dtype=jnp.int32)  # noqa: E731
+    cache = a(64, 8, 16, 128, dtype=jnp.bfloat16)
+    weight = a(3072, 1024, dtype=jnp.bfloat16)
+    heads = a(1, 64, 16, 128), a(1, 64, 8, 128), a(1, 64, 8, 128)
+    how = sampling.SamplingArrays(a(4), i(4), a(4), a(4))
+    return {
+        "apply_rotary": [("", (a(4, 16, 128), a(4, 64), a(4, 64)), {})],
+        "attention": [("", heads, {})],
+        "linear": [("1 row", (a(1, 1024), weight), {}), ("4 rows", (a(4, 1024), weight), {})],
+        "paged_attention": [("", (a(32, 16, 128), cache, cache, i(4, 8), i(4), i(5)), {})],
+        "paged_decode_attention": [("", (a(4, 16, 128), cache, cache, i(4, 8), i(4)), {})],
+        "rms_norm": [("", (a(4, 1024), a(1024), 1e-6), {})],
+        "sample": [("", (a(4, 151936), how, a(4)), {})],
+        "write_pages": [("", (cache, a(4, 8, 128), i(4), i(4)), {})],
+    }
+
+
+def forms_here() -> dict[str, dict[str, Any]]:
+    """By operation: the form that runs (by case, where it depends on the shape), and the others that there are."""
+    calls, result = _calls(), {}
+    for name, operation in ops.operations().items():
+        chosen = [(case, operation.select(*args, **kwargs).name) for case, args, kwargs in calls[name]]
+        shown = ", ".join(f"{form} ({case})" if case else form for case, form in chosen)
+        used = {form for _, form in chosen}
+        result[name] = {"runs": shown, "others": [form for form in operation.forms if form not in used]}
+    return result

@@ -1,0 +1,107 @@
+"""What machine this is, and its limits as measured: memory bandwidth and matmul rate."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import psutil
+
+import verax
+
+__all__ = ["fingerprint", "measure_bandwidth", "measure_machine", "peak_memory"]
+
+READ_BYTES = 1 << 29
+"""Read once a repetition: far more than any cache holds."""
+
+MATMUL_SIZE = 2048
+
+
+def fingerprint() -> dict[str, Any]:
+    """Versions, processor, memory and devices, for a reader who compares results."""
+    cache = jax.config.jax_compilation_cache_dir
+    return {
+        "verax": verax.__version__,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flax": flax.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
+        "platform": jax.default_backend(),
+        "devices": [f"{device.device_kind} ({device})" for device in jax.devices()],
+        "compilation_cache": str(cache) if cache else "off until a model is loaded",
+    }
+
+
+def measure_machine() -> dict[str, float]:
+    """The limits that results are set against."""
+    return {
+        "memory_bandwidth_gb_per_s": round(measure_bandwidth() / 1e9, 1),
+        "matmul_float32_gflop_per_s": round(_matmul_rate(jnp.float32) / 1e9),
+        "matmul_bfloat16_gflop_per_s": round(_matmul_rate(jnp.bfloat16) / 1e9),
+    }
+
+
+def measure_bandwidth(repetitions: int = 8) -> float:
+    """Bytes per second of a streaming read of 512 MiB by the device's cores: the best of some repetitions.
+
+    On a CPU, one NumPy reduction a core (the better of a maximum and a dot product); elsewhere, a compiled sum.
+    """
+    if jax.default_backend() != "cpu":
+        data = jnp.ones(READ_BYTES // 4, jnp.float32)
+        total = jax.jit(jnp.sum)
+        return READ_BYTES / _best(lambda: total(data).block_until_ready(), repetitions)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), cores)
+    with ThreadPoolExecutor(cores) as pool:
+        ways = (np.max, lambda part: np.dot(part, part))
+        return READ_BYTES / min(_best(lambda way=way: list(pool.map(way, parts)), repetitions) for way in ways)
+
+
+def _matmul_rate(dtype: Any) -> float:
+    """Operations per second of a square product with float32 accumulation."""
+    a = jnp.ones((MATMUL_SIZE, MATMUL_SIZE), dtype)
+    product = jax.jit(lambda x, y: jnp.einsum("ij,kj->ik", x, y, preferred_element_type=jnp.float32))
+    return 2 * MATMUL_SIZE**3 / _best(lambda: product(a, a).block_until_ready(), 5)
+
+
+def _best(run: Any, repetitions: int) -> float:
+    run()  # compiles, touches the pages
+    times = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def peak_memory() -> int | None:
+    """Most bytes of host memory that this process has held; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

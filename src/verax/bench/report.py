@@ -1,0 +1,72 @@
+"""Results as files that can be compared later (JSON) and read now (Markdown)."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = ["markdown", "write"]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A text benchmark as a page."""
+    settings, machine, start = result["settings"], result["machine"], result["start_up"]
+    lines = [
+        f"# Text: {settings['workload']}, {settings['model']}, {settings['dtype']}",
+        "",
+        f"{settings['requests']} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
+        f"temperature {settings['temperature']}; {settings['runs']} interleaved runs after {settings['warmup']} warm-up.",
+        "",
+        "| side | median s | P10-P90 s | tokens/s |",
+        "|---|---|---|---|",
+    ]
+    for name, side in result["sides"].items():
+        lines.append(
+            f"| {name} | {side['median_s']:.2f} | {side['p10_s']:.2f}-{side['p90_s']:.2f} | {side['rate']:.1f} |"
+        )
+    if result["ratios"]:
+        lines += ["", "Ratios are medians over the rounds of the ratio within a round.", ""]
+        lines += [f"- {name}: {ratio:.2f}x" for name, ratio in result["ratios"].items()]
+    lines += [
+        "",
+        f"Start-up: weights {start['load_s']:.1f} s, {start['programs']} programs {start['compile_s']:.1f} s; "
+        f"{start['compiled_during_runs']} compiled during the runs. Peak memory of the process "
+        f"{result['peak_memory_gb']:.2f} GB.",
+    ]
+    if "decode_step" in result:
+        lines += _split_table(result["decode_step"])
+    measured = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["measured"].items())
+    shown = ("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers")
+    about = ", ".join(f"{name} {machine[name]}" for name in shown if name in machine)
+    return "\n".join([*lines, "", f"Machine: {about}. Measured: {measured}. {result.get('date', '')}", ""])
+
+
+def _split_table(split: dict[str, Any]) -> list[str]:
+    lines = [
+        "",
+        f"A decode step of {split['rows']} sequences of about {split['length']} tokens: {split['whole_ms']:.1f} ms, "
+        f"{split['weight_gb_per_s']:.1f} GB/s of weights, {100 * split['fraction_of_bandwidth']:.0f}% of the measured "
+        "bandwidth.",
+        "",
+        "| part | ms |",
+        "|---|---|",
+    ]
+    lines += [f"| {part} | {ms:.1f} |" for part, ms in split["parts_ms"].items()]
+    return [*lines, f"| host (beside the device) | {split['host_ms']:.1f} |"]
+
+
+def write(result: dict[str, Any], folder: Path) -> Path:
+    """Write `NAME.json` and `NAME.md` into a folder, named by date, machine and workload; the JSON's path."""
+    now = datetime.now(UTC)
+    result = {**result, "date": now.strftime("%Y-%m-%d %H:%M UTC")}
+    settings = result["settings"]
+    where = re.sub(r"[^a-z0-9]+", "-", str(result["machine"]["devices"][0] if result["machine"]["platform"] != "cpu" else result["machine"]["cpu"]).lower()).strip("-")
+    name = f"{now:%Y-%m-%d}-{where}-{result['machine']['cores']}c-text-{settings['workload']}-{settings['dtype']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    return path

@@ -1,0 +1,221 @@
+"""Text generation: workloads, our engine, and transformers beside it on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from verax import checkpoint, progress
+from verax.bench.machine import fingerprint, measure_machine, peak_memory
+from verax.bench.timing import interleave
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.models import causal_lm
+from verax.text.llm import DTYPES, LLM
+from verax.text.sampling_params import SamplingParams
+
+__all__ = ["WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm"]
+
+QWEN3_0_6B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "max_position_embeddings": 40960,
+    "eos_token_id": None,
+}
+"""config.json of Qwen3-0.6B, as far as it decides shapes."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts as token ids, and how many tokens each is to get."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    temperature: float
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a run generates."""
+        return sum(self.max_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that a run reads."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest text."""
+        return max(len(p) + m for p, m in zip(self.prompts, self.max_tokens, strict=True))
+
+    def params(self) -> list[SamplingParams]:
+        """Sampling of each prompt: temperature only, no end of text."""
+        return [SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True) for m in self.max_tokens]
+
+
+def founding(vocab_size: int, *, requests: int = 4, max_tokens: int = 100, temperature: float = 0.7) -> Workload:
+    """The founding report's case: short prompts, 100 new tokens each, temperature 0.7."""
+    rng = np.random.default_rng(0)
+    prompts = tuple(tuple(rng.integers(3, vocab_size, 12 + 4 * (i % 4)).tolist()) for i in range(requests))
+    return Workload("founding", prompts, (max_tokens,) * requests, temperature)
+
+
+def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, temperature: float = 0.6) -> Workload:
+    """nano-vllm's bench.py: prompts and answers of 100 to 1024 tokens each; `scale` shrinks both lengths."""
+    import random
+
+    rng = random.Random(0)
+    length = lambda: max(1, round(rng.randint(100, 1024) * scale))  # noqa: E731
+    prompts = tuple(
+        tuple(rng.randint(0, min(10000, vocab_size - 1)) for _ in range(length())) for _ in range(requests)
+    )
+    return Workload("nano-vllm", prompts, tuple(length() for _ in range(requests)), temperature)
+
+
+WORKLOADS = ("founding", "nano-vllm")
+
+
+def bench_text(
+    model: str | None,
+    make_workload: Callable[[int], Workload],
+    *,
+    runs: int,
+    warmup: int,
+    against: tuple[str, ...] = (),
+    dtype: str = "bfloat16",
+    max_num_seqs: int | None = None,
+    split: bool = False,
+) -> dict[str, Any]:
+    """Run a workload on our engine and, interleaved, on others; a report as JSON holds it.
+
+    Args:
+        model: a checkpoint; random weights in Qwen3-0.6B's shapes if None.
+        make_workload: of a vocabulary size.
+        runs: counted rounds. With `warmup` rounds before them.
+        against: `"transformers"` for Hugging Face's generate, prompt by prompt and in one batch.
+        dtype: of both sides.
+        max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
+        split: measure the decode step's parts too.
+    """
+    unknown = [name for name in against if name != "transformers"]
+    if unknown:
+        raise InvalidParameterError(f"against: expected transformers, got {unknown[0]!r}")
+    with _weights(model, dtype) as folder:
+        config = causal_lm(checkpoint.Checkpoint.open(folder).config)[1]
+        workload = make_workload(config.vocab_size)
+        llm = _load(
+            folder, dtype, max_num_seqs=max_num_seqs or min(len(workload.prompts), 256), max_model_len=workload.longest
+        )
+        runner = llm.engine.runner
+        sides: dict[str, Callable[[], object]] = {}
+        versions: dict[str, Any] = {}
+        if "transformers" in against:
+            from verax.bench.transformers_side import TransformersSide
+
+            theirs = TransformersSide(folder, dtype)
+            versions = theirs.versions()
+            sides["transformers naive"] = lambda: theirs.naive(workload)
+            sides["transformers batched"] = lambda: theirs.batched(workload)
+        prompts, params = [list(p) for p in workload.prompts], workload.params()
+
+        def ours() -> object:
+            # Each run reads its prompts anew: what the prefix cache kept of the run before would be a gift.
+            llm.engine.scheduler.blocks.reset_prefix_cache()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert sum(len(o.outputs[0].token_ids) for o in outputs) == workload.new_tokens
+            return outputs
+
+        sides["verax"] = ours
+        compiled = runner.num_compiled()
+        with progress.bar("measuring") as report:
+            samples = interleave(sides, runs=runs, warmup=warmup, report=report)
+        result: dict[str, Any] = {
+            "kind": "text",
+            "machine": {**fingerprint(), **versions},
+            "measured": measure_machine(),
+            "settings": {
+                "model": model or "random weights, Qwen3-0.6B shapes",
+                "dtype": dtype,
+                "workload": workload.name,
+                "requests": len(workload.prompts),
+                "prompt_tokens": workload.prompt_tokens,
+                "new_tokens": workload.new_tokens,
+                "temperature": workload.temperature,
+                "runs": runs,
+                "warmup": warmup,
+                "max_num_seqs": runner.config.max_num_seqs,
+            },
+            "start_up": {
+                "load_s": llm.load_seconds,
+                "compile_s": llm.compile_seconds,
+                "programs": len(runner.shapes),
+                "compiled_during_runs": runner.num_compiled() - compiled,
+            },
+            "sides": {name: side.to_dict(workload.new_tokens) for name, side in samples.items()},
+            "ratios": {
+                f"verax / {name}": samples["verax"].ratio_to(side) for name, side in samples.items() if name != "verax"
+            },
+            "peak_memory_gb": (peak_memory() or 0) / 1e9,
+        }
+        if split:
+            from verax.bench.split import decode_split
+
+            result["decode_step"] = decode_split(llm, rows=len(prompts), length=workload.longest)
+        return result
+
+
+def _load(folder: Path, dtype: str, **sizes: Any) -> LLM:
+    """The model with or without its tokenizer: a benchmark needs token ids only."""
+    if (folder / "tokenizer.json").is_file():
+        return LLM(folder, dtype=dtype, **sizes)
+    opened = checkpoint.Checkpoint.open(folder)
+    architecture, config = causal_lm(opened.config)
+    abstract = nnx.eval_shape(lambda: architecture(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
+    return LLM.from_module(checkpoint.load_module(abstract, opened, dtype=DTYPES[dtype]), **sizes)
+
+
+@contextlib.contextmanager
+def _weights(model: str | None, dtype: str) -> Iterator[Path]:
+    """The checkpoint's folder; random weights of real spread in a folder that is gone afterwards, if there is none."""
+    if dtype not in DTYPES:
+        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if model is not None:
+        yield checkpoint.resolve(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
+        architecture, config = causal_lm(QWEN3_0_6B)
+        abstract = nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0)))
+        rng = np.random.default_rng(0)
+        weights = {}
+        for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
+            noise = rng.standard_normal(leaf.shape, np.float32)
+            scaled = noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1 + 0.1 * noise
+            weights[".".join(map(str, path))] = scaled.astype(jnp.bfloat16)
+        yield checkpoint.save(weights, name, config=replace_none(QWEN3_0_6B))
+
+
+def replace_none(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without its empty entries."""
+    return {key: value for key, value in config.items() if value is not None}

@@ -1,0 +1,77 @@
+"""`verax bench`: measurements that anyone can repeat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verax.cli import options
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure speed and memory, beside other libraries."""
+
+
+@app.command("text")
+def text(
+    model: options.Model = None,
+    workload: Annotated[str, typer.Option(help="founding (short prompts, 100 new tokens) or nano-vllm (its bench.py).")] = "founding",
+    requests: Annotated[int | None, typer.Option("--requests", "--prompts", help="Prompts; 4, or nano-vllm's 256, if left out.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="founding: new tokens of each prompt.")] = 100,
+    scale: Annotated[float, typer.Option(help="nano-vllm: factor on its lengths, to fit a small machine.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="0.7 for founding, 0.6 for nano-vllm, if left out.")] = None,
+    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
+    dtype: options.Dtype = "bfloat16",
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
+    split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
+
+    Examples:
+
+        verax bench text --against transformers --split
+
+        verax bench text --workload nano-vllm --requests 8 --scale 0.1
+    """
+    if workload not in ("founding", "nano-vllm"):
+        raise typer.BadParameter(f"--workload: expected founding or nano-vllm, got {workload!r}")
+    if requests is not None and requests < 1:
+        raise typer.BadParameter("--requests: at least 1")
+    if scale <= 0:
+        raise typer.BadParameter("--scale: more than 0")
+    from verax.bench.report import markdown, write
+    from verax.bench.text import bench_text, founding, nano_vllm
+
+    heat = options.given(temperature=temperature, requests=requests)
+
+    def make(vocab_size: int):  # type: ignore[no-untyped-def]
+        if workload == "founding":
+            return founding(vocab_size, max_tokens=max_tokens, **heat)
+        return nano_vllm(vocab_size, scale=scale, **heat)
+
+    result = bench_text(
+        model,
+        make,
+        runs=runs,
+        warmup=warmup,
+        against=tuple(against.split(",")) if against else (),
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        split=split,
+    )
+    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
+    if output is not None:
+        typer.echo(f"written: {write(result, output)}", err=True)

@@ -1,0 +1,170 @@
+"""`verax chat`: a conversation in the terminal, or from a script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verax.cli import options
+
+if TYPE_CHECKING:
+    from verax.text.llm import LLM
+    from verax.text.outputs import RequestOutput
+    from verax.text.sampling_params import SamplingParams
+
+__all__ = ["chat"]
+
+HELP = """/reset        begin a new conversation
+/system TEXT  set the system message, and begin anew
+/save FILE    write the conversation as JSON
+/exit         leave (or Ctrl-D)
+Ctrl-C stops an answer."""
+
+
+def chat(
+    model: options.Model = None,
+    message: Annotated[str | None, typer.Option("--message", help="One turn: print the answer and leave.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    stop: options.Stop = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "bfloat16",
+    max_model_len: options.MaxModelLen = None,
+    as_json: options.Json = False,
+) -> None:
+    """Talk to a model. On a terminal: type, /help for commands. Otherwise: each line of standard input is a turn.
+
+    Examples:
+
+        verax chat
+
+        verax chat --message "What is 12 + 30?" --temperature 0
+
+        verax chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
+    """
+    from verax.text.llm import LLM
+
+    llm = LLM(model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1, seed=seed)
+    sampling = options.given(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop
+    )
+    params = llm.default_sampling_params(max_tokens=max_tokens, **sampling)
+    talk = Conversation(llm, params, system, show=not as_json)
+    interactive = message is None and sys.stdin.isatty()
+    if interactive:
+        sys.stderr.write(f"{model or 'the built-in model'}; /help for commands, /exit to leave\n")
+    for turn in [message] if message is not None else _turns(interactive):
+        if interactive and turn.startswith("/"):
+            if not _command(talk, turn):
+                return
+            continue
+        output = talk.say(turn)
+        if as_json:
+            sys.stdout.write(json.dumps(output.to_dict(), ensure_ascii=False) + "\n")
+
+
+class Conversation:
+    """The history, and the rule that it must fit: the oldest turns are dropped when it no longer does."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, show: bool):
+        self._llm = llm
+        self._params = params
+        self._show = show
+        self.reset(system)
+
+    def reset(self, system: str | None = None) -> None:
+        """Begin anew, with this system message."""
+        self.system = system
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+
+    def say(self, text: str) -> RequestOutput:
+        """One turn: the answer is shown as it comes, and remembered."""
+        self.messages.append({"role": "user", "content": text})
+        self._make_room()
+        try:
+            pieces = self._llm.stream(self.messages, self._params)
+        except Exception:
+            self.messages.pop()
+            raise
+        answer = ""
+        try:
+            while True:
+                piece = next(pieces)
+                answer += piece
+                if self._show:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+        except StopIteration as end:
+            output = end.value
+        except KeyboardInterrupt:
+            pieces.close()
+            output = None
+        if self._show:
+            sys.stdout.write("\n")
+        self.messages.append({"role": "assistant", "content": answer})
+        if output is None and not sys.stdin.isatty():
+            raise KeyboardInterrupt
+        return output
+
+    def _make_room(self) -> None:
+        first = 1 if self.system else 0
+        dropped = 0
+        while len(self.messages) > first + 1 and self._length() >= self._llm.max_model_len * 3 // 4:
+            del self.messages[first : first + 2]
+            dropped += 1
+        if dropped:
+            sys.stderr.write(f"(the context is full: {dropped} oldest turns dropped)\n")
+
+    def _length(self) -> int:
+        assert self._llm.tokenizer is not None
+        return len(self._llm.tokenizer.encode(self._llm.render(self.messages), add_special_tokens=False))
+
+
+def _turns(interactive: bool) -> Iterator[str]:
+    if not interactive:
+        yield from (line for line in sys.stdin.read().splitlines() if line)
+        return
+    try:
+        import readline  # noqa: F401  (line editing and history for input())
+    except ImportError:
+        pass
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            sys.stderr.write("\n")
+            return
+        except KeyboardInterrupt:
+            sys.stderr.write("\n/exit or Ctrl-D to leave\n")
+            continue
+        if line:
+            yield line
+
+
+def _command(talk: Conversation, line: str) -> bool:
+    """Obey a /command; False to leave."""
+    name, _, rest = line.partition(" ")
+    if name in ("/exit", "/quit"):
+        return False
+    if name == "/reset":
+        talk.reset(talk.system)
+    elif name == "/system":
+        talk.reset(rest or None)
+    elif name == "/save" and rest:
+        try:
+            Path(rest).write_text(json.dumps(talk.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            sys.stderr.write(f"cannot write {rest}: {error.strerror}\n")
+    else:
+        sys.stderr.write(HELP + "\n")
+    return True

@@ -1,0 +1,78 @@
+"""`verax demo`: the built-in model at work, in a minute."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["demo"]
+
+COMPLETED = "Once upon a time, there was a"
+ASKED = ("Tell me a story about a fox called Mia.", "What color is the sky?")
+SUMS = ((47, 38), (12, 30), (96, 7), (58, 64))
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what the demo makes.")] = Path("demo"),
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Complete a prompt, answer a chat, add numbers and show the speed, with the built-in model."""
+    from verax.text.llm import LLM
+
+    output.mkdir(parents=True, exist_ok=True)
+    llm = LLM(max_num_seqs=64, max_model_len=512, seed=seed)
+    say = _Transcript()
+    params = llm.default_sampling_params(temperature=0.7, max_tokens=200, seed=seed)
+    say(f"The built-in model: weights {llm.load_seconds:.1f} s, programs {llm.compile_seconds:.1f} s.\n")
+    say("-- a prompt, completed\n" + COMPLETED, end="")
+    story = _stream(llm, COMPLETED, params, say)
+    answers = []
+    for question in ASKED:
+        say(f"\n-- a chat turn\n> {question}")
+        answers.append(_stream(llm, [{"role": "user", "content": question}], params, say))
+    say("\n-- sums")
+    greedy = llm.default_sampling_params(temperature=0.0, max_tokens=30)
+    chats = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in SUMS]
+    sums = [o.outputs[0].text for o in llm.chat(chats, greedy, use_tqdm=False)]
+    for (a, b), answer in zip(SUMS, sums, strict=True):
+        say(f"> What is {a} + {b}?   {answer}")
+    speed = {str(n): _speed(llm, n) for n in (1, 8, 64)}
+    say("\n-- speed: tokens per second, by sequences at once")
+    say("   ".join(f"{n}: {rate:,.0f}" for n, rate in speed.items()))
+    record = {"completion": COMPLETED + story, "chat": dict(zip(ASKED, answers, strict=True)), "sums": sums, "speed": speed}
+    (output / "text.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (output / "text.txt").write_text(say.text, encoding="utf-8")
+    say(f"\nwritten: {output}/text.txt, {output}/text.json")
+
+
+class _Transcript:
+    """Prints, and keeps what it printed."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def __call__(self, piece: str, end: str = "\n") -> None:
+        self.text += piece + end
+        sys.stdout.write(piece + end)
+        sys.stdout.flush()
+
+
+def _stream(llm, prompt, params, say) -> str:  # type: ignore[no-untyped-def]
+    pieces = []
+    for piece in llm.stream(prompt, params):
+        pieces.append(piece)
+        say(piece, end="")
+    say("")
+    return "".join(pieces)
+
+
+def _speed(llm, sequences: int, tokens: int = 100) -> float:  # type: ignore[no-untyped-def]
+    params = llm.default_sampling_params(temperature=0.7, max_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate([COMPLETED] * sequences, params, use_tqdm=False)
+    return sequences * tokens / (time.perf_counter() - begin)

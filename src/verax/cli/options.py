@@ -1,0 +1,66 @@
+"""Options that several commands share, and what they become."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+__all__ = [
+    "Dtype",
+    "FrequencyPenalty",
+    "IgnoreEos",
+    "Json",
+    "MaxModelLen",
+    "MaxTokens",
+    "MinP",
+    "Model",
+    "PresencePenalty",
+    "RepetitionPenalty",
+    "Seed",
+    "Stop",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "given",
+]
+
+_SAMPLING = "Sampling"
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="A checkpoint folder or hub id; the built-in model if left out.")
+]
+Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and answer, in tokens.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Likeliest tokens of this probability.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
+]
+TopK = Annotated[
+    int | None, typer.Option(help="This many likeliest tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Tokens this fraction as likely as the best.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
+]
+PresencePenalty = Annotated[float, typer.Option(help="Against tokens that came before.", rich_help_panel=_SAMPLING)]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="The same, for each time that they came.", rich_help_panel=_SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Divides scores of earlier tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="End the answer at this text; can be repeated.", rich_help_panel=_SAMPLING)
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.", rich_help_panel=_SAMPLING)]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were given: what is None is left to the checkpoint's generation_config.json."""
+    return {name: value for name, value in options.items() if value is not None}
