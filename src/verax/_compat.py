@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import jaxlib
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["JAX_VERSION", "cpu_compiler_options", "enable_compilation_cache", "make_mesh"]
+__all__ = ["JAXLIB", "compilation_cache", "cpu_compiler_options", "enable_compilation_cache", "make_mesh"]
 
 
 def _version(text: str) -> tuple[int, int, int]:
@@ -23,8 +23,9 @@ def _version(text: str) -> tuple[int, int, int]:
     return int(major), int(minor), int(digits or 0)
 
 
-JAX_VERSION = _version(jax.__version__)
-_JAXLIB_VERSION = _version(jaxlib.__version__)
+JAXLIB = version("jaxlib")
+_JAXLIB_VERSION = _version(JAXLIB)
+_CACHE = "jax_compilation_cache_dir"
 
 
 def cpu_compiler_options() -> dict[str, bool | str]:
@@ -46,6 +47,11 @@ def make_mesh(shape: Sequence[int], names: Sequence[str]) -> Mesh:
     return jax.make_mesh(tuple(shape), tuple(names), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
 
 
+def compilation_cache() -> str | None:
+    """The folder of JAX's persistent compilation cache; None if it is off."""
+    return getattr(jax.config, _CACHE)
+
+
 def enable_compilation_cache() -> None:
     """Keep compiled programs on disk between processes, unless the user has decided on JAX's cache themselves.
 
@@ -53,13 +59,13 @@ def enable_compilation_cache() -> None:
     (empty) switches it off.
     """
     home = os.environ.get("VERAX_CACHE_DIR", str(Path("~/.cache/verax").expanduser()))
-    if not home or jax.config.jax_compilation_cache_dir is not None:
+    if not home or compilation_cache() is not None:
         return
-    folder = Path(home) / f"jaxlib-{jaxlib.__version__}"
+    folder = Path(home) / f"jaxlib-{JAXLIB}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home is no reason to refuse work
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update(_CACHE, str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,4 +1,4 @@
-"""The errors that verax raises on purpose: one hierarchy, so that callers and the command line can tell them from bugs."""
+"""The errors that verax raises on purpose: one hierarchy, so that callers can tell them from bugs."""
 
 __all__ = [
     "CheckpointError",

@@ -16,7 +16,7 @@ Report = Callable[..., None]
 
 @contextlib.contextmanager
 def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Report]:
-    """A bar named `label`, driven by the function that it yields. Silent where stderr is no terminal, or if not `enabled`.
+    """A bar named `label`, driven by the function that it yields. Silent where stderr is no terminal.
 
     Args:
         label: what is going on, as a few words.

@@ -1,4 +1,4 @@
-"""Paged attention: the plain form against attention over a dense cache in float64, the fast forms against the plain one."""
+"""Paged attention: every form against dense attention in float64."""
 
 import jax
 import jax.numpy as jnp

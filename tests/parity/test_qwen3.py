@@ -138,7 +138,7 @@ def test_logprobs_of_the_engine_are_close_to_those_of_transformers(tmp_path):
 
 
 def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
-    """A row-parallel bias added on every device was nano-vllm's pull request 203. Runs on the devices that there are."""
+    """A row-parallel bias added on every device was nano-vllm's pull request 203. On the devices that there are."""
     from verax._compat import make_mesh
 
     theirs = reference("llama-biased", tmp_path)

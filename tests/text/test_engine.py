@@ -1,4 +1,4 @@
-"""The engine on a tiny random model: the same tokens whatever happens around a request, and no compilation after the start."""
+"""The engine on a tiny random model: the same tokens whatever happens around a request."""
 
 import jax
 import jax.numpy as jnp

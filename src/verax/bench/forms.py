@@ -15,8 +15,13 @@ __all__ = ["forms_here"]
 
 def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
     """(what, arguments) for each operation; arrays are shapes only."""
-    a = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    i = lambda *shape: a(*shape, dtype=jnp.int32)  # noqa: E731
+
+    def a(*shape: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def i(*shape: int) -> Any:
+        return a(*shape, dtype=jnp.int32)
+
     cache = a(64, 8, 16, 128, dtype=jnp.bfloat16)
     weight = a(3072, 1024, dtype=jnp.bfloat16)
     heads = a(1, 64, 16, 128), a(1, 64, 8, 128), a(1, 64, 8, 128)

@@ -13,11 +13,11 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import psutil
 
 import verax
+from verax._compat import JAXLIB, compilation_cache
 
 __all__ = ["fingerprint", "measure_bandwidth", "measure_machine", "peak_memory"]
 
@@ -29,12 +29,11 @@ MATMUL_SIZE = 2048
 
 def fingerprint() -> dict[str, Any]:
     """Versions, processor, memory and devices, for a reader who compares results."""
-    cache = jax.config.jax_compilation_cache_dir
     return {
         "verax": verax.__version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": JAXLIB,
         "flax": flax.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
@@ -43,7 +42,7 @@ def fingerprint() -> dict[str, Any]:
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
         "platform": jax.default_backend(),
         "devices": [f"{device.device_kind} ({device})" for device in jax.devices()],
-        "compilation_cache": str(cache) if cache else "off until a model is loaded",
+        "compilation_cache": compilation_cache() or "off until a model is loaded",
     }
 
 

@@ -18,7 +18,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"# Text: {settings['workload']}, {settings['model']}, {settings['dtype']}",
         "",
         f"{settings['requests']} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
-        f"temperature {settings['temperature']}; {settings['runs']} interleaved runs after {settings['warmup']} warm-up.",
+        f"temperature {settings['temperature']}; {settings['runs']} runs after {settings['warmup']} warm-up.",
         "",
         "| side | median s | P10-P90 s | tokens/s |",
         "|---|---|---|---|",
@@ -63,7 +63,13 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     now = datetime.now(UTC)
     result = {**result, "date": now.strftime("%Y-%m-%d %H:%M UTC")}
     settings = result["settings"]
-    where = re.sub(r"[^a-z0-9]+", "-", str(result["machine"]["devices"][0] if result["machine"]["platform"] != "cpu" else result["machine"]["cpu"]).lower()).strip("-")
+    where = re.sub(
+        r"[^a-z0-9]+",
+        "-",
+        str(
+            result["machine"]["devices"][0] if result["machine"]["platform"] != "cpu" else result["machine"]["cpu"]
+        ).lower(),
+    ).strip("-")
     name = f"{now:%Y-%m-%d}-{where}-{result['machine']['cores']}c-text-{settings['workload']}-{settings['dtype']}"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"

@@ -49,9 +49,7 @@ def _no_write(
 
 
 @sampling.sample.form("skipped", accepts=_never)
-def _no_sampling(
-    logits: Float[Array, "B V"], params: sampling.SamplingArrays, u: Float[Array, "B"]
-) -> Int[Array, "B"]:
+def _no_sampling(logits: Float[Array, "B V"], params: sampling.SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 

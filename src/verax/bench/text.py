@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -17,7 +16,7 @@ from flax import nnx
 from verax import checkpoint, progress
 from verax.bench.machine import fingerprint, measure_machine, peak_memory
 from verax.bench.timing import interleave
-from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.errors import InvalidParameterError
 from verax.models import causal_lm
 from verax.text.llm import DTYPES, LLM
 from verax.text.sampling_params import SamplingParams
@@ -88,9 +87,7 @@ def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, tempe
 
     rng = random.Random(0)
     length = lambda: max(1, round(rng.randint(100, 1024) * scale))  # noqa: E731
-    prompts = tuple(
-        tuple(rng.randint(0, min(10000, vocab_size - 1)) for _ in range(length())) for _ in range(requests)
-    )
+    prompts = tuple(tuple(rng.randint(0, min(10000, vocab_size - 1)) for _ in range(length())) for _ in range(requests))
     return Workload("nano-vllm", prompts, tuple(length() for _ in range(requests)), temperature)
 
 

@@ -31,8 +31,8 @@ class TransformersSide:
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        self._model = model.to(self._device).eval()
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self._model: Any = model.to(self._device).eval()
 
     def versions(self) -> dict[str, Any]:
         """What this side is made of."""
@@ -56,7 +56,11 @@ class TransformersSide:
             tokens[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         # top_k and top_p off: generate's own default would keep 50 tokens, which is other work than ours.
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+        how = (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+            if temperature
+            else {"do_sample": False}
+        )
         with torch.inference_mode():
             out = self._model.generate(
                 tokens.to(self._device),

@@ -107,7 +107,7 @@ def _check_fit(name: str, leaf: Any, checkpoint: Checkpoint) -> None:
     info = checkpoint.info(name)
     if info.shape != leaf.shape:
         raise CheckpointError(
-            f"{checkpoint.path(name)}: {name} has shape {list(info.shape)}, config.json's model needs {list(leaf.shape)}"
+            f"{checkpoint.path(name)}: {name} has shape {list(info.shape)}, the model needs {list(leaf.shape)}"
         )
     if not jnp.issubdtype(info.dtype, jnp.floating):
         raise CheckpointError(f"{checkpoint.path(name)}: {name} has dtype {info.dtype}, expected floats")

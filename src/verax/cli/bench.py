@@ -24,8 +24,12 @@ def _group() -> None:
 @app.command("text")
 def text(
     model: options.Model = None,
-    workload: Annotated[str, typer.Option(help="founding (short prompts, 100 new tokens) or nano-vllm (its bench.py).")] = "founding",
-    requests: Annotated[int | None, typer.Option("--requests", "--prompts", help="Prompts; 4, or nano-vllm's 256, if left out.")] = None,
+    workload: Annotated[
+        str, typer.Option(help="founding (short prompts, 100 new tokens) or nano-vllm (its bench.py).")
+    ] = "founding",
+    requests: Annotated[
+        int | None, typer.Option("--requests", "--prompts", help="Prompts; 4, or nano-vllm's 256, if left out.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="founding: new tokens of each prompt.")] = 100,
     scale: Annotated[float, typer.Option(help="nano-vllm: factor on its lengths, to fit a small machine.")] = 1.0,
     temperature: Annotated[float | None, typer.Option(help="0.7 for founding, 0.6 for nano-vllm, if left out.")] = None,
@@ -35,7 +39,9 @@ def text(
     dtype: options.Dtype = "bfloat16",
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.

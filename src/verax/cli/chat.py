@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -69,7 +71,7 @@ def chat(
                 return
             continue
         output = talk.say(turn)
-        if as_json:
+        if as_json and output is not None:
             sys.stdout.write(json.dumps(output.to_dict(), ensure_ascii=False) + "\n")
 
 
@@ -87,8 +89,8 @@ class Conversation:
         self.system = system
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
-    def say(self, text: str) -> RequestOutput:
-        """One turn: the answer is shown as it comes, and remembered."""
+    def say(self, text: str) -> RequestOutput | None:
+        """One turn: the answer is shown as it comes, and remembered. None if Ctrl-C stopped it."""
         self.messages.append({"role": "user", "content": text})
         self._make_room()
         try:
@@ -107,13 +109,13 @@ class Conversation:
         except StopIteration as end:
             output = end.value
         except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             pieces.close()
             output = None
         if self._show:
             sys.stdout.write("\n")
         self.messages.append({"role": "assistant", "content": answer})
-        if output is None and not sys.stdin.isatty():
-            raise KeyboardInterrupt
         return output
 
     def _make_room(self) -> None:
@@ -134,10 +136,8 @@ def _turns(interactive: bool) -> Iterator[str]:
     if not interactive:
         yield from (line for line in sys.stdin.read().splitlines() if line)
         return
-    try:
-        import readline  # noqa: F401  (line editing and history for input())
-    except ImportError:
-        pass
+    with contextlib.suppress(ImportError):  # input() then has line editing and history
+        importlib.import_module("readline")
     while True:
         try:
             line = input("> ").strip()

@@ -44,7 +44,12 @@ def demo(
     speed = {str(n): _speed(llm, n) for n in (1, 8, 64)}
     say("\n-- speed: tokens per second, by sequences at once")
     say("   ".join(f"{n}: {rate:,.0f}" for n, rate in speed.items()))
-    record = {"completion": COMPLETED + story, "chat": dict(zip(ASKED, answers, strict=True)), "sums": sums, "speed": speed}
+    record = {
+        "completion": COMPLETED + story,
+        "chat": dict(zip(ASKED, answers, strict=True)),
+        "sums": sums,
+        "speed": speed,
+    }
     (output / "text.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (output / "text.txt").write_text(say.text, encoding="utf-8")
     say(f"\nwritten: {output}/text.txt, {output}/text.json")

@@ -33,7 +33,9 @@ def generate(
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     n: Annotated[int, typer.Option("-n", "--n", help="Continuations of each prompt.")] = 1,
-    logprobs: Annotated[int | None, typer.Option(help="With --json: log-probabilities of this many best tokens.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities of this many best tokens.")
+    ] = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "bfloat16",
     max_model_len: options.MaxModelLen = None,

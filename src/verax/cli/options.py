@@ -36,29 +36,36 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
 Temperature = Annotated[
-    float | None, typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
+    float | None,
+    typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
 ]
 TopP = Annotated[
-    float | None, typer.Option(help="Likeliest tokens of this probability.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
+    float | None,
+    typer.Option(help="Likeliest tokens of this probability.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
 ]
 TopK = Annotated[
     int | None, typer.Option(help="This many likeliest tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(help="Tokens this fraction as likely as the best.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
+    typer.Option(
+        help="Tokens this fraction as likely as the best.", rich_help_panel=_SAMPLING, show_default="checkpoint's"
+    ),
 ]
 PresencePenalty = Annotated[float, typer.Option(help="Against tokens that came before.", rich_help_panel=_SAMPLING)]
 FrequencyPenalty = Annotated[
     float, typer.Option(help="The same, for each time that they came.", rich_help_panel=_SAMPLING)
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Divides scores of earlier tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
+    float | None,
+    typer.Option(help="Divides scores of earlier tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
 ]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End the answer at this text; can be repeated.", rich_help_panel=_SAMPLING)
 ]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.", rich_help_panel=_SAMPLING)]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after the end of text.", rich_help_panel=_SAMPLING)
+]
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
+        """Map the last axis."""
         return ops.linear(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
@@ -38,9 +39,11 @@ class Embedding(nnx.Module):
         self.weight = _normal(rngs, (vocab_size, size), dtype)
 
     def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Look tokens up."""
         return self.weight[...][tokens].astype(jnp.float32)
 
     def attend(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Score each token against `x`."""
         return ops.linear(x, self.weight[...])
 
 
@@ -52,4 +55,5 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(size, dtype))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalise the last axis."""
         return ops.rms_norm(x, self.weight[...], self.eps)

@@ -36,8 +36,8 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 class Form(Generic[P, R]):
     """One implementation of an operation.
 
-    `platforms` is where it may run (empty: everywhere); `accepts` looks at shapes and dtypes of the call; `slow_on` maps
-    a platform to the reason why being chosen there deserves a warning.
+    `platforms` is where it may run (empty: everywhere); `accepts` looks at shapes and dtypes of the call; `slow_on`
+    maps a platform to the reason why being chosen there deserves a warning.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _forced_form(name: str) -> str | None:
 
 def _parse_choices(text: str) -> dict[str, str]:
     pairs = [item.partition("=") for item in text.split(",") if item]
-    for name, equals, form in pairs:
+    for name, equals, _ in pairs:
         if not equals or name.strip() not in _REGISTRY:
             raise InvalidParameterError(
                 f"VERAX_FORMS={text!r}: expected operation=form pairs such as linear=plain; operations are "

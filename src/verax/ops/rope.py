@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and the scalings that published checkpoints ask for."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and the scalings that checkpoints ask for."""
 
 from __future__ import annotations
 
@@ -99,8 +99,10 @@ def _yarn(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) 
     attention = scaling.get("attention_factor")
     if attention is None:
         mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = mscale and mscale_all
-        attention = magnitude(factor, mscale) / magnitude(factor, mscale_all) if both else magnitude(factor)
+        if mscale and mscale_all:
+            attention = magnitude(factor, mscale) / magnitude(factor, mscale_all)
+        else:
+            attention = magnitude(factor)
     return frequencies, attention
 
 
@@ -126,7 +128,7 @@ def rotary_tables(
 def apply_rotary(
     x: Float[Array, "*B N H"], cos: Float[Array, "*B h"], sin: Float[Array, "*B h"]
 ) -> Float[Array, "*B N H"]:
-    """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split (NeoX) convention."""
+    """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split convention."""
     x1, x2 = jnp.split(x, 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)

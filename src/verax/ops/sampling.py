@@ -1,8 +1,8 @@
-"""From scores over the vocabulary to a token: penalties, truncation, one draw. No sort of the vocabulary, no V random numbers.
+"""From scores over the vocabulary to a token: penalties, truncation, one draw. No sort, no V random numbers.
 
-Truncation (top-k, top-p, min-p) is a threshold on the score. It is found by bisection over the bits of float32, which is
-exact after 32 passes, and the token is drawn by inverting the cumulative distribution at one uniform number. The order is
-vLLM's: penalties and bias, temperature, min-p, top-k, top-p.
+Truncation (top-k, top-p, min-p) is a threshold on the score. It is found by bisection over the bits of float32, which
+is exact after 31 passes, and the token is drawn by inverting the cumulative distribution at one uniform number. The
+order is vLLM's: penalties and bias, temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _largest_threshold(
 
 
 CDF_CHUNK = 512
-"""The cumulative sum is taken over chunks of this many tokens first, then within one: about the square root of 150,000."""
+"""The cumulative sum goes over chunks of this many tokens, then within one: about the square root of 150,000."""
 
 
 def _invert_cdf(weights: Float[Array, "B V"], u: Float[Array, "B"]) -> Int[Array, "B"]:

@@ -1,8 +1,8 @@
 """Blocks of the paged cache: who owns which, and which full ones can be shared by a later prompt.
 
-After nano-vllm's `block_manager.py` and vLLM's prefix cache, with two differences: a cached block is found by its tokens
-themselves and its predecessor's name, so that no hash collision can mix prompts up; and block 0 is never handed out, it
-takes the writes of padding.
+After nano-vllm's `block_manager.py` and vLLM's prefix cache, with two differences: a cached block is found by its
+tokens themselves and its predecessor's name, so that no hash collision can mix prompts up; and block 0 is never handed
+out, it takes the writes of padding.
 """
 
 from __future__ import annotations

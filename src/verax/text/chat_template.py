@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 in its sandbox, set up as transformers sets it up, so that published templates render alike."""
+"""Chat templates: jinja2 in its sandbox, set up as in transformers, so that templates render alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["check_messages", "render"]
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; rendering passes them through."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training: passed through."""
 
     tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""Token by token to text: nothing shown is ever taken back, nothing is decoded twice, stop strings are found on the way."""
+"""Token by token to text: what was shown stays, stop strings are found on the way."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class IncrementalDetokenizer:
     """The text of a growing list of tokens.
 
     A decoder may need the token before to render one (leading spaces), and the tokens after to complete a character. So
-    each new token is decoded together with the last ones that gave text, and what ends in U+FFFD waits: the text is that
-    of decoding all tokens at once, at a cost that does not grow with their number.
+    each new token is decoded together with the last ones that gave text, and what ends in U+FFFD waits: the text is
+    that of decoding all tokens at once, at a cost that does not grow with their number.
     """
 
     def __init__(

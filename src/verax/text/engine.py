@@ -1,8 +1,8 @@
 """The loop around the device: requests in, one step at a time, outputs as they come. The host is one step ahead.
 
-While the device computes step n, the host plans and dispatches step n + 1, and only then reads step n. A plan never needs
-the tokens themselves, which stay on the device; what the host learns late is that a sequence has stopped, and then one
-token of step n + 1 is thrown away.
+While the device computes step n, the host plans and dispatches step n + 1, and only then reads step n. A plan never
+needs the tokens themselves, which stay on the device; what the host learns late is that a sequence has stopped, and
+then one token of step n + 1 is thrown away.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.text.detokenizer import IncrementalDetokenizer
-from verax.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from verax.text.runner import ModelRunner, PendingStep
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Chunk, Scheduler
@@ -109,7 +109,7 @@ class Engine:
         return [self.close(request) if request.finished else self.output(request) for request in moved]
 
     def advance(self) -> list[Request]:
-        """`step` without building outputs: the requests that got tokens. Finished ones stay until `close`, or `step`."""
+        """`step` without building outputs: the requests that got tokens. Finished ones stay until `close`."""
         schedule = self.scheduler.schedule()
         pending = self.runner.run(schedule) if schedule.chunks else None
         progressed = self._collect(self._in_flight) if self._in_flight is not None else []
@@ -129,14 +129,14 @@ class Engine:
                 f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
                 "(max_model_len); shorten the prompt or raise max_model_len"
             )
-        named = {"logit_bias": tuple(params.logit_bias or ()), "stop_token_ids": params.stop_token_ids}
+        named = {"logit_bias": tuple(params.logit_bias or ()), "stop_token_ids": params.stop_tokens}
         for name, ids in {"prompt": tokens, **named}.items():
             outside = [token for token in ids if not 0 <= token < self.vocab_size]
             if outside:
                 raise RequestRefusedError(
                     f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}"
                 )
-        if params.min_tokens and len({*params.stop_token_ids, *self.eos_token_ids}) > MAX_BANNED:
+        if params.min_tokens and len({*params.stop_tokens, *self.eos_token_ids}) > MAX_BANNED:
             raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
         if params.stop and self.tokenizer is None:
             raise InvalidParameterError("stop: this model has no tokenizer, so no text to find a stop string in")
@@ -173,7 +173,7 @@ class Engine:
         may_stop = count > params.min_tokens or not params.min_tokens
         if may_stop and token in self.eos_token_ids and not params.ignore_eos:
             self._finish(sequence, "stop", None)
-        elif may_stop and token in params.stop_token_ids:
+        elif may_stop and token in params.stop_tokens:
             self._finish(sequence, "stop", token)
         elif (found := self._show(sequence, token)) is not None:
             self._finish(sequence, "stop", found)
@@ -181,12 +181,12 @@ class Engine:
             self._finish(sequence, "length", None)
 
     def _show(self, sequence: Sequence, token: int) -> str | None:
-        """Pass a token to the sequence's running text, if anybody needs it running; the stop string that it completes."""
+        """Pass a token to the sequence's running text, if it has one; the stop string that it completes."""
         if not sequence.request.params.stop and sequence not in self._detokenizers:
             return None
         return self.detokenizer(sequence).append(token)
 
-    def _finish(self, sequence: Sequence, reason: str, stop: int | str | None) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason, stop: int | str | None) -> None:
         self.scheduler.finish(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop
         if sequence.request.finished:
@@ -215,7 +215,7 @@ class Engine:
             self._detokenizers[sequence] = IncrementalDetokenizer(
                 self.tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop,
+                stop=params.stop_texts,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.min_tokens,
             )
@@ -280,13 +280,13 @@ class Engine:
         request, scores = chunk.sequence.request, pending.output.prompt_logprobs
         if chunk.sequence.index != 0 or scores is None:
             return
-        if request.prompt_logprobs is None:
-            request.prompt_logprobs = [None] * len(request.prompt_token_ids)
+        found: list[dict[int, Logprob] | None] = request.prompt_logprobs or [None] * len(request.prompt_token_ids)
+        request.prompt_logprobs = found
         offset, wanted = pending.token_offsets[row], request.params.prompt_logprobs or 0
         for i in range(chunk.count):
             follower = chunk.start + i + 1
             if follower < len(request.prompt_token_ids):
-                request.prompt_logprobs[follower] = self._logprobs(scores, offset + i, wanted)
+                found[follower] = self._logprobs(scores, offset + i, wanted)
 
 
 def _seed_of(seed: int, index: int) -> int:

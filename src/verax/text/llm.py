@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -187,13 +187,14 @@ class LLM:
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of conversations, through the checkpoint's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: List[Any] = [messages] if one else messages
         prompts = [self.render(conversation, tools=tools, **template_options) for conversation in conversations]
         return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
     def stream(
         self, prompt: Prompt | List[Message], sampling_params: SamplingParams | None = None, **template_options: Any
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, RequestOutput]:
         """Pieces of the answer's text to a prompt or a conversation, as they come; `n` must be 1.
 
         Closing the iterator early aborts the request. Its return value (`yield from`) is the final `RequestOutput`.
@@ -266,7 +267,7 @@ class LLM:
                     self.engine.abort(request_id)
         return [done[request_id] for request_id in waiting]
 
-    def _pieces(self, request_id: str) -> Iterator[str]:
+    def _pieces(self, request_id: str) -> Generator[str, None, RequestOutput]:
         request = self.engine.request(request_id)
         shown = self.engine.detokenizer(request.sequences[0])
         try:

@@ -65,7 +65,7 @@ class ModelRunner:
         self._cache = new_cache(model.config, config, leaves[0].dtype)
         self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
         self._options = cpu_compiler_options() if jax.default_backend() == "cpu" else {}
-        self._admit = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
+        self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
         self.decode_rows = _powers(1, config.max_num_seqs, 2)
         # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either will do.
         self.mixed_rows = sorted({min(8, config.max_num_seqs), config.max_num_seqs})

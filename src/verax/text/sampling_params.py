@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from verax.errors import InvalidParameterError
 
@@ -96,6 +96,18 @@ class SamplingParams:
         self._set("logit_bias", self._checked_bias())
 
     @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop`, as the tuple that construction made of it."""
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """`stop_token_ids`, as the tuple that construction made of it."""
+        assert isinstance(self.stop_token_ids, tuple)
+        return self.stop_token_ids
+
+    @property
     def greedy(self) -> bool:
         """Whether the best token is always taken."""
         return self.temperature == 0
@@ -112,20 +124,18 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _integer(self, name: str, low: int, high: int, *, optional: bool = False) -> None:
-        value = getattr(self, name)
+        value: Any = getattr(self, name)
         if value is None and optional:
             return
-        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not (whole and low <= value <= high):
+        if not (_is_whole(value) and low <= value <= high):
             shown = f"{low} to {high}" if high < 2**31 - 1 else f"at least {low}"
             none = " or None" if optional else ""
             raise InvalidParameterError(f"{name}: expected a whole number, {shown}{none}, got {value!r}")
         self._set(name, int(value))
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
-        value = getattr(self, name)
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not (real and math.isfinite(value) and low <= value <= high and not (open_low and value == low)):
+        value: Any = getattr(self, name)
+        if not (_is_real(value) and math.isfinite(value) and low <= value <= high and not (open_low and value == low)):
             least = f"more than {low:g}" if open_low else f"at least {low:g}"
             most = "" if math.isinf(high) else f" and at most {high:g}"
             raise InvalidParameterError(f"{name}: expected a number of {least}{most}, got {value!r}")
@@ -140,7 +150,7 @@ class SamplingParams:
 
     def _checked_stop_tokens(self) -> tuple[int, ...]:
         ids = self.stop_token_ids or ()
-        if isinstance(ids, str) or not all(isinstance(i, numbers.Integral) and not isinstance(i, bool) for i in ids):
+        if isinstance(ids, str) or not all(map(_is_whole, ids)):
             raise InvalidParameterError(f"stop_token_ids: expected token ids, got {ids!r}")
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidParameterError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, got {len(ids)}")
@@ -153,10 +163,17 @@ class SamplingParams:
         if len(bias) > MAX_LOGIT_BIAS:
             raise InvalidParameterError(f"logit_bias: at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
         for token, value in bias.items():
-            named = isinstance(token, numbers.Integral) and not isinstance(token, bool)
-            weighed = isinstance(value, numbers.Real) and not isinstance(value, bool) and -100 <= value <= 100
-            if not (named and weighed):
+            if not (_is_whole(token) and _is_real(value) and -100 <= value <= 100):
                 raise InvalidParameterError(
                     f"logit_bias: expected token id and a bias of -100 to 100, got {token!r}: {value!r}"
                 )
         return {int(token): float(value) for token, value in bias.items()}
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    """A whole number of any library; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -1,8 +1,8 @@
 """Which tokens the next step computes: decodes first, then chunks of prompts, within one token budget.
 
-One schedule is one device step. Sequences that decode are never held up by a prompt; a prompt that does not fit into what
-the budget leaves is computed chunk by chunk, beside the decodes. When blocks run out, the sequence that came last gives
-its own back and starts again later (preemption by recompute).
+One schedule is one device step. Sequences that decode are never held up by a prompt; a prompt that does not fit into
+what the budget leaves is computed chunk by chunk, beside the decodes. When blocks run out, the sequence that came last
+gives its own back and starts again later (preemption by recompute).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> Schedule:
-        """Plan the next step, and move every planned sequence's `num_computed` and `num_pending` on as if it had run."""
+        """Plan the next step, and move its sequences' `num_computed` and `num_pending` on as if it had run."""
         plan = Schedule()
         budget = self.max_num_batched_tokens
         # Decodes first. The order of `running` is the order of arrival: victims are taken from its end.

@@ -6,7 +6,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
-from verax.text.outputs import Logprob
+from verax.text.outputs import FinishReason, Logprob
 from verax.text.sampling_params import SamplingParams
 
 __all__ = ["Request", "Sequence", "SequenceState"]
@@ -43,7 +43,7 @@ class Sequence:
     num_pending: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     @property
@@ -58,7 +58,7 @@ class Sequence:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every token that it may get is sampled or on its way: there is nothing to schedule, only to wait for."""
+        """Whether every token that it may get is sampled or on its way: nothing is left to schedule."""
         return self.num_tokens - self.num_prompt >= self.request.max_tokens
 
     @property
@@ -77,7 +77,8 @@ class Sequence:
         return self.state is SequenceState.FINISHED
 
     def __repr__(self) -> str:
-        return f"<sequence {self.request.request_id}/{self.index} {self.state.value} {self.num_computed}/{self.num_tokens}>"
+        name, progress = f"{self.request.request_id}/{self.index}", f"{self.num_computed}/{self.num_tokens}"
+        return f"<sequence {name} {self.state.value} {progress}>"
 
 
 @dataclass(eq=False)

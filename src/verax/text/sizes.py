@@ -68,8 +68,8 @@ def plan_sizes(
     needed = -(-context // block_size)
     if affordable < max(needed, 1):
         raise InvalidParameterError(
-            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens, but a context of "
-            f"{context} needs {(needed + 1) * per_block / 2**20:.0f} MiB; give more, or a smaller max_model_len"
+            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens, but a context "
+            f"of {context} needs {(needed + 1) * per_block / 2**20:.0f} MiB; give more, or a smaller max_model_len"
         )
     blocks = min(affordable, needed * max_num_seqs)
     return RunnerConfig(int(blocks) + 1, block_size, int(context), max_num_seqs, batched)

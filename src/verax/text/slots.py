@@ -1,8 +1,8 @@
 """What the device keeps of every running sequence, so that a step needs only a few integers from the host.
 
-A sequence holds one slot while it runs. `admit` fills the slot's row from one packed array; steps then read tokens, page
-table and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence: padding
-rows of a step read it, and its parameters are those of greedy decoding.
+A sequence holds one slot while it runs. `admit` fills the slot's row from one packed array; steps then read tokens,
+page table and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence:
+padding rows of a step read it, and its parameters are those of greedy decoding.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def pack_admission(
     bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
     bias_values[: len(bias)] = list(bias.values())
     banned = np.full(MAX_BANNED, _NO_TOKEN, np.int32)
-    held_back = sorted({*params.stop_token_ids, *eos_token_ids}) if params.min_tokens else []
+    held_back = sorted({*params.stop_tokens, *eos_token_ids}) if params.min_tokens else []
     banned[: len(held_back)] = held_back
     slot = np.asarray([sequence.slot], np.int32)
     parts = [slot, tokens, table, floats.view(np.int32), ints, bias_ids, bias_values.view(np.int32), banned]

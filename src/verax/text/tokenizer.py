@@ -42,7 +42,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(
-                f"{path}: no such file; transformers' AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes one"
+                f"{path}: no such file; transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes one"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))

@@ -32,7 +32,7 @@ Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Optimiser (AdamW: Loshchilov and Hutter, 2019, arXiv:1711.05101) and its schedule: linear warm-up, then a cosine."""
+    """Optimiser (AdamW: Loshchilov and Hutter, 2019, arXiv:1711.05101) with linear warm-up, then a cosine."""
 
     steps: int
     peak_learning_rate: float
@@ -77,7 +77,7 @@ def train(
         params: initial parameters, a pytree of float32 arrays.
         batches: `batches(step)` yields the batches from that step on, the same ones whenever it is asked.
         schedule: optimiser and number of steps.
-        folder: gets `state.npz` (parameters, optimiser, step; replaced whole or not at all), `log.jsonl` and `loss.png`.
+        folder: gets `state.npz` (parameters, optimiser, step; replaced whole), `log.jsonl` and `loss.png`.
         resume: go on from `state.npz`, with bit-identical results to a run that was never interrupted.
         stop_at: leave after this step although the schedule goes on.
         save_every: steps between checkpoints; the last step is always saved.
@@ -131,7 +131,7 @@ def train(
 
 def _save(path: Path, state: Any, step: int, schedule: Schedule) -> None:
     """Write beside, then rename: an interruption leaves the old state."""
-    arrays = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    arrays: dict[str, Any] = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     partial = path.with_suffix(".partial.npz")
     with partial.open("wb") as file:
         np.savez(file, step=np.asarray(step), schedule=np.asarray(json.dumps(asdict(schedule))), **arrays)
