@@ -1,3 +1,48 @@
 """verax: generative models in JAX, from the checkpoints that PyTorch users publish, proven to give the same results."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verax import checkpoint, models, ops
+    from verax.text.llm import LLM
+    from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
+    from verax.text.sampling_params import SamplingParams
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "checkpoint",
+    "models",
+    "ops",
+]
+
+_HOMES = {
+    "LLM": "verax.text.llm",
+    "CompletionOutput": "verax.text.outputs",
+    "Logprob": "verax.text.outputs",
+    "RequestOutput": "verax.text.outputs",
+    "SamplingParams": "verax.text.sampling_params",
+}
+_MODULES = ("checkpoint", "models", "ops")
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: `import verax` costs nothing, JAX included."""
+    if name in _MODULES:
+        return importlib.import_module(f"verax.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'verax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

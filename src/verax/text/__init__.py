@@ -1,0 +1,1 @@
+"""The text engine: request, scheduler, blocks, runner, sampler, text."""

@@ -1,0 +1,33 @@
+"""The engine on an NVIDIA GPU: the tokens of the CPU, and no compilation after the start."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax.text.llm import LLM
+from verax.text.sampling_params import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
+]
+
+PROMPTS = [np.random.default_rng(i).integers(3, 200, 5 + 9 * i).tolist() for i in range(6)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def generate(folder):
+    llm = LLM(folder, dtype="float32", max_num_seqs=8, max_model_len=128, use_tqdm=False)
+    before = llm.engine.runner.num_compiled()
+    tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert llm.engine.runner.num_compiled() == before
+    return tokens
+
+
+def test_the_gpu_gives_the_tokens_of_the_cpu(tmp_path):
+    folder = tiny_checkpoint(tmp_path)
+    on_gpu = generate(folder)
+    with jax.default_device(jax.devices("cpu")[0]):
+        on_cpu = generate(folder)
+    assert on_gpu == on_cpu
