@@ -249,5 +249,9 @@ def test_prompt_shapes_are_told_apart(llm):
     assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)) == 1
     assert len(llm.generate(["abc", [5, 6]], GREEDY, use_tqdm=False)) == 2
     assert llm.generate([], GREEDY, use_tqdm=False) == []
+    named = llm.generate([{"prompt_token_ids": [5, 6, 7]}, {"prompt": "abc"}], GREEDY, use_tqdm=False)
+    assert tokens(named) == [alone(llm, [5, 6, 7], GREEDY), alone(llm, "abc", GREEDY)]
+    with pytest.raises(InvalidParameterError, match="prompt_token_ids"):
+        llm.generate({"text": "abc"}, GREEDY, use_tqdm=False)
     with pytest.raises(InvalidParameterError, match="sampling_params"):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)

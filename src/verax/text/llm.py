@@ -28,7 +28,9 @@ __all__ = ["LLM"]
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
-Prompt = str | List[int]
+Prompt = str | List[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
 Message = Mapping[str, Any]
 
 
@@ -167,7 +169,7 @@ class LLM:
         sampling_params: SamplingParams | List[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts: a text, token ids, or a list of either; one set of parameters, or one for each prompt.
+        """Complete prompts: a text, token ids, a dictionary of either, or a list; one set of parameters, or one each.
 
         Returns:
             One output for each prompt, in their order.
@@ -202,9 +204,10 @@ class LLM:
         params = sampling_params or self.default_sampling_params()
         if params.n != 1:
             raise InvalidParameterError(f"n: a stream has one answer, got {params.n}")
-        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        text = self.render(prompt, **template_options) if is_chat else prompt  # type: ignore[arg-type]
-        request_id = self.engine.add_request(text, params, add_special_tokens=not is_chat)  # type: ignore[arg-type]
+        items: Any = prompt
+        is_chat = not isinstance(prompt, (str, Mapping)) and len(items) > 0 and isinstance(items[0], Mapping)
+        text = self.render(items, **template_options) if is_chat else _content(items)
+        request_id = self.engine.add_request(text, params, add_special_tokens=not is_chat)
         return self._pieces(request_id)
 
     def render(self, messages: List[Message], **template_options: Any) -> str:
@@ -217,7 +220,8 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> str:
         """Queue one prompt for callers who drive `step` themselves; its id."""
-        return self.engine.add_request(prompt, sampling_params or self.default_sampling_params(), request_id=request_id)
+        params = sampling_params or self.default_sampling_params()
+        return self.engine.add_request(_content(prompt), params, request_id=request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step: the outputs of the requests that moved on."""
@@ -234,7 +238,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: List[Prompt],
+        prompts: List[str | List[int]],
         sampling_params: SamplingParams | List[SamplingParams] | None,
         use_tqdm: bool,
         *,
@@ -282,10 +286,20 @@ class LLM:
             self.engine.abort(request_id)
 
 
-def _as_list(prompts: Prompt | List[Prompt]) -> list[Prompt]:
-    """One text or one list of token ids is a batch of one."""
-    if isinstance(prompts, str) or (
-        len(prompts) > 0 and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__")
-    ):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_list(prompts: Prompt | List[Prompt]) -> list[str | List[int]]:
+    """One text, one dictionary or one list of token ids is a batch of one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [_content(prompts)]
+    items: list[Any] = list(prompts)
+    if items and not isinstance(items[0], (str, Mapping)) and not hasattr(items[0], "__len__"):
+        return [items]
+    return [_content(item) for item in items]
+
+
+def _content(prompt: Any) -> str | List[int]:
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for key in ("prompt_token_ids", "prompt"):
+        if prompt.get(key) is not None:
+            return prompt[key]
+    raise InvalidParameterError(f"prompts: expected prompt or prompt_token_ids in a dictionary, got {sorted(prompt)}")

@@ -68,7 +68,7 @@ class ModelRunner:
         self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
         self.decode_rows = _powers(1, config.max_num_seqs, 2)
         # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either will do.
-        self.mixed_rows = sorted({min(8, config.max_num_seqs), config.max_num_seqs})
+        self.mixed_rows = _powers(min(8, config.max_num_seqs), config.max_num_seqs, 8)
         self.mixed_tokens = [
             -(-size // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
             for size in _powers(min(32, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)

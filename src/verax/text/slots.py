@@ -71,15 +71,17 @@ class Slots(NamedTuple):
 _NO_TOKEN = np.iinfo(np.int32).max
 """An id past every vocabulary: scatters drop it."""
 
-_GREEDY_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+_IDLE_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+_IDLE_INTS = (0, 0, 0, 0, 0, -1, -1, 0)
+"""Parameters that ask for nothing: a step skips what no row asks for, and padding rows must not ask."""
 
 
 def new_slots(max_num_seqs: int, max_model_len: int, table_width: int) -> Slots:
     """Empty slots."""
     S = max_num_seqs + 1
     params = SlotParams(
-        floats=jnp.broadcast_to(jnp.asarray(_GREEDY_FLOATS, jnp.float32), (S, len(_FLOATS))),
-        ints=jnp.zeros((S, len(_INTS)), jnp.int32),
+        floats=jnp.broadcast_to(jnp.asarray(_IDLE_FLOATS, jnp.float32), (S, len(_FLOATS))),
+        ints=jnp.broadcast_to(jnp.asarray(_IDLE_INTS, jnp.int32), (S, len(_INTS))),
         bias_ids=jnp.full((S, MAX_LOGIT_BIAS), _NO_TOKEN, jnp.int32),
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         banned=jnp.full((S, MAX_BANNED), _NO_TOKEN, jnp.int32),
