@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from verax import progress
 from verax._compat import cpu_compiler_options
-from verax.errors import CheckpointError, MissingDependencyError
+from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
 
 if TYPE_CHECKING:
     import optax
@@ -46,8 +46,14 @@ class Schedule:
     """Largest global norm of a gradient."""
 
     def optimizer(self) -> optax.GradientTransformation:
-        """The optax chain."""
+        """The optax chain.
+
+        Raises:
+            InvalidParameterError: if the warm-up leaves no step for the cosine.
+        """
         optax = _optax()
+        if not 0 <= self.warmup_steps < self.steps:
+            raise InvalidParameterError(f"steps: {self.steps} leave none after a warm-up of {self.warmup_steps}")
         rate = optax.warmup_cosine_decay_schedule(
             0.0, self.peak_learning_rate, self.warmup_steps, self.steps, self.final_fraction * self.peak_learning_rate
         )

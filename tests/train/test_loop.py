@@ -1,0 +1,74 @@
+"""The training loop on a small regression: it learns, resumes exactly, and never loses a state."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from verax.errors import CheckpointError
+from verax.train import loop
+from verax.train.loop import Schedule, train
+
+SCHEDULE = Schedule(steps=40, peak_learning_rate=0.2, warmup_steps=5)
+
+
+def loss(params, batch):
+    return jnp.mean((batch["tokens"] @ params["weight"] + params["bias"] - batch["target"]) ** 2)
+
+
+def batches(start):
+    step = start
+    while True:
+        rng = np.random.default_rng(step)
+        x = rng.standard_normal((16, 4)).astype(np.float32)
+        yield {"tokens": x, "target": x @ np.arange(4, dtype=np.float32) + 2}
+        step += 1
+
+
+def fresh():
+    return {"weight": jnp.zeros(4), "bias": jnp.zeros(())}
+
+
+def test_the_loss_falls_and_is_logged_and_drawn(tmp_path):
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, show_progress=False)
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries] == [10, 20, 30, 40]
+    assert entries[-1]["loss"] < 0.5 * entries[0]["loss"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path):
+    whole = train(loss, fresh(), batches, SCHEDULE, tmp_path / "whole", show_progress=False)
+    train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", stop_at=17, show_progress=False)
+    resumed = train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", resume=True, show_progress=False)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
+    assert steps == [10, 17, 20, 30, 40]
+
+
+def test_resuming_needs_a_state_of_the_same_run(tmp_path):
+    with pytest.raises(CheckpointError, match=r"state\.npz: no training state"):
+        train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=3, show_progress=False)
+    with pytest.raises(CheckpointError, match="another schedule"):
+        train(loss, fresh(), batches, Schedule(50, 0.2, 5), tmp_path, resume=True, show_progress=False)
+    larger = {"weight": jnp.zeros(5), "bias": jnp.zeros(())}
+    with pytest.raises(CheckpointError, match="other sizes"):
+        train(loss, larger, batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
+
+
+def test_an_interrupted_save_leaves_the_old_state(tmp_path, monkeypatch):
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=5, show_progress=False)
+    before = (tmp_path / "state.npz").read_bytes()
+
+    def interrupted(file, **arrays):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.np, "savez", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, stop_at=9, show_progress=False)
+    assert (tmp_path / "state.npz").read_bytes() == before

@@ -1,0 +1,49 @@
+"""The loss: cross-entropy by its definition, over the tokens that may be predicted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from verax import ops
+from verax.train.loss import next_token_loss
+from verax.train.precision import ROUNDED_GRADIENT
+
+
+def test_it_is_the_mean_surprise_of_the_next_token_in_the_same_document():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((2, 5, 7))
+    tokens = rng.integers(0, 7, (2, 6))
+    segments = np.asarray([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 2, 2]])
+    expected = []
+    for b in range(2):
+        for t in range(5):
+            if segments[b, t] == segments[b, t + 1] != 0:
+                scores = logits[b, t]
+                expected.append(np.log(np.exp(scores).sum()) - scores[tokens[b, t + 1]])
+    got = next_token_loss(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens), jnp.asarray(segments))
+    np.testing.assert_allclose(got, np.mean(expected), rtol=1e-6)
+
+
+def test_nothing_to_predict_is_zero_and_not_nan():
+    zeros = jnp.zeros((1, 4), jnp.int32)
+    assert float(next_token_loss(jnp.ones((1, 3, 5)), zeros, zeros)) == 0
+
+
+def test_rounded_gradients_are_those_of_the_plain_form_up_to_rounding():
+    rng = np.random.default_rng(1)
+    x, bias = (
+        jnp.asarray(rng.standard_normal((3, 4, 33)), jnp.float32),
+        jnp.asarray(rng.standard_normal(17), jnp.float32),
+    )
+    weight = jnp.asarray(rng.standard_normal((17, 33)), jnp.float32)
+
+    def gradients(form, dtype):
+        def loss(x, weight, bias):
+            with ops.use_forms(linear=form):
+                return jnp.sum(jnp.sin(ops.linear(x, weight.astype(dtype), bias)))
+
+        return jax.grad(loss, (0, 1, 2))(x, weight, bias)
+
+    for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+        for got, exact in zip(gradients(ROUNDED_GRADIENT, dtype), gradients("plain", dtype), strict=True):
+            assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact)
