@@ -1,47 +1,48 @@
-# The few verbs of this project. `make help` lists them.
+# The few verbs of this project; `make` alone lists them. They need GNU make and Python 3.11 or newer, nothing else:
+# each environment is made when it is first needed, and again only when pyproject.toml changes.
 #
-# Each environment is installed once: its stamp is newer than pyproject.toml afterwards.
+# torch, which `test`, `lint`, `format` and `bench` install, has Linux wheels that may bring gigabytes of CUDA libraries. On
+# a machine without a GPU, point pip at PyTorch's index of CPU builds (PIP_EXTRA_INDEX_URL), which it then prefers.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format bench clean
+.PHONY: help demo test lint format bench clean
 
 help:  ## List the verbs.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed  ## Run the built-in model: a prompt completed, a chat turn answered, the speed shown.
+demo: $(VENV)/.installed  ## Run the built-in model: a prompt completed, a chat answered, sums, the speed.
 	$(BIN)/verax demo --output demo
 
-test: $(VENV)/.installed-dev  ## Every test that needs no GPU.
+test: $(VENV)/.installed-dev  ## Run every test that needs no GPU.
 	$(BIN)/python -m pytest -m "not gpu"
 
-test-gpu: $(VENV)/.installed-dev  ## The tests that need an NVIDIA GPU.
-	$(BIN)/python -m pytest -m gpu tests/gpu
-
-lint: $(VENV)/.installed-dev  ## Formatter, linter and type checker.
-	$(BIN)/ruff format --check
+lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 
-format: $(VENV)/.installed-dev  ## Format and fix what can be fixed.
+format: $(VENV)/.installed-dev  ## Format, and fix what can be fixed.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.installed-dev  ## The founding report's case beside transformers (about half an hour on two cores).
+bench: $(VENV)/.installed-dev  ## Generate text beside transformers, in Qwen3-0.6B's shapes.
 	$(BIN)/verax bench text --against transformers
 
-clean:  ## Remove environments, caches and the demo's folder.
-	rm -rf $(VENV) demo .pytest_cache .ruff_cache .hypothesis
+clean:  ## Remove the environment, caches, builds and the demo's folder.
+	rm -rf $(VENV) build dist demo .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# Debian and Ubuntu ship Python without ensurepip, which a new environment takes its pip from.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "verax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@$(PYTHON) -m venv $(VENV) \
-	  || { echo "could not create $(VENV): install Python's venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo >&2 \
+	  "verax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo >&2 \
+	  "$(PYTHON) cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .

@@ -14,7 +14,11 @@ from verax.errors import CheckpointError
 
 __all__ = ["Checkpoint"]
 
+SINGLE = "model.safetensors"
+"""The weights, if they are in one file."""
+
 INDEX = "model.safetensors.index.json"
+"""Which file has which weight, if they are in many."""
 
 
 class Checkpoint:
@@ -46,24 +50,30 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo:
         """Dtype and shape of a weight."""
-        return self._files[name].tensors[name]
+        return self._file(name).tensors[name]
 
     def read(self, name: str) -> np.ndarray:
         """A read-only view of a weight, mapped from its file."""
-        return self._files[name].read(name)
+        return self._file(name).read(name)
 
     def release(self, name: str) -> None:
         """Give the memory of a weight's pages back."""
-        self._files[name].release(name)
+        self._file(name).release(name)
 
     def path(self, name: str) -> Path:
         """The file that holds a weight."""
-        return self._files[name].path
+        return self._file(name).path
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(info.end - info.start for info in map(self.info, self._files))
+
+    def _file(self, name: str) -> SafetensorsFile:
+        try:
+            return self._files[name]
+        except KeyError:
+            raise CheckpointError(f"{self.folder}: it has no weight {name}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -76,7 +86,9 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file; a checkpoint folder has config.json and *.safetensors") from error
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
@@ -84,14 +96,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
-    """Each weight's file."""
+    """Each weight's file. As in transformers, one file goes before an index, and either before files of other names."""
+    if (folder / SINGLE).is_file():
+        single = SafetensorsFile(folder / SINGLE)
+        return dict.fromkeys(single.tensors, single)
     if (folder / INDEX).is_file():
         return _open_indexed(folder)
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        pickled = sorted(path.name for path in [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
-        hint = f" ({', '.join(pickled[:3])} cannot be read: convert to safetensors)" if pickled else ""
-        raise CheckpointError(f"{folder}: no safetensors files{hint}")
+        pickled = sorted(path.name for kind in ("bin", "pth", "pt") for path in folder.glob(f"*.{kind}"))
+        only = f" ({', '.join(pickled[:3])} cannot be read)" if pickled else ""
+        raise CheckpointError(
+            f"{folder}: no safetensors files{only}; weights that are published as pytorch_model.bin alone have to be "
+            "converted: transformers.AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
+        )
     files: dict[str, SafetensorsFile] = {}
     for path in paths:
         opened = SafetensorsFile(path)

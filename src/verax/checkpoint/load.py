@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
-from verax.errors import CheckpointError
+from verax.errors import CheckpointError, InvalidParameterError
 
 __all__ = ["load_module"]
 
@@ -26,7 +27,7 @@ def load_module(
     abstract: M,
     checkpoint: Checkpoint,
     *,
-    dtype: DTypeLike,
+    dtype: DTypeLike | None,
     mesh: Mesh | None = None,
     rules: Rules = (),
     ignore: Iterable[str] = (),
@@ -34,85 +35,123 @@ def load_module(
 ) -> M:
     """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights.
 
-    Weights are read one at a time and their pages given back, so the host holds one copy of what it places on itself,
-    and of nothing else more than one weight.
+    Everything is checked before the first weight is read. Weights are then read one at a time and their pages given
+    back, so the host holds one copy of what it places on itself, and of nothing else more than one weight.
 
     Args:
-        abstract: the module; a parameter's path, joined by dots, is its key in the checkpoint.
-        checkpoint: where the weights are.
-        dtype: of the loaded weights, whatever float type the file has.
+        abstract: the module; a variable's path, joined by dots, is its key in the checkpoint.
+        checkpoint: where the weights are. Afterwards its files may change or go: the module has copies.
+        dtype: of the loaded weights, whatever float type the file has; if None, each has its variable's own. Variables
+            that are not floats keep their dtype, which must be the file's.
         mesh: devices to divide the weights over; the default device if None.
-        rules: (pattern, partition) pairs; the first whose pattern is found in a key divides that weight over `mesh`.
+        rules: (pattern, partition) pairs; the first whose pattern is found in a key divides that weight over `mesh`,
+            each device reading its part only. A weight without a rule is whole on every device.
         ignore: patterns of keys that the checkpoint may have and the module does not need.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
-        CheckpointError: if weights are missing, unexpected, of another shape, or not floats; with their keys and files.
+        CheckpointError: if weights are missing, unexpected, of another shape, not floats, or not divisible over the
+            mesh; with their keys and files.
+        InvalidParameterError: if a rule names an axis that the mesh lacks, or more dimensions than the weight has.
     """
     graph, state = nnx.split(abstract)
-    wanted = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-    _check_keys(wanted, checkpoint, tuple(ignore))
-    total = sum(checkpoint.info(name).end - checkpoint.info(name).start for name in wanted)
-    loaded, done = {}, 0
-    for name, leaf in wanted.items():
-        info = checkpoint.info(name)
-        _check_fit(name, leaf, checkpoint)
-        sharding = None if mesh is None else NamedSharding(mesh, _partition(name, rules, mesh, info.shape))
-        loaded[name] = _place(checkpoint.read(name), jnp.dtype(dtype), sharding)
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    _check_keys(flat, checkpoint, tuple(ignore))
+    dtypes = {name: _fitting_dtype(name, leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
+    places = {name: _sharding(name, leaf.shape, rules, mesh) for name, (_, leaf) in flat.items()}
+
+    total = sum(_nbytes(checkpoint, name) for name in flat)
+    done = 0
+    loaded = {}
+    # In the order of the files, which disks and the kernel's read-ahead like best.
+    for name in sorted(flat, key=lambda name: (checkpoint.path(name), checkpoint.info(name).start)):
+        loaded[name] = _place(checkpoint.read(name), dtypes[name], places[name])
         checkpoint.release(name)
-        done += info.end - info.start
+        done += _nbytes(checkpoint, name)
         if progress is not None:
             progress(done, total)
-    filled = nnx.from_flat_state(
-        [(path, leaf.replace(loaded[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
-    )
+    filled = nnx.from_flat_state([(path, leaf.replace(loaded[name])) for name, (path, leaf) in flat.items()])
     return nnx.merge(graph, filled)
 
 
 def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None) -> jax.Array:
-    """Copy a mapped array to its device or devices: none of them keeps a view of the file."""
-    if sharding is None:
-        array = jnp.array(view, dtype=dtype, copy=True)
+    """Copy a mapped array to its device or devices.
+
+    It must be a copy: a CPU device may take the very array that it is given for its memory, and a view of the file
+    would change with the file.
+    """
+    if sharding is not None:
+        array = jax.make_array_from_callback(view.shape, sharding, lambda index: view[index].astype(dtype))
+    elif view.dtype == dtype:
+        array = jax.device_put(view, may_alias=False)
     else:
-        array = jax.make_array_from_callback(view.shape, sharding, lambda index: np.array(view[index]).astype(dtype))
-    # The pages are given back right after this, so the copy must be over; it also bounds the memory in use.
+        array = jax.device_put(view.astype(dtype))
+    # One transfer at a time: this bounds the memory in use, not only that which is kept.
     return jax.block_until_ready(array)
 
 
-def _partition(name: str, rules: Rules, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:
+def _nbytes(checkpoint: Checkpoint, name: str) -> int:
+    info = checkpoint.info(name)
+    return info.end - info.start
+
+
+def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None) -> NamedSharding | None:
+    """Where a weight goes; None is the default device."""
+    if mesh is None:
+        return None
     spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
-    for size, axis in zip(shape, spec, strict=False):
-        if axis is not None and size % mesh.shape[axis]:
+    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    if len(spec) > len(shape) or any(axis not in mesh.shape for entry in axes for axis in entry):
+        raise InvalidParameterError(
+            f"rules: {spec} does not fit {name} of shape {list(shape)} on a mesh of axes {dict(mesh.shape)}"
+        )
+    for size, entry in zip(shape, axes, strict=False):
+        parts = math.prod(mesh.shape[axis] for axis in entry)
+        if size % parts:
             raise CheckpointError(
-                f"{name}: a dimension of {size} cannot be divided over {mesh.shape[axis]} devices (mesh axis {axis!r})"
+                f"{name}: a dimension of {size} cannot be divided over {parts} devices (mesh axis {', '.join(entry)})"
             )
-    return spec
+    return NamedSharding(mesh, spec)
 
 
-def _check_keys(wanted: dict[str, Any], checkpoint: Checkpoint, ignore: tuple[str, ...]) -> None:
+def _check_keys(wanted: Mapping[str, Any], checkpoint: Checkpoint, ignore: tuple[str, ...]) -> None:
     present = set(checkpoint.names())
     missing = [name for name in wanted if name not in present]
-    if missing:
-        raise CheckpointError(f"{checkpoint.folder}: {_list(missing)} missing, which config.json's model needs")
     unexpected = sorted(n for n in present - set(wanted) if not any(re.search(pattern, n) for pattern in ignore))
-    if unexpected:
-        files = sorted({checkpoint.path(name).name for name in unexpected})
+    if missing:
+        where = _list(sorted({checkpoint.path(name).name for name in present}), "files")
+        # Often the same weights by another name, which the reader sees when both lists are there.
+        more = f"; unexpected there: {_list(unexpected, 'weights')}" if unexpected else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: {_list(unexpected)} unexpected (in {', '.join(files[:3])}): config.json's model has "
-            "no such weight"
+            f"{checkpoint.folder}: {_list(missing, 'weights')} missing from {where}, which config.json's model needs"
+            + more
+        )
+    if unexpected:
+        where = _list(sorted({checkpoint.path(name).name for name in unexpected}), "files")
+        raise CheckpointError(
+            f"{checkpoint.folder}: {_list(unexpected, 'weights')} unexpected (in {where}): config.json's model has no "
+            "use for that"
         )
 
 
-def _check_fit(name: str, leaf: Any, checkpoint: Checkpoint) -> None:
-    info = checkpoint.info(name)
+def _fitting_dtype(name: str, leaf: Any, checkpoint: Checkpoint, dtype: DTypeLike | None) -> np.dtype[Any]:
+    """The dtype to load a weight as, if what the file has can become what the model needs."""
+    info, file = checkpoint.info(name), checkpoint.path(name)
     if info.shape != leaf.shape:
         raise CheckpointError(
-            f"{checkpoint.path(name)}: {name} has shape {list(info.shape)}, the model needs {list(leaf.shape)}"
+            f"{file}: {name} has shape {list(info.shape)}, config.json's model needs {list(leaf.shape)}"
         )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if info.dtype != leaf.dtype:
+            raise CheckpointError(f"{file}: {name} has dtype {info.dtype}, config.json's model needs {leaf.dtype}")
+        return info.dtype
     if not jnp.issubdtype(info.dtype, jnp.floating):
-        raise CheckpointError(f"{checkpoint.path(name)}: {name} has dtype {info.dtype}, expected floats")
+        raise CheckpointError(f"{file}: {name} has dtype {info.dtype}, expected floats")
+    return jnp.dtype(leaf.dtype if dtype is None else dtype)
 
 
-def _list(names: list[str]) -> str:
+def _list(names: list[str], what: str) -> str:
+    if len(names) == 1:
+        return names[0]
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{len(names)} weights ({', '.join(names[:10])}{more})" if len(names) > 1 else names[0]
+    return f"{len(names)} {what} ({', '.join(names[:10])}{more})"

@@ -9,17 +9,25 @@ from verax.errors import CheckpointError
 
 __all__ = ["resolve"]
 
-WANTED = (
-    "*.json",
-    "*.safetensors",
-    "*.jinja",
+TOKENIZER_FILES = (
     "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "vocab*",
     "merges.txt",
 )
+"""Patterns of the files that make up a tokenizer, in any of the forms in which they are published."""
+
+_WANTED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 """Files of a hub repository that a checkpoint needs: weights in other formats stay where they are."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_UNWANTED = ("*/*",)
+"""A pattern's star crosses folders, and folders hold second copies (`original/`, `onnx/`), which can be large."""
+
+_POSSIBLE = "expected a folder with config.json and *.safetensors, or a hub id (organisation/name)"
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def resolve(model: str | Path, *, revision: str | None = None) -> Path:
@@ -34,33 +42,29 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(f"{model}: expected a folder with config.json and safetensors files, this is a file")
+        raise CheckpointError(f"{model}: this is a file; {_POSSIBLE}")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model}: no such folder, and not a hub id of the form organisation/name")
+        raise CheckpointError(f"{model}: no such folder; {_POSSIBLE}")
     return _download(model, revision)
 
 
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED]))
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{name}: the hub has no revision {revision!r} of it") from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{name}: no such folder here, and no such model on the hub (or it needs a token)"
+            f"{name}: no such folder here, and no such model on the hub (or it needs a token); {_POSSIBLE}"
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{name}: no such folder here, not in the local cache, and the hub cannot be reached (offline?)"
+            f"{name}: no such folder here, not in the local cache, and the hub cannot be reached (offline?); "
+            + _POSSIBLE
         ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # the client lets through what its HTTP library raises, and that has changed
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name}: could not be fetched from the hub: {first_line}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 """The format's own limit on the header."""
 
+_WINDOW = 2 * 1024 * 1024
+"""The most that Linux maps around a page that is touched: a huge page of the file cache; 64 KiB on older systems."""
+
 
 class TensorInfo(NamedTuple):
     """Where a tensor lies: byte offsets from the beginning of the file."""
@@ -63,7 +67,7 @@ class SafetensorsFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._size = path.stat().st_size
+                self._size = os.fstat(file.fileno()).st_size
                 if self._size < _LENGTH_BYTES:
                     raise self._fault(f"it has {self._size} bytes, too few for a safetensors header")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -80,12 +84,12 @@ class SafetensorsFile:
         return flat.view(info.dtype).reshape(info.shape)
 
     def release(self, name: str) -> None:
-        """Drop a tensor's pages from memory; reading it again fetches them again."""
+        """Drop a tensor's pages from memory. No view loses anything: a page that is touched again is mapped again."""
         info = self.tensors[name]
-        # Whole pages inside of the tensor: those at its ends may hold a neighbour's bytes.
-        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = info.end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first and hasattr(mmap, "MADV_DONTNEED"):
+        # A window more on either side: reading the tensor mapped its neighbours too, which outweigh a small tensor.
+        first = max(info.start - _WINDOW, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(info.end + _WINDOW, self._size)
+        if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _fault(self, what: str) -> CheckpointError:
@@ -101,7 +105,7 @@ class SafetensorsFile:
         try:
             header = json.loads(self._map[_LENGTH_BYTES:begin].decode("utf-8"))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise self._fault("its header is not valid JSON") from error
         tensors = {name: self._read_entry(name, entry, begin) for name, entry in entries.items()}
         self._check_layout(tensors, begin)
@@ -110,10 +114,10 @@ class SafetensorsFile:
     def _read_entry(self, name: str, entry: Any, begin: int) -> TensorInfo:
         try:
             kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+            sound = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
         except (TypeError, KeyError, ValueError) as error:
             raise self._fault(f"the header's entry of {name} is malformed") from error
-        if not whole:
+        if not sound:
             raise self._fault(f"the header's entry of {name} is malformed")
         if kind not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} has dtype {kind}; supported are {', '.join(DTYPES)}")

@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from verax.checkpoint.checkpoint import INDEX
+from verax.checkpoint.checkpoint import INDEX, SINGLE
+from verax.checkpoint.resolve import TOKENIZER_FILES
+from verax.errors import CheckpointError
 
 __all__ = ["save"]
 
 SHARD_BYTES = 5 * 10**9
 """Largest file, as on the hub."""
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
+_CONFIG = "config.json"
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
+"""Names that `save` gives to weights: those that a later save replaces."""
 
 
 def save(
-    model: nnx.Module | Mapping[str, ArrayLike],
+    model: nnx.Module | Mapping[str, jax.Array | np.ndarray],
     folder: str | Path,
     *,
     config: Mapping[str, Any],
@@ -44,8 +44,8 @@ def save(
 ) -> Path:
     """Write a checkpoint folder that transformers, and `Checkpoint.open`, can read; the folder.
 
-    Files are written under other names and renamed at the end, weights first and config.json last: whoever interrupts
-    this finds the old checkpoint, or none.
+    All files are written to one side first and then renamed, config.json last. An error on the way leaves the old
+    checkpoint as it was; a process killed among the renames leaves a folder that does not open.
 
     Args:
         model: a module, whose parameters' paths become keys, or arrays by key.
@@ -53,60 +53,75 @@ def save(
         config: contents of config.json.
         generation_config: contents of generation_config.json; none is written if None.
         tokenizer_from: a folder whose tokenizer files are copied.
-        dtype: of the written weights; as they are if None.
+        dtype: of the written weights, if they are floats; as they are if None.
         max_shard_bytes: a file is begun anew beyond this size.
+
+    Raises:
+        CheckpointError: if `tokenizer_from` has no tokenizer files.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = _named(model)
-    shards = _shards(arrays, dtype, max_shard_bytes)
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     partial = folder / ".partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        for name, keys in zip(names, shards, strict=True):
-            save_file({key: _host(arrays[key], dtype) for key in keys}, partial / name, metadata={"format": "pt"})
-        others = {"generation_config.json": generation_config, INDEX: _index(names, shards, arrays, dtype)}
-        written = [name for name, value in others.items() if value is not None]
-        for name in written:
-            _write_json(partial / name, others[name])
-        _write_json(partial / "config.json", config)
-        copied = _copy_tokenizer(tokenizer_from, partial)
-        kept = {*names, *written}
-        for stale in [*folder.glob("model*.safetensors"), folder / INDEX]:
-            if stale.name not in kept:
-                stale.unlink(missing_ok=True)
-        for name in [*names, *written, *copied, "config.json"]:
-            os.replace(partial / name, folder / name)
+        if tokenizer_from is not None:
+            _copy_tokenizer(Path(tokenizer_from), partial)
+        _write_weights(_named(model), partial, dtype, max_shard_bytes)
+        if generation_config is not None:
+            _write_json(partial / "generation_config.json", generation_config)
+        _write_json(partial / _CONFIG, config)
+        _swap(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
-def _named(model: nnx.Module | Mapping[str, ArrayLike]) -> dict[str, Any]:
-    if isinstance(model, nnx.Module):
-        return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    return dict(model)
+def _swap(partial: Path, folder: Path) -> None:
+    """Move the files of `partial` into `folder`, and what they replace out of it; all of them, or none."""
+    new = sorted(path.name for path in partial.iterdir() if path.name != _CONFIG)
+    old = {name for name in os.listdir(folder) if name in new or _WEIGHTS.fullmatch(name)}
+    replaced = folder / ".replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    replaced.mkdir()
+    # Without config.json the folder does not open, so that it goes first and comes last.
+    moves = [(folder / _CONFIG, replaced / _CONFIG)] if (folder / _CONFIG).exists() else []
+    moves += [(folder / name, replaced / name) for name in sorted(old)]
+    moves += [(partial / name, folder / name) for name in (*new, _CONFIG)]
+    try:
+        for source, target in moves:
+            os.replace(source, target)
+    except BaseException:
+        for source, target in reversed(moves):
+            if not source.exists():  # it was moved
+                os.replace(target, source)
+        replaced.rmdir()  # only when empty: should a move back fail too, the old files are still there
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _host(array: Any, dtype: DTypeLike | None) -> np.ndarray:
-    array = np.asarray(array)
-    return np.ascontiguousarray(array if dtype is None else array.astype(jnp.dtype(dtype)))
+def _write_weights(arrays: Mapping[str, Any], partial: Path, dtype: DTypeLike | None, limit: int) -> None:
+    """One file, or as many as needed and an index. One file's arrays are on the host at a time."""
+    dtypes = {key: _written_dtype(array, dtype) for key, array in arrays.items()}
+    sizes = {key: math.prod(array.shape) * dtypes[key].itemsize for key, array in arrays.items()}
+    shards = _shards(sizes, limit)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [SINGLE]
+    else:
+        weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+        _write_json(partial / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    for name, keys in zip(names, shards, strict=True):
+        # In C order, whatever the strides were: the library writes bytes as they lie.
+        tensors = {key: np.asarray(np.asarray(arrays[key]), dtypes[key], order="C") for key in keys}
+        save_file(tensors, partial / name, metadata={"format": "pt"})
 
 
-def _size(array: Any, dtype: DTypeLike | None) -> int:
-    return int(np.prod(array.shape)) * jnp.dtype(array.dtype if dtype is None else dtype).itemsize
-
-
-def _shards(arrays: Mapping[str, Any], dtype: DTypeLike | None, limit: int) -> list[list[str]]:
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Keys by file, in order."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for key, array in arrays.items():
-        size = _size(array, dtype)
+    for key, size in sizes.items():
         if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
@@ -115,24 +130,25 @@ def _shards(arrays: Mapping[str, Any], dtype: DTypeLike | None, limit: int) -> l
     return shards
 
 
-def _index(
-    names: list[str], shards: list[list[str]], arrays: Mapping[str, Any], dtype: DTypeLike | None
-) -> dict[str, Any] | None:
-    if len(names) == 1:
-        return None
-    total = sum(_size(array, dtype) for array in arrays.values())
-    weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+def _named(model: nnx.Module | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(model, nnx.Module):
+        return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return model
+
+
+def _written_dtype(array: Any, dtype: DTypeLike | None) -> np.dtype[Any]:
+    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        return np.dtype(array.dtype)
+    return jnp.dtype(dtype)
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _copy_tokenizer(source: str | Path | None, target: Path) -> list[str]:
-    if source is None:
-        return []
-    found: Iterable[str] = [name for name in _TOKENIZER_FILES if (Path(source) / name).is_file()]
-    for name in found:
-        shutil.copyfile(Path(source) / name, target / name)
-    return list(found)
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    found = sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
+    if not found:
+        raise CheckpointError(f"{source}: no tokenizer files here (tokenizer.json, tokenizer_config.json, ...) to copy")
+    for path in found:
+        shutil.copyfile(path, target / path.name)

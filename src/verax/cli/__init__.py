@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,10 +17,16 @@ from verax.errors import VeraxError
 
 __all__ = ["app", "main"]
 
+UsageError: Any = typer.BadParameter.__base__
+"""Wrong options and arguments. Typer exports only this subclass of it, and has click inside or beside it by version."""
+
+INTERRUPTED = 130
+"""Exit status of a shell's command that Ctrl-C ended: 128 + SIGINT."""
+
 app = typer.Typer(
     name="verax",
     help="Generative models in JAX, from the checkpoints that PyTorch users publish.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,11 +45,14 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and JAX's own messages.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
     if not debug:
         # XLA logs each program that it takes from the disk cache, at a level that looks like an error.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -51,17 +61,26 @@ def _options(
 
 def main() -> None:
     """Run a command: exit status 0, 1 for an error that verax explains, 2 for wrong usage, 130 when interrupted."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # where a terminal or pipe is not UTF-8, better a "?" than no answer
+        sys.stdout.reconfigure(errors="replace")
+    debug = "--debug" in sys.argv
     try:
-        app()
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
-    except BrokenPipeError:  # `verax ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        status = app(standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "verax"
+        status = _explain(f"{error.format_message().rstrip('.')}; see {command} --help", 2)
     except (VeraxError, OSError) as error:
-        if "--debug" in sys.argv:
+        if debug:
             traceback.print_exc()
-        else:
-            sys.stderr.write(f"verax: error: {error}\n")
-        sys.exit(1)
+        status = _explain(str(error), 1)
+    if status == INTERRUPTED:
+        sys.stderr.write("interrupted\n")
+    sys.exit(status)
+
+
+def _explain(message: str, status: int) -> int:
+    """One line for the person, whatever the message brings along."""
+    sys.stderr.write(f"verax: error: {' '.join(message.split())}\n")
+    return status

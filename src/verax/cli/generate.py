@@ -6,11 +6,16 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from verax.cli import options
+from verax.cli.lines import checked, read_lines
+
+if TYPE_CHECKING:
+    from verax.text.llm import LLM
+    from verax.text.sampling_params import SamplingParams
 
 __all__ = ["generate"]
 
@@ -32,26 +37,30 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
-    n: Annotated[int, typer.Option("-n", "--n", help="Continuations of each prompt.")] = 1,
+    n: Annotated[int, typer.Option("-n", "--n", help="Continuations of each prompt.", min=1)] = 1,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of this many best tokens.")
     ] = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "bfloat16",
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Complete prompts.
+    """Complete prompts. One prompt is shown as it comes; several are completed together.
 
     Examples:
 
         verax generate "Once upon a time"
 
-        verax generate --json --temperature 0 -n 1 "12 + 30 =" "7 + 8 ="
+        verax generate --json --temperature 0 "12 + 30 =" "7 + 8 ="
 
         verax generate --model Qwen/Qwen3-0.6B --file prompts.txt --max-tokens 100
+
+        cat prompts.txt | verax generate --json > answers.jsonl
     """
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs: only --json shows them")
     texts = _prompts(prompts, file)
     from verax.text.llm import LLM
 
@@ -87,14 +96,14 @@ def generate(
                 for sample in output.outputs:
                     sys.stdout.write(f"{output.prompt}{sample.text}\n")
     seconds = time.perf_counter() - begin
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s\n")
+    sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s\n")
 
 
-def _show_one(llm, prompt, params) -> int:  # type: ignore[no-untyped-def]
+def _show_one(llm: LLM, prompt: str, params: SamplingParams) -> int:
     """Write a text as it comes; the number of tokens."""
+    pieces = llm.stream(prompt, params)  # first of all: it refuses what cannot be served
     sys.stdout.write(prompt)
-    pieces = llm.stream(prompt, params)
+    sys.stdout.flush()
     while True:
         try:
             sys.stdout.write(next(pieces))
@@ -107,14 +116,8 @@ def _show_one(llm, prompt, params) -> int:  # type: ignore[no-untyped-def]
 def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if prompts and file:
         raise typer.BadParameter("give prompts or --file, not both")
-    if file is not None:
-        if not file.is_file():
-            raise typer.BadParameter(f"--file: no such file: {file}")
-        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line]
-    elif not prompts:
-        if sys.stdin.isatty():
-            raise typer.BadParameter('no prompt: give one as an argument, as in verax generate "Once upon a time"')
-        prompts = [line for line in sys.stdin.read().splitlines() if line]
-    if not prompts or not all(prompts):
-        raise typer.BadParameter("no prompt: the input is empty")
-    return prompts
+    if prompts:
+        return checked(prompts)
+    if file is None and sys.stdin.isatty():
+        raise typer.BadParameter('no prompt: give one as an argument, as in verax generate "Once upon a time"')
+    return read_lines(file)

@@ -17,13 +17,22 @@ def info(
     measure: Annotated[bool, typer.Option(help="Measure memory bandwidth and matmul rate (some seconds).")] = True,
     as_json: options.Json = False,
 ) -> None:
-    """Versions, devices, memory, measured bandwidth and matmul rate, and the form of each operation that runs here."""
+    """Versions, devices, memory, measured bandwidth and matmul rate, and the form of each operation that runs here.
+
+    Examples:
+
+        verax info
+
+        verax info --json --no-measure
+    """
     from rich.console import Console
     from rich.table import Table
 
+    from verax._compat import enable_compilation_cache
     from verax.bench.forms import forms_here
     from verax.bench.machine import fingerprint, measure_machine
 
+    enable_compilation_cache()  # as every model does: so that the folder is known
     facts = {"machine": fingerprint(), "measured": measure_machine() if measure else None, "operations": forms_here()}
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
@@ -33,7 +42,7 @@ def info(
         if facts[title]:
             table = Table(title=title, show_header=False, title_justify="left")
             for name, value in facts[title].items():
-                table.add_row(name.replace("_", " "), str(value))
+                table.add_row(name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
             console.print(table)
     table = Table("operation", "runs here", "other forms", title="operations", title_justify="left")
     for name, row in facts["operations"].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -13,10 +13,17 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from verax.errors import InvalidParameterError, TemplateError
 
 __all__ = ["check_messages", "render"]
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that a message's reasoning goes by; templates read the first, a few the second."""
+
+_END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Put behind a message to find its end in the prompt; the space shows whether the template strips."""
 
 
 class _Generation(Extension):
@@ -25,8 +32,43 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers: what the body sets is not set behind it.
+        return nodes.CallBlock(self.call_method("_pass"), [], [], body).set_lineno(line)
+
+    def _pass(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dictionary:
+    """`dict` in templates: makes one, and leads nowhere else in Python."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _SafeNamespace(Namespace):
+    """`namespace` in templates, without Python's own attributes, which lead out of the sandbox."""
+
+    # Without names, so that a template can have an attribute `self`.
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _refuse_underscore(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
 
 
 def _to_json(
@@ -52,6 +94,8 @@ def _compile(template: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["dict"] = _Dictionary()
+    environment.globals["namespace"] = _SafeNamespace
     return environment.from_string(template)
 
 
@@ -61,7 +105,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         InvalidParameterError: naming the message that has no role or no content.
     """
-    if isinstance(messages, (str, Mapping)) or not messages:
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidParameterError(
             f'messages: expected a list such as [{{"role": "user", "content": "Hello"}}], got {messages!r}'
         )
@@ -72,19 +116,57 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise InvalidParameterError(f"messages[{i}]: a message of role {message['role']!r} needs content")
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """The prompt that a template makes of a conversation.
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **variables: Any
+) -> str:
+    """The prompt that a template makes of a conversation; with `continue_final_message`, up to the end of its text.
 
     Raises:
-        InvalidParameterError: if `messages` is not a list of messages.
+        InvalidParameterError: if `messages` is not a list of messages, or the last has no text to continue.
         TemplateError: if the template is invalid, or refuses these messages; with its own words.
     """
     check_messages(messages)
+    conversation = [_normalised(message) for message in messages]
+    final = _mark_end(conversation) if continue_final_message else None
     try:
-        return _compile(template).render(messages=messages, **variables)
+        prompt = _compile(template).render(messages=conversation, **variables)
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(
             f"the checkpoint's chat template is not valid jinja: line {error.lineno}: {error.message}"
         ) from error
-    except (jinja2.TemplateError, TypeError, KeyError, AttributeError, ValueError) as error:
+    except Exception as error:  # a template runs whatever its author wrote
         raise TemplateError(f"the checkpoint's chat template refuses these messages: {error}") from error
+    return prompt if final is None else _cut_at_end(prompt, final)
+
+
+def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without keys that are None, which templates would spell out, and with the reasoning under each of its names."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[name] for name in _REASONING if name in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _mark_end(conversation: list[dict[str, Any]]) -> str:
+    """Put the mark behind the last message's text; that text."""
+    content = conversation[-1].get("content")
+    if isinstance(content, str):
+        conversation[-1]["content"] = content + _END_OF_MESSAGE
+        return content
+    parts = list(content) if isinstance(content, (list, tuple)) else []
+    for i in reversed(range(len(parts))):
+        if isinstance(parts[i], Mapping) and isinstance(parts[i].get("text"), str):
+            text = parts[i]["text"]
+            conversation[-1]["content"] = [*parts[:i], {**parts[i], "text": text + _END_OF_MESSAGE}, *parts[i + 1 :]]
+            return text
+    raise InvalidParameterError(f"messages[{len(conversation) - 1}]: there is no text to continue, got {content!r}")
+
+
+def _cut_at_end(prompt: str, final: str) -> str:
+    if final.strip() not in prompt or _END_OF_MESSAGE.strip() not in prompt:
+        raise TemplateError(
+            "the checkpoint's chat template leaves out or changes the last message's text, so that it cannot be "
+            f"continued: {final.strip()!r}"
+        )
+    end = prompt.rindex(_END_OF_MESSAGE.strip())
+    kept = prompt[:end]
+    return kept if prompt.startswith(_END_OF_MESSAGE, end) else kept.rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,11 +76,20 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; times become durations."""
-        result = dataclasses.asdict(self)
+        """As JSON can hold it: times become durations, the log-probability of the impossible (-inf) becomes None."""
+        result = _finite(dataclasses.asdict(self))
         if self.metrics is not None:
             result["metrics"] = {
                 "time_to_first_token": self.metrics.time_to_first_token,
                 "total_time": self.metrics.total_time,
             }
         return result
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from verax.errors import InvalidParameterError
@@ -24,7 +25,7 @@ MAX_STOP_TOKEN_IDS = 64
 _GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request; names and meanings are vLLM's.
 
@@ -65,7 +66,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the scores of these tokens."""
+    """Added to the scores of these tokens; read-only after construction."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
@@ -85,7 +86,9 @@ class SamplingParams:
         self._integer("max_tokens", 1, 2**31 - 1, optional=True)
         self._integer("min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParameterError(f"min_tokens: {self.min_tokens} is more than max_tokens ({self.max_tokens})")
+            raise InvalidParameterError(
+                f"min_tokens: expected at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
+            )
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
@@ -94,6 +97,11 @@ class SamplingParams:
         self._set("stop", self._checked_stop())
         self._set("stop_token_ids", self._checked_stop_tokens())
         self._set("logit_bias", self._checked_bias())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only mapping cannot be pickled or copied.
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _rebuild, ({**values, "logit_bias": dict(self.logit_bias or {})},)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -128,32 +136,33 @@ class SamplingParams:
         if value is None and optional:
             return
         if not (_is_whole(value) and low <= value <= high):
-            shown = f"{low} to {high}" if high < 2**31 - 1 else f"at least {low}"
-            none = " or None" if optional else ""
-            raise InvalidParameterError(f"{name}: expected a whole number, {shown}{none}, got {value!r}")
+            none = ", or None" if optional else ""
+            raise InvalidParameterError(f"{name}: expected a whole number of {low} to {high}{none}, got {value!r}")
         self._set(name, int(value))
 
     def _number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
         value: Any = getattr(self, name)
-        if not (_is_real(value) and math.isfinite(value) and low <= value <= high and not (open_low and value == low)):
+        if not (_is_real(value) and low <= value <= high and not (open_low and value == low)):
             least = f"more than {low:g}" if open_low else f"at least {low:g}"
             most = "" if math.isinf(high) else f" and at most {high:g}"
             raise InvalidParameterError(f"{name}: expected a number of {least}{most}, got {value!r}")
         self._set(name, float(value))
 
     def _checked_stop(self) -> tuple[str, ...]:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given: Any = self.stop
+        stop = (given,) if isinstance(given, str) else _as_tuple("stop", given, "texts")
         wrong = [text for text in stop if not isinstance(text, str) or not text]
         if wrong:
             raise InvalidParameterError(f"stop: expected texts that are not empty, got {wrong[0]!r}")
         return stop
 
     def _checked_stop_tokens(self) -> tuple[int, ...]:
-        ids = self.stop_token_ids or ()
-        if isinstance(ids, str) or not all(map(_is_whole, ids)):
-            raise InvalidParameterError(f"stop_token_ids: expected token ids, got {ids!r}")
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, "token ids")
+        wrong = [i for i in ids if not (_is_whole(i) and i >= 0)]
+        if wrong:
+            raise InvalidParameterError(f"stop_token_ids: expected token ids, 0 or more, got {wrong[0]!r}")
         if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidParameterError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, got {len(ids)}")
+            raise InvalidParameterError(f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS}, got {len(ids)}")
         return tuple(int(i) for i in ids)
 
     def _checked_bias(self) -> Mapping[int, float]:
@@ -161,13 +170,25 @@ class SamplingParams:
         if not isinstance(bias, Mapping):
             raise InvalidParameterError(f"logit_bias: expected a mapping from token id to bias, got {bias!r}")
         if len(bias) > MAX_LOGIT_BIAS:
-            raise InvalidParameterError(f"logit_bias: at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
+            raise InvalidParameterError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
         for token, value in bias.items():
-            if not (_is_whole(token) and _is_real(value) and -100 <= value <= 100):
+            if not (_is_whole(token) and token >= 0 and _is_real(value) and -100 <= value <= 100):
                 raise InvalidParameterError(
                     f"logit_bias: expected token id and a bias of -100 to 100, got {token!r}: {value!r}"
                 )
-        return {int(token): float(value) for token, value in bias.items()}
+        return MappingProxyType({int(token): float(value) for token, value in bias.items()})
+
+
+def _rebuild(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values)
+
+
+def _as_tuple(name: str, given: Any, what: str) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise InvalidParameterError(f"{name}: expected a list of {what}, got {given!r}")
+    return tuple(given)
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
@@ -176,4 +197,10 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def _is_real(value: object) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """A finite number of any library that a float can hold; True and False are none."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -14,6 +14,8 @@ from verax.text import chat_template
 
 __all__ = ["Tokenizer"]
 
+_TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
 
 class Tokenizer:
     """A fast tokenizer with the special tokens and the chat template of its checkpoint."""
@@ -30,6 +32,12 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         self.eos_token_ids = eos_token_ids
+        self.special_token_ids = frozenset(
+            number for number, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        """Tokens that `decode` leaves out unless told otherwise."""
+        self.byte_tokens = _byte_tokens(backend)
+        """The byte of each token that stands for one, such as `<0x0A>`; empty without a byte-fallback decoder."""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -47,13 +55,15 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a valid tokenizer: {error}") from error
+            raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error
+        # Left there by training or fine-tuning; transformers turns them off in each call as well.
+        backend.no_truncation()
+        backend.no_padding()
         config = _optional_json(folder / "tokenizer_config.json")
-        special = {
-            key: value["content"] if isinstance(value, dict) else value
-            for key, value in {**_optional_json(folder / "special_tokens_map.json"), **config}.items()
-            if key.endswith("_token") and (isinstance(value, str) or (isinstance(value, dict) and "content" in value))
-        }
+        special_map = _optional_json(folder / "special_tokens_map.json")
+        named = {**special_map, **config} if "added_tokens_decoder" in config else {**config, **special_map}
+        special = _special_tokens(named)
+        _add_missing_tokens(backend, named, special, folder)
         ends = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
         for name in ("config.json", "generation_config.json"):
             listed = _optional_json(folder / name).get("eos_token_id")
@@ -93,35 +103,95 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The prompt for a conversation of `{"role": ..., "content": ...}` messages, to be encoded without specials.
+
+        With `continue_final_message` the prompt ends inside of the last message, and nothing announces an answer.
 
         Raises:
             TemplateError: if the checkpoint has no template, or it refuses the messages.
             InvalidParameterError: if `messages` is no conversation.
         """
-        name = "tool_use" if tools and "tool_use" in self._chat_templates else "default"
+        if not self._chat_templates:
+            raise TemplateError(
+                "this checkpoint has no chat template: give a prompt as text instead of messages, or save the model's "
+                "template as chat_template.jinja beside tokenizer.json"
+            )
+        name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
         template = self._chat_templates.get(name)
         if template is None:
-            raise TemplateError("this checkpoint has no chat template; give a prompt as text instead of messages")
+            raise TemplateError(
+                f"this checkpoint has no default chat template, only {sorted(self._chat_templates)}: save the one to "
+                "use as chat_template.jinja beside tokenizer.json"
+            )
         variables = {
             **self._special_tokens,
             "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
             **variables,
         }
-        return chat_template.render(template, messages, **variables)
+        return chat_template.render(template, messages, continue_final_message=continue_final_message, **variables)
+
+
+def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    numbers = {name: backend.token_to_id(name) for name in names}
+    # A decoder without byte fallback shows such a token as it is spelt.
+    return {
+        number: names[name]
+        for name, number in numbers.items()
+        if number is not None and backend.decode([number], skip_special_tokens=False) != name
+    }
+
+
+def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of chat templates: bos_token, eos_token, ... and the model's own ones, such as image_token."""
+    extra = named.get("extra_special_tokens")
+    values = {**named, **(extra if isinstance(extra, dict) else {})}
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, named: Mapping[str, Any], special: Mapping[str, str], folder: Path
+) -> None:
+    """Tokens that only tokenizer_config.json knows, or knows to be special; as transformers adds them."""
+    try:
+        listed = sorted((named.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+        added = [
+            tokenizers.AddedToken(token["content"], **{key: token[key] for key in _TOKEN_FIELDS if key in token})
+            for _, token in listed
+        ]
+        extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
+        extra = list(extra.values()) if isinstance(extra, dict) else extra
+        names = [*special.values(), *(token["content"] if isinstance(token, dict) else token for token in extra)]
+        known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *added]}
+        missing = [tokenizers.AddedToken(name, special=True) for name in dict.fromkeys(names) if name not in known]
+        backend.add_tokens([*added, *missing])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: its list of special tokens is damaged: {error!r}"
+        ) from error
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name: chat_template.jinja first, else tokenizer_config.json's one, or its list of named ones."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
+    """Templates by name: those in files first, else tokenizer_config.json's one, or its list of named ones."""
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files = {"default": folder / "chat_template.jinja", **{path.stem: path for path in more}}
+    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if found:
+        return found
     given = config.get("chat_template")
-    if isinstance(given, list):
-        return {entry["name"]: entry["template"] for entry in given}
+    try:
+        if isinstance(given, list):
+            return {entry["name"]: entry["template"] for entry in given}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: chat_template: expected entries with name and template, got {given!r}"
+        ) from error
     return {"default": given} if given else {}
 
 
@@ -133,5 +203,5 @@ def _optional_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

@@ -1,0 +1,136 @@
+"""Opening a folder: one file, many with an index, many without; and what is told of an incomplete one."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.checkpoint.small import assert_same, weights, write
+from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_all(folder):
+    opened = Checkpoint.open(folder)
+    return {name: opened.read(name) for name in opened.names()}
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_weight_is_found_in_its_file(shards, tmp_path):
+    expected = weights()
+    write(tmp_path, expected, shards=shards)
+    assert_same(read_all(tmp_path), expected)
+    opened = Checkpoint.open(tmp_path)
+    assert opened.nbytes == sum(array.nbytes for array in expected.values())
+    assert opened.info("embed.weight")[:2] == (np.dtype(np.float32), (37, 7))
+    assert opened.path("layers.0.up.weight").name == (
+        "model.safetensors" if shards == 1 else "model-00002-of-00003.safetensors"
+    )
+
+
+def test_files_without_an_index_are_joined(tmp_path):
+    expected = weights()
+    write(tmp_path, expected, shards=2)
+    (tmp_path / INDEX).unlink()
+    assert_same(read_all(tmp_path), expected)
+
+
+def test_one_file_goes_before_second_copies_by_other_names(tmp_path):
+    write(tmp_path, weights())
+    save_file(weights(seed=1), tmp_path / "consolidated.safetensors")
+    assert_same(read_all(tmp_path), weights())
+
+
+def test_an_index_goes_before_files_that_it_does_not_name(tmp_path):
+    write(tmp_path, weights(), shards=2)
+    save_file({"adapter": np.ones(3)}, tmp_path / "adapter.safetensors")
+    assert_same(read_all(tmp_path), weights())
+
+
+def test_configurations_are_read(tmp_path):
+    write(tmp_path, weights(), config={"model_type": "qwen3", "eos_token_id": [1, 2]})
+    assert Checkpoint.open(tmp_path).config == {"model_type": "qwen3", "eos_token_id": [1, 2]}
+    assert Checkpoint.open(tmp_path).generation_config == {}
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert Checkpoint.open(str(tmp_path)).generation_config == {"temperature": 0.6}
+    assert Checkpoint.open(tmp_path).folder == tmp_path
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "not valid JSON"), ("[1]", "JSON object"), ("\udcff", "not valid JSON"), ("[" * 99999, "JSON")],
+)
+def test_damaged_json_is_named(name, text, problem, tmp_path):
+    write(tmp_path, weights(), shards=2)
+    (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=rf"{name}: .*{problem}"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_missing_config_is_named(tmp_path):
+    write(tmp_path, weights())
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_missing_shard_is_named_with_the_index(tmp_path):
+    write(tmp_path, weights(), shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"model-00002-of-00003\.safetensors missing.*{INDEX}"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_key_that_the_index_promises_and_the_shard_lacks_is_named(tmp_path):
+    write(tmp_path, weights(), shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["layers.7.up.weight"] = "model-00002-of-00002.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=rf"model-00002-of-00002\.safetensors: layers\.7\.up\.weight missing.*{INDEX}"
+    ):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}])
+def test_an_index_without_a_map_is_named(index, tmp_path):
+    write(tmp_path, weights(), shards=2)
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"{INDEX}: expected a weight_map"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_key_in_two_files_without_an_index_is_named_with_both(tmp_path):
+    write(tmp_path, weights(), shards=2)
+    (tmp_path / INDEX).unlink()
+    save_file({"layers.1.gain": np.ones(())}, tmp_path / "zz.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"zz\.safetensors: layers\.1\.gain is in model-0000\d-of-00002\.safetensors too"
+    ):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_folder_with_pickled_weights_only_says_what_to_do(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for i in (1, 2):
+        (tmp_path / f"pytorch_model-0000{i}-of-00002.bin").write_bytes(b"x")
+    message = r"no safetensors files \(pytorch_model-00001-of-00002\.bin, .* cannot be read\).*save_pretrained"
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_folder_without_weights_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: no safetensors files;"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_unknown_weight_is_named(tmp_path):
+    opened = Checkpoint.open(write(tmp_path, weights()))
+    for ask in (opened.read, opened.info, opened.release, opened.path):
+        with pytest.raises(CheckpointError, match=r"it has no weight nowhere\.weight"):
+            ask("nowhere.weight")

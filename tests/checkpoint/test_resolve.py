@@ -1,0 +1,159 @@
+"""What a user may name: a folder or a hub id. The hub is never asked here: it is cached, offline, or not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from verax.checkpoint import Checkpoint, resolve
+from verax.errors import CheckpointError
+
+ASK = "import sys; from verax.checkpoint import resolve; print(resolve(sys.argv[1]))"
+CAUGHT = f"""
+from verax.errors import CheckpointError
+try:
+    exec({ASK!r})
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def ask(model, home, **environment):
+    """`resolve` in a process of its own, as the hub's settings are read once; what it prints."""
+    settings = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
+    settings |= {"HF_HOME": str(home), "JAX_PLATFORMS": "cpu", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", CAUGHT, model], env=settings, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def cached(home):
+    """A hub cache with one snapshot, laid out as huggingface_hub does."""
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    repository = home / "hub" / "models--org--tiny.model-1"
+    snapshot = repository / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert resolve(tmp_path) == tmp_path
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_goes_before_a_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/name") == Path("org/name")
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    assert resolve("~/models") == tmp_path / "models"
+
+
+@pytest.mark.parametrize("model", ["nowhere", "./no/where", "/no/where/else", "a/b/c", Path("org/name"), "../x"])
+def test_what_is_neither_is_told_with_what_is_possible(model):
+    with pytest.raises(CheckpointError) as caught:
+        resolve(model)
+    assert str(model) in str(caught.value)
+    assert "config.json" in str(caught.value)
+    assert "hub id" in str(caught.value)
+
+
+def test_a_file_is_no_checkpoint(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: this is a file; expected a folder with config\.json"
+    ):
+        Checkpoint.open(file)
+
+
+def test_a_cached_snapshot_is_used_offline(tmp_path):
+    snapshot = cached(tmp_path)
+    assert ask("org/tiny.model-1", tmp_path, HF_HUB_OFFLINE="1") == str(snapshot)
+
+
+def test_a_cached_snapshot_is_used_when_the_hub_does_not_answer(tmp_path):
+    snapshot = cached(tmp_path)
+    # Port 9 of this machine: nobody listens.
+    assert ask("org/tiny.model-1", tmp_path, HF_ENDPOINT="http://127.0.0.1:9") == str(snapshot)
+
+
+def test_offline_and_not_cached_is_told_in_one_line(tmp_path):
+    said = ask("org/none", tmp_path, HF_HUB_OFFLINE="1")
+    assert said.startswith("org/none: no such folder here, not in the local cache")
+    assert "offline" in said
+    assert "config.json" in said
+    assert "\n" not in said
+
+
+def test_only_the_files_of_a_checkpoint_are_asked_for(monkeypatch, tmp_path):
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve("org/name", revision="v2") == tmp_path
+    assert (asked["name"], asked["revision"]) == ("org/name", "v2")
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+    ]
+    unwanted = ["pytorch_model.bin", "README.md", "original/model.safetensors", "onnx/config.json", "model.gguf"]
+    patterns = {"allow_patterns": asked["allow_patterns"], "ignore_patterns": asked["ignore_patterns"]}
+    got = huggingface_hub.utils.filter_repo_objects([*wanted, *unwanted], **patterns)
+    assert list(got) == wanted
+
+
+def no_response(kind):
+    """An error of the hub, without the HTTP response that its constructor asks for in some versions."""
+    error = kind.__new__(kind)
+    error.args = ("first line\nsecond line",)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (no_response(errors.RepositoryNotFoundError), "no such model on the hub"),
+        (no_response(errors.GatedRepoError), "token"),
+        (no_response(errors.RevisionNotFoundError), "no revision 'v9'"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (RuntimeError("connection closed\nTraceback\n" * 50), "could not be fetched from the hub: connection closed"),
+        (ValueError(), "ValueError"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_the_hub_says_is_told_in_one_line_with_the_id(error, says, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError) as caught:
+        resolve("org/name", revision="v9")
+    assert str(caught.value).startswith("org/name: ")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,243 @@
+"""Prompts and token ids against transformers: the same templates, the same folders."""
+
+import json
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+import tokenizers  # noqa: E402
+from tokenizers import decoders, models, pre_tokenizers, processors  # noqa: E402
+
+from tests.support.tiny import tiny_tokenizer  # noqa: E402
+from verax.text.tokenizer import Tokenizer  # noqa: E402
+
+QWEN3 = r"""{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+    {{- "# Tools\n\n<tools>" }}
+    {%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\n</tools><|im_end|>\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string
+        and not(message.content.startswith('<tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}{%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > ns.last_query_index and reasoning_content %}
+            {{- '<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- content.lstrip('\n') }}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+                {{- '\n<tool_call>\n{"name": "' + tool_call.name + '", "arguments": ' }}
+                {{- tool_call.arguments if tool_call.arguments is string else tool_call.arguments | tojson }}
+                {{- '}\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}"""
+
+LLAMA3 = r"""{{- bos_token }}
+{%- if documents is defined and documents is not none %}{{- raise_exception('no documents') }}{%- endif %}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\nToday Date: " + date_string + "\n\n" + system_message }}
+{%- if tools is not none %}{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}{%- endif %}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if message.role not in ['user', 'assistant', 'tool'] %}{%- continue %}{%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ (message['content'] or '')|trim }}
+    {{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
+"""
+
+MARKED = """{% for message in messages %}
+  {% if message.role == 'assistant' %}
+    {% generation %}
+{{ message.content }}{{ eos_token }}
+    {% endgeneration %}
+  {% else %}
+[{{ message.role }}] {{ message.content }}
+  {% endif %}
+{% endfor %}
+"""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Says <what> it's like & où",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CHAT = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Grüße, <b>& weather</b>?\n"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSunny  "},
+    {"role": "user", "content": "日本?"},
+]
+CALLED = [
+    *CHAT,
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "look it up",
+        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}],
+    },
+    {"role": "tool", "content": '{"t": 3}'},
+]
+PREFILLED = [*CHAT, {"role": "assistant", "content": "It is "}]
+
+
+def both(folder, template):
+    """The folder's tokenizer as verax and as transformers load it."""
+    tiny_tokenizer(folder, chat_template=template)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<|endoftext|>"}))
+    return Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("template", [QWEN3, LLAMA3, MARKED], ids=["qwen3", "llama3", "marked"])
+@pytest.mark.parametrize("messages", [CHAT[1:2], CHAT, CALLED], ids=["question", "chat", "tools called"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"tools": TOOLS},
+        {"tools": []},
+        {"enable_thinking": False, "date_string": "1 Jan"},
+    ],
+    ids=["plain", "no prompt", "tools", "empty tools", "variables"],
+)
+def test_prompts_are_those_of_transformers(tmp_path, template, messages, options):
+    ours, theirs = both(tmp_path, template)
+    expected = theirs.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
+    assert ours.apply_chat_template(messages, **options) == expected
+    assert ours.encode(expected, add_special_tokens=False) == theirs.encode(expected, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [QWEN3, LLAMA3, MARKED], ids=["qwen3", "llama3", "marked"])
+def test_continued_messages_are_those_of_transformers(tmp_path, template):
+    ours, theirs = both(tmp_path, template)
+    expected = theirs.apply_chat_template(PREFILLED, tokenize=False, continue_final_message=True)
+    assert ours.apply_chat_template(PREFILLED, continue_final_message=True) == expected
+    assert expected.rstrip().endswith("It is")
+
+
+def test_named_templates_that_transformers_saves_are_found(tmp_path):
+    _, theirs = both(tmp_path / "a", QWEN3)
+    theirs.chat_template = {"default": LLAMA3, "tool_use": QWEN3}
+    theirs.save_pretrained(tmp_path / "b")
+    ours = Tokenizer.from_folder(tmp_path / "b")
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert ours.apply_chat_template(CHAT, tools=tools) == expected
+
+
+TEXTS = ["", "Hello world", "  café\n\n🦊", "<s>once</s> <tool>upon <extra>", "x<|im_end|>y"]
+
+
+def byte_level_backend():
+    backend = tokenizers.Tokenizer(
+        models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return backend
+
+
+def assert_same_ids(folder):
+    ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.vocab_size == len(theirs)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == ids, text
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    return ours
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_ids_are_those_of_a_tokenizer_that_transformers_saved(tmp_path, begins):
+    backend = byte_level_backend()
+    if begins:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    theirs.add_tokens(["<tool>"])
+    theirs.save_pretrained(tmp_path)
+    ours = assert_same_ids(tmp_path)
+    assert ours.encode("a")[:1] == ([256] if begins else ours.encode("a", add_special_tokens=False))
+    assert ours.eos_token_ids == {257}
+
+
+@pytest.mark.parametrize("add_bos_token", [True, False])
+def test_the_file_decides_on_the_beginning_token_and_not_the_configuration(tmp_path, add_bos_token):
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_bos_token": add_bos_token}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert_same_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"eos_token": "<|im_end|>"},
+        {
+            "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
+            "extra_special_tokens": ["<extra>"],
+        },
+        {"extra_special_tokens": {"image_token": "<extra>"}},
+        {"added_tokens_decoder": {"258": {"content": "<tool>", "special": False, "lstrip": True}}, "eos_token": "</s>"},
+    ],
+)
+def test_tokens_that_only_the_configuration_knows_are_added(tmp_path, more):
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **more}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert_same_ids(tmp_path)
+
+
+def test_truncation_and_padding_that_the_file_asks_for_are_not_applied(tmp_path):
+    backend = byte_level_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=12, pad_token="</s>", pad_id=257)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert_same_ids(tmp_path)

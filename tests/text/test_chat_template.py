@@ -1,0 +1,103 @@
+"""Chat templates rendered: what templates can use, where a continued message ends, what is refused."""
+
+import re
+
+import pytest
+
+from verax.errors import InvalidParameterError, TemplateError
+from verax.text.chat_template import render
+
+HELLO = [{"role": "user", "content": "Hello"}]
+PREFILLED = [*HELLO, {"role": "assistant", "content": "The answer is "}]
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def test_blocks_leave_no_blank_lines():
+    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc", HELLO) == "a\nb\nc"
+
+
+def test_loops_can_be_left_and_json_indented():
+    template = "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert render(template, HELLO) == "01"
+    assert render("{{ messages[0] | tojson(indent=1) }}", HELLO) == '{\n "role": "user",\n "content": "Hello"\n}'
+
+
+def test_the_date_is_today():
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", render("{{ strftime_now('%Y-%m-%d') }}", HELLO))
+
+
+def test_what_is_set_inside_of_generation_stays_there():
+    template = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert render(template, HELLO) == "21"
+
+
+def test_keys_that_are_none_are_as_good_as_missing():
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    assert render("{{ messages[0].content is defined }}", messages) == "False"
+    assert messages[0] == {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+def test_reasoning_is_found_under_each_of_its_names(name):
+    messages = [{"role": "assistant", "content": "4", name: "2 + 2"}]
+    assert render("{{ messages[0].reasoning_content }}", messages) == "2 + 2"
+
+
+def test_a_continued_message_ends_the_prompt_with_its_own_spaces():
+    prompt = render(CHATML, PREFILLED, continue_final_message=True)
+    assert prompt == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nThe answer is "
+    assert PREFILLED[-1]["content"] == "The answer is "
+
+
+def test_a_continued_message_ends_the_prompt_where_the_template_strips_it():
+    prompt = render(CHATML.replace("m.content", "m.content | trim"), PREFILLED, continue_final_message=True)
+    assert prompt.endswith("assistant\nThe answer is")
+
+
+def test_a_continued_message_can_have_parts():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}, {"type": "image"}]
+    template = "{% for p in messages[0].content %}{{ p.text }}|{% endfor %}"
+    assert render(template, [{"role": "a", "content": parts}], continue_final_message=True) == "one |two"
+
+
+def test_a_message_that_the_template_drops_cannot_be_continued():
+    with pytest.raises(TemplateError, match="cannot be continued: 'The answer is'"):
+        render("{{ messages[0].content }}", PREFILLED, continue_final_message=True)
+
+
+@pytest.mark.parametrize("content", [None, [], [{"type": "image"}]])
+def test_a_message_without_text_cannot_be_continued(content):
+    with pytest.raises(InvalidParameterError, match=r"messages\[0\]: there is no text to continue"):
+        render(CHATML, [{"role": "assistant", "content": content}], continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ namespace(__class__=1) }}",
+        "{% set n = namespace() %}{% set n._x = 1 %}",
+        "{{ dict.__mro__[1] }}",
+        "{{ missing.attribute }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ 1 // 0 }}",
+    ],
+)
+def test_whatever_a_template_does_wrong_is_a_template_error(template):
+    with pytest.raises(TemplateError, match="chat template refuses these messages"):
+        render(template, HELLO)
+
+
+def test_a_template_that_is_no_template_names_the_line():
+    with pytest.raises(TemplateError, match="not valid jinja: line 2"):
+        render("\n{% for %}", HELLO)
+
+
+def test_namespaces_and_dictionaries_work():
+    template = "{% set n = namespace(a=1, self=2) %}{% set n.a = n.a + 1 %}{{ n.a }}{{ n['self'] }}{{ dict(b=3).b }}"
+    assert render(template, HELLO) == "223"
+
+
+@pytest.mark.parametrize("messages", [5, None, "", b"x", {"role": "user", "content": "x"}, [["role", "user"]]])
+def test_no_conversation_is_refused_by_name(messages):
+    with pytest.raises(InvalidParameterError, match=r"^messages"):
+        render("", messages)

@@ -1,0 +1,146 @@
+"""Sampling parameters: bad values are refused by name, good ones normalised."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from verax.errors import InvalidParameterError
+from verax.text.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+
+BAD = [
+    ("n", 0),
+    ("n", 129),
+    ("n", True),
+    ("n", 1.0),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "0.7"),
+    ("top_p", 0.0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("top_k", 2.5),
+    ("min_p", -0.1),
+    ("min_p", 1.5),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", math.inf),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("max_tokens", 0),
+    ("min_tokens", -1),
+    ("min_tokens", 17),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [3]),
+    ("stop_token_ids", ["a"]),
+    ("stop_token_ids", list(range(65))),
+    ("logprobs", 21),
+    ("prompt_logprobs", -1),
+    ("logit_bias", {3: 101}),
+    ("logit_bias", {"3": 1.0}),
+    ("logit_bias", {3: math.nan}),
+    ("logit_bias", [3]),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+    ("ignore_eos", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_value_is_refused_with_its_field_first(name, value):
+    with pytest.raises(InvalidParameterError, match=f"^{name}: "):
+        SamplingParams(**{name: value})
+
+
+def test_spellings_of_the_same_become_the_same():
+    a = SamplingParams(stop="x", stop_token_ids=[np.int64(3)], top_k=-1, temperature=1, logit_bias={np.int32(4): 2})
+    b = SamplingParams(stop=["x"], stop_token_ids=(3,), top_k=0, temperature=1.0, logit_bias={4: 2.0})
+    assert a == b
+    assert a.stop_texts == ("x",)
+    assert type(a.stop_tokens[0]) is int
+
+
+def test_they_can_be_copied_and_sent_to_other_processes():
+    params = SamplingParams(logit_bias={1: 2.0}, stop="x")
+    assert copy.deepcopy(params) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+def test_a_generation_config_gives_defaults_that_overrides_replace():
+    config = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 3, "min_p": None}
+    params = SamplingParams.from_generation_config(config, top_k=5, max_tokens=9)
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.95, 5, 9)
+    assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6}).greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 0),
+        ("stop", b"x"),
+        ("stop", {"a": "b"}),
+        ("stop_token_ids", 0),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {3: True}),
+        ("temperature", True),
+        ("temperature", 10**400),
+        ("top_k", 2**31),
+        ("max_tokens", "16"),
+        ("skip_special_tokens", None),
+        ("include_stop_str_in_output", "no"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_and_never_taken_for_none(name, value):
+    with pytest.raises(InvalidParameterError, match=rf"^{name}: expected .* got "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [1, 128]),
+        ("temperature", [0, 1e-3, 5]),
+        ("top_p", [1e-6, 1]),
+        ("top_k", [-1, 0, 1]),
+        ("min_p", [0, 1]),
+        ("presence_penalty", [-2, 2]),
+        ("frequency_penalty", [-2, 2]),
+        ("repetition_penalty", [0.01, 100]),
+        ("seed", [None, 0, 2**63 - 1]),
+        ("max_tokens", [None, 1]),
+        ("min_tokens", [0, 16]),
+        ("logprobs", [None, 0, 20]),
+        ("prompt_logprobs", [None, 0, 20]),
+        ("stop", [None, [], ("a", "b")]),
+        ("stop_token_ids", [None, range(64)]),
+        ("logit_bias", [None, {}, {0: -100, 1: 100}]),
+    ],
+)
+def test_limits_are_allowed(name, values):
+    for value in values:
+        SamplingParams(**{name: value})
+
+
+def test_the_message_says_what_was_given_and_what_is_allowed():
+    with pytest.raises(InvalidParameterError, match=r"^n: expected a whole number of 1 to 128, got 129$"):
+        SamplingParams(n=129)
+    with pytest.raises(InvalidParameterError, match=r"^min_tokens: expected at most max_tokens, which is 4, got 5$"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+
+
+def test_nothing_can_be_changed_afterwards():
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[3] = 2.0
+    assert params.logit_bias == {3: 1.0}
+    with pytest.raises(TypeError):
+        params.logit_bias[3] = 5.0
+    with pytest.raises(AttributeError):
+        params.n = 2
