@@ -18,7 +18,7 @@ from verax.bench.machine import fingerprint, measure_machine, peak_memory
 from verax.bench.timing import interleave
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
-from verax.text.llm import DTYPES, LLM
+from verax.text.llm import DTYPES, LLM, load_model
 from verax.text.sampling_params import SamplingParams
 
 __all__ = ["WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm"]
@@ -40,7 +40,6 @@ QWEN3_0_6B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "attention_bias": False,
     "max_position_embeddings": 40960,
-    "eos_token_id": None,
 }
 """config.json of Qwen3-0.6B, as far as it decides shapes."""
 
@@ -187,10 +186,7 @@ def _load(folder: Path, dtype: str, **sizes: Any) -> LLM:
     """The model with or without its tokenizer: a benchmark needs token ids only."""
     if (folder / "tokenizer.json").is_file():
         return LLM(folder, dtype=dtype, **sizes)
-    opened = checkpoint.Checkpoint.open(folder)
-    architecture, config = causal_lm(opened.config)
-    abstract = nnx.eval_shape(lambda: architecture(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
-    return LLM.from_module(checkpoint.load_module(abstract, opened, dtype=DTYPES[dtype]), **sizes)
+    return LLM.from_module(load_model(checkpoint.Checkpoint.open(folder), dtype=dtype), **sizes)
 
 
 @contextlib.contextmanager
@@ -210,9 +206,4 @@ def _weights(model: str | None, dtype: str) -> Iterator[Path]:
             noise = rng.standard_normal(leaf.shape, np.float32)
             scaled = noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1 + 0.1 * noise
             weights[".".join(map(str, path))] = scaled.astype(jnp.bfloat16)
-        yield checkpoint.save(weights, name, config=replace_none(QWEN3_0_6B))
-
-
-def replace_none(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without its empty entries."""
-    return {key: value for key, value in config.items() if value is not None}
+        yield checkpoint.save(weights, name, config=QWEN3_0_6B)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from verax.cli import options
+
+if TYPE_CHECKING:
+    from verax.bench.text import Workload
 
 __all__ = ["app"]
 
@@ -63,7 +66,7 @@ def text(
 
     heat = options.given(temperature=temperature, requests=requests)
 
-    def make(vocab_size: int):  # type: ignore[no-untyped-def]
+    def make(vocab_size: int) -> Workload:
         if workload == "founding":
             return founding(vocab_size, max_tokens=max_tokens, **heat)
         return nano_vllm(vocab_size, scale=scale, **heat)

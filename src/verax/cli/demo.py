@@ -6,9 +6,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from verax.text.llm import LLM
+    from verax.text.sampling_params import SamplingParams
 
 __all__ = ["demo"]
 
@@ -67,7 +71,7 @@ class _Transcript:
         sys.stdout.flush()
 
 
-def _stream(llm, prompt, params, say) -> str:  # type: ignore[no-untyped-def]
+def _stream(llm: LLM, prompt: str | list[dict[str, Any]], params: SamplingParams, say: _Transcript) -> str:
     pieces = []
     for piece in llm.stream(prompt, params):
         pieces.append(piece)
@@ -76,7 +80,7 @@ def _stream(llm, prompt, params, say) -> str:  # type: ignore[no-untyped-def]
     return "".join(pieces)
 
 
-def _speed(llm, sequences: int, tokens: int = 100) -> float:  # type: ignore[no-untyped-def]
+def _speed(llm: LLM, sequences: int, tokens: int = 100) -> float:
     params = llm.default_sampling_params(temperature=0.7, max_tokens=tokens, ignore_eos=True)
     begin = time.perf_counter()
     llm.generate([COMPLETED] * sequences, params, use_tqdm=False)

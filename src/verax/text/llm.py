@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes
 from verax.text.tokenizer import Tokenizer
 
-__all__ = ["LLM"]
+__all__ = ["DTYPES", "LLM", "load_model"]
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
@@ -83,12 +83,9 @@ class LLM:
             raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
-        architecture, config = causal_lm(opened.config)
-        abstract = nnx.eval_shape(lambda: architecture(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
-        ignore = (*architecture.ignored_weights, *((r"^lm_head\.weight$",) if config.tie_word_embeddings else ()))
         tokenizer = Tokenizer.from_folder(opened.folder)
         with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
-            loaded = checkpoint.load_module(abstract, opened, dtype=DTYPES[dtype], ignore=ignore, progress=report)
+            loaded = load_model(opened, dtype=dtype, progress=report)
         self.load_seconds = time.perf_counter() - begin
         self._start(
             loaded,
@@ -284,6 +281,21 @@ class LLM:
             return self.engine.close(request)
         finally:
             self.engine.abort(request_id)
+
+
+def load_model(
+    opened: checkpoint.Checkpoint, *, dtype: str, progress: Callable[[int, int], None] | None = None
+) -> Qwen3ForCausalLM:
+    """The language model of an open checkpoint, its weights in place; `progress` as in `checkpoint.load_module`.
+
+    Raises:
+        CheckpointError: if the weights do not fit config.json.
+        UnsupportedModelError: if verax has no such architecture.
+    """
+    architecture, config = causal_lm(opened.config)
+    abstract = nnx.eval_shape(lambda: architecture(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
+    ignore = (*architecture.ignored_weights, *((r"^lm_head\.weight$",) if config.tie_word_embeddings else ()))
+    return checkpoint.load_module(abstract, opened, dtype=DTYPES[dtype], ignore=ignore, progress=progress)
 
 
 def _as_list(prompts: Prompt | List[Prompt]) -> list[str | List[int]]:

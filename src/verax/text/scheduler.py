@@ -92,10 +92,10 @@ class Scheduler:
     def check(self) -> None:
         """Assert the scheduler's and the block manager's invariants."""
         self.blocks.check(self.running)
-        slots = [sequence.slot for sequence in self.running]
-        assert None not in slots, "a running sequence has no slot"
+        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
+        assert len(slots) == len(self.running), "a running sequence has no slot"
         assert len(set(slots)) == len(slots), "two running sequences share a slot"
-        assert sorted([*self._free_slots, *slots]) == list(range(self.max_num_seqs)), "a slot was lost"  # type: ignore[type-var]
+        assert sorted([*self._free_slots, *slots]) == list(range(self.max_num_seqs)), "a slot was lost"
         for sequence in self.waiting:
             assert not sequence.blocks, f"{sequence} waits with blocks"
             assert sequence.slot is None, f"{sequence} waits with a slot"
