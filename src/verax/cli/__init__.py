@@ -63,14 +63,21 @@ def main() -> None:
     """Run a command: exit status 0, 1 for an error that verax explains, 2 for wrong usage, 130 when interrupted."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # where a terminal or pipe is not UTF-8, better a "?" than no answer
         sys.stdout.reconfigure(errors="replace")
-    debug = "--debug" in sys.argv
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    if debug:  # wherever it stands: people add it to the end of the line that failed
+        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
-        status = app(standalone_mode=False) or 0
+        status = app(arguments, standalone_mode=False) or 0
+        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "verax"
         status = _explain(f"{error.format_message().rstrip('.')}; see {command} --help", 2)
+    except BrokenPipeError:  # `verax ... | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     except (VeraxError, OSError) as error:
         if debug:
             traceback.print_exc()

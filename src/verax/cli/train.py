@@ -26,7 +26,7 @@ def text_builtin(
     seed: Annotated[int, typer.Option(help="Of data, tokenizer and initial weights.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the output folder.")] = False,
 ) -> None:
-    """Train the built-in language model: under an hour on two CPU cores. Needs `pip install 'verax[train]'`."""
+    """Train the built-in language model: under an hour on two CPU cores. Needs the extra named train."""
     from verax.train.text_builtin import train_builtin
 
     typer.echo(f"trained: {train_builtin(output, steps=steps, seed=seed, resume=resume)}")

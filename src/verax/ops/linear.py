@@ -30,7 +30,7 @@ def linear(
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
-def _is_single_row(x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None) -> bool:
+def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, *_: object, **__: object) -> bool:
     return x.size == x.shape[-1]
 
 

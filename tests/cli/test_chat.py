@@ -1,0 +1,101 @@
+"""`verax chat` from a script, and its commands as a person at a terminal gives them."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax import cli
+from verax.cli.chat import Conversation
+from verax.text.llm import LLM
+from verax.text.sampling_params import SamplingParams
+
+QUICK = ("--dtype", "float32", "--max-tokens", "5", "--temperature", "0")
+
+
+def test_a_message_is_answered_once(run, folder):
+    done = run("chat", "-m", folder, "--message", "abc", *QUICK)
+    assert done.status == 0
+    record = json.loads(run("chat", "-m", folder, "--message", "abc", "--json", *QUICK).out)
+    assert done.out == record["outputs"][0]["text"] + "\n"
+    assert record["prompt"] == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_each_line_of_a_pipe_is_a_turn_and_is_remembered(run, folder):
+    done = run("chat", "-m", folder, "--system", "fox", "--json", *QUICK, stdin="abc\ndef\n")
+    first, second = (json.loads(line) for line in done.out.splitlines())
+    assert first["prompt"].startswith("<|im_start|>system\nfox<|im_end|>")
+    answer = first["outputs"][0]["text"]
+    assert (
+        second["prompt"]
+        == f"{first['prompt']}{answer}<|im_end|>\n<|im_start|>user\ndef<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_checkpoint_without_a_template_says_so_in_one_line(run, tmp_path):
+    tiny_checkpoint(tmp_path, chat_template=None)
+    done = run("chat", "-m", tmp_path, "--message", "abc", *QUICK)
+    assert done.status == 1
+    assert "no chat template" in done.err
+    assert done.err.count("\n") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def at_terminal(monkeypatch, capsys):
+    """Lines that a person types at the prompt; what the two outputs then show."""
+
+    def call(*arguments, lines):
+        typed = iter(lines)
+
+        def read(prompt=""):
+            try:
+                line = next(typed)
+            except StopIteration:
+                raise EOFError from None
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr(sys, "argv", ["verax", "chat", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", Terminal())
+        monkeypatch.setattr("builtins.input", read)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        return capsys.readouterr()
+
+    return call
+
+
+def test_commands_reset_save_and_leave(at_terminal, folder, tmp_path):
+    saved = tmp_path / "talk.json"
+    lines = ["/help", "abc", KeyboardInterrupt(), "/reset", "/system fox", "def", f"/save {saved}", "/exit", "unread"]
+    shown = at_terminal("-m", folder, *QUICK, lines=lines)
+    assert "/reset" in shown.err
+    talk = json.loads(saved.read_text())
+    assert [message["role"] for message in talk] == ["system", "user", "assistant"]
+    assert talk[1]["content"] == "def"
+    assert talk[2]["content"] == shown.out.split("\n", 1)[1].removesuffix("\n")
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_conversation(at_terminal, folder):
+    shown = at_terminal("-m", folder, *QUICK, lines=["abc", "/save /no/such/folder/x", "def"])
+    assert "cannot write" in shown.err
+
+
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(folder, capsys):
+    llm = LLM(folder, dtype="float32", max_num_seqs=1, max_model_len=96, use_tqdm=False)
+    talk = Conversation(llm, SamplingParams(temperature=0, max_tokens=4), "fox", show=False)
+    for i in range(8):
+        assert talk.say(f"abc def {i}") is not None
+    assert talk.messages[0] == {"role": "system", "content": "fox"}
+    assert talk.messages[-2]["content"] == "abc def 7"
+    assert len(talk.messages) < 17
+    assert "oldest turns dropped" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""`verax generate`: what a shell user types, and what comes back."""
+
+import json
+
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+
+QUICK = ("--dtype", "float32", "--max-tokens", "6", "--max-num-seqs", "2", "--ignore-eos")
+
+
+def test_one_prompt_is_shown_with_its_continuation(run, folder):
+    done = run("generate", "abc def", "-m", folder, "--temperature", "0", *QUICK)
+    assert done.status == 0
+    assert done.out.startswith("abc def")
+    assert done.out.endswith("\n")
+    assert "6 tokens" in done.err
+
+
+def test_shown_and_json_texts_are_the_same(run, folder):
+    shown = run("generate", "abc def", "-m", folder, "--temperature", "0", *QUICK)
+    record = json.loads(run("generate", "abc def", "-m", folder, "--temperature", "0", "--json", *QUICK).out)
+    assert shown.out == f"abc def{record['outputs'][0]['text']}\n"
+
+
+def test_json_has_a_line_for_each_prompt_in_order(run, folder):
+    done = run("generate", "abc", "once upon", "-m", folder, "--json", "-n", "2", "--logprobs", "2", *QUICK)
+    records = [json.loads(line) for line in done.out.splitlines()]
+    assert [record["prompt"] for record in records] == ["abc", "once upon"]
+    for record in records:
+        assert [len(sample["token_ids"]) for sample in record["outputs"]] == [6, 6]
+        assert all(len(step) >= 2 for step in record["outputs"][0]["logprobs"])
+
+
+def test_prompts_come_from_a_file_and_from_a_pipe(run, folder, tmp_path):
+    lines = "abc def\n\nonce upon a time\n"
+    (tmp_path / "prompts.txt").write_text(lines)
+    common = ("-m", folder, "--temperature", "0", "--json", *QUICK)
+    from_file = run("generate", "--file", tmp_path / "prompts.txt", *common)
+    piped = run("generate", *common, stdin=lines)
+    assert len(from_file.out.splitlines()) == 2
+    strip = lambda out: [json.loads(line)["outputs"] for line in out.splitlines()]  # noqa: E731
+    assert strip(from_file.out) == strip(piped.out)
+
+
+def test_the_seed_decides_the_text(run, folder):
+    texts = [run("generate", "abc", "-m", folder, "-t", "1.5", "--seed", seed, *QUICK).out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        (["--top-p", "2", "abc"], None, "top_p"),
+        (["--temperature", "-1", "abc"], None, "temperature"),
+        (["--dtype", "int3", "abc"], None, "dtype: expected one of bfloat16, float32"),
+        (["--max-model-len", "0", "abc"], None, "max_model_len"),
+        (["a " * 500], None, "prompt"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_1(run, folder, arguments, stdin, says):
+    done = run("generate", "-m", folder, "--max-num-seqs", "1", *arguments, stdin=stdin)
+    assert done.status == 1
+    assert done.out == ""
+    assert says in done.err
+    assert done.err.startswith("verax: error: ")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        ([], "", "standard input: it is empty"),
+        ([], "\n \n", "standard input: it is empty"),
+        ([""], None, "prompt 1: it is empty"),
+        (["abc", "--file", "x"], None, "not both"),
+        (["--file", "/no/such/file"], None, "/no/such/file: no such file"),
+        (["--logprobs", "2", "abc"], None, "--json"),
+        (["--nonsense", "abc"], None, "--nonsense"),
+        (["--max-tokens", "many", "abc"], None, "--max-tokens"),
+        (["-n", "0", "abc"], None, "greater than or equal to 1"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(run, arguments, stdin, says):
+    done = run("generate", *arguments, stdin=stdin)
+    assert done.status == 2
+    assert done.out == ""
+    assert says in done.err
+    assert done.err.startswith("verax: error: ")
+    assert done.err.count("\n") == 1
+
+
+def test_a_file_that_is_not_text_is_refused(run, tmp_path):
+    (tmp_path / "x").write_bytes(b"\xff\xfe\x00")
+    done = run("generate", "--file", tmp_path / "x")
+    assert done.status == 2
+    assert "not UTF-8 text" in done.err
+
+
+def test_a_missing_model_is_one_line_with_a_traceback_for_debug_only(run):
+    plain = run("generate", "-m", "/no/such/model", "abc")
+    assert plain.status == 1
+    assert plain.err == (
+        "verax: error: /no/such/model: no such folder; expected a folder with config.json and *.safetensors, "
+        "or a hub id (organisation/name)\n"
+    )
+    for arguments in (["--debug", "generate"], ["generate", "--debug"]):
+        debug = run(*arguments, "-m", "/no/such/model", "abc")
+        assert debug.status == 1
+        assert "Traceback" in debug.err
+
+
+def test_an_unknown_architecture_names_what_is_known(run, tmp_path):
+    tiny_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    done = run("generate", "-m", tmp_path, "abc")
+    assert done.status == 1
+    assert "'mamba'; language models supported are qwen3" in done.err

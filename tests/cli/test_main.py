@@ -1,0 +1,67 @@
+"""The command itself: help, versions, machine facts, and how it ends."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import verax
+from verax import ops
+
+
+def test_without_arguments_it_helps(run):
+    done = run()
+    assert done.status == 0
+    for command in ("generate", "chat", "info", "demo", "bench", "train"):
+        assert command in done.out
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "demo", "bench text", "train text-builtin"])
+def test_every_command_explains_itself(run, command):
+    done = run(*command.split(), "--help")
+    assert done.status == 0
+    assert f"verax {command}" in done.out
+
+
+def test_an_unknown_command_is_one_line(run):
+    done = run("generat")
+    assert done.status == 2
+    assert done.err.count("\n") == 1
+    assert "generat" in done.err
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version").out.strip().endswith(verax.__version__)
+
+
+def test_info_names_versions_devices_and_every_operation(run):
+    facts = json.loads(run("info", "--json", "--no-measure").out)
+    assert facts["machine"]["verax"] == verax.__version__
+    assert facts["machine"]["devices"]
+    assert facts["measured"] is None
+    assert set(facts["operations"]) == set(ops.operations())
+    for name, row in facts["operations"].items():
+        for form in row["runs"].split(", "):
+            assert form.split(" (")[0] in ops.operations()[name].forms
+
+
+def test_info_as_a_table(run):
+    done = run("info", "--no-measure")
+    assert "paged_attention" in done.out
+    assert verax.__version__ in done.out
+
+
+def test_an_interrupt_ends_with_130_and_no_traceback(run, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("verax.bench.machine.fingerprint", interrupted)
+    done = run("info", "--no-measure")
+    assert (done.status, done.err) == (130, "interrupted\n")
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    command = f"{sys.executable} -m verax info --json --no-measure | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
