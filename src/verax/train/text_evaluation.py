@@ -7,14 +7,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from flax import nnx
 
 from verax import checkpoint
-from verax.models import causal_lm
-from verax.text.llm import LLM
+from verax.text.llm import LLM, load_model
 from verax.text.sampling_params import SamplingParams
 from verax.train.text_arithmetic import addition_exam
 from verax.train.text_builtin import held_out_loss
@@ -33,10 +30,7 @@ def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> di
         shares of `json_valid` and `json_exact` answers; of `samples` sampled stories, the share that ends by itself
         within 300 tokens (`stories_end`).
     """
-    opened = checkpoint.Checkpoint.open(folder)
-    architecture, config = causal_lm(opened.config)
-    abstract = nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0)))
-    model = checkpoint.load_module(abstract, opened, dtype=jnp.float32)
+    model = load_model(checkpoint.Checkpoint.open(folder), dtype="float32")
     loss = held_out_loss(model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
     llm = LLM(folder, dtype=dtype, max_num_seqs=32, max_model_len=512, use_tqdm=False)
     greedy = SamplingParams(temperature=0, max_tokens=120)

@@ -1,0 +1,33 @@
+"""Measured limits are numbers that a machine can have, and the fingerprint says what was measured."""
+
+import jax
+import psutil
+
+from verax.bench import machine
+
+
+def test_bandwidth_counts_every_byte(monkeypatch):
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 22)
+    clock = iter(range(1000))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))  # each reading takes a second
+    assert machine.measure_bandwidth(repetitions=2) == 1 << 22
+
+
+def test_the_matmul_rate_counts_two_operations_a_term(monkeypatch):
+    monkeypatch.setattr(machine, "MATMUL_SIZE", 64)
+    clock = iter(range(1000))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
+    assert machine._matmul_rate(jax.numpy.float32) == 2 * 64**3
+
+
+def test_the_fingerprint_names_versions_and_devices():
+    facts = machine.fingerprint()
+    assert facts["jax"] == jax.__version__
+    assert facts["platform"] == "cpu"
+    assert facts["cores"] >= 1
+    assert facts["memory_gib"] > facts["memory_available_gib"] > 0
+
+
+def test_peak_memory_is_in_bytes():
+    held = psutil.Process().memory_info().rss
+    assert held <= machine.peak_memory() < psutil.virtual_memory().total

@@ -1,0 +1,115 @@
+"""The text benchmark on a tiny checkpoint: the work is what it says, nothing compiles while timed, reports hold."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax import cli
+from verax.bench import text
+from verax.bench.report import markdown, write
+from verax.bench.text import Workload, bench_text, founding, nano_vllm
+from verax.errors import InvalidParameterError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    workload = Workload("founding", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
+    return bench_text(folder, lambda vocab_size: workload, runs=2, warmup=1, dtype="float32", split=True)
+
+
+def test_the_founding_case_is_four_prompts_of_a_hundred_tokens():
+    workload = founding(1000)
+    assert len(workload.prompts) == 4
+    assert workload.max_tokens == (100,) * 4
+    assert workload.temperature == 0.7
+    assert workload.new_tokens == 400
+    assert all(0 <= token < 1000 for prompt in workload.prompts for token in prompt)
+
+
+def test_nano_vllms_case_has_its_lengths_and_scales():
+    workload = nano_vllm(151936)
+    lengths = [len(prompt) for prompt in workload.prompts]
+    assert len(lengths) == 256
+    assert 100 <= min(lengths) < 150
+    assert 970 < max(lengths) <= 1024
+    assert all(100 <= count <= 1024 for count in workload.max_tokens)
+    small = nano_vllm(100, requests=8, scale=0.1)
+    assert max(len(prompt) for prompt in small.prompts) <= 102
+    assert all(token < 100 for prompt in small.prompts for token in prompt)
+
+
+def test_the_result_counts_what_was_done(result):
+    assert result["settings"]["new_tokens"] == 10
+    assert result["settings"]["prompt_tokens"] == 8
+    assert result["start_up"]["compiled_during_runs"] == 0
+    side = result["sides"]["verax"]
+    assert len(side["seconds"]) == 2
+    assert side["rate"] == 10 / side["median_s"]
+
+
+def test_the_split_adds_up_to_the_step(result):
+    split = result["decode_step"]
+    assert sum(split["parts_ms"].values()) == pytest.approx(split["whole_ms"])
+    assert split["weight_gb_per_s"] == pytest.approx(1e3 * split["weight_gb"] / split["whole_ms"])
+
+
+def test_reports_are_written_beside_each_other(result, tmp_path):
+    path = write(result, tmp_path / "results")
+    assert json.loads(path.read_text())["sides"] == result["sides"]
+    page = path.with_suffix(".md").read_text()
+    assert f"{result['sides']['verax']['rate']:.1f}" in page
+    assert result["machine"]["jax"] in page
+    assert "| attention |" in page
+
+
+def test_ratios_appear_when_there_are_two_sides(result):
+    both = {**result, "sides": {**result["sides"], "transformers batched": result["sides"]["verax"]}}
+    both["ratios"] = {"verax / transformers batched": 1.5}
+    assert "verax / transformers batched: 1.50x" in markdown(both)
+
+
+def test_without_a_model_the_weights_are_random_in_the_real_shapes(monkeypatch):
+    monkeypatch.setattr(text, "QWEN3_0_6B", {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512})
+    from verax.checkpoint import Checkpoint
+
+    with text._weights(None, "bfloat16") as folder:
+        opened = Checkpoint.open(folder)
+        assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)
+        spread = np.std(np.asarray(opened.read("model.layers.0.mlp.down_proj.weight"), np.float32))
+        assert spread == pytest.approx(3072**-0.5, rel=0.02)
+    assert not folder.exists()
+
+
+def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
+    with pytest.raises(InvalidParameterError, match=r"against: expected transformers, got 'vllm'"):
+        bench_text(None, founding, runs=1, warmup=0, against=("vllm",))
+    with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
+        bench_text(None, founding, runs=1, warmup=0, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--workload", "mlperf"], ["--runs", "0"], ["--requests", "0"], ["--scale", "0"]]
+)
+def test_the_command_refuses_nonsense_in_one_line(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["verax", "bench", "text", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_prints_json_for_scripts(monkeypatch, capsys, folder):
+    arguments = ["--model", folder, "--requests", "2", "--max-tokens", "3", "--runs", "1", "--warmup", "0", "--json"]
+    monkeypatch.setattr(sys, "argv", ["verax", "bench", "text", "--dtype", "float32", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert json.loads(capsys.readouterr().out)["settings"]["new_tokens"] == 6
