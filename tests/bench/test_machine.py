@@ -30,4 +30,4 @@ def test_the_fingerprint_names_versions_and_devices():
 
 def test_peak_memory_is_in_bytes():
     held = psutil.Process().memory_info().rss
-    assert held <= machine.peak_memory() < psutil.virtual_memory().total
+    assert held / 2 < machine.peak_memory() < psutil.virtual_memory().total

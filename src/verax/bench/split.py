@@ -15,9 +15,8 @@ from verax.bench.machine import measure_bandwidth
 from verax.bench.timing import interleave
 from verax.ops import sampling
 from verax.text.llm import LLM
-from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
-from verax.text.step import StepShape, make_step
+from verax.text.step import StepShape
 
 __all__ = ["decode_split"]
 
@@ -70,30 +69,26 @@ def decode_split(llm: LLM, *, rows: int, length: int) -> dict[str, Any]:
     runner = llm.engine.runner
     rows = min(rows, runner.config.max_num_seqs)
     host_ms, packed, shape = _prepare(llm, rows, length)
-    variants, skipped = {"whole step": _compiled(runner, shape, {})}, {}
+    variants, skipped = {"whole step": runner.compile_with_forms(shape)}, {}
     for part, choice in LADDER:
         skipped.update(choice)
-        variants[f"without {part}"] = _compiled(runner, shape, skipped)
-
-    def run(step: Any) -> None:
-        runner._slots, runner._cache, output = step(runner._weights, runner._slots, runner._cache, packed)
-        jax.block_until_ready(output)
-
+        variants[f"without {part}"] = runner.compile_with_forms(shape, **skipped)
     samples = interleave(
-        {name: (lambda step=step: run(step)) for name, step in variants.items()}, runs=REPETITIONS, warmup=2
+        {name: (lambda step=step: jax.block_until_ready(step(packed))) for name, step in variants.items()},
+        runs=REPETITIONS,
+        warmup=2,
     )
     times = [1e3 * side.median for side in samples.values()]
     parts = {part: before - after for (part, _), before, after in zip(LADDER, times, times[1:], strict=False)}
-    weight_bytes = sum(weight.nbytes for weight in runner._weights)
     bandwidth = measure_bandwidth()
-    reached = weight_bytes / (times[0] / 1e3)
+    reached = runner.weight_bytes / (times[0] / 1e3)
     return {
         "rows": rows,
         "length": length,
         "whole_ms": times[0],
         "parts_ms": {"weights (matmuls, norms, rotary)": times[-1], **parts},
         "host_ms": host_ms,
-        "weight_gb": weight_bytes / 1e9,
+        "weight_gb": runner.weight_bytes / 1e9,
         "weight_gb_per_s": reached / 1e9,
         "fraction_of_bandwidth": reached / bandwidth,
     }
@@ -116,13 +111,3 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     for name in names:
         engine.abort(name)
     return host_ms, packed, shape
-
-
-def _compiled(runner: ModelRunner, shape: StepShape, forms: dict[str, str]) -> Any:
-    step = make_step(runner._build, shape, runner.config.block_size)
-
-    def traced(*args: Any) -> Any:
-        with ops.use_forms(**forms):
-            return step(*args)
-
-    return jax.jit(traced, donate_argnums=(1, 2), compiler_options=runner._options)

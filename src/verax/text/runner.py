@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from verax import ops
 from verax._compat import cpu_compiler_options
 from verax.models import Qwen3Config, Qwen3ForCausalLM
 from verax.text.scheduler import Schedule
@@ -157,6 +158,22 @@ class ModelRunner:
     def _dispatch(self, shape: StepShape, packed: np.ndarray) -> StepOutput:
         self._slots, self._cache, output = self._steps[shape](self._weights, self._slots, self._cache, packed)
         return output
+
+    def compile_with_forms(self, shape: StepShape, **forms: str) -> Callable[[np.ndarray], StepOutput]:
+        """A step on this runner's state, compiled anew with other forms of operations (`ops.use_forms`), to measure."""
+        with ops.use_forms(**forms):
+            step = self._compile_later(shape).lower(*self._arguments(shape)).compile()
+
+        def run(packed: np.ndarray) -> StepOutput:
+            self._slots, self._cache, output = step(self._weights, self._slots, self._cache, packed)
+            return output
+
+        return run
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's weights, which every decode step reads."""
+        return sum(weight.nbytes for weight in self._weights)
 
     def num_compiled(self) -> int:
         """Programs compiled so far: after `warm_up` this stays as it is."""
