@@ -72,3 +72,27 @@ def test_an_interrupted_save_leaves_the_old_state(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, stop_at=9, show_progress=False)
     assert (tmp_path / "state.npz").read_bytes() == before
+
+
+def test_a_run_is_not_overwritten(tmp_path):
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=10, show_progress=False)
+    before = (tmp_path / "state.npz").read_bytes()
+    with pytest.raises(CheckpointError, match=r"state\.npz: a run has its state here; resume it"):
+        train(loss, fresh(), batches, SCHEDULE, tmp_path, show_progress=False)
+    assert (tmp_path / "state.npz").read_bytes() == before
+
+
+def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=10, show_progress=False)
+    with (tmp_path / "log.jsonl").open("a") as log:  # as a run that died between two states leaves it
+        log.write('{"step": 20, "loss": 9.0}\n')
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps == [10, 20, 30, 40]
+
+
+def test_a_state_without_its_log_resumes(tmp_path):
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=40, show_progress=False)
+    (tmp_path / "log.jsonl").unlink()
+    train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
+    assert (tmp_path / "loss.png").is_file()

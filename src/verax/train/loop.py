@@ -87,24 +87,32 @@ def train(
         resume: go on from `state.npz`, with bit-identical results to a run that was never interrupted.
         stop_at: leave after this step although the schedule goes on.
         save_every: steps between checkpoints; the last step is always saved.
-        show_progress: a bar on a terminal, a line now and then elsewhere.
+        show_progress: a bar on a terminal.
 
     Raises:
-        CheckpointError: if `resume` finds no state, or one of another model or schedule.
+        CheckpointError: if `resume` finds no state, or one of another model or schedule; if there is a state, which
+            would be lost, and no `resume`.
+        MissingDependencyError: without optax or matplotlib.
     """
+    _matplotlib()  # before the work, not after it
     optimizer = schedule.optimizer()
-    folder.mkdir(parents=True, exist_ok=True)
     state = (params, optimizer.init(params))
     step = 0
     if resume:
         state, step = _load(folder / STATE, state, schedule)
-    log = (folder / LOG).open("a" if resume else "w")
+    elif (folder / STATE).exists():
+        raise CheckpointError(f"{folder / STATE}: a run has its state here; resume it, or choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Steps after the last saved state will be made again.
+    kept = [entry for entry in _read_log(folder) if entry["step"] <= step]
+    (folder / LOG).write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+    log = (folder / LOG).open("a")
 
     def update(state: Any, batch: dict[str, Array]) -> tuple[Any, Float[Array, ""], Float[Array, ""]]:
         params, optimizer_state = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
-        norm = _optax().global_norm(gradient)
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
         return (jax.tree.map(jnp.add, params, updates), optimizer_state), value, norm
 
     options = cpu_compiler_options() if jax.default_backend() == "cpu" else {}
@@ -159,20 +167,15 @@ def _load(path: Path, like: Any, schedule: Schedule) -> tuple[Any, int]:
 
 def plot_loss(folder: Path) -> Path:
     """Draw `log.jsonl` as `loss.png`: the loss, and its running mean."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingDependencyError("plotting needs matplotlib: pip install 'verax[train]'") from error
-    entries = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    pyplot = _matplotlib()
+    entries = _read_log(folder)
     steps, losses = [e["step"] for e in entries], np.asarray([e["loss"] for e in entries])
     window = max(1, len(losses) // 50)
-    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="batch")
-    axes.plot(steps[window - 1 :], smooth, linewidth=1.5, label=f"mean of {window}")
+    if entries:
+        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+        axes.plot(steps[window - 1 :], smooth, linewidth=1.5, label=f"mean of {window}")
     axes.set(xlabel="step", ylabel="loss (nats per token)", yscale="log")
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=120)
@@ -186,3 +189,19 @@ def _optax() -> Any:
     except ImportError as error:
         raise MissingDependencyError("training needs optax: pip install 'verax[train]'") from error
     return optax
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingDependencyError("the loss plot needs matplotlib: pip install 'verax[train]'") from error
+    return pyplot
+
+
+def _read_log(folder: Path) -> list[dict[str, Any]]:
+    path = folder / LOG
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
