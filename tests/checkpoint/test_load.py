@@ -117,6 +117,11 @@ def test_files_of_an_earlier_save_do_not_stay(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path):
+    checkpoint.save(weights(), tmp_path, config={})
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
+
+
 def run(code, tmp_path, **environment):
     import os
 

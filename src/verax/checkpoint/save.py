@@ -71,6 +71,8 @@ def save(
         if generation_config is not None:
             _write_json(partial / "generation_config.json", generation_config)
         _write_json(partial / _CONFIG, config)
+        for path in partial.iterdir():  # safetensors makes files that only their owner may read
+            shutil.copymode(partial / _CONFIG, path)
         _swap(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
