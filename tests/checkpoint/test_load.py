@@ -1,5 +1,7 @@
 """Weights into modules: every misfit is named, every dtype converts, memory stays at one copy, meshes get slices."""
 
+import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.checkpoint.small import raw_file
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load_module
 from verax.errors import CheckpointError
@@ -47,12 +50,17 @@ def test_every_float_type_loads_into_every_other(tmp_path, stored, wanted):
 
 
 def test_the_loaded_model_does_not_depend_on_the_file_any_more(tmp_path):
-    arrays = weights()
-    model = load_module(ABSTRACT, saved(tmp_path, arrays), dtype=jnp.float32)
-    path = tmp_path / "model.safetensors"
+    # Data at a multiple of 64 bytes is what a CPU device would take for its own memory as it is.
+    kernel = np.arange(4096, dtype=np.float32).reshape(64, 64)
+    header = {"weight": {"dtype": "F32", "shape": [64, 64], "data_offsets": [0, kernel.nbytes]}}
+    text = json.dumps(header).encode().ljust(120)
+    (tmp_path / "config.json").write_text("{}")
+    path = raw_file(tmp_path / "model.safetensors", text, kernel.tobytes())
+    abstract = nnx.eval_shape(lambda: Linear(64, 64, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    model = load_module(abstract, Checkpoint.open(tmp_path), dtype=jnp.float32)
     with path.open("r+b") as file:  # in place: the mapping sees it
         file.write(bytes(path.stat().st_size))
-    np.testing.assert_array_equal(model.layers[0].weight[...], arrays["layers.0.weight"])
+    np.testing.assert_array_equal(model.weight[...], kernel)
 
 
 def test_missing_weights_are_named_all_at_once(tmp_path):
@@ -123,8 +131,6 @@ def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path):
 
 
 def run(code, tmp_path, **environment):
-    import os
-
     program = textwrap.dedent(code).replace("FOLDER", repr(str(tmp_path)))
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, check=False

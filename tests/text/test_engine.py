@@ -90,6 +90,12 @@ def test_different_seeds_and_samples_differ_and_equal_seeds_agree(llm):
     assert other not in texts
 
 
+def test_each_position_draws_its_own_number(llm):
+    nearly_uniform = SamplingParams(temperature=1000.0, seed=3, max_tokens=40, ignore_eos=True)
+    drawn = alone(llm, PROMPTS[0], nearly_uniform)
+    assert len(set(drawn)) > 25
+
+
 def test_unseeded_requests_repeat_with_the_engine_seed_and_not_within_it(tiny_folder, llm):
     from tests.text.conftest import make_llm
 

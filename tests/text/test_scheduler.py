@@ -139,6 +139,28 @@ def test_preempted_sequences_give_the_same_tokens():
     assert device.scheduler.num_preemptions > 0
 
 
+def test_nothing_is_planned_beyond_the_tokens_that_a_request_may_get():
+    device = PretendedDevice(50, 4, 4, 16)
+    device.scheduler.add(make_sequence([1, 2, 3], max_tokens=2))
+    counts = [device.scheduler.schedule().num_tokens for _ in range(4)]  # planned ahead: no token has come back yet
+    assert counts == [3, 1, 0, 0]
+
+
+def test_a_plan_that_preempts_admits_nobody():
+    # 8 blocks of 4: two running sequences fill them; the one that gives way must not come back in the same plan.
+    device = PretendedDevice(9, 4, 4, 32, caching=False)
+    for i in range(2):
+        device.scheduler.add(make_sequence([i + 1] * 15, max_tokens=30))
+    device.scheduler.add(make_sequence([9], max_tokens=2))
+    plans = []
+    schedule = device.scheduler.schedule
+    device.scheduler.schedule = lambda: plans.append(schedule()) or plans[-1]
+    device.run()
+    preempting = [plan for plan in plans if plan.num_preempted]
+    assert preempting
+    assert not any(plan.admitted for plan in preempting)
+
+
 # The five bug classes of nano-vllm's tracker, as regressions (its issue or pull request in the name).
 
 

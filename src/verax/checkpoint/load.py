@@ -20,6 +20,9 @@ from verax.errors import CheckpointError, InvalidParameterError
 __all__ = ["load_module"]
 
 M = TypeVar("M", bound=nnx.Module)
+_ALIGNMENT = 64
+"""Bytes; what XLA asks of memory that it does not allocate itself."""
+
 Rules = Sequence[tuple[str, PartitionSpec]]
 
 
@@ -77,17 +80,25 @@ def load_module(
 def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None) -> jax.Array:
     """Copy a mapped array to its device or devices.
 
-    It must be a copy: a CPU device may take the very array that it is given for its memory, and a view of the file
-    would change with the file.
+    It must be a copy: a CPU device takes an aligned array that it is given for its own memory, whatever
+    `device_put(may_alias=False)` says (jaxlib 0.10.2), and a view of the file would change with the file.
     """
     if sharding is not None:
         array = jax.make_array_from_callback(view.shape, sharding, lambda index: view[index].astype(dtype))
-    elif view.dtype == dtype:
-        array = jax.device_put(view, may_alias=False)
     else:
-        array = jax.device_put(view.astype(dtype))
+        array = jax.device_put(_aligned_copy(view, dtype))
     # One transfer at a time: this bounds the memory in use, not only that which is kept.
     return jax.block_until_ready(array)
+
+
+def _aligned_copy(view: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """A copy that a CPU device can take as it is, where it would copy an unaligned one once more."""
+    size = view.size * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -buffer.ctypes.data % _ALIGNMENT
+    copy = buffer[begin : begin + size].view(dtype).reshape(view.shape)
+    copy[...] = view
+    return copy
 
 
 def _nbytes(checkpoint: Checkpoint, name: str) -> int:

@@ -170,10 +170,10 @@ class Engine:
         params = sequence.request.params
         sequence.tokens.append(token)
         count = len(sequence.tokens) - sequence.num_prompt
-        may_stop = count > params.min_tokens or not params.min_tokens
-        if may_stop and token in self.eos_token_ids and not params.ignore_eos:
+        # Before `min_tokens` no stop token arrives here: the device does not sample them.
+        if token in self.eos_token_ids and not params.ignore_eos:
             self._finish(sequence, "stop", None)
-        elif may_stop and token in params.stop_tokens:
+        elif token in params.stop_tokens:
             self._finish(sequence, "stop", token)
         elif (found := self._show(sequence, token)) is not None:
             self._finish(sequence, "stop", found)

@@ -87,6 +87,8 @@ class ModelRunner:
         """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this."""
         begin = time.perf_counter()
         shapes = self.shapes
+        if progress is not None:
+            progress(0, len(shapes))
         # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two.
         with ThreadPoolExecutor(2) as pool:
             compiled = pool.map(lambda shape: self._steps[shape].lower(*self._arguments(shape)).compile(), shapes)
