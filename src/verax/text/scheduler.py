@@ -35,7 +35,6 @@ class Schedule:
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    num_preempted: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -76,8 +75,8 @@ class Scheduler:
             if budget > 0 and sequence.state is SequenceState.RUNNING and sequence.num_to_compute > 1:
                 # Not yet planned in the loop above: its plan would have left 0 or 1 to compute.
                 budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
-        if plan.num_preempted == 0:
-            self._admit(plan, budget)
+        # A sequence that gave its blocks up in this plan waits in front, and does not fit: others took what it needs.
+        self._admit(plan, budget)
         return plan
 
     def finish(self, sequence: Sequence) -> None:
@@ -129,7 +128,6 @@ class Scheduler:
             planned = {chunk.sequence for chunk in plan.chunks}
             victim = next((s for s in reversed(self.running) if s not in planned), sequence)
             self._preempt(victim)
-            plan.num_preempted += 1
             if victim is sequence:
                 return 0
         sequence.num_computed += count
