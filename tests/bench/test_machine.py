@@ -1,7 +1,11 @@
 """Measured limits are numbers that a machine can have, and the fingerprint says what was measured."""
 
+import sys
+
 import jax
+import numpy as np
 import psutil
+import pytest
 
 from verax.bench import machine
 
@@ -31,3 +35,12 @@ def test_the_fingerprint_names_versions_and_devices():
 def test_peak_memory_is_in_bytes():
     held = psutil.Process().memory_info().rss
     assert held / 2 < machine.peak_memory() < psutil.virtual_memory().total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_growth_of_a_block_is_its_own():
+    np.ones(50_000_000, np.uint8)  # a peak before the block does not count
+    with machine.peak_growth() as growth:
+        np.ones(30_000_000, np.uint8)
+    np.ones(90_000_000, np.uint8)  # nor one after it
+    assert 25e6 < growth() < 45e6

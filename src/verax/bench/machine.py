@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import psutil
 import verax
 from verax._compat import JAXLIB, compilation_cache
 
-__all__ = ["fingerprint", "measure_bandwidth", "measure_machine", "peak_memory"]
+__all__ = ["fingerprint", "measure_bandwidth", "measure_machine", "peak_growth", "peak_memory"]
 
 READ_BYTES = 1 << 29
 """Read once a repetition: far more than any cache holds."""
@@ -96,6 +98,28 @@ def peak_memory() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextlib.contextmanager
+def peak_growth() -> Iterator[Callable[[], int | None]]:
+    """Most bytes that this process holds while the block runs, beyond what it held before; None unless on Linux.
+
+    What is yielded gives the number, when called after the block.
+    """
+    grown: list[int] = []
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is held now (man 5 proc)
+        before = _high_water()
+    except OSError:
+        before = None
+    yield lambda: grown[0] if grown else None
+    if before is not None:
+        grown.append(_high_water() - before)
+
+
+def _high_water() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def _cpu_name() -> str:

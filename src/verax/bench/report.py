@@ -32,9 +32,10 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [f"- {name}: {ratio:.2f}x" for name, ratio in result["ratios"].items()]
     lines += [
         "",
-        f"Start-up: weights {start['load_s']:.1f} s, {start['programs']} programs {start['compile_s']:.1f} s; "
-        f"{start['compiled_during_runs']} compiled during the runs. Peak memory of the process "
-        f"{result['peak_memory_gb']:.2f} GB.",
+        f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s"
+        + (f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else "")
+        + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
+        f"during the runs. Peak memory of the process {result['peak_memory_gb']:.2f} GB.",
     ]
     if "decode_step" in result:
         lines += _split_table(result["decode_step"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from verax import checkpoint, progress
-from verax.bench.machine import fingerprint, measure_machine, peak_memory
+from verax.bench.machine import fingerprint, measure_machine, peak_growth, peak_memory
 from verax.bench.timing import interleave
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
@@ -119,10 +120,14 @@ def bench_text(
     if unknown:
         raise InvalidParameterError(f"against: expected transformers, got {unknown[0]!r}")
     with _weights(model, dtype) as folder:
-        config = causal_lm(checkpoint.Checkpoint.open(folder).config)[1]
-        workload = make_workload(config.vocab_size)
-        llm = _load(
-            folder, dtype, max_num_seqs=max_num_seqs or min(len(workload.prompts), 256), max_model_len=workload.longest
+        opened = checkpoint.Checkpoint.open(folder)
+        workload = make_workload(causal_lm(opened.config)[1].vocab_size)
+        begin = time.perf_counter()
+        with peak_growth() as loading:
+            module = load_model(opened, dtype=dtype)
+        load_seconds = time.perf_counter() - begin
+        llm = LLM.from_module(
+            module, max_num_seqs=max_num_seqs or min(len(workload.prompts), 256), max_model_len=workload.longest
         )
         runner = llm.engine.runner
         sides: dict[str, Callable[[], object]] = {}
@@ -164,7 +169,9 @@ def bench_text(
                 "max_num_seqs": runner.config.max_num_seqs,
             },
             "start_up": {
-                "load_s": llm.load_seconds,
+                "load_s": load_seconds,
+                "weights_gb": runner.weight_bytes / 1e9,
+                "load_peak_gb": (loading() or 0) / 1e9 or None,
                 "compile_s": llm.compile_seconds,
                 "programs": len(runner.shapes),
                 "compiled_during_runs": runner.num_compiled() - compiled,
@@ -180,13 +187,6 @@ def bench_text(
 
             result["decode_step"] = decode_split(llm, rows=len(prompts), length=workload.longest)
         return result
-
-
-def _load(folder: Path, dtype: str, **sizes: Any) -> LLM:
-    """The model with or without its tokenizer: a benchmark needs token ids only."""
-    if (folder / "tokenizer.json").is_file():
-        return LLM(folder, dtype=dtype, **sizes)
-    return LLM.from_module(load_model(checkpoint.Checkpoint.open(folder), dtype=dtype), **sizes)
 
 
 @contextlib.contextmanager
