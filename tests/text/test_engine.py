@@ -1,5 +1,8 @@
 """The engine on a tiny random model: the same tokens whatever happens around a request."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -261,3 +264,26 @@ def test_prompt_shapes_are_told_apart(llm):
         llm.generate({"text": "abc"}, GREEDY, use_tqdm=False)
     with pytest.raises(InvalidParameterError, match="sampling_params"):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+
+
+@pytest.mark.parametrize("prompts", [None, 5])
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    with pytest.raises(InvalidParameterError, match="prompts: expected texts or lists of token ids"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", [None]])
+def test_what_is_no_sampling_params_is_refused(llm, params):
+    with pytest.raises(InvalidParameterError, match="sampling_params: expected SamplingParams"):
+        llm.generate([[5, 6]], params)
+
+
+def test_an_unfinished_stream_does_not_disturb_the_end_of_the_program(tiny_folder):
+    program = f"""
+from verax import LLM
+llm = LLM({str(tiny_folder)!r}, max_num_seqs=1, max_model_len=64, use_tqdm=False)
+pieces = llm.stream("abc")
+next(pieces)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,9 @@ class LLM:
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             params = [sampling_params or self.default_sampling_params()] * len(prompts)
         else:
-            params = list(sampling_params)
+            params = list(sampling_params) if isinstance(sampling_params, List) else [sampling_params]
+        if wrong := [how for how in params if not isinstance(how, SamplingParams)]:
+            raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {wrong[0]!r}")
         if len(params) != len(prompts):
             raise InvalidParameterError(f"sampling_params: {len(params)} given for {len(prompts)} prompts")
         waiting: list[str] = []
@@ -269,6 +272,7 @@ class LLM:
         return [done[request_id] for request_id in waiting]
 
     def _pieces(self, request_id: str) -> Generator[str, None, RequestOutput]:
+        finalizing = sys.is_finalizing  # when the interpreter ends, globals may be gone before a generator is
         request = self.engine.request(request_id)
         shown = self.engine.detokenizer(request.sequences[0])
         try:
@@ -280,7 +284,8 @@ class LLM:
                 yield piece
             return self.engine.close(request)
         finally:
-            self.engine.abort(request_id)
+            if not finalizing():
+                self.engine.abort(request_id)
 
 
 def load_model(
@@ -302,6 +307,8 @@ def _as_list(prompts: Prompt | List[Prompt]) -> list[str | List[int]]:
     """One text, one dictionary or one list of token ids is a batch of one."""
     if isinstance(prompts, (str, Mapping)):
         return [_content(prompts)]
+    if not isinstance(prompts, Iterable):
+        raise InvalidParameterError(f"prompts: expected texts or lists of token ids, got {prompts!r}")
     items: list[Any] = list(prompts)
     if items and not isinstance(items[0], (str, Mapping)) and not hasattr(items[0], "__len__"):
         return [items]
