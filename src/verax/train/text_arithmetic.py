@@ -50,9 +50,26 @@ PAIRS: dict[Split, tuple[tuple[int, int], ...]] = {
 }
 """Every ordered pair of operands of each split."""
 
-_DIFFERENCES: dict[Split, tuple[tuple[int, int], ...]] = {
-    "train": tuple((a, b) for a in _OPERANDS for b in range(a + 1) if not _subtraction_is_held_out(a, b)),
-    "held_out": tuple((a, b) for a in _OPERANDS for b in range(a + 1) if is_held_out(a, b)),
+_SMALL_BELOW = 20
+_SMALL_SHARE = 0.25
+"""Of all draws: sums of small numbers are what people ask first, and they are few among all pairs."""
+
+
+class _Operands:
+    """Pairs to draw from, small ones more often than their number."""
+
+    def __init__(self, pairs: tuple[tuple[int, int], ...]):
+        self._pairs = pairs
+        self._small = tuple(pair for pair in pairs if max(pair) < _SMALL_BELOW)
+
+    def draw(self, rng: Random) -> tuple[int, int]:
+        return rng.choice(self._small if rng.random() < _SMALL_SHARE else self._pairs)
+
+
+_SUMS: dict[Split, _Operands] = {split: _Operands(pairs) for split, pairs in PAIRS.items()}
+_DIFFERENCES: dict[Split, _Operands] = {
+    "train": _Operands(tuple((a, b) for a in _OPERANDS for b in range(a + 1) if not _subtraction_is_held_out(a, b))),
+    "held_out": _Operands(tuple((a, b) for a in _OPERANDS for b in range(a + 1) if is_held_out(a, b))),
 }
 
 _ADD_QUESTIONS = (
@@ -97,21 +114,21 @@ _MORE = ("finds {b} more", "gets {b} more", "buys {b} more")
 
 def addition(rng: Random, split: Split) -> Exchange:
     """An addition in one of many phrasings, answered by the equation."""
-    a, b = rng.choice(PAIRS[split])
+    a, b = _SUMS[split].draw(rng)
     return Exchange(rng.choice(_ADD_QUESTIONS).format(a=a, b=b), f"{a} + {b} = {a + b}.")
 
 
 def subtraction(rng: Random, split: Split) -> Exchange:
     """A subtraction whose result is not negative."""
-    a, b = rng.choice(_DIFFERENCES[split])
+    a, b = _DIFFERENCES[split].draw(rng)
     return Exchange(rng.choice(_SUBTRACT_QUESTIONS).format(a=a, b=b), f"{a} - {b} = {a - b}.")
 
 
 def comparison(rng: Random, split: Split) -> Exchange:
     """Which of two different numbers is larger, or smaller."""
-    a, b = rng.choice(PAIRS[split])
+    a, b = _SUMS[split].draw(rng)
     while a == b:
-        a, b = rng.choice(PAIRS[split])
+        a, b = _SUMS[split].draw(rng)
     word, chosen, other = rng.choice((("larger", max(a, b), min(a, b)), ("smaller", min(a, b), max(a, b))))
     question = rng.choice(("Which is {word}, {a} or {b}?", "Which number is {word}: {a} or {b}?"))
     return Exchange(question.format(word=word, a=a, b=b), f"{chosen} is {word} than {other}.")
@@ -119,9 +136,9 @@ def comparison(rng: Random, split: Split) -> Exchange:
 
 def word_problem(rng: Random, split: Split) -> Exchange:
     """An addition told as a story of one sentence."""
-    a, b = rng.choice(PAIRS[split])
+    a, b = _SUMS[split].draw(rng)
     while min(a, b) < 2:
-        a, b = rng.choice(PAIRS[split])
+        a, b = _SUMS[split].draw(rng)
     name, counted = draw_name(rng), rng.choice(_COUNTED)
     pronoun = "She" if is_girl(name) else "He"
     more = rng.choice(_MORE).format(b=b)
@@ -147,10 +164,10 @@ def arithmetic_text(rng: Random, split: Split) -> str:
     for _ in range(rng.choice((1, 1, 2, 3, 4, 6, 8))):
         kind = rng.random()
         if kind < 0.86:
-            a, b = rng.choice(PAIRS[split])
+            a, b = _SUMS[split].draw(rng)
             lines.append(rng.choice(_ADD_STATEMENTS).format(a=a, b=b, c=a + b))
         elif kind < 0.93:
-            a, b = rng.choice(_DIFFERENCES[split])
+            a, b = _DIFFERENCES[split].draw(rng)
             lines.append(f"{a} - {b} = {a - b}")
         else:
             question, answer = arithmetic(rng, split)
