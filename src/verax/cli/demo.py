@@ -18,7 +18,7 @@ __all__ = ["demo"]
 
 COMPLETED = "Once upon a time, there was a"
 ASKED = ("Tell me a story about a fox called Mia.", "What color is the sky?")
-SUMS = ((47, 38), (12, 30), (96, 7), (58, 64))
+SUMS = ((2, 2), (47, 38), (12, 30), (96, 7), (58, 64))
 
 
 def demo(
@@ -31,18 +31,18 @@ def demo(
     output.mkdir(parents=True, exist_ok=True)
     llm = LLM(max_num_seqs=64, max_model_len=512, seed=seed)
     say = _Transcript()
-    params = llm.default_sampling_params(temperature=0.7, max_tokens=200, seed=seed)
+    lively = llm.default_sampling_params(temperature=0.7, max_tokens=200, seed=seed)
+    params = llm.default_sampling_params(max_tokens=200)
     say(f"The built-in model: weights {llm.load_seconds:.1f} s, programs {llm.compile_seconds:.1f} s.\n")
     say("-- a prompt, completed\n" + COMPLETED, end="")
-    story = _stream(llm, COMPLETED, params, say)
+    story = _stream(llm, COMPLETED, lively, say)
     answers = []
     for question in ASKED:
         say(f"\n-- a chat turn\n> {question}")
         answers.append(_stream(llm, [{"role": "user", "content": question}], params, say))
     say("\n-- sums")
-    greedy = llm.default_sampling_params(temperature=0.0, max_tokens=30)
     chats = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in SUMS]
-    sums = [o.outputs[0].text for o in llm.chat(chats, greedy, use_tqdm=False)]
+    sums = [o.outputs[0].text for o in llm.chat(chats, params, use_tqdm=False)]
     for (a, b), answer in zip(SUMS, sums, strict=True):
         say(f"> What is {a} + {b}?   {answer}")
     speed = {str(n): _speed(llm, n) for n in (1, 8, 64)}

@@ -1,0 +1,16 @@
+"""`verax demo`: what a newcomer sees first."""
+
+import json
+
+
+def test_the_demo_writes_what_it_shows(run, tmp_path):
+    done = run("demo", "--output", tmp_path / "demo")
+    assert done.status == 0
+    record = json.loads((tmp_path / "demo" / "text.json").read_text())
+    assert record["completion"].startswith("Once upon a time, there was a")
+    assert len(record["completion"]) > 100
+    assert record["sums"][0] == "2 + 2 = 4."
+    for answer in [*record["chat"].values(), *record["sums"], record["completion"]]:
+        assert answer in done.out
+    assert set(record["speed"]) == {"1", "8", "64"}
+    assert (tmp_path / "demo" / "text.txt").read_text() in done.out
