@@ -6,19 +6,26 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test test-native lint format bench clean
 
 help:  ## List the verbs.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## Run the built-in model: a prompt completed, a chat answered, sums, the speed.
 	$(BIN)/verax demo --output demo
 
 test: $(VENV)/.installed-dev  ## Run every test that needs no GPU.
 	$(BIN)/python -m pytest -m "not gpu"
+
+test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers.
+	@for test in tests/native/*_test.cc; do \
+	  program=build/native/$$(basename $$test .cc); \
+	  $(BIN)/python -m verax.ops.cpu.build $$program --program $$test --flags="$(SANITIZE)" && $$program || exit 1; \
+	done
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.
 	$(BIN)/ruff check

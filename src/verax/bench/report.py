@@ -12,8 +12,13 @@ __all__ = ["markdown", "write"]
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A text benchmark as a page."""
-    settings, machine, start = result["settings"], result["machine"], result["start_up"]
+    """A benchmark as a page."""
+    page = {"text": _text_page, "ops": _ops_page}[result["kind"]]
+    return "\n".join([*page(result), "", _about(result), ""])
+
+
+def _text_page(result: dict[str, Any]) -> list[str]:
+    settings, start = result["settings"], result["start_up"]
     lines = [
         f"# Text: {settings['workload']}, {settings['model']}, {settings['dtype']}",
         "",
@@ -39,10 +44,40 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     if "decode_step" in result:
         lines += _split_table(result["decode_step"])
+    return lines
+
+
+def _ops_page(result: dict[str, Any]) -> list[str]:
+    settings, cases = result["settings"], result["cases"]
+    others = sorted({name for case in cases for name in case["ratios"]})
+    lines = [
+        f"# Operations: linear, weight {settings['size_out']} x {settings['size_in']}",
+        "",
+        f"{settings['runs']} rounds after {settings['warmup']} warm-up; the forms take turns in a round. CPU kernels: "
+        f"{settings['cpu_level'] or 'none'}. GB/s counts the weight once, as it is stored. The limit is that read at "
+        "the measured bandwidth, or the products at the measured rate. The last columns: how many times faster than "
+        "that form.",
+        "",
+        "| weight | rows | runs | median ms | P10-P90 ms | GB/s | of the limit | " + " | ".join(others) + " |",
+        "|" + "---|" * (7 + len(others)),
+    ]
+    for case in cases:
+        side = case["sides"][case["runs"]]
+        ratios = [f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else "" for name in others]
+        lines.append(
+            f"| {case['weight']} | {case['rows']} | {case['runs']} | {1e3 * side['median_s']:.2f} "
+            f"| {1e3 * side['p10_s']:.2f}-{1e3 * side['p90_s']:.2f} | {case['gb_per_s']:.1f} "
+            f"| {100 * case['fraction_of_limit']:.0f}% | " + " | ".join(ratios) + " |"
+        )
+    return lines
+
+
+def _about(result: dict[str, Any]) -> str:
+    machine = result["machine"]
     measured = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["measured"].items())
     shown = ("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers")
     about = ", ".join(f"{name} {machine[name]}" for name in shown if name in machine)
-    return "\n".join([*lines, "", f"Machine: {about}. Measured: {measured}. {result.get('date', '')}", ""])
+    return f"Machine: {about}. Measured: {measured}. {result.get('date', '')}"
 
 
 def _split_table(split: dict[str, Any]) -> list[str]:
@@ -71,7 +106,8 @@ def write(result: dict[str, Any], folder: Path) -> Path:
             result["machine"]["devices"][0] if result["machine"]["platform"] != "cpu" else result["machine"]["cpu"]
         ).lower(),
     ).strip("-")
-    name = f"{now:%Y-%m-%d}-{where}-{result['machine']['cores']}c-text-{settings['workload']}-{settings['dtype']}"
+    what = [settings[name] for name in ("workload", "dtype") if name in settings]
+    name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from verax.bench.text import Workload
 
 __all__ = ["app"]
+
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")]
 
 app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_args_is_help=True)
 
@@ -42,9 +44,7 @@ def text(
     dtype: options.Dtype = "bfloat16",
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")
-    ] = None,
+    output: Output = None,
     as_json: options.Json = False,
 ) -> None:
     """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
@@ -61,7 +61,6 @@ def text(
         raise typer.BadParameter("--requests: at least 1")
     if scale <= 0:
         raise typer.BadParameter("--scale: more than 0")
-    from verax.bench.report import markdown, write
     from verax.bench.text import bench_text, founding, nano_vllm
 
     heat = options.given(temperature=temperature, requests=requests)
@@ -81,6 +80,54 @@ def text(
         max_num_seqs=max_num_seqs,
         split=split,
     )
+    _show(result, output, as_json)
+
+
+@app.command("ops")
+def operations(
+    size_in: Annotated[int, typer.Option(help="Inputs of the linear operation.", min=1)] = 4096,
+    size_out: Annotated[int, typer.Option(help="Outputs of the linear operation.", min=1)] = 11008,
+    rows: Annotated[str, typer.Option(help="Rows of the input, one case each.")] = "1,2,4,8,16,32,128",
+    weights: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128; all if left out.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 2,
+    against: Annotated[str | None, typer.Option(help="torch: time its linear too, interleaved.")] = None,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Each form of an operation by itself, beside torch and the machine's measured limits.
+
+    Examples:
+
+        verax bench ops --against torch
+
+        verax bench ops --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
+    """
+    from verax.bench.ops import WEIGHTS, bench_ops
+
+    try:
+        counts = [int(count) for count in rows.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"--rows: expected numbers from 1 such as 1,4,16, got {rows!r}")
+    result = bench_ops(
+        size_in=size_in,
+        size_out=size_out,
+        rows=counts,
+        weights=weights.split(",") if weights else list(WEIGHTS),
+        against=tuple(against.split(",")) if against else (),
+        runs=runs,
+        warmup=warmup,
+    )
+    _show(result, output, as_json)
+
+
+def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    from verax.bench.report import markdown, write
+
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
     if output is not None:
         typer.echo(f"written: {write(result, output)}", err=True)

@@ -31,9 +31,15 @@ def info(
     from verax._compat import enable_compilation_cache
     from verax.bench.forms import forms_here
     from verax.bench.machine import fingerprint, measure_machine
+    from verax.ops.cpu import library
 
     enable_compilation_cache()  # as every model does: so that the folder is known
-    facts = {"machine": fingerprint(), "measured": measure_machine() if measure else None, "operations": forms_here()}
+    facts = {
+        "machine": fingerprint(),
+        "measured": measure_machine() if measure else None,
+        "operations": forms_here(),
+        "cpu_kernels": {"level": library.level(), "levels": library.levels(), "problem": library.problem()},
+    }
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
         return
@@ -48,3 +54,11 @@ def info(
     for name, row in facts["operations"].items():
         table.add_row(name, row["runs"], ", ".join(row["others"]))
     console.print(table)
+    kernels = facts["cpu_kernels"]
+    others = ", ".join(name for name in kernels["levels"] if name != kernels["level"])
+    console.print(
+        f"CPU kernels: {kernels['level']} (this machine also runs {others}; choose with VERAX_CPU_LEVEL)"
+        if kernels["level"]
+        else kernels["problem"],
+        soft_wrap=True,
+    )

@@ -6,11 +6,16 @@ from verax.ops.attention import attention
 from verax.ops.linear import linear
 from verax.ops.norm import rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
+from verax.ops.quantized import QuantizedWeight, quantize
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
+
+# Fast forms register themselves with the operations above.
+import verax.ops.cpu.linear  # noqa: F401  # isort: skip
 
 __all__ = [
     "Form",
     "Operation",
+    "QuantizedWeight",
     "RotaryConfig",
     "apply_rotary",
     "attention",
@@ -19,6 +24,7 @@ __all__ = [
     "operations",
     "paged_attention",
     "paged_decode_attention",
+    "quantize",
     "rms_norm",
     "rotary_tables",
     "sampling",

@@ -1,4 +1,4 @@
-"""`y = x W^T + b`, with the weight as PyTorch stores it."""
+"""`y = x W^T + b`, with the weight as PyTorch stores it, or quantised."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
+from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["linear"]
 
 
+Weight = Float[Array, "F D"] | QuantizedWeight
+
+
 @operation
-def linear(
-    x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
-) -> Float[Array, "*B F"]:
+def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None) -> Float[Array, "*B F"]:
     """`x W^T + b` in float32: the inputs are rounded to the weight's dtype, products are accumulated in float32.
 
     The result stays float32, so that what lies between two matmuls (norms, residual sums, activations) is not rounded.
+    With a quantised weight the inputs are rounded to bfloat16; integers and scales are exact.
     """
+    if isinstance(weight, QuantizedWeight):
+        x, weight = x.astype(jnp.bfloat16).astype(jnp.float32), weight.dequantize()
     # HIGHEST matters to float32 weights only, where a GPU or TPU would otherwise multiply in TF32 or bfloat16.
     y = jnp.einsum(
         "...d,fd->...f",
@@ -27,11 +32,30 @@ def linear(
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+    return _add(y, bias)
+
+
+def _is_quantized(x: object, weight: object, bias: object = None) -> bool:
+    return isinstance(weight, QuantizedWeight)
+
+
+@linear.form("dequantized", accepts=_is_quantized)
+def _linear_dequantized(
+    x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    # For many rows, which share the cost. A row's scale can wait until after the product, whose integers bfloat16
+    # holds exactly; scales of groups cannot, so there the weight is rounded to bfloat16.
+    if weight.group_size is None:
+        return _add(linear(x, weight.integers().astype(jnp.bfloat16)) * weight.scales[:, 0].astype(jnp.float32), bias)
+    return linear(x, weight.dequantize(jnp.bfloat16), bias)
+
+
+def _add(y: Float[Array, "*B F"], bias: Float[Array, "F"] | None) -> Float[Array, "*B F"]:
     return y if bias is None else y + bias.astype(jnp.float32)
 
 
-def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, *_: object, **__: object) -> bool:
-    return x.size == x.shape[-1]
+def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, weight: object, bias: object = None) -> bool:
+    return x.size == x.shape[-1] and not isinstance(weight, QuantizedWeight)
 
 
 @linear.form("two_rows", platforms=("cpu",), accepts=_is_single_row)

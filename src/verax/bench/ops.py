@@ -1,0 +1,147 @@
+"""Operations by themselves: every form, torch, and the machine's measured limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from verax import ops, progress
+from verax.bench.machine import fingerprint, measure_machine
+from verax.bench.timing import interleave
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.ops.cpu import library
+
+__all__ = ["WEIGHTS", "bench_ops"]
+
+WEIGHTS: dict[str, tuple[int, int | None] | None] = {
+    "float32": None,
+    "bfloat16": None,
+    "int8": (8, None),
+    "int8-32": (8, 32),
+    "int8-128": (8, 128),
+    "int4-32": (4, 32),
+    "int4-128": (4, 128),
+}
+"""Kinds of weight by name; of quantised ones, the bits and how many inputs share a scale."""
+
+Sides = dict[str, Callable[[], object]]
+
+
+def bench_ops(
+    *,
+    size_in: int,
+    size_out: int,
+    rows: Sequence[int],
+    weights: Sequence[str],
+    against: Sequence[str] = (),
+    runs: int,
+    warmup: int,
+) -> dict[str, Any]:
+    """Time `ops.linear` in each of its forms, interleaved; a report as JSON holds it.
+
+    Args:
+        size_in, size_out: of the weight `[size_out, size_in]`.
+        rows: of the input; one case each.
+        weights: names out of `WEIGHTS`.
+        against: `"torch"` for its `linear` on weights of the same dtype; quantised ones go against bfloat16.
+        runs: counted rounds. With `warmup` rounds before them.
+
+    Raises:
+        InvalidParameterError: for an unknown weight or side.
+        MissingDependencyError: if torch is asked for and not there.
+    """
+    for name, given, known in (("weights", weights, WEIGHTS), ("against", against, ("torch",))):
+        unknown = [item for item in given if item not in known]
+        if unknown:
+            raise InvalidParameterError(f"{name}: expected {', '.join(known)}, got {unknown[0]!r}")
+    torch = _torch() if "torch" in against else None
+    measured, cases = measure_machine(), []
+    rng = np.random.default_rng(0)
+    dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
+    with progress.bar("measuring") as report:
+        for kind in weights:
+            weight = _weight(dense, kind)
+            dtype = "float32" if kind == "float32" else "bfloat16"
+            theirs = None if torch is None else _torch_tensor(torch, dense, dtype)
+            for count in rows:
+                x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
+                sides = _forms(x, weight)
+                if torch is not None:
+                    tensor = _torch_tensor(torch, x, dtype)
+                    sides["torch"] = lambda a=tensor, w=theirs: torch.nn.functional.linear(a, w)
+                case = _measure(sides, ops.linear.select(x, weight).name, measured, weight, count, runs, warmup)
+                cases.append({"operation": "linear", "weight": kind, "rows": count, **case})
+                report(len(cases), len(weights) * len(rows), f"{kind}, {count} rows")
+    versions = {} if torch is None else {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
+    return {
+        "kind": "ops",
+        "machine": {**fingerprint(), **versions},
+        "measured": measured,
+        "settings": {
+            "size_in": size_in,
+            "size_out": size_out,
+            "runs": runs,
+            "warmup": warmup,
+            "cpu_level": library.level(),
+        },
+        "cases": cases,
+    }
+
+
+def _measure(
+    sides: Sides, chosen: str, measured: Mapping[str, float], weight: Any, rows: int, runs: int, warmup: int
+) -> dict[str, Any]:
+    """Time one case. Its limit is one read of the weight at the measured bandwidth, or the products if longer."""
+    samples = interleave(sides, runs=runs, warmup=warmup)
+    size_out, size_in = weight.shape
+    rate = "float32" if weight.nbytes == 4 * size_out * size_in else "bfloat16"
+    limit = max(
+        weight.nbytes / (1e9 * measured["memory_bandwidth_gb_per_s"]),
+        2 * rows * size_out * size_in / (1e9 * measured[f"matmul_{rate}_gflop_per_s"]),
+    )
+    ours = samples[chosen]
+    return {
+        "runs": chosen,
+        "bytes_read": weight.nbytes,
+        "gb_per_s": weight.nbytes / ours.median / 1e9,
+        "limit_s": limit,
+        "fraction_of_limit": limit / ours.median,
+        "sides": {name: side.to_dict(weight.nbytes) for name, side in samples.items()},
+        "ratios": {name: ours.ratio_to(side) for name, side in samples.items() if name != chosen},
+    }
+
+
+def _forms(x: jax.Array, weight: Any) -> Sides:
+    """Every form of the operation that can take this call here, by name."""
+    sides: Sides = {}
+    for name, form in ops.linear.forms.items():
+        usable = form.accepts(x, weight) or name == "plain" or (name == "native" and library.available())
+        if usable and form.runs_on(jax.default_backend()):
+            run = jax.jit(form.function)
+            sides[name] = lambda run=run: jax.block_until_ready(run(x, weight))
+    return sides
+
+
+def _weight(dense: jax.Array, kind: str) -> Any:
+    scheme = WEIGHTS[kind]
+    if scheme is None:
+        return dense.astype(kind)
+    return jax.jit(ops.quantize, static_argnums=(1, 2))(dense, *scheme)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError("comparing with torch needs it: pip install 'verax[parity]'") from error
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return torch
+
+
+def _torch_tensor(torch: Any, array: jax.Array, dtype: str) -> Any:
+    return torch.from_numpy(np.array(array.astype(jnp.float32))).to(getattr(torch, dtype))

@@ -1,0 +1,154 @@
+"""Compile the native library with the machine's C++ compiler: `python -m verax.ops.cpu.build`.
+
+The package's build hook runs this file by its path, in an environment that has neither verax nor JAX: it imports the
+standard library only, and looks for XLA's headers in whatever jaxlib is there.
+
+Which jaxlib's headers: a library runs under the jaxlib that it was compiled against and under newer ones, not under
+older ones. So the hook asks for the oldest that verax supports (`HEADERS`), and one build serves all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+__all__ = ["HEADERS", "BuildError", "build", "compiler", "library_name"]
+
+HEADERS = "jaxlib>=0.10,<0.11; python_version < '3.15'", "jaxlib>=0.10; python_version >= '3.15'"
+"""Requirements that bring XLA's FFI headers, for the build hook. (Python 3.14 is the newest with a jaxlib 0.10.)"""
+
+SOURCES = Path(__file__).with_name("native")
+
+_X86 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {"avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"), "avx512": _AVX512, "avx2": _X86},
+    "aarch64": {"neon": ()},
+}
+"""By architecture, the compiler flags of each level above `portable`."""
+
+COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
+
+
+class BuildError(RuntimeError):
+    """The library cannot be built here; the message says what is missing or what the compiler said."""
+
+
+def architecture() -> str:
+    """`platform.machine()`, one name for each architecture."""
+    machine = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+
+
+def library_name() -> str:
+    """The library's file name: by system and architecture, as one source tree may be shared between machines."""
+    return f"libverax-{platform.system().lower()}-{architecture()}.so"
+
+
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: `$CXX`, or the first of c++, g++ and clang++; None if there is none."""
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((shlex.split(c) for c in candidates if shutil.which(shlex.split(c)[0])), None)
+
+
+def headers() -> Path:
+    """The folder that holds `xla/ffi/api/ffi.h`."""
+    spec = importlib.util.find_spec("jaxlib")
+    for location in (spec and spec.submodule_search_locations) or ():
+        if (folder := Path(location) / "include").joinpath("xla/ffi/api/ffi.h").is_file():
+            return folder
+    raise BuildError("XLA's FFI headers were not found: jaxlib is not installed")
+
+
+def build(target: Path, *, flags: Sequence[str] = (), program: Path | None = None) -> list[str]:
+    """Compile the library into `target`, replacing it only when all went well.
+
+    Args:
+        target: the library's path.
+        flags: more of them for every compiler call, such as `-fsanitize=address`.
+        program: a C++ file with a `main` that calls kernels: makes an executable of it, without FFI handlers.
+
+    Returns:
+        The levels that it holds. A level whose flags the compiler does not know is left out.
+
+    Raises:
+        BuildError: if there is no compiler, no header, or the compiler fails.
+    """
+    if platform.system() not in ("Linux", "Darwin"):
+        raise BuildError(f"{platform.system()} is not supported: Linux and macOS are")
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("no C++ compiler was found (c++, g++, clang++, or $CXX)")
+    with tempfile.TemporaryDirectory(prefix="verax-build-") as name:
+        folder = Path(name)
+        levels = {
+            level: level_flags
+            for level, level_flags in LEVELS.get(architecture(), {}).items()
+            if _compiles(cxx, level_flags, folder)
+        }
+        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}" for level in levels)]
+        command += ["-I", str(SOURCES), "-c", *(("-isystem", str(headers())) if program is None else ())]
+        sources = sorted(SOURCES.glob("*.cc"))
+        if program is not None:
+            sources = [program, *(source for source in sources if not source.stem.endswith("_ffi"))]
+        units = {folder / f"{source.stem}.o": [str(source)] for source in sources}
+        for source in sorted((SOURCES / "kernels").glob("*.cc")):
+            for level, level_flags in {**levels, "portable": ("-DVERAX_PORTABLE",)}.items():
+                units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *level_flags, str(source)]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(_run, ([*command, *more, "-o", str(unit)] for unit, more in units.items())))
+        # Beside the target, so that replacing it is one step: a process that has the old library keeps its file.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        linked = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            _run([*cxx, *flags, *(() if program else ("-shared",)), "-pthread", *map(str, units), "-o", str(linked)])
+            os.replace(linked, target)
+        finally:
+            linked.unlink(missing_ok=True)
+    return [*levels, "portable"]
+
+
+def _compiles(cxx: list[str], flags: Sequence[str], folder: Path) -> bool:
+    """Whether the compiler takes these flags."""
+    source = folder / "probe.cc"
+    source.write_text("int main() { return 0; }\n")
+    command = [*cxx, *flags, "-Werror", "-c", str(source), "-o", str(folder / "probe.o")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        errors = [line for line in lines if "error" in line] or lines
+        raise BuildError(f"{command[0]} failed: {' '.join(errors[:5]) or done.returncode}")
+
+
+def main() -> int:
+    """Build into the package's folder, or to a path; exit status 1 with the reason if that fails."""
+    parser = argparse.ArgumentParser(description="Compile verax's native CPU library.")
+    parser.add_argument("target", nargs="?", type=Path, default=Path(__file__).with_name(library_name()))
+    parser.add_argument("--flags", default="", help="more compiler flags, as one argument")
+    parser.add_argument("--program", type=Path, help="make an executable of this C++ file and the kernels instead")
+    options = parser.parse_args()
+    try:
+        levels = build(options.target, flags=shlex.split(options.flags), program=options.program)
+    except BuildError as error:
+        sys.stderr.write(f"verax: the native library was not built: {error}\n")
+        return 1
+    sys.stdout.write(f"{options.target}: {', '.join(levels)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

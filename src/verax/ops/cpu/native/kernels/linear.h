@@ -1,0 +1,47 @@
+// y[M, N] = x[M, K] . W[N, K]^T for few rows M, bound by the speed at which W comes from memory.
+#pragma once
+
+#include <cstdint>
+
+#include "../levels.h"
+
+namespace verax {
+
+// What W's rows are made of. The last two are multiplied by scales: one for a whole row, or one for each group of
+// `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against the others.
+//   int8  [N, K] signed bytes
+//   int4  [N, K/128 rounded up, 32] words: bits 4j to 4j + 3 of word i hold input 128 b + 32 j + i, plus 8
+enum class Weights { f32, bf16, int8, int4 };
+
+struct LinearTask {
+  int64_t M, N, K;
+  const float* x;
+  Weights kind;
+  const void* weights;
+  const void* scales;  // [N, 1] or [N, K / group], null for floats
+  bool half_scales;    // float16, else float32
+  int64_t group;       // inputs that share a scale: 32, 64, 128, or 0 for all of them
+  void* packed;        // x as the level's chunks: linear_packed_bytes(M, K), aligned to a cache line
+  float* y;
+};
+
+// static: an inline function that two levels share would be one symbol, at either's instruction set.
+static inline int64_t linear_row_bytes(const LinearTask& t) {
+  switch (t.kind) {
+    case Weights::f32: return t.K * 4;
+    case Weights::bf16: return t.K * 2;
+    case Weights::int8: return t.K;
+    case Weights::int4: return (t.K + 127) / 128 * 64;
+  }
+  return 0;
+}
+
+// Enough at every level: x padded to whole blocks of 128, of float32 where there is no bfloat16 dot product.
+static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 127) / 128 * 128) * 4; }
+
+// Fill `packed` from `x`.
+VERAX_DECLARE_KERNEL(linear_pack, const LinearTask& task)
+// Columns [begin, end) of y, which are rows of W, for all rows of x.
+VERAX_DECLARE_KERNEL(linear_columns, const LinearTask& task, int64_t begin, int64_t end)
+
+}  // namespace verax

@@ -1,0 +1,286 @@
+// The few vector operations that kernels are written in, for each level. Included by units in kernels/ only.
+//
+// F32 is a register of float32. Chunk is 32 float32 values in registers. Bf16Chunk is 32 bfloat16 values, ready for the
+// processor's bfloat16 dot product where it has one, and a Chunk elsewhere. Order within a chunk is memory order, so
+// that a dot product adds the same terms to the same lanes wherever it is called from.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../levels.h"
+
+#if defined(VERAX_PORTABLE)
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// Before a loop over registers: only when all of it is unrolled do they stay registers.
+#if defined(__clang__)
+#define VERAX_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define VERAX_UNROLL _Pragma("GCC unroll 32")
+#endif
+
+namespace verax {
+
+using bf16 = uint16_t;  // the bits
+struct half {
+  uint16_t bits;
+};
+
+constexpr int CHUNK = 32;  // values in a chunk: one AVX-512 register of bfloat16
+
+namespace VERAX_LEVEL {
+namespace {
+
+inline float widen(bf16 x) {
+  const uint32_t bits = uint32_t{x} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// To nearest, ties to even; a NaN stays one.
+inline bf16 narrow(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<bf16>((bits >> 16) | 0x40);
+  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float widen(half x) {
+  const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, exponent = x.bits >> 10 & 31, fraction = x.bits & 1023;
+  if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(fraction) * 0x1p-24f;
+  const uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void prefetch(const void* at) { __builtin_prefetch(at); }
+
+#if defined(VERAX_PORTABLE)
+
+// Plain loops, of a length that compilers turn into whatever vectors the target has.
+struct F32 {
+  static constexpr int lanes = 8;
+  float v[8];
+};
+template <typename Lane>
+inline F32 each(Lane lane) {
+  F32 result;
+  for (int i = 0; i < F32::lanes; ++i) result.v[i] = lane(i);
+  return result;
+}
+inline F32 broadcast(float x) {
+  return each([=](int) { return x; });
+}
+inline F32 zero() { return broadcast(0); }
+inline F32 load(const float* p) {
+  return each([=](int i) { return p[i]; });
+}
+inline F32 load(const bf16* p) {
+  return each([=](int i) { return widen(p[i]); });
+}
+inline F32 load(const int8_t* p) {
+  return each([=](int i) { return static_cast<float>(p[i]); });
+}
+inline F32 load(const half* p) {
+  return each([=](int i) { return widen(p[i]); });
+}
+inline F32 load_nibbles(const uint16_t* p, int j) {
+  return each([=](int i) { return static_cast<float>((p[i] >> 4 * j & 15) - 8); });
+}
+inline void store(float* p, F32 a) { std::memcpy(p, a.v, sizeof a.v); }
+inline F32 add(const F32& a, const F32& b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline F32 mul(const F32& a, const F32& b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline F32 fma(const F32& a, const F32& b, const F32& c) {
+  return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+inline float sum(const F32& a) {
+  return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
+}
+
+#elif defined(__AVX512F__)
+
+struct F32 {
+  static constexpr int lanes = 16;
+  __m512 v;
+};
+inline F32 zero() { return {_mm512_setzero_ps()}; }
+inline F32 broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F32 load(const bf16* p) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline F32 load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+inline F32 load(const half* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline F32 load_nibbles(const uint16_t* p, int j) {
+  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return {_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4 * j), table)};  // looks at the index's low 4 bits only
+}
+inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
+inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline float sum(F32 a) { return _mm512_reduce_add_ps(a.v); }
+
+#elif defined(__AVX2__)
+
+struct F32 {
+  static constexpr int lanes = 8;
+  __m256 v;
+};
+inline F32 zero() { return {_mm256_setzero_ps()}; }
+inline F32 broadcast(float x) { return {_mm256_set1_ps(x)}; }
+inline F32 load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline F32 load(const bf16* p) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+}
+inline F32 load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+inline F32 load(const half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+inline F32 load_nibbles(const uint16_t* p, int j) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i code = _mm256_and_si256(_mm256_srli_epi32(wide, 4 * j), _mm256_set1_epi32(15));
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(code, _mm256_set1_epi32(8)))};
+}
+inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a.v); }
+inline F32 add(F32 a, F32 b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline F32 mul(F32 a, F32 b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline float sum(F32 a) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+#elif defined(__ARM_NEON)
+
+struct F32 {
+  static constexpr int lanes = 4;
+  float32x4_t v;
+};
+inline F32 zero() { return {vdupq_n_f32(0)}; }
+inline F32 broadcast(float x) { return {vdupq_n_f32(x)}; }
+inline F32 load(const float* p) { return {vld1q_f32(p)}; }
+inline F32 load(const bf16* p) { return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))}; }
+inline F32 load(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, sizeof four);
+  const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)))};
+}
+inline F32 load(const half* p) { return {vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(p)))}; }
+inline F32 load_nibbles(const uint16_t* p, int j) {
+  const uint32x4_t wide = vshlq_u32(vmovl_u16(vld1_u16(p)), vdupq_n_s32(-4 * j));
+  const int32x4_t code = vreinterpretq_s32_u32(vandq_u32(wide, vdupq_n_u32(15)));
+  return {vcvtq_f32_s32(vsubq_s32(code, vdupq_n_s32(8)))};
+}
+inline void store(float* p, F32 a) { vst1q_f32(p, a.v); }
+inline F32 add(F32 a, F32 b) { return {vaddq_f32(a.v, b.v)}; }
+inline F32 mul(F32 a, F32 b) { return {vmulq_f32(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
+inline float sum(F32 a) { return vaddvq_f32(a.v); }
+
+#endif
+
+struct Chunk {
+  static constexpr int parts = CHUNK / F32::lanes;
+  F32 part[parts];
+};
+
+template <typename T>  // float, bf16, int8_t
+inline Chunk load_chunk(const T* p) {
+  Chunk chunk;
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) chunk.part[i] = load(p + i * F32::lanes);
+  return chunk;
+}
+// 32 signed 4-bit values: bits 4j to 4j + 3 of 32 words, each the value plus 8.
+inline Chunk load_nibble_chunk(const uint16_t* p, int j) {
+  Chunk chunk;
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) chunk.part[i] = load_nibbles(p + i * F32::lanes, j);
+  return chunk;
+}
+inline void store_chunk(float* p, const Chunk& chunk) {
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) store(p + i * F32::lanes, chunk.part[i]);
+}
+// accumulator + a . b, where each lane of the accumulator takes every F32::lanes-th product, in order.
+inline F32 dot(F32 accumulator, const Chunk& a, const Chunk& b) {
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) accumulator = fma(a.part[i], b.part[i], accumulator);
+  return accumulator;
+}
+
+#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+
+struct Bf16Chunk {
+  using Stored = bf16;  // how a chunk lies in memory between uses
+  __m512bh v;
+};
+inline Bf16Chunk load_bf16_chunk(const bf16* p) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  return {reinterpret_cast<const __m512bh&>(bits)};
+}
+inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
+  return {_mm512_cvtne2ps_pbh(chunk.part[1].v, chunk.part[0].v)};
+}
+inline Bf16Chunk load_bf16_chunk(const int8_t* p) { return to_bf16_chunk(load_chunk(p)); }
+inline Bf16Chunk load_bf16_nibble_chunk(const uint16_t* p, int j) {
+  // -8 to 7 as bfloat16, twice: the permutation looks at the index's low 5 bits, of which the value has 4.
+  const __m512i table = _mm512_broadcast_i64x4(
+      _mm256_setr_epi16(static_cast<short>(0xC100), static_cast<short>(0xC0E0), static_cast<short>(0xC0C0),
+                        static_cast<short>(0xC0A0), static_cast<short>(0xC080), static_cast<short>(0xC040),
+                        static_cast<short>(0xC000), static_cast<short>(0xBF80), 0, 0x3F80, 0x4000, 0x4040, 0x4080,
+                        0x40A0, 0x40C0, 0x40E0));
+  const __m512i words = _mm512_loadu_si512(p);
+  const __m512i bits = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * j), table);
+  return {reinterpret_cast<const __m512bh&>(bits)};
+}
+inline void store_bf16_chunk(bf16* p, const Bf16Chunk& chunk) {
+  _mm512_storeu_si512(p, reinterpret_cast<const __m512i&>(chunk.v));
+}
+inline F32 dot(F32 accumulator, const Bf16Chunk& a, const Bf16Chunk& b) {
+  return {_mm512_dpbf16_ps(accumulator.v, a.v, b.v)};
+}
+
+#else
+
+struct Bf16Chunk : Chunk {
+  using Stored = float;
+};
+inline Bf16Chunk load_bf16_chunk(const bf16* p) { return {load_chunk(p)}; }
+inline Bf16Chunk load_bf16_chunk(const float* p) { return {load_chunk(p)}; }
+inline Bf16Chunk load_bf16_chunk(const int8_t* p) { return {load_chunk(p)}; }
+inline Bf16Chunk load_bf16_nibble_chunk(const uint16_t* p, int j) { return {load_nibble_chunk(p, j)}; }
+inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
+  float values[CHUNK];
+  store_chunk(values, chunk);
+  for (float& value : values) value = widen(narrow(value));
+  return {load_chunk(values)};
+}
+inline void store_bf16_chunk(float* p, const Bf16Chunk& chunk) { store_chunk(p, chunk); }
+
+#endif
+
+}  // namespace
+}  // namespace VERAX_LEVEL
+}  // namespace verax

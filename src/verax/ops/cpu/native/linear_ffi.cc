@@ -1,0 +1,103 @@
+// The FFI handlers of kernels/linear.cc: check shapes, pack x, share the rows of W over the threads.
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "export.h"
+#include "kernels/linear.h"
+#include "levels.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace verax {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// Bytes of weight that a thread takes at a time: a few microseconds of memory traffic.
+constexpr int64_t PIECE = 128 * 1024;
+
+struct Aligned {
+  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
+};
+
+void run(ffi::ThreadPool& pool, LinearTask task) {
+  if (task.M == 0 || task.N == 0) return;
+  const int64_t bytes = std::max<int64_t>(64, linear_packed_bytes(task.M, task.K));
+  const std::unique_ptr<void, Aligned> packed(::operator new(bytes, std::align_val_t{64}));
+  task.packed = packed.get();
+  VERAX_KERNEL(linear_pack)(task);
+  const auto columns = VERAX_KERNEL(linear_columns);
+  // A multiple of four: the kernel takes four rows at a time.
+  const int64_t grain = std::max<int64_t>(4, PIECE / std::max<int64_t>(1, linear_row_bytes(task)) / 4 * 4);
+  parallel_for(pool, task.N, grain, [&](int64_t begin, int64_t end) { columns(task, begin, end); });
+}
+
+ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                  ffi::ResultBuffer<ffi::F32> y) {
+  const auto in = x.dimensions(), shape = weight.dimensions(), out = y->dimensions();
+  if (in.size() != 2 || shape.size() != 2 || out.size() != 2 || in[1] != shape[1] || out[0] != in[0] ||
+      out[1] != shape[0]) {
+    return ffi::Error::InvalidArgument("linear: expected x [M, K], weight [N, K] and y [M, N]");
+  }
+  LinearTask task{};
+  task.M = in[0], task.N = shape[0], task.K = in[1];
+  task.x = x.typed_data(), task.weights = weight.untyped_data(), task.y = y->typed_data();
+  switch (weight.element_type()) {
+    case ffi::F32: task.kind = Weights::f32; break;
+    case ffi::BF16: task.kind = Weights::bf16; break;
+    default: return ffi::Error::InvalidArgument("linear: expected a weight of float32 or bfloat16");
+  }
+  run(pool, task);
+  return ffi::Error::Success();
+}
+
+ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values,
+                            ffi::AnyBuffer scales, ffi::ResultBuffer<ffi::F32> y, int64_t group) {
+  const auto in = x.dimensions(), shape = values.dimensions(), by = scales.dimensions(), out = y->dimensions();
+  if (in.size() != 2 || shape.size() != 2 || by.size() != 2 || out.size() != 2 || by[0] != shape[0] ||
+      out[0] != in[0] || out[1] != shape[0]) {
+    return ffi::Error::InvalidArgument("linear_quantized: expected x [M, K], values and scales [N, ...], y [M, N]");
+  }
+  LinearTask task{};
+  task.M = in[0], task.N = shape[0], task.K = in[1], task.group = group;
+  task.x = x.typed_data(), task.weights = values.untyped_data(), task.y = y->typed_data();
+  task.scales = scales.untyped_data(), task.half_scales = scales.element_type() == ffi::F16;
+  if (!task.half_scales && scales.element_type() != ffi::F32) {
+    return ffi::Error::InvalidArgument("linear_quantized: expected scales of float16 or float32");
+  }
+  const bool grouped = group == 32 || group == 64 || group == 128;
+  if (grouped ? task.K % group != 0 || by[1] != task.K / group : group != 0 || by[1] != 1) {
+    return ffi::Error::InvalidArgument("linear_quantized: expected a scale for each 32, 64, 128 or all inputs");
+  }
+  switch (values.element_type()) {
+    case ffi::S8: task.kind = Weights::int8; break;
+    case ffi::U16: task.kind = Weights::int4; break;
+    default: return ffi::Error::InvalidArgument("linear_quantized: expected int8 or packed uint16 values");
+  }
+  if (shape[1] * (task.kind == Weights::int8 ? 1 : 2) != linear_row_bytes(task) ||
+      (task.kind == Weights::int4 && !grouped)) {
+    return ffi::Error::InvalidArgument("linear_quantized: the values do not fit x");
+  }
+  run(pool, task);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace verax
+
+VERAX_HANDLER(verax_linear, verax::linear,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+
+VERAX_HANDLER(verax_linear_quantized, verax::linear_quantized,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Attr<int64_t>("group"));

@@ -1,0 +1,149 @@
+// The linear kernels without JAX, for the sanitisers: every level, odd shapes, buffers that end where the data ends.
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "check.h"
+#include "kernels/linear.h"
+#include "levels.h"
+#include "parallel.h"
+
+using verax::LinearTask;
+using verax::Weights;
+
+namespace {
+
+struct Aligned {
+  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
+};
+
+// Random weights of one kind, and what they stand for.
+struct Case {
+  Weights kind;
+  int64_t N, K, group;
+  bool half_scales;
+  std::vector<uint8_t> bytes, scales;
+  std::vector<double> exact;  // [N, K]
+
+  Case(Weights kind, int64_t N, int64_t K, int64_t group, bool half_scales)
+      : kind(kind), N(N), K(K), group(group), half_scales(half_scales), exact(N * K) {
+    LinearTask t{};
+    t.kind = kind, t.K = K;
+    const int64_t row = linear_row_bytes(t);
+    bytes.assign(N * row, 0);
+    const std::vector<float> values = check::normal(N * K, 1);
+    if (kind == Weights::f32) {
+      if (N * K) std::memcpy(bytes.data(), values.data(), bytes.size());
+      std::copy(values.begin(), values.end(), exact.begin());
+      return;
+    }
+    if (kind == Weights::bf16) {
+      for (int64_t i = 0; i < N * K; ++i) {
+        const uint16_t rounded = check::to_bf16(values[i]);
+        std::memcpy(&bytes[2 * i], &rounded, 2);
+        exact[i] = check::from_bf16(rounded);
+      }
+      return;
+    }
+    const int64_t groups = group ? K / group : 1;
+    scales.resize(N * groups * (half_scales ? 2 : 4));
+    for (int64_t n = 0; n < N; ++n) {
+      for (int64_t g = 0; g < groups; ++g) {  // powers of two, of which float16 is easily written
+        const int exponent = static_cast<int>((n + g) % 5) - 2;
+        const float scale = std::ldexp(1.0f, exponent);
+        const uint16_t half = static_cast<uint16_t>((exponent + 15) << 10);
+        std::memcpy(&scales[(n * groups + g) * (half_scales ? 2 : 4)], half_scales ? (const void*)&half : &scale,
+                    half_scales ? 2 : 4);
+      }
+      for (int64_t k = 0; k < K; ++k) {
+        const double scale = std::ldexp(1.0, static_cast<int>((n + (group ? k / group : 0)) % 5) - 2);
+        if (kind == Weights::int8) {
+          const int value = std::clamp(static_cast<int>(values[n * K + k] * 50), -127, 127);
+          bytes[n * row + k] = static_cast<uint8_t>(value);
+          exact[n * K + k] = value * scale;
+        } else {
+          const int value = std::clamp(static_cast<int>(std::floor(values[n * K + k] * 4)), -8, 7);
+          uint8_t* word = &bytes[n * row + k / 128 * 64 + k % 32 * 2];
+          const int shift = static_cast<int>(k % 128 / 32 * 4);
+          word[shift / 8] = static_cast<uint8_t>(word[shift / 8] | (value + 8) << shift % 8);
+          exact[n * K + k] = value * scale;
+        }
+      }
+    }
+  }
+
+  std::vector<float> run(const std::vector<float>& x, int64_t M, int threads) const {
+    std::vector<float> y(M * N, NAN);
+    const std::unique_ptr<void, Aligned> packed(::operator new(verax::linear_packed_bytes(M, K) + 1, std::align_val_t{64}));
+    const LinearTask task{M,     N,   K,     x.data(),     kind, bytes.data(), scales.empty() ? nullptr : scales.data(),
+                          half_scales, group, packed.get(), y.data()};
+    VERAX_KERNEL(linear_pack)(task);
+    check::Pool pool(threads);
+    const auto columns = VERAX_KERNEL(linear_columns);
+    verax::parallel_for(pool, N, 8, [&](int64_t begin, int64_t end) { columns(task, begin, end); });
+    return y;
+  }
+};
+
+void check_case(const char* level, const Case& c) {
+  for (const int64_t M : {0, 1, 2, 3, 5, 8, 17}) {
+    const std::vector<float> x = check::normal(M * c.K, 2);
+    const std::vector<float> y = c.run(x, M, 1);
+    for (int64_t m = 0; m < M; ++m) {
+      for (int64_t n = 0; n < c.N; ++n) {
+        double exact = 0, size = 0;
+        for (int64_t k = 0; k < c.K; ++k) {
+          const float input = x[m * c.K + k];
+          const double term = c.exact[n * c.K + k] *
+                              (c.kind == Weights::f32 ? input : check::from_bf16(check::to_bf16(input)));
+          exact += term, size += std::fabs(term);
+        }
+        check::that(std::fabs(y[m * c.N + n] - exact) <= 2e-6 * size + 1e-6,
+                    "%s kind %d M %d N %d K %d group %d: y[%d, %d] = %g, expected %g", level, int(c.kind), int(M),
+                    int(c.N), int(c.K), int(c.group), int(m), int(n), double(y[m * c.N + n]), exact);
+      }
+    }
+    const std::vector<float> shared = c.run(x, M, 3);
+    check::that(y.empty() || std::memcmp(y.data(), shared.data(), y.size() * 4) == 0,
+                "%s kind %d M %d: three threads give another result than one", level, int(c.kind), int(M));
+  }
+}
+
+void check_parallel_for() {
+  for (const int64_t total : {0, 1, 7, 64, 1000}) {
+    for (const int threads : {0, 1, 2, 5}) {
+      check::Pool pool(threads);
+      std::vector<std::atomic<int>> times(total);
+      verax::parallel_for(pool, total, 3, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) ++times[i];
+      });
+      for (auto& count : times) check::that(count == 1, "parallel_for: an item was done %d times", int(count));
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_parallel_for();
+  check::each_level([](const char* level) {
+    for (const int64_t N : {1, 3, 7, 64, 129}) {
+      for (const int64_t K : {0, 1, 2, 31, 32, 33, 100, 257}) {
+        check_case(level, Case(Weights::f32, N, K, 0, false));
+        check_case(level, Case(Weights::bf16, N, K, 0, false));
+        check_case(level, Case(Weights::int8, N, K, 0, K % 2));
+      }
+      for (const int64_t group : {32, 64, 128}) {
+        for (const int64_t K : {group, 3 * group, 5 * group}) {
+          check_case(level, Case(Weights::int8, N, K, group, K % 3));
+          check_case(level, Case(Weights::int4, N, K, group, K % 3));
+        }
+      }
+    }
+    check_case(level, Case(Weights::int4, 5, 4224, 32, true));  // more than one segment of scales
+    std::printf("%s: checked\n", level);
+  });
+  std::printf("linear: %d failures\n", check::failures);
+  return check::failures != 0;
+}

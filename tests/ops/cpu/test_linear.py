@@ -1,0 +1,138 @@
+"""The native linear kernels at every level, against the plain form and against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.cpu import for_each_level, needs_library
+from verax import ops
+from verax.ops.cpu import library
+
+pytestmark = needs_library
+
+
+def arrays(m, k, n, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((m, k)), jnp.float32)
+    return x, jnp.asarray(rng.standard_normal((n, k)), dtype)
+
+
+@jax.jit
+def _native(x, w, bias):
+    with ops.use_forms(linear="native"):
+        return ops.linear(x, w, bias)
+
+
+def native(x, w, bias=None):
+    return np.asarray(_native(x, w, bias))  # a program serves every level: the level is looked up when it runs
+
+
+quantize = jax.jit(ops.quantize, static_argnums=(1, 2))
+
+
+@for_each_level
+@pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 100, 257])
+@pytest.mark.parametrize("n", [1, 3, 7, 64, 129])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_shape_is_exact_to_rounding(level, k, n, dtype):
+    with library.use_level(level):
+        for m in (0, 1, 2, 3, 5, 8, 16, 17):
+            x, w = arrays(m, k, n, dtype)
+            exact = np.asarray(x.astype(dtype), np.float64) @ np.asarray(w, np.float64).T
+            np.testing.assert_allclose(native(x, w), exact, rtol=1e-5, atol=2e-6 * k)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_does_not_depend_on_its_batch(level, dtype):
+    x, w = arrays(17, 257, 129, dtype)
+    with library.use_level(level):
+        whole = native(x, w)
+        for m in range(1, 17):
+            np.testing.assert_array_equal(native(x[:m], w), whole[:m])
+            np.testing.assert_array_equal(native(x[m:], w), whole[m:])
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_come_through_as_in_the_plain_form(level, dtype, value):
+    x, w = arrays(3, 70, 9, dtype)
+    x = x.at[1, 69].set(value)
+    w = w.at[4, 3].set(value).at[5].set(0)
+    with library.use_level(level):
+        y = native(x, w)
+    plain = np.asarray(ops.linear.__wrapped__(x, w))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(plain))
+    np.testing.assert_array_equal(np.where(np.isinf(plain), plain, 0), np.where(np.isinf(y), y, 0))
+
+
+def test_bias_leading_axes_and_other_input_dtypes():
+    x, w = arrays(6, 40, 10, jnp.bfloat16)
+    bias = jnp.arange(10, dtype=jnp.bfloat16)
+    plain = ops.linear.__wrapped__(x, w, bias)
+    y = native(x.reshape(2, 3, 40), w, bias)
+    np.testing.assert_allclose(y, plain.reshape(2, 3, 10), rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(native(x.astype(jnp.bfloat16), w, bias), y.reshape(6, 10))
+
+
+def test_it_can_be_mapped_and_differentiated():
+    x, w = arrays(3, 40, 10, jnp.float32)
+    with ops.use_forms(linear="native"):
+        many = jax.vmap(ops.linear, (0, None))(jnp.stack([x, 2 * x]), w)
+        slope = jax.grad(lambda x, w: jnp.sum(ops.linear(x, w) ** 2), (0, 1))(x, w)
+    with ops.use_forms(linear="plain"):
+        expected = jax.grad(lambda x, w: jnp.sum(ops.linear(x, w) ** 2), (0, 1))(x, w)
+    np.testing.assert_array_equal(many[1], 2 * many[0])
+    for ours, theirs in zip(slope, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_few_rows_run_natively_and_many_do_not():
+    _, w = arrays(1, 64, 64, jnp.bfloat16)
+    assert ops.linear.select(jnp.ones((1, 64)), w).name == "native"
+    assert ops.linear.select(jnp.ones((4, 4, 64)), w).name == "native"
+    assert ops.linear.select(jnp.ones((512, 64)), w).name == "plain"
+
+
+SCHEMES = [(8, None), (8, 32), (8, 64), (8, 128), (4, 32), (4, 64), (4, 128)]
+
+
+@for_each_level
+@pytest.mark.parametrize(("bits", "group"), SCHEMES)
+@pytest.mark.parametrize("n", [1, 3, 7, 64, 129])
+def test_quantised_weights_are_exact_to_rounding(level, bits, group, n):
+    with library.use_level(level):
+        # 4224 inputs: more than the kernel makes scales of at a time
+        for k in (1, 31, 33, 257) if group is None else (group, 3 * group, 4224):
+            x, w = arrays(17, k, n, jnp.float32)
+            q = quantize(w, bits, group)
+            exact = np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(q.dequantize(), np.float64).T
+            for m in (0, 1, 2, 3, 5, 8, 16, 17):
+                np.testing.assert_allclose(native(x[:m], q), exact[:m], rtol=1e-5, atol=1e-4)
+
+
+@for_each_level
+@pytest.mark.parametrize(("bits", "group"), SCHEMES)
+def test_a_row_times_a_quantised_weight_does_not_depend_on_its_batch(level, bits, group):
+    x, w = arrays(17, 384, 129, jnp.float32)
+    q = quantize(w, bits, group)
+    with library.use_level(level):
+        whole = native(x, q)
+        for m in range(1, 17):
+            np.testing.assert_array_equal(native(x[:m], q), whole[:m])
+
+
+@for_each_level
+@pytest.mark.parametrize(("bits", "group"), SCHEMES)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_infinity_meet_quantised_weights_as_in_the_plain_form(level, bits, group, value):
+    x, w = arrays(3, 384, 9, jnp.float32)
+    x = x.at[1, 383].set(value)
+    q = quantize(w.at[4].set(0), bits, group)
+    with library.use_level(level):
+        y = native(x, q)
+    plain = np.asarray(ops.linear.__wrapped__(x, q))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(plain))
+    np.testing.assert_array_equal(np.where(np.isinf(plain), plain, 0), np.where(np.isinf(y), y, 0))

@@ -1,0 +1,64 @@
+"""Quantised weights: what is stored stands for the weight, and the forms of `linear` agree about it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from verax import ops
+from verax.errors import InvalidParameterError
+from verax.ops.quantized import pack_int4
+
+SCHEMES = [(8, None), (8, 32), (8, 64), (8, 128), (4, 32), (4, 64), (4, 128)]
+# Relative error of Gaussian weights: about 1 / (sqrt(12) * levels per standard deviation), with room.
+LARGEST_ERROR = {(8, None): 0.010, (8, 32): 0.006, (8, 64): 0.0065, (8, 128): 0.007}
+LARGEST_ERROR |= {(4, 32): 0.095, (4, 64): 0.105, (4, 128): 0.115}
+
+
+def gaussian(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize(("bits", "group"), SCHEMES)
+def test_the_error_is_that_of_the_bits(bits, group):
+    w = gaussian(64, 512)
+    error = ops.quantize(w, bits, group).dequantize() - w
+    assert jnp.linalg.norm(error) / jnp.linalg.norm(w) < LARGEST_ERROR[bits, group]
+
+
+def test_packing_is_undone_for_every_value_and_a_last_block_that_is_not_full():
+    integers = jnp.asarray(np.arange(5 * 160).reshape(5, 160) % 16 - 8, jnp.int8)
+    words = pack_int4(integers)
+    assert words.shape == (5, 64)
+    assert int(words[0, 3]) == sum((int(integers[0, 32 * j + 3]) + 8) << 4 * j for j in range(4))
+    q = ops.QuantizedWeight(words, jnp.ones((5, 5), jnp.float16), 160, 32, 4)
+    np.testing.assert_array_equal(q.dequantize(), integers)
+
+
+@pytest.mark.parametrize(("bits", "group"), SCHEMES)
+def test_a_weight_of_zeros_stays_one(bits, group):
+    np.testing.assert_array_equal(ops.quantize(jnp.zeros((3, 128)), bits, group).dequantize(), np.zeros((3, 128)))
+
+
+@pytest.mark.parametrize(("bits", "group"), SCHEMES)
+def test_many_rows_agree_with_the_plain_form(bits, group):
+    x, q, bias = gaussian(200, 256, seed=1), ops.quantize(gaussian(24, 256), bits, group), gaussian(24)
+    assert ops.linear.select(x, q, bias).name == "dequantized"
+    y = jax.jit(ops.linear)(x, q, bias)
+    # Scales of groups go into bfloat16 weights here, which rounds each product by up to 2^-9: 0.02 in the mean here.
+    np.testing.assert_allclose(y, ops.linear.__wrapped__(x, q, bias), rtol=1e-5, atol=1e-4 if group is None else 0.2)
+
+
+def test_a_quantised_weight_is_a_pytree_that_jit_and_scan_take():
+    q = jax.jit(lambda w: ops.quantize(w, 4, 32))(gaussian(8, 64))
+    assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(8, 32), (8, 2)]
+    assert q.shape == (8, 64)
+    assert q.nbytes == 8 * 64 + 8 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "named"), [(3, 32, "bits"), (4, None, "group_size"), (4, 48, "group_size"), (8, 128, "divide")]
+)
+def test_other_schemes_are_refused_by_name(bits, group, named):
+    with pytest.raises(InvalidParameterError, match=named):
+        ops.quantize(jnp.ones((2, 64)), bits, group)

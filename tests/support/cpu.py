@@ -1,0 +1,8 @@
+"""Running a test at every instruction-set level that the machine has."""
+
+import pytest
+
+from verax.ops.cpu import library
+
+needs_library = pytest.mark.skipif(not library.available(), reason="the native library is not built")
+for_each_level = pytest.mark.parametrize("level", library.levels() or ["none"])
