@@ -26,7 +26,7 @@ def test_every_weight_is_found_in_its_file(shards, tmp_path):
     opened = Checkpoint.open(tmp_path)
     assert opened.nbytes == sum(array.nbytes for array in expected.values())
     assert opened.info("embed.weight")[:2] == (np.dtype(np.float32), (37, 7))
-    assert opened.path("layers.0.up.weight").name == (
+    assert opened.place("layers.0.up.weight")[0].name == (
         "model.safetensors" if shards == 1 else "model-00002-of-00003.safetensors"
     )
 
@@ -131,6 +131,6 @@ def test_a_folder_without_weights_is_named(tmp_path):
 
 def test_an_unknown_weight_is_named(tmp_path):
     opened = Checkpoint.open(write(tmp_path, weights()))
-    for ask in (opened.read, opened.info, opened.release, opened.path):
+    for ask in (opened.read, opened.info, opened.release, opened.place):
         with pytest.raises(CheckpointError, match=r"it has no weight nowhere\.weight"):
             ask("nowhere.weight")

@@ -20,7 +20,7 @@ def markdown(result: dict[str, Any]) -> str:
 def _text_page(result: dict[str, Any]) -> list[str]:
     settings, start = result["settings"], result["start_up"]
     lines = [
-        f"# Text: {settings['workload']}, {settings['model']}, {settings['dtype']}",
+        f"# Text: {settings['workload']}, {settings['model']}, {precision(settings)}",
         "",
         f"{settings['requests']} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
         f"temperature {settings['temperature']}; {settings['runs']} runs after {settings['warmup']} warm-up.",
@@ -80,6 +80,11 @@ def _about(result: dict[str, Any]) -> str:
     return f"Machine: {about}. Measured: {measured}. {result.get('date', '')}"
 
 
+def precision(settings: dict[str, Any]) -> str:
+    """What our side's weights are."""
+    return settings["quantization"] or settings["dtype"]
+
+
 def _split_table(split: dict[str, Any]) -> list[str]:
     lines = [
         "",
@@ -106,7 +111,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
             result["machine"]["devices"][0] if result["machine"]["platform"] != "cpu" else result["machine"]["cpu"]
         ).lower(),
     ).strip("-")
-    what = [settings[name] for name in ("workload", "dtype") if name in settings]
+    what = [settings["workload"], precision(settings)] if result["kind"] == "text" else []
     name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"

@@ -102,6 +102,7 @@ def bench_text(
     warmup: int,
     against: tuple[str, ...] = (),
     dtype: str = "bfloat16",
+    quantization: str | None = None,
     max_num_seqs: int | None = None,
     split: bool = False,
 ) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def bench_text(
         runs: counted rounds. With `warmup` rounds before them.
         against: `"transformers"` for Hugging Face's generate, prompt by prompt and in one batch.
         dtype: of both sides.
+        quantization: of our side.
         max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
         split: measure the decode step's parts too.
     """
@@ -124,7 +126,7 @@ def bench_text(
         workload = make_workload(causal_lm(opened.config)[1].vocab_size)
         begin = time.perf_counter()
         with peak_growth() as loading:
-            module = load_model(opened, dtype=dtype)
+            module = load_model(opened, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
         llm = LLM.from_module(
             module, max_num_seqs=max_num_seqs or min(len(workload.prompts), 256), max_model_len=workload.longest
@@ -159,6 +161,7 @@ def bench_text(
             "settings": {
                 "model": model or "random weights, Qwen3-0.6B shapes",
                 "dtype": dtype,
+                "quantization": quantization,
                 "workload": workload.name,
                 "requests": len(workload.prompts),
                 "prompt_tokens": workload.prompt_tokens,

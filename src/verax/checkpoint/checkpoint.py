@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from verax.checkpoint.compressed_tensors import PackedWeight, find_packed, read_packed
 from verax.checkpoint.resolve import resolve
 from verax.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from verax.errors import CheckpointError
+from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["Checkpoint"]
 
@@ -22,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """An open checkpoint. Weights are mapped, not read."""
+    """An open checkpoint. Weights are mapped, not read. Quantised ones go by the key that they would have as floats."""
 
     def __init__(
         self, folder: Path, config: dict[str, Any], generation_config: dict[str, Any], files: dict[str, SafetensorsFile]
@@ -31,6 +33,12 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self._files = files
+        self.packed: dict[str, PackedWeight] = {}
+        """The quantised weights."""
+        self._parts: set[str] = set()
+        if "quantization_config" in config:
+            tensors = {name: file.tensors[name] for name, file in files.items()}
+            self.packed, self._parts = find_packed(tensors, config["quantization_config"], self.read_raw, folder)
 
     @classmethod
     def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:
@@ -46,28 +54,45 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         """Every weight's key."""
-        return list(self._files)
+        return [*(name for name in self._files if name not in self._parts), *self.packed]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a weight."""
+        return self.packed[name].shape if name in self.packed else self.info(name).shape
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype and shape of a weight."""
+        """Dtype, shape and place of an unquantised weight."""
         return self._file(name).tensors[name]
 
-    def read(self, name: str) -> np.ndarray:
-        """A read-only view of a weight, mapped from its file."""
-        return self._file(name).read(name)
+    def read(self, name: str) -> np.ndarray | QuantizedWeight:
+        """A read-only view of a weight, mapped from its file; a copy if it is quantised."""
+        return read_packed(self, self.packed[name]) if name in self.packed else self.read_raw(name)
+
+    def read_raw(self, key: str) -> np.ndarray:
+        """A read-only view of an array, by its key in the file."""
+        return self._file(key).read(key)
 
     def release(self, name: str) -> None:
         """Give the memory of a weight's pages back."""
-        self._file(name).release(name)
+        for key in self._keys(name):
+            self._file(key).release(key)
 
-    def path(self, name: str) -> Path:
-        """The file that holds a weight."""
-        return self._file(name).path
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file that holds a weight, and the byte at which it begins."""
+        key = self._keys(name)[0]
+        return self._file(key).path, self.info(key).start
+
+    def size(self, name: str) -> int:
+        """Bytes of a weight in its file."""
+        return sum(self.info(key).end - self.info(key).start for key in self._keys(name))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
-        return sum(info.end - info.start for info in map(self.info, self._files))
+        return sum(map(self.size, self.names()))
+
+    def _keys(self, name: str) -> tuple[str, ...]:
+        return self.packed[name].keys if name in self.packed else (name,)
 
     def _file(self, name: str) -> SafetensorsFile:
         try:

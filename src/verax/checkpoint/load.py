@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -16,8 +17,12 @@ from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.ops.quantized import QuantizedWeight
+from verax.ops.quantized import quantize as quantize_weight
 
 __all__ = ["load_module"]
+
+_quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 
 M = TypeVar("M", bound=nnx.Module)
 _ALIGNMENT = 64
@@ -34,6 +39,8 @@ def load_module(
     mesh: Mesh | None = None,
     rules: Rules = (),
     ignore: Iterable[str] = (),
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    quantize: Callable[[str], tuple[int, int | None] | None] = lambda name: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> M:
     """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights.
@@ -50,6 +57,8 @@ def load_module(
         rules: (pattern, partition) pairs; the first whose pattern is found in a key divides that weight over `mesh`,
             each device reading its part only. A weight without a rule is whole on every device.
         ignore: patterns of keys that the checkpoint may have and the module does not need.
+        aliases: keys of the module whose weights the checkpoint has under another key.
+        quantize: of a key, the bits and group size to quantise its weight to while loading, or None to leave it.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
@@ -59,22 +68,38 @@ def load_module(
     """
     graph, state = nnx.split(abstract)
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    _check_keys(flat, checkpoint, tuple(ignore))
-    dtypes = {name: _fitting_dtype(name, leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
+    sources = {name: aliases.get(name, name) for name in flat}
+    _check_keys(sources.values(), checkpoint, tuple(ignore))
+    dtypes = {name: _fitting_dtype(sources[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
     places = {name: _sharding(name, leaf.shape, rules, mesh) for name, (_, leaf) in flat.items()}
+    precisions = {name: quantize(name) for name in flat}
+    if mesh is not None and (checkpoint.packed or any(precisions.values())):
+        raise InvalidParameterError("mesh: quantised weights are not divided over devices yet")
 
-    total = sum(_nbytes(checkpoint, name) for name in flat)
+    total = sum(map(checkpoint.size, sources.values()))
     done = 0
     loaded = {}
     # In the order of the files, which disks and the kernel's read-ahead like best.
-    for name in sorted(flat, key=lambda name: (checkpoint.path(name), checkpoint.info(name).start)):
-        loaded[name] = _place(checkpoint.read(name), dtypes[name], places[name])
-        checkpoint.release(name)
-        done += _nbytes(checkpoint, name)
+    for name, source in sorted(sources.items(), key=lambda item: checkpoint.place(item[1])):
+        weight = checkpoint.read(source)
+        if isinstance(weight, np.ndarray):
+            weight = _place(weight, dtypes[name], places[name])
+            if (precision := precisions[name]) is not None:
+                weight = _quantized(name, weight, *precision)
+        loaded[name] = weight
+        checkpoint.release(source)
+        done += checkpoint.size(source)
         if progress is not None:
             progress(done, total)
     filled = nnx.from_flat_state([(path, leaf.replace(loaded[name])) for name, (path, leaf) in flat.items()])
     return nnx.merge(graph, filled)
+
+
+def _quantized(name: str, weight: jax.Array, bits: int, group_size: int | None) -> QuantizedWeight:
+    try:
+        return jax.block_until_ready(_quantize(weight, bits, group_size))
+    except InvalidParameterError as error:
+        raise InvalidParameterError(f"{name}: {error}") from error
 
 
 def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None) -> jax.Array:
@@ -101,11 +126,6 @@ def _aligned_copy(view: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return copy
 
 
-def _nbytes(checkpoint: Checkpoint, name: str) -> int:
-    info = checkpoint.info(name)
-    return info.end - info.start
-
-
 def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None) -> NamedSharding | None:
     """Where a weight goes; None is the default device."""
     if mesh is None:
@@ -125,12 +145,12 @@ def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None
     return NamedSharding(mesh, spec)
 
 
-def _check_keys(wanted: Mapping[str, Any], checkpoint: Checkpoint, ignore: tuple[str, ...]) -> None:
-    present = set(checkpoint.names())
+def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str, ...]) -> None:
+    wanted, present = list(dict.fromkeys(wanted)), set(checkpoint.names())
     missing = [name for name in wanted if name not in present]
     unexpected = sorted(n for n in present - set(wanted) if not any(re.search(pattern, n) for pattern in ignore))
     if missing:
-        where = _list(sorted({checkpoint.path(name).name for name in present}), "files")
+        where = _list(sorted({checkpoint.place(name)[0].name for name in present}), "files")
         # Often the same weights by another name, which the reader sees when both lists are there.
         more = f"; unexpected there: {_list(unexpected, 'weights')}" if unexpected else ""
         raise CheckpointError(
@@ -138,7 +158,7 @@ def _check_keys(wanted: Mapping[str, Any], checkpoint: Checkpoint, ignore: tuple
             + more
         )
     if unexpected:
-        where = _list(sorted({checkpoint.path(name).name for name in unexpected}), "files")
+        where = _list(sorted({checkpoint.place(name)[0].name for name in unexpected}), "files")
         raise CheckpointError(
             f"{checkpoint.folder}: {_list(unexpected, 'weights')} unexpected (in {where}): config.json's model has no "
             "use for that"
@@ -147,11 +167,12 @@ def _check_keys(wanted: Mapping[str, Any], checkpoint: Checkpoint, ignore: tuple
 
 def _fitting_dtype(name: str, leaf: Any, checkpoint: Checkpoint, dtype: DTypeLike | None) -> np.dtype[Any]:
     """The dtype to load a weight as, if what the file has can become what the model needs."""
-    info, file = checkpoint.info(name), checkpoint.path(name)
-    if info.shape != leaf.shape:
-        raise CheckpointError(
-            f"{file}: {name} has shape {list(info.shape)}, config.json's model needs {list(leaf.shape)}"
-        )
+    shape, file = checkpoint.shape(name), checkpoint.place(name)[0]
+    if shape != leaf.shape:
+        raise CheckpointError(f"{file}: {name} has shape {list(shape)}, config.json's model needs {list(leaf.shape)}")
+    if name in checkpoint.packed:
+        return jnp.dtype(leaf.dtype)
+    info = checkpoint.info(name)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         if info.dtype != leaf.dtype:
             raise CheckpointError(f"{file}: {name} has dtype {info.dtype}, config.json's model needs {leaf.dtype}")

@@ -18,9 +18,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
+from verax.checkpoint import compressed_tensors
 from verax.checkpoint.checkpoint import INDEX, SINGLE
 from verax.checkpoint.resolve import TOKENIZER_FILES
 from verax.errors import CheckpointError
+from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["save"]
 
@@ -48,7 +50,8 @@ def save(
     checkpoint as it was; a process killed among the renames leaves a folder that does not open.
 
     Args:
-        model: a module, whose parameters' paths become keys, or arrays by key.
+        model: a module, whose parameters' paths become keys, or arrays by key. Quantised weights are written in the
+            compressed-tensors layout.
         folder: created if missing. Weight files of an earlier save are replaced; other files stay.
         config: contents of config.json.
         generation_config: contents of generation_config.json; none is written if None.
@@ -67,10 +70,11 @@ def save(
     try:
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), partial)
-        _write_weights(_named(model), partial, dtype, max_shard_bytes)
+        arrays, scheme = _named(model)
+        _write_weights(arrays, partial, dtype, max_shard_bytes)
         if generation_config is not None:
             _write_json(partial / "generation_config.json", generation_config)
-        _write_json(partial / _CONFIG, config)
+        _write_json(partial / _CONFIG, {**config, "quantization_config": scheme} if scheme else config)
         for path in partial.iterdir():  # safetensors makes files that only their owner may read
             shutil.copymode(partial / _CONFIG, path)
         _swap(partial, folder)
@@ -132,10 +136,20 @@ def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
-def _named(model: nnx.Module | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(model, nnx.Module):
-        return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    return model
+def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
+    """Arrays by key, and config.json's description of those that are quantised."""
+    if not isinstance(model, nnx.Module):
+        return model, None
+    values = {
+        ".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    quantized = {key: value for key, value in values.items() if isinstance(value, QuantizedWeight)}
+    if not quantized:
+        return values, None
+    arrays: dict[str, Any] = {}
+    for key, value in values.items():
+        arrays.update(compressed_tensors.entries(key, value) if key in quantized else {key: value})
+    return arrays, compressed_tensors.quantization_config(quantized.values())
 
 
 def _written_dtype(array: Any, dtype: DTypeLike | None) -> np.dtype[Any]:

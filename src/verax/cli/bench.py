@@ -42,6 +42,7 @@ def text(
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
     against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
     dtype: options.Dtype = "bfloat16",
+    quantization: options.Quantization = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
     output: Output = None,
@@ -77,6 +78,7 @@ def text(
         warmup=warmup,
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
+        quantization=quantization,
         max_num_seqs=max_num_seqs,
         split=split,
     )

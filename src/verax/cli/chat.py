@@ -41,6 +41,7 @@ def chat(
     stop: options.Stop = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "bfloat16",
+    quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
     as_json: options.Json = False,
 ) -> None:
@@ -56,7 +57,7 @@ def chat(
     """
     from verax.text.llm import LLM
 
-    llm = LLM(model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=1, seed=seed)
+    llm = LLM(model, dtype=dtype, quantization=quantization, max_model_len=max_model_len, max_num_seqs=1, seed=seed)
     sampling = options.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop
     )

@@ -43,6 +43,7 @@ def generate(
     ] = None,
     seed: options.Seed = 0,
     dtype: options.Dtype = "bfloat16",
+    quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
     as_json: options.Json = False,
@@ -67,6 +68,7 @@ def generate(
     llm = LLM(
         model,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs or min(len(texts) * n, MOST_AT_ONCE),
         seed=seed,

@@ -16,6 +16,7 @@ __all__ = [
     "MinP",
     "Model",
     "PresencePenalty",
+    "Quantization",
     "RepetitionPenalty",
     "Seed",
     "Stop",
@@ -31,6 +32,12 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", help="A checkpoint folder or hub id; the built-in model if left out.")
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization", "-q", help="int8 or int4: quantise while loading.", show_default="as the checkpoint is"
+    ),
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and answer, in tokens.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]

@@ -190,6 +190,11 @@ class Qwen3ForCausalLM(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
 
+    @property
+    def dtype(self) -> DTypeLike:
+        """Of the weights that are not quantised, and of keys and values."""
+        return self.model.embed_tokens.weight[...].dtype
+
     def __call__(
         self,
         tokens: Int[Array, "*B T"],
@@ -204,8 +209,7 @@ class Qwen3ForCausalLM(nnx.Module):
     def _causal(
         self, layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
     ) -> Float[Array, "B T N H"]:
-        weights_dtype = self.model.embed_tokens.weight[...].dtype
-        return ops.attention(q, k.astype(weights_dtype), v.astype(weights_dtype))
+        return ops.attention(q, k.astype(self.dtype), v.astype(self.dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores over the vocabulary, float32."""

@@ -21,7 +21,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Par
 
 
 class Linear(nnx.Module):
-    """`x W^T + b` with `weight [out, in]`."""
+    """`x W^T + b` with `weight [out, in]`, an array or an `ops.quantized.QuantizedWeight`."""
 
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = _normal(rngs, (size_out, size_in), dtype)
@@ -29,7 +29,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         """Map the last axis."""
-        return ops.linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+        return ops.linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...])
 
 
 class Embedding(nnx.Module):

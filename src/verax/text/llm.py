@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from flax import nnx
 
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
-from verax.errors import InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.models import Qwen3ForCausalLM, causal_lm
+from verax.nn import Linear
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
 from verax.text.outputs import RequestOutput
@@ -25,9 +27,12 @@ from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes
 from verax.text.tokenizer import Tokenizer
 
-__all__ = ["DTYPES", "LLM", "load_model"]
+__all__ = ["DTYPES", "LLM", "QUANTIZATIONS", "load_model"]
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+QUANTIZATIONS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
+"""Bits, and inputs that share a scale (None: a whole row)."""
 
 Prompt = str | List[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -48,6 +53,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         dtype: str = "bfloat16",
+        quantization: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
@@ -63,6 +69,8 @@ class LLM:
         Args:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
             dtype: `"bfloat16"` or `"float32"`, of weights, matmul inputs and cache; the rest is float32 in both.
+            quantization: `"int8"` (a scale a row) or `"int4"` (a scale for 32 inputs): quantise the linear layers, the
+                output head among them, while loading. Checkpoints that are quantised already load without it.
             max_model_len: longest sequence, prompt and answer; the model's own, or what the cache can hold, if None.
             max_num_seqs: most sequences in one step.
             max_num_batched_tokens: token budget of a step; 512 on a CPU and 2048 elsewhere (at least max_num_seqs) if
@@ -86,7 +94,7 @@ class LLM:
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
         tokenizer = Tokenizer.from_folder(opened.folder)
         with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
-            loaded = load_model(opened, dtype=dtype, progress=report)
+            loaded = load_model(opened, dtype=dtype, quantization=quantization, progress=report)
         self.load_seconds = time.perf_counter() - begin
         self._start(
             loaded,
@@ -141,8 +149,7 @@ class LLM:
         self.model_config = model.config
         self.tokenizer = tokenizer
         self._generation_config = dict(generation_config)
-        dtype = model.model.embed_tokens.weight[...].dtype
-        config = plan_sizes(model.config, dtype, **sizes)
+        config = plan_sizes(model.config, model.dtype, **sizes)
         runner = ModelRunner(model, config, eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else ())
         blocks = BlockManager(config.num_blocks, config.block_size, enable_prefix_caching=enable_prefix_caching)
         scheduler = Scheduler(
@@ -289,18 +296,50 @@ class LLM:
 
 
 def load_model(
-    opened: checkpoint.Checkpoint, *, dtype: str, progress: Callable[[int, int], None] | None = None
+    opened: checkpoint.Checkpoint,
+    *,
+    dtype: str,
+    quantization: str | tuple[int, int | None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Qwen3ForCausalLM:
     """The language model of an open checkpoint, its weights in place; `progress` as in `checkpoint.load_module`.
 
+    Args:
+        opened: the checkpoint.
+        dtype: `"bfloat16"` or `"float32"`, of what is not quantised.
+        quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
+            head is one of them: a tied one becomes a quantised copy of the embeddings.
+        progress: called with (bytes done, bytes in all).
+
     Raises:
-        CheckpointError: if the weights do not fit config.json.
+        CheckpointError: if the weights do not fit config.json, or are quantised already.
+        InvalidParameterError: for another quantisation, or groups that do not divide a layer.
         UnsupportedModelError: if verax has no such architecture.
     """
+    precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
+    if quantization is not None and precision is None:
+        raise InvalidParameterError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
     architecture, config = causal_lm(opened.config)
+    tied = config.tie_word_embeddings
+    if precision is not None:
+        if opened.packed:
+            raise CheckpointError(f"{opened.folder}: it is quantised already; load it without quantization")
+        config = replace(config, tie_word_embeddings=False)
     abstract = nnx.eval_shape(lambda: architecture(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
-    ignore = (*architecture.ignored_weights, *((r"^lm_head\.weight$",) if config.tie_word_embeddings else ()))
-    return checkpoint.load_module(abstract, opened, dtype=DTYPES[dtype], ignore=ignore, progress=progress)
+    layers = {
+        ".".join(map(str, (*path, "weight")))
+        for path, module in nnx.iter_modules(abstract)
+        if isinstance(module, Linear)
+    }
+    return checkpoint.load_module(
+        abstract,
+        opened,
+        dtype=DTYPES[dtype],
+        ignore=(*architecture.ignored_weights, *((r"^lm_head\.weight$",) if tied else ())),
+        aliases={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+        quantize=lambda name: precision if name in layers else None,
+        progress=progress,
+    )
 
 
 def _as_list(prompts: Prompt | List[Prompt]) -> list[str | List[int]]:

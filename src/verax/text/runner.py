@@ -62,8 +62,11 @@ class ModelRunner:
         # Flattened once: a step passes a flat tuple of arrays, and the module exists only while tracing.
         leaves, treedef = jax.tree.flatten(state)
         self._weights = tuple(leaves)
+        table = 0 if model.lm_head is None else model.model.embed_tokens.weight[...].nbytes
+        self.weight_bytes = sum(weight.nbytes for weight in leaves) - table
+        """Bytes of weights that a decode step reads: all but an embedding table that is no output head."""
         self._build = lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
-        self._cache = new_cache(model.config, config, leaves[0].dtype)
+        self._cache = new_cache(model.config, config, model.dtype)
         self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
         self._options = cpu_compiler_options() if jax.default_backend() == "cpu" else {}
         self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
@@ -171,11 +174,6 @@ class ModelRunner:
             return output
 
         return run
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the model's weights, which every decode step reads."""
-        return sum(weight.nbytes for weight in self._weights)
 
     def num_compiled(self) -> int:
         """Programs compiled so far: after `warm_up` this stays as it is."""

@@ -1,0 +1,163 @@
+"""Quantised checkpoints: integers and scales survive a file exactly, and what cannot be computed with is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from tests.support.tiny import tiny_checkpoint
+from verax import checkpoint
+from verax.checkpoint import Checkpoint, load_module
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.nn import Linear
+from verax.ops.quantized import QuantizedWeight, quantize
+
+FORMAT = {"quant_method": "compressed-tensors"}
+
+
+class Model(nnx.Module):
+    def __init__(self, size_in, rngs):
+        self.up = Linear(size_in, 5, bias=True, dtype=jnp.bfloat16, rngs=rngs)
+
+
+def abstract(size_in):
+    return nnx.eval_shape(lambda: Model(size_in, nnx.Rngs(0)))
+
+
+def random_model(size_in, bits, group_size):
+    model = Model(size_in, nnx.Rngs(0))
+    kernel = jax.random.normal(jax.random.key(1), (5, size_in)) * jnp.exp(jnp.arange(5.0))[:, None]
+    model.up.weight.set_value(quantize(kernel, bits, group_size))
+    return model
+
+
+def same(a, b):
+    assert isinstance(b, QuantizedWeight)
+    assert (a.bits, a.group_size, a.shape) == (b.bits, b.group_size, b.shape)
+    np.testing.assert_array_equal(a.integers(), b.integers())
+    np.testing.assert_array_equal(a.values, b.values)
+    np.testing.assert_array_equal(np.asarray(a.scales, np.float32), np.asarray(b.scales, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "size_in"),
+    [(8, None, 33), (8, None, 1), (8, 32, 96), (4, 32, 96), (4, 128, 384), (4, 64, 64)],
+)
+def test_saving_and_loading_gives_the_same_integers_and_scales(tmp_path, bits, group_size, size_in):
+    model = random_model(size_in, bits, group_size)
+    folder = checkpoint.save(model, tmp_path, config={"a": 1})
+    opened = Checkpoint.open(folder)
+    assert sorted(opened.names()) == ["up.bias", "up.weight"]
+    loaded = load_module(abstract(size_in), opened, dtype=jnp.bfloat16)
+    same(model.up.weight.get_value(), loaded.up.weight.get_value())
+    assert opened.config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == bits
+
+
+def test_every_code_is_where_the_layout_has_it(tmp_path):
+    # Written by hand from the format's description: input i in bits 4 i of the row, plus 8.
+    values = np.arange(64) % 16 - 8
+    words = np.zeros((1, 8), np.uint32)
+    for i, value in enumerate(values):
+        words[0, i // 8] |= np.uint32(int(value) + 8) << np.uint32(4 * (i % 8))
+    tensors = {
+        "up.weight_packed": words.view(np.int32),
+        "up.weight_scale": np.asarray([[0.5, 2.0]], np.float32),
+        "up.weight_shape": np.asarray([1, 64]),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
+    weight = Checkpoint.open(tmp_path).read("up.weight")
+    np.testing.assert_array_equal(weight.integers()[0], values)
+    np.testing.assert_array_equal(weight.dequantize()[0], values * np.repeat([0.5, 2.0], 32))
+
+
+def test_eight_bits_without_packing_are_read_too(tmp_path):
+    integers = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
+    scales = np.asarray([[0.1], [1.0], [3.0]], np.float32)
+    save_file({"up.weight": integers, "up.weight_scale": scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
+    weight = Checkpoint.open(tmp_path).read("up.weight")
+    np.testing.assert_array_equal(weight.dequantize(), integers * scales)
+
+
+def test_scales_that_float16_cannot_hold_stay_as_they_are(tmp_path):
+    scales = np.asarray([[1e-6, 1.0]], np.float32)
+    tensors = {
+        "up.weight_packed": np.zeros((1, 8), np.int32),
+        "up.weight_scale": scales,
+        "up.weight_shape": np.asarray([1, 64]),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
+    np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("up.weight").scales, scales)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "says"),
+    [
+        ({"up.weight_zero_point": np.zeros((1, 1), np.int32)}, FORMAT, "up.weight_zero_point: an asymmetric"),
+        ({"up.weight_g_idx": np.zeros(64, np.int32)}, FORMAT, "activation order"),
+        ({"up.weight_scale": np.ones((1, 4), np.float32)}, FORMAT, "4 scales a row"),
+        ({"up.weight_packed": np.zeros((1, 7), np.int32)}, FORMAT, "up.weight_packed of dtype int32"),
+        ({"up.weight_packed": None}, FORMAT, "has neither"),
+        ({"up.weight_shape": None}, FORMAT, "up.weight_packed has no up.weight_shape beside it"),
+        ({}, {"quant_method": "awq"}, "quantised by 'awq'"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(tmp_path, changes, config, says):
+    tensors = {
+        "up.weight_packed": np.zeros((1, 8), np.int32),
+        "up.weight_scale": np.ones((1, 2), np.float32),
+        "up.weight_shape": np.asarray([1, 64]),
+        **changes,
+    }
+    save_file({key: value for key, value in tensors.items() if value is not None}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(CheckpointError, match=says):
+        Checkpoint.open(tmp_path)
+
+
+def test_weights_of_two_precisions_are_not_saved_together(tmp_path):
+    class Two(nnx.Module):
+        def __init__(self):
+            self.a, self.b = random_model(64, 8, None), random_model(64, 4, 32)
+
+    with pytest.raises(CheckpointError, match="several precisions"):
+        checkpoint.save(Two(), tmp_path, config={})
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_loading_quantises_the_named_layers_only(tmp_path):
+    folder = checkpoint.save(Model(64, nnx.Rngs(3)), tmp_path, config={})
+    chosen = lambda name: (4, 32) if name == "up.weight" else None  # noqa: E731
+    quantised = load_module(abstract(64), Checkpoint.open(folder), dtype=jnp.bfloat16, quantize=chosen)
+    kernel = jnp.asarray(load_file(folder / "model.safetensors")["up.weight"])
+    same(quantize(kernel, 4, 32), quantised.up.weight.get_value())
+
+
+def test_groups_that_do_not_divide_a_layer_are_refused_with_its_name(tmp_path):
+    folder = checkpoint.save(Model(33, nnx.Rngs(3)), tmp_path, config={})
+    with pytest.raises(InvalidParameterError, match=r"up\.weight: group_size: 32 does not divide"):
+        load_module(
+            abstract(33),
+            Checkpoint.open(folder),
+            dtype=jnp.bfloat16,
+            quantize=lambda name: (4, 32) if name.endswith("weight") else None,
+        )
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
+    from verax.text.llm import load_model
+
+    tiny_checkpoint(tmp_path / "a")
+    quantised = load_model(Checkpoint.open(tmp_path / "a"), dtype="bfloat16", quantization="int8")
+    config = {**Checkpoint.open(tmp_path / "a").config, "tie_word_embeddings": False}
+    checkpoint.save(quantised, tmp_path / "b", config=config)
+    opened = Checkpoint.open(tmp_path / "b")
+    load_model(opened, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match="quantised already"):
+        load_model(opened, dtype="bfloat16", quantization="int4")
