@@ -20,7 +20,13 @@ from verax.errors import InvalidParameterError, MissingDependencyError
 
 __all__ = ["HANDLERS", "available", "call", "level", "levels", "problem", "use_level"]
 
-HANDLERS = ("verax_linear", "verax_linear_quantized")
+HANDLERS = (
+    "verax_attention",
+    "verax_linear",
+    "verax_linear_quantized",
+    "verax_paged_attention",
+    "verax_write_pages",
+)
 """FFI handlers that the library exports."""
 
 REMEDY = "install a C++ compiler (Debian, Ubuntu: apt install g++), then run: python -m verax.ops.cpu.build"
@@ -73,9 +79,14 @@ def use_level(name: str) -> Iterator[None]:
 
 
 def call(
-    handler: str, shape: Sequence[int], *arrays: jax.Array, dtype: DTypeLike = "float32", **attributes: Any
+    handler: str,
+    shape: Sequence[int],
+    *arrays: jax.Array,
+    dtype: DTypeLike = "float32",
+    in_place: bool = False,
+    **attributes: Any,
 ) -> jax.Array:
-    """Call a handler with one result. Under `vmap` it runs once for each element.
+    """Call a handler with one result, `in_place` if it is the first array, changed. Under `vmap`: once by element.
 
     Raises:
         MissingDependencyError: if there is no library, as when a native form is forced by name.
@@ -83,7 +94,10 @@ def call(
     if not available():
         raise MissingDependencyError(problem())
     result = jax.ShapeDtypeStruct(tuple(shape), dtype)
-    return jax.ffi.ffi_call(handler, result, vmap_method="sequential")(*arrays, **attributes)
+    aliases = {0: 0} if in_place else None
+    return jax.ffi.ffi_call(handler, result, vmap_method="sequential", input_output_aliases=aliases)(
+        *arrays, **attributes
+    )
 
 
 @functools.cache

@@ -1,0 +1,170 @@
+"""Attention by itself: whole sequences, the paged decode step, prompt chunks, and writes to the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from verax import ops
+from verax._compat import cpu_compiler_options
+
+__all__ = ["AttentionCase", "attention_cases"]
+
+PLAIN_LIMIT = 2**29
+"""Scores that the plain form may hold; it is left out of longer cases."""
+
+PAGE = 16
+"""Tokens of a page: the engine's block size."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call to time. A side returns when its work is done."""
+
+    operation: str
+    name: str
+    bytes_moved: int
+    """Operands and results, each once."""
+    operations: int
+    """Floating-point operations of the two products, masked ones not counted."""
+    chosen: str
+    """The form that a call without a choice runs."""
+    sides: Mapping[str, Callable[[], object]]
+
+
+def attention_cases(torch: Any = None) -> Iterator[AttentionCase]:
+    """Cases one by one, so that the arrays of one go before those of the next come; with torch's side if it is given.
+
+    Heads are those of Wan 1.3B for whole sequences (12 of 128), of Qwen3-0.6B for the cache (16 over 8, of 128).
+    """
+    for dtype, length in (("bfloat16", 2048), ("float32", 2048), ("bfloat16", 8192)):
+        yield _dense(length, 12, 128, dtype, torch)
+    for rows, length in ((4, 150), (4, 2048), (1, 8192), (16, 1024)):
+        yield _decode(rows, length, torch)
+    for cached, tokens in ((0, 512), (3584, 512)):
+        yield _chunk(cached, tokens)
+    for tokens in (4, 512):
+        yield _write(tokens)
+
+
+def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> AttentionCase:
+    q, k, v = (_random((1, length, heads, size), dtype, seed) for seed in range(3))
+    sides = _forms(ops.attention, q, k, v, causal=False)
+    if heads * length**2 > PLAIN_LIMIT:
+        sides.pop("plain", None)
+    if torch is not None:
+        sides["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
+    return AttentionCase(
+        "attention",
+        f"{dtype}, {length} tokens, {heads} heads of {size}",
+        3 * q.nbytes + 4 * q.size,
+        4 * heads * length**2 * size,
+        ops.attention.select(q, k, v, causal=False).name,
+        sides,
+    )
+
+
+def _decode(
+    rows: int, length: int, torch: Any, *, heads: int = 16, kv_heads: int = 8, size: int = 128
+) -> AttentionCase:
+    caches, table = _cache(rows, length, kv_heads, size)
+    q = _random((rows, heads, size), "float32", 2)
+    arguments = q, *caches, table, jnp.full(rows, length, jnp.int32)
+    sides = _forms(ops.paged_decode_attention, *arguments)
+    if rows * heads * length > PLAIN_LIMIT // 1024:
+        sides.pop("plain", None)
+    if torch is not None:  # over keys that lie together: it has no pages
+        dense = (_random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
+        sides["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
+    keys = rows * length * size
+    return AttentionCase(
+        "paged_decode_attention",
+        f"bfloat16, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
+        2 * 2 * kv_heads * keys + 2 * q.nbytes,
+        4 * heads * keys,
+        ops.paged_decode_attention.select(*arguments).name,
+        sides,
+    )
+
+
+def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size: int = 128) -> AttentionCase:
+    length = cached + tokens
+    caches, table = _cache(1, length, kv_heads, size)
+    q = _random((tokens, heads, size), "float32", 2)
+    arguments = q, *caches, table, jnp.asarray([length], jnp.int32), jnp.asarray([0, tokens], jnp.int32)
+    sides = _forms(ops.paged_attention, *arguments)
+    sides.pop("plain", None)  # holds the keys once for each token
+    return AttentionCase(
+        "paged_attention",
+        f"bfloat16, {tokens} tokens after {cached}, {heads} heads over {kv_heads} of {size}",
+        2 * 2 * kv_heads * length * size + 2 * q.nbytes,
+        4 * heads * size * (tokens * cached + tokens * (tokens + 1) // 2),
+        ops.paged_attention.select(*arguments).name,
+        sides,
+    )
+
+
+def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> AttentionCase:
+    """The cache is donated and comes back, as in the engine's step."""
+    (cache, _), _ = _cache(1, 32768, kv_heads, size)
+    x = _random((tokens, kv_heads, size), "float32", 2)
+    places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
+    arguments = x, places // PAGE, places % PAGE
+    sides = {}
+    for name, form in ops.write_pages.forms.items():
+        if name == "plain" or (form.runs_on(jax.default_backend()) and form.accepts(cache, *arguments)):
+            run: Any = jax.jit(form.function, donate_argnums=0, compiler_options=_options())
+            held = [jnp.copy(cache)]
+
+            def write(run: Any = run, held: list[jax.Array] = held) -> None:
+                held[0] = jax.block_until_ready(run(held[0], *arguments))
+
+            sides[name] = write
+    return AttentionCase(
+        "write_pages",
+        f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}",
+        6 * x.size,
+        0,
+        ops.write_pages.select(cache, *arguments).name,
+        sides,
+    )
+
+
+def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Pages of keys and values in a shuffled order, and the table that lists them."""
+    width = math.ceil(length / PAGE)
+    k, v = (_random((1 + rows * width, kv_heads, PAGE, size), "bfloat16", seed) for seed in range(2))
+    order = 1 + np.random.default_rng(2).permutation(rows * width)
+    return (k, v), jnp.asarray(order.reshape(rows, width), jnp.int32)
+
+
+def _random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def _options() -> dict[str, bool | str]:
+    return cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+
+
+def _forms(operation: ops.Operation[Any, Any], *args: jax.Array, **kwargs: Any) -> dict[str, Callable[[], object]]:
+    """Every form of the operation that takes this call here, by name."""
+    sides: dict[str, Callable[[], object]] = {}
+    for name, form in operation.forms.items():
+        if form.runs_on(jax.default_backend()) and form.accepts(*args, **kwargs):
+            run: Any = jax.jit(lambda *a, function=form.function: function(*a, **kwargs), compiler_options=_options())
+            sides[name] = lambda run=run: jax.block_until_ready(run(*args))
+    return sides
+
+
+def _torch_attention(torch: Any, *arrays: jax.Array, **options: Any) -> Callable[[], object]:
+    """torch's `scaled_dot_product_attention` on `[B, N, T, H]`."""
+    dtype = getattr(torch, str(arrays[-1].dtype))
+    tensors = [torch.from_numpy(np.array(x.astype(jnp.float32))).to(dtype) for x in arrays]
+    return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)

@@ -1,0 +1,74 @@
+"""Native form of `ops.attention`: tiles of queries over blocks of keys, with memory linear in the sequence."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from verax.ops.attention import attention
+from verax.ops.cpu import library
+
+__all__ = ["FLOATS", "takes"]
+
+FLOATS = (jnp.float32, jnp.bfloat16)
+"""Dtypes that the kernels read."""
+
+MAX_GROUP = 64
+"""Query heads that may share a key/value head: they are rows of one tile (`ATTENTION_ROWS` in native/)."""
+
+
+def takes(q: Any, k: Any, v: Any, num_kv_heads: int) -> bool:
+    """Whether the native kernels take arrays of these dtypes and head counts, on this machine."""
+    dtypes = q.dtype in FLOATS and k.dtype in FLOATS and v.dtype == k.dtype
+    grouped = q.shape[-2] <= MAX_GROUP * num_kv_heads
+    return dtypes and grouped and jax.device_count() == 1 and library.available()
+
+
+def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = None, scale: float | None = None) -> bool:
+    # With fewer keys than causal queries, the first queries see nothing, for which the plain form has its own answer.
+    return takes(q, k, v, k.shape[2]) and (not causal or k.shape[1] >= q.shape[1])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    segments: Int[Array, "B T"] | None,
+    causal: bool,
+    scale: float | None,
+) -> Float[Array, "B T N H"]:
+    listed = jnp.zeros((0, 0), jnp.int32) if segments is None else segments.astype(jnp.int32)
+    factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    return library.call("verax_attention", q.shape, q, k, v, listed, causal=causal, scale=factor)
+
+
+@_attention.defjvp
+def _attention_jvp(
+    causal: bool, scale: float | None, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Array, Array]:
+    # Where a derivative is taken, the plain form computes the value too: its softmax is what the derivative needs.
+    *arrays, segments = primals
+
+    def plain(q: Array, k: Array, v: Array) -> Array:
+        return attention.__wrapped__(q, k, v, causal=causal, segments=segments, scale=scale)
+
+    return jax.jvp(plain, tuple(arrays), tangents[:3])
+
+
+@attention.form("native", platforms=("cpu",), accepts=_accepts)
+def _attention_native(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    segments: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    return _attention(q, k, v, segments, causal, scale)

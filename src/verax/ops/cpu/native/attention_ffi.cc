@@ -1,0 +1,146 @@
+// The FFI handlers of kernels/attention.cc: over dense arrays, and over the pages of a cache.
+#include <numeric>
+
+#include "attention_run.h"
+#include "export.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace verax {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
+
+bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
+}
+
+// The fields that both handlers set alike; keys of [.., K, ..] heads are not yet said where.
+AttentionTask task_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, int64_t K,
+                      float scale, ffi::ResultBuffer<ffi::F32>& out) {
+  const auto shape = q.dimensions();
+  AttentionTask task{};
+  task.N = shape[shape.size() - 2];
+  task.K = K;
+  task.H = shape[shape.size() - 1];
+  task.q = q.untyped_data();
+  task.q_bf16 = q.element_type() == ffi::BF16;
+  task.k = k.untyped_data();
+  task.v = v.untyped_data();
+  task.keys_bf16 = k.element_type() == ffi::BF16;
+  task.scale = scale;
+  task.out = out->typed_data();
+  return task;
+}
+
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                     ffi::Buffer<ffi::S32> segments, bool causal, float scale, ffi::ResultBuffer<ffi::F32> out) {
+  const auto queries = q.dimensions(), keys = k.dimensions();
+  if (queries.size() != 4 || keys.size() != 4 || !same(keys, v.dimensions()) || !same(queries, out->dimensions()) ||
+      keys[0] != queries[0] || keys[3] != queries[3] || (keys[2] ? queries[2] % keys[2] : queries[2])) {
+    return ffi::Error::InvalidArgument("attention: expected q [B, T, N, H], k and v [B, S, K, H] with K dividing N");
+  }
+  if (!is_float(q) || !is_float(k) || k.element_type() != v.element_type()) {
+    return ffi::Error::InvalidArgument("attention: expected float32 or bfloat16, k and v of the same");
+  }
+  const int64_t B = queries[0], T = queries[1], S = keys[1], K = keys[2], H = keys[3];
+  const bool segmented = segments.element_count() > 0;
+  if (segmented && (T != S || static_cast<int64_t>(segments.element_count()) != B * T)) {
+    return ffi::Error::InvalidArgument("attention: expected segments [B, T], and as many keys as queries");
+  }
+  if (out->element_count() == 0) return ffi::Error::Success();
+  AttentionTask task = task_of(q, k, v, K, scale, out);
+  task.causal = causal;
+  task.num_pages = B;
+  task.page_size = std::max<int64_t>(1, S);
+  task.page_stride = S * K * H;
+  task.head_stride = H;
+  task.token_stride = K * H;
+  std::vector<int32_t> pages(B);
+  std::iota(pages.begin(), pages.end(), 0);
+  AttentionRun run(task);
+  for (int64_t b = 0; b < B; ++b) {
+    AttentionTile sequence{};
+    sequence.first_query = b * T;
+    sequence.num_queries = T;
+    sequence.visible = causal ? S - T + 1 : S;
+    sequence.pages = &pages[b];
+    if (segmented) sequence.query_segments = sequence.key_segments = segments.typed_data() + b * T;
+    run.add(sequence);
+  }
+  run.run(pool);
+  return ffi::Error::Success();
+}
+
+ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                           ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
+                           ffi::Buffer<ffi::S32> query_starts, float scale, ffi::ResultBuffer<ffi::F32> out) {
+  const auto queries = q.dimensions(), cache = k.dimensions(), table = page_table.dimensions();
+  if (queries.size() != 3 || cache.size() != 4 || !same(cache, v.dimensions()) || !same(queries, out->dimensions()) ||
+      cache[3] != queries[2] || (cache[1] ? queries[1] % cache[1] : queries[1])) {
+    return ffi::Error::InvalidArgument(
+        "paged attention: expected q [T, N, H] and pages [P, K, p, H] with K dividing N");
+  }
+  if (!is_float(q) || !is_float(k) || k.element_type() != v.element_type()) {
+    return ffi::Error::InvalidArgument("paged attention: expected float32 or bfloat16, both caches of the same");
+  }
+  if (table.size() != 2 || static_cast<int64_t>(kv_lengths.element_count()) != table[0] ||
+      static_cast<int64_t>(query_starts.element_count()) != table[0] + 1) {
+    return ffi::Error::InvalidArgument(
+        "paged attention: expected a page table [B, W], B lengths and B + 1 query starts");
+  }
+  if (out->element_count() == 0) return ffi::Error::Success();
+  const int64_t T = queries[0], B = table[0], W = table[1];
+  AttentionTask task = task_of(q, k, v, cache[1], scale, out);
+  task.causal = true;
+  task.num_pages = cache[0];
+  task.page_size = cache[2];
+  task.token_stride = task.H;
+  task.head_stride = task.page_size * task.H;
+  task.page_stride = task.K * task.head_stride;
+  const int32_t *lengths = kv_lengths.typed_data(), *starts = query_starts.typed_data();
+  const int64_t longest = task.num_pages ? W * task.page_size : 0;
+  AttentionRun run(task);
+  int64_t done = 0;  // queries that have an owner; the others are padding and come out zero
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t first = std::clamp<int64_t>(starts[b], done, T), end = std::clamp<int64_t>(starts[b + 1], first, T);
+    std::fill(task.out + done * task.N * task.H, task.out + first * task.N * task.H, 0.0f);
+    done = end;
+    AttentionTile sequence{};
+    sequence.first_query = first;
+    sequence.num_queries = end - first;
+    sequence.visible = std::min<int64_t>(lengths[b], longest) - (end - first) + 1;
+    sequence.pages = page_table.typed_data() + b * W;
+    run.add(sequence);
+  }
+  std::fill(task.out + done * task.N * task.H, task.out + T * task.N * task.H, 0.0f);
+  run.run(pool);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace verax
+
+VERAX_HANDLER(verax_attention, verax::attention,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Attr<bool>("causal")
+                  .Attr<float>("scale")
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+
+VERAX_HANDLER(verax_paged_attention, verax::paged_attention,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Attr<float>("scale")
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

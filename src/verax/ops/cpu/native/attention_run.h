@@ -1,0 +1,107 @@
+// Divides attention into tiles and shares them over the threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "kernels/attention.h"
+#include "levels.h"
+#include "parallel.h"
+
+namespace verax {
+
+// Memory on a cache line's boundary.
+class AlignedBytes {
+ public:
+  explicit AlignedBytes(int64_t size) : size_(size), data_(::operator new(size, std::align_val_t{64})) {}
+  ~AlignedBytes() { ::operator delete(data_, std::align_val_t{64}); }
+  AlignedBytes(const AlignedBytes&) = delete;
+  AlignedBytes& operator=(const AlignedBytes&) = delete;
+  int64_t size() const { return size_; }
+  void* data() const { return data_; }
+
+ private:
+  int64_t size_;
+  void* data_;
+};
+
+// Memory of the calling thread, kept between calls: new memory would have to be mapped by the system each time.
+inline void* thread_scratch(int64_t size) {
+  thread_local std::unique_ptr<AlignedBytes> scratch;
+  if (!scratch || scratch->size() < size) scratch = std::make_unique<AlignedBytes>(size);
+  return scratch->data();
+}
+
+// The work of one call: sequences are added one by one, then all of it runs.
+class AttentionRun {
+ public:
+  explicit AttentionRun(const AttentionTask& task) : task_(task), group_(task.N / task.K) {}
+
+  // The queries of one sequence, as a tile of all of them; its fields head, begin, end and partial are set here.
+  void add(const AttentionTile& sequence) {
+    const int64_t at_once = std::max<int64_t>(1, ATTENTION_ROWS / group_);
+    for (int64_t done = 0; done < sequence.num_queries; done += at_once) {
+      AttentionTile tile = sequence;
+      tile.first_query += done;
+      tile.num_queries = std::min(at_once, sequence.num_queries - done);
+      tile.visible += task_.causal ? done : 0;
+      if (tile.query_segments) tile.query_segments += done;
+      tile.begin = 0;
+      tile.end = std::max<int64_t>(0, tile.visible + (task_.causal ? tile.num_queries - 1 : 0));
+      tile.partial = nullptr;
+      most_rows_ = std::max(most_rows_, tile.num_queries * group_);
+      for (tile.head = 0; tile.head < task_.K; ++tile.head) {
+        // Many queries make enough tiles for all threads; a single one is divided by its keys.
+        if (sequence.num_queries == 1 && tile.end > ATTENTION_SPAN) {
+          split(tile);
+        } else {
+          tiles_.push_back(tile);
+        }
+      }
+    }
+  }
+
+  template <typename Pool>
+  void run(Pool& pool) const {
+    const auto attend = VERAX_KERNEL(attention_tile);
+    const auto merge = VERAX_KERNEL(attention_merge);
+    const int64_t scratch = attention_scratch_bytes(most_rows_, task_.H);
+    parallel_for(pool, tiles_.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) attend(task_, tiles_[i], thread_scratch(scratch));
+    });
+    for (const Split& split : splits_) {
+      merge(task_, split.whole, split.spans, static_cast<float*>(split.partials->data()));
+    }
+  }
+
+ private:
+  struct Split {
+    AttentionTile whole;
+    int64_t spans;
+    std::unique_ptr<AlignedBytes> partials;
+  };
+
+  void split(const AttentionTile& whole) {
+    const int64_t spans = (whole.end + ATTENTION_SPAN - 1) / ATTENTION_SPAN;
+    const int64_t floats = attention_partial_floats(group_, task_.H);
+    splits_.push_back({whole, spans, std::make_unique<AlignedBytes>(spans * floats * sizeof(float))});
+    for (int64_t i = 0; i < spans; ++i) {
+      AttentionTile tile = whole;
+      tile.begin = i * ATTENTION_SPAN;
+      tile.end = std::min(whole.end, tile.begin + ATTENTION_SPAN);
+      tile.partial = static_cast<float*>(splits_.back().partials->data()) + i * floats;
+      tiles_.push_back(tile);
+    }
+  }
+
+  const AttentionTask task_;
+  const int64_t group_;
+  int64_t most_rows_ = 1;
+  std::vector<AttentionTile> tiles_;
+  std::vector<Split> splits_;
+};
+
+}  // namespace verax

@@ -1,0 +1,280 @@
+// for each span of ATTENTION_SPAN keys:                    (with its own softmax)
+//   for each block of BLOCK keys:                          (packed into the first cache level, zeros past the end)
+//     for each group of up to ROWS rows that see any of it:
+//       scores[row, key] = q . k                           (scores are in powers of 2: q carries scale x log2(e))
+//       highest, total, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
+//       sums[row, h] = sums x 2^(old highest - new) + weights . v
+//   merge the span's (sums, highest, total) into those of the spans before it
+// out = sums / total
+//
+// A row of q is one query with one head. What a row computes depends on its own keys only: a block that it does not see
+// is skipped, or adds exactly nothing. This is FlashAttention's algorithm (Dao et al., 2022, arXiv:2205.14135).
+#include "attention.h"
+
+#include "cells.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+constexpr int64_t BLOCK = 64;  // keys: packed keys and values of 128 bfloat16 fill two thirds of a 48 KB cache
+
+// Below every score that counts, and finite: the difference of two is 0, not NaN.
+constexpr float LOWEST = -1e30f;
+
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+// Softmax state of some rows: `sums / total` is their result so far, with weights relative to 2^highest.
+struct State {
+  Matrix sums;
+  float *highest, *total;
+};
+
+State state_at(float* memory, int64_t rows, int64_t H) {
+  const int64_t stride = attention_padded(H);
+  float* rest = memory + rows * stride;
+  return {{memory, stride}, rest, rest + rows};
+}
+
+// Where a tile works.
+struct Scratch {
+  Matrix q, k, v, scores, weights;
+  const float* zeros;  // as long as a key
+  State span, total;
+};
+
+struct Carver {
+  float* next;
+  float* take(int64_t floats) {
+    float* taken = next;
+    next += (floats + 15) / 16 * 16;
+    return taken;
+  }
+};
+
+Scratch carve(void* memory, int64_t rows, int64_t H, int depth) {
+  Carver carver{static_cast<float*>(memory)};
+  const int64_t width = attention_padded(H);
+  Scratch s;
+  s.q = {carver.take(rows * width / depth), width / depth};
+  s.k = {carver.take(BLOCK * width / depth), BLOCK};
+  s.v = {carver.take(BLOCK * width / depth), width};
+  s.scores = {carver.take(ROWS * BLOCK), BLOCK};
+  s.weights = {carver.take(ROWS * BLOCK / depth), BLOCK / depth};
+  float* zeros = carver.take(width);
+  std::memset(zeros, 0, width * sizeof(float));
+  s.zeros = zeros;
+  s.span = state_at(carver.take(attention_partial_floats(rows, H)), rows, H);
+  s.total = state_at(carver.take(attention_partial_floats(rows, H)), rows, H);
+  return s;
+}
+
+void clear(State& state, int64_t rows) {
+  std::memset(state.sums.at, 0, rows * state.sums.stride * sizeof(float));
+  for (int64_t r = 0; r < rows; ++r) {
+    state.highest[r] = LOWEST;
+    state.total[r] = 0;
+  }
+}
+
+float power_of_two(float x) {
+  float values[F32::lanes];
+  store(values, exp2(broadcast(x)));
+  return values[0];
+}
+
+// total += span
+void merge(State& total, const State& span, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const float highest = total.highest[r] > span.highest[r] ? total.highest[r] : span.highest[r];
+    const float shrink = power_of_two(total.highest[r] - highest), weight = power_of_two(span.highest[r] - highest);
+    total.highest[r] = highest;
+    total.total[r] = total.total[r] * shrink + span.total[r] * weight;
+    float *to = total.sums.row(r), *from = span.sums.row(r);
+    for (int64_t h = 0; h < total.sums.stride; h += F32::lanes) {
+      store(to + h, fma(load(from + h), broadcast(weight), mul(load(to + h), broadcast(shrink))));
+    }
+  }
+}
+
+// Where row r of a tile lies in q and in the result.
+int64_t row_offset(const AttentionTask& t, const AttentionTile& tile, int64_t r) {
+  const int64_t G = t.N / t.K;
+  return ((tile.first_query + r / G) * t.N + tile.head * G + r % G) * t.H;
+}
+
+void finish(const AttentionTask& t, const AttentionTile& tile, const State& state, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* to = t.out + row_offset(t, tile, r);
+    const float *from = state.sums.row(r), total = state.total[r];
+    const float factor = total == 0 ? 0 : 1 / total;  // 0: a row that sees nothing
+    for (int64_t h = 0; h < t.H; ++h) to[h] = from[h] * factor;
+  }
+}
+
+// The row's elements as cells, times `scale`.
+template <class Kind, class Element>
+void pack_query(float* to, const Element* from, int64_t H, float scale) {
+  for (int64_t h = 0; h < H; h += CHUNK) {
+    Element room[CHUNK];
+    Chunk chunk = load_chunk(padded(from + h, H - h, room));
+    for (F32& part : chunk.part) part = mul(part, broadcast(scale));
+    Kind::of_chunk(to + h / Kind::depth, chunk);
+  }
+}
+
+// Where the keys and values of a block lie. Past its end: a row of zeros.
+template <class Element>
+struct Block {
+  const Element *k[BLOCK], *v[BLOCK];
+
+  Block(const AttentionTask& t, const AttentionTile& tile, int64_t begin, int64_t count, const Element* zeros) {
+    int64_t page = begin / t.page_size, within = begin % t.page_size, at = count ? offset(t, tile, page, within) : 0;
+    for (int64_t i = 0; i < BLOCK; ++i) {
+      k[i] = i < count ? static_cast<const Element*>(t.k) + at : zeros;
+      v[i] = i < count ? static_cast<const Element*>(t.v) + at : zeros;
+      at += t.token_stride;
+      if (++within == t.page_size && i + 1 < count) at = offset(t, tile, ++page, within = 0);
+    }
+  }
+
+  static int64_t offset(const AttentionTask& t, const AttentionTile& tile, int64_t index, int64_t within) {
+    const int64_t listed = tile.pages[index];
+    const int64_t page = listed < 0 ? 0 : listed < t.num_pages ? listed : t.num_pages - 1;  // as JAX clamps
+    return page * t.page_stride + tile.head * t.head_stride + within * t.token_stride;
+  }
+};
+
+// Signs for `pick`: BLOCK zeros, then BLOCK times -1. From `steps + BLOCK - n` on, the first n keys are visible.
+struct Steps {
+  float sign[2 * BLOCK];
+  constexpr Steps() : sign() {
+    for (int64_t i = BLOCK; i < 2 * BLOCK; ++i) sign[i] = -1;
+  }
+};
+constexpr Steps STEPS;
+
+// Scores to weights, for one row over `vectors` registers of keys; `hidden` is null where every key is visible.
+// Returns the factor that the sums before this block shrink by.
+template <class Kind>
+float soften(float* scores, float* weights, int64_t vectors, const float* hidden, float& highest, float& total) {
+  F32 most = broadcast(highest);
+  for (int64_t i = 0; i < vectors; ++i) {
+    float* at = scores + i * F32::lanes;
+    if (hidden) store(at, pick(load(hidden + i * F32::lanes), load(at), broadcast(-__builtin_inff())));
+    most = max(load(at), most);
+  }
+  const float new_highest = verax::VERAX_LEVEL::highest(most);
+  F32 added = zero();
+  for (int64_t i = 0; i < vectors; ++i) {
+    float* at = scores + i * F32::lanes;
+    const F32 weight = exp2(sub(load(at), broadcast(new_highest)));
+    added = add(added, weight);
+    store(at, weight);
+  }
+  for (int64_t i = 0; i < vectors * F32::lanes; i += CHUNK) {
+    Kind::of_chunk(weights + i / Kind::depth, load_chunk(scores + i));
+  }
+  const float shrink = power_of_two(highest - new_highest);
+  highest = new_highest;
+  total = total * shrink + sum(added);
+  return shrink;
+}
+
+// Row by row, which keys of a block stay hidden: signs for `pick`, or null if none.
+struct Visibility {
+  const AttentionTask& task;
+  const AttentionTile& tile;
+  int64_t begin, count, columns;  // of the block
+  float room[BLOCK];
+
+  int64_t visible(int64_t query) const { return tile.visible + (task.causal ? query : 0) - begin; }
+
+  const float* hidden(int64_t query) {
+    int64_t seen = visible(query);
+    seen = seen < 0 ? 0 : seen < count ? seen : count;
+    if (tile.query_segments) {
+      const int32_t segment = tile.query_segments[query], *segments = tile.key_segments + begin;
+      for (int64_t i = 0; i < columns; ++i) room[i] = i < seen && segments[i] == segment ? 0 : -1;
+      return room;
+    }
+    return seen < columns ? STEPS.sign + BLOCK - seen : nullptr;
+  }
+};
+
+// The block's part of all rows of a tile.
+template <class Kind>
+void attend_block(const AttentionTask& t, const AttentionTile& tile, int64_t rows, int64_t begin, int64_t count,
+                  const Block<typename Kind::Element>& block, const Block<typename Kind::Element>& next,
+                  const Scratch& s, State& state) {
+  const int64_t G = t.N / t.K, columns = attention_padded(count), vectors = columns / F32::lanes;
+  const int64_t key_depth = (t.H + Kind::depth - 1) / Kind::depth, depth = (count + Kind::depth - 1) / Kind::depth;
+  pack_columns<Kind>(s.k, block.k, next.k, columns, t.H);
+  pack_rows<Kind>(s.v, block.v, next.v, count, t.H);
+  Visibility visibility{t, tile, begin, count, columns, {}};
+  for (int64_t row = 0; row < rows; row += ROWS) {
+    const int64_t n = rows - row < ROWS ? rows - row : ROWS;
+    if (visibility.visible((row + n - 1) / G) <= 0) continue;
+    product<Kind>(n, {s.q.row(row), s.q.stride}, s.k, key_depth, s.scores, vectors, nullptr);
+    float shrink[ROWS];
+    for (int64_t i = 0; i < n; ++i) {
+      shrink[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, visibility.hidden((row + i) / G),
+                               state.highest[row + i], state.total[row + i]);
+    }
+    product<Kind>(n, s.weights, s.v, depth, {state.sums.row(row), state.sums.stride},
+                  (t.H + F32::lanes - 1) / F32::lanes, shrink);
+  }
+}
+
+template <class Kind>
+void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
+  const int64_t G = t.N / t.K, rows = tile.num_queries * G;
+  Scratch s = carve(memory, rows, t.H, Kind::depth);
+  using Element = typename Kind::Element;
+  const auto* zeros = reinterpret_cast<const Element*>(s.zeros);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t at = row_offset(t, tile, r);
+    if (t.q_bf16) {
+      pack_query<Kind>(s.q.row(r), static_cast<const bf16*>(t.q) + at, t.H, t.scale * LOG2_E);
+    } else {
+      pack_query<Kind>(s.q.row(r), static_cast<const float*>(t.q) + at, t.H, t.scale * LOG2_E);
+    }
+  }
+  const auto attend_span = [&](int64_t begin, int64_t end, State& state) {
+    clear(state, rows);
+    const auto keys_from = [&](int64_t at) { return at > end ? 0 : end - at < BLOCK ? end - at : BLOCK; };
+    const auto block_at = [&](int64_t at) { return Block<Element>(t, tile, at, keys_from(at), zeros); };
+    Block<Element> block = block_at(begin);
+    for (int64_t at = begin; at < end; at += BLOCK) {
+      const Block<Element> next = block_at(at + BLOCK);
+      attend_block<Kind>(t, tile, rows, at, keys_from(at), block, next, s, state);
+      block = next;
+    }
+  };
+  if (tile.partial) {
+    State state = state_at(tile.partial, rows, t.H);
+    return attend_span(tile.begin, tile.end, state);
+  }
+  clear(s.total, rows);
+  for (int64_t begin = tile.begin; begin < tile.end; begin += ATTENTION_SPAN) {
+    attend_span(begin, tile.end - begin < ATTENTION_SPAN ? tile.end : begin + ATTENTION_SPAN, s.span);
+    merge(s.total, s.span, rows);
+  }
+  finish(t, tile, s.total, rows);
+}
+
+}  // namespace
+
+void attention_tile(const AttentionTask& task, const AttentionTile& tile, void* scratch) {
+  task.keys_bf16 ? attend<Bf16Cells>(task, tile, scratch) : attend<F32Cells>(task, tile, scratch);
+}
+
+void attention_merge(const AttentionTask& t, const AttentionTile& tile, int64_t spans, float* partials) {
+  const int64_t rows = tile.num_queries * (t.N / t.K), size = attention_partial_floats(rows, t.H);
+  State total = state_at(partials, rows, t.H);
+  for (int64_t i = 1; i < spans; ++i) merge(total, state_at(partials + i * size, rows, t.H), rows);
+  finish(t, tile, total, rows);
+}
+
+}  // namespace VERAX_LEVEL
+}  // namespace verax

@@ -1,0 +1,187 @@
+// Small matrix products out of the first cache levels, for each kind of operand.
+//
+// A cell is what one lane multiplies and adds in one instruction: a float32, or a pair of bfloat16 where the processor
+// has their dot product. Either is 32 bits, and is kept in arrays and registers of float, which only move it.
+// A matrix product a[R, D] . b[D, C] has `a` by rows and `b` packed: cells that share a lane's sum lie below each
+// other, so pairs hold two values of one column.
+#pragma once
+
+#include "vec_math.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+// One value a cell: products are float32, also of bfloat16.
+template <class Stored>
+struct Singles {
+  using Element = Stored;
+  static constexpr int depth = 1;  // values in a cell
+  // a[lane] * b[lane] + sum
+  static F32 multiply(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
+  // Cells of F32::lanes * depth values of one row.
+  static F32 of_row(const Element* p) { return load(p); }
+  // Cells of CHUNK columns, each with `depth` values below each other.
+  static void of_rows(float* to, const Element* const* rows, int64_t at) { store_chunk(to, load_chunk(rows[0] + at)); }
+  static void of_chunk(float* to, const Chunk& values) { store_chunk(to, values); }
+};
+
+#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+
+struct Pairs {
+  using Element = bf16;
+  static constexpr int depth = 2;
+  static F32 multiply(F32 sum, F32 a, F32 b) {
+    return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<const __m512bh&>(a.v), reinterpret_cast<const __m512bh&>(b.v))};
+  }
+  static F32 of_row(const Element* p) { return {_mm512_loadu_ps(p)}; }
+  static void of_rows(float* to, const Element* const* rows, int64_t at) {
+    const __m512i first = _mm512_loadu_si512(rows[0] + at), second = _mm512_loadu_si512(rows[1] + at);
+    // Neighbours within 128 bits, then the 128-bit parts into the order of the columns.
+    const __m512i low = _mm512_unpacklo_epi16(first, second), high = _mm512_unpackhi_epi16(first, second);
+    const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, front, high));
+    _mm512_storeu_si512(to + F32::lanes, _mm512_permutex2var_epi64(low, back, high));
+  }
+  static void of_chunk(float* to, const Chunk& values) {
+    store_bf16_chunk(reinterpret_cast<bf16*>(to), to_bf16_chunk(values));
+  }
+};
+using Bf16Cells = Pairs;
+
+#else
+using Bf16Cells = Singles<bf16>;
+#endif
+using F32Cells = Singles<float>;
+
+// Sums are kept in registers: ROWS x COLUMNS of them, beside the operands. AVX2 has 16 registers, the others 32.
+constexpr int ROWS = 6;
+#if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr int COLUMNS = 2;
+#else
+constexpr int COLUMNS = 4;
+#endif
+
+// An operand or a result: cells or sums, and the distance between its rows.
+struct Matrix {
+  float* at;
+  int64_t stride;
+  float* row(int64_t i) const { return at + i * stride; }
+};
+
+// for each depth d:
+//   R x C sums += a[r, d] * b[d, c]
+// Each sum is one register that takes the depths in order: it does not depend on what is computed beside it.
+template <class Kind, int R, int C>
+inline void product_tile(Matrix a, Matrix b, int64_t depth, Matrix out, const float* shrink) {
+  F32 sums[R][C];
+  VERAX_UNROLL
+  for (int r = 0; r < R; ++r) {
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) {
+      sums[r][c] = shrink ? mul(load(out.row(r) + c * F32::lanes), broadcast(shrink[r])) : zero();
+    }
+  }
+  for (int64_t d = 0; d < depth; ++d) {
+    F32 columns[C];
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) columns[c] = load(b.row(d) + c * F32::lanes);
+    VERAX_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32 cell = broadcast(a.row(r)[d]);
+      VERAX_UNROLL
+      for (int c = 0; c < C; ++c) sums[r][c] = Kind::multiply(sums[r][c], cell, columns[c]);
+    }
+  }
+  VERAX_UNROLL
+  for (int r = 0; r < R; ++r)
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) store(out.row(r) + c * F32::lanes, sums[r][c]);
+}
+
+template <class Kind, int R>
+inline void product_rows(Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* shrink) {
+  const auto advance = [&](int64_t by) {
+    b.at += by * F32::lanes;
+    out.at += by * F32::lanes;
+    vectors -= by;
+  };
+  for (; vectors >= COLUMNS; advance(COLUMNS)) product_tile<Kind, R, COLUMNS>(a, b, depth, out, shrink);
+  if (COLUMNS > 2 && vectors >= 2) {
+    product_tile<Kind, R, 2>(a, b, depth, out, shrink);
+    advance(2);
+  }
+  if (vectors) product_tile<Kind, R, 1>(a, b, depth, out, shrink);
+}
+
+// out[rows, vectors] = a . b, or with `shrink` (a factor for each row): out * shrink + a . b. At most ROWS rows.
+template <class Kind>
+void product(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* shrink) {
+  static_assert(ROWS == 6, "one case for each number of rows");
+  switch (rows) {
+    case 6: return product_rows<Kind, 6>(a, b, depth, out, vectors, shrink);
+    case 5: return product_rows<Kind, 5>(a, b, depth, out, vectors, shrink);
+    case 4: return product_rows<Kind, 4>(a, b, depth, out, vectors, shrink);
+    case 3: return product_rows<Kind, 3>(a, b, depth, out, vectors, shrink);
+    case 2: return product_rows<Kind, 2>(a, b, depth, out, vectors, shrink);
+    case 1: return product_rows<Kind, 1>(a, b, depth, out, vectors, shrink);
+  }
+}
+
+// Up to F32::lanes * Kind::depth or CHUNK values from `p`, where only `count` may be read: zeros after them.
+template <class Element>
+inline const Element* padded(const Element* p, int64_t count, Element (&room)[CHUNK]) {
+  if (count >= CHUNK) return p;
+  std::memset(room, 0, sizeof room);
+  std::memcpy(room, p, count * sizeof(Element));
+  return room;
+}
+
+// to[h, key] = rows[key][h]: the packed operand whose columns are keys. `count` keys, in groups of F32::lanes.
+// `next` are rows that will be packed after these: they are asked for meanwhile, here and below.
+template <class Kind>
+void pack_columns(Matrix to, const typename Kind::Element* const* rows, const typename Kind::Element* const* next,
+                  int64_t count, int64_t H) {
+  using Element = typename Kind::Element;
+  constexpr int L = F32::lanes, STEP = L * Kind::depth;
+  for (int64_t key = 0; key < count; key += L) {
+    for (int64_t h = 0; h < H; h += STEP) {
+      F32 square[L];
+      for (int i = 0; i < L; ++i) prefetch(next[key + i] + h);
+      if (h + STEP <= H) {
+        for (int i = 0; i < L; ++i) square[i] = Kind::of_row(rows[key + i] + h);
+      } else {
+        Element room[CHUNK];
+        for (int i = 0; i < L; ++i) square[i] = Kind::of_row(padded(rows[key + i] + h, H - h, room));
+      }
+      transpose(square);
+      for (int i = 0; i < L; ++i) store(to.row(h / Kind::depth + i) + key, square[i]);
+    }
+  }
+}
+
+// to[key, h] = rows[key][h]: the packed operand whose columns are elements of a row. Whole chunks, zeros at the end.
+template <class Kind>
+void pack_rows(Matrix to, const typename Kind::Element* const* rows, const typename Kind::Element* const* next,
+               int64_t count, int64_t H) {
+  using Element = typename Kind::Element;
+  for (int64_t key = 0; key < count; key += Kind::depth) {
+    float* at = to.row(key / Kind::depth);
+    int64_t h = 0;
+    for (; h + CHUNK <= H; h += CHUNK) {
+      for (int i = 0; i < Kind::depth; ++i) prefetch(next[key + i] + h);
+      Kind::of_rows(at + h, rows + key, h);
+    }
+    if (h < H) {
+      Element room[Kind::depth][CHUNK];
+      const Element* rest[Kind::depth];
+      for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(rows[key + i] + h, H - h, room[i]);
+      Kind::of_rows(at + h, rest, 0);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace VERAX_LEVEL
+}  // namespace verax

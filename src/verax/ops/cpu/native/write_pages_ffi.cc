@@ -1,0 +1,48 @@
+// The FFI handler of kernels/write_pages.cc. The cache is operand and result in one buffer: XLA copies it first if
+// somebody else still needs the old one, and not at all if it was donated.
+#include <algorithm>
+
+#include "export.h"
+#include "kernels/write_pages.h"
+#include "levels.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace verax {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// Elements that a thread writes at a time: below it, waking another one takes longer.
+constexpr int64_t PIECE = 64 * 1024;
+
+ffi::Error write_pages(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::Buffer<ffi::F32> x,
+                       ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> offsets, ffi::Result<ffi::AnyBuffer> out) {
+  const auto shape = cache.dimensions(), in = x.dimensions();
+  if (shape.size() != 4 || in.size() != 3 || in[1] != shape[1] || in[2] != shape[3] ||
+      static_cast<int64_t>(pages.element_count()) != in[0] || static_cast<int64_t>(offsets.element_count()) != in[0]) {
+    return ffi::Error::InvalidArgument("write_pages: expected a cache [P, K, p, H], x [T, K, H], T pages and offsets");
+  }
+  const bool cache_bf16 = cache.element_type() == ffi::BF16;
+  if ((!cache_bf16 && cache.element_type() != ffi::F32) || cache.untyped_data() != out->untyped_data()) {
+    return ffi::Error::InvalidArgument("write_pages: expected a float32 or bfloat16 cache, aliased to the result");
+  }
+  const WritePagesTask task{in[0],           in[1],  in[2], shape[0], shape[2], x.typed_data(), pages.typed_data(),
+                            offsets.typed_data(), out->untyped_data(), cache_bf16};
+  const int64_t grain = std::max<int64_t>(1, PIECE / std::max<int64_t>(1, task.T * task.H));
+  const auto write = VERAX_KERNEL(write_pages);
+  parallel_for(pool, task.K, grain, [&](int64_t begin, int64_t end) { write(task, begin, end); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace verax
+
+VERAX_HANDLER(verax_write_pages, verax::write_pages,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Ret<xla::ffi::AnyBuffer>());

@@ -1,0 +1,63 @@
+"""Native forms of paged attention: pages are read and written where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from verax.ops.cpu import library
+from verax.ops.cpu.attention import FLOATS, takes
+from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
+
+__all__: list[str] = []
+
+
+def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, scale: float | None = None) -> bool:
+    return takes(q, k_cache, v_cache, k_cache.shape[1])
+
+
+@paged_attention.form("native", platforms=("cpu",), accepts=_accepts)
+def _paged_attention_native(
+    q: Float[Array, "T N H"],
+    k_cache: Float[Array, "P K p H"],
+    v_cache: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    query_starts: Int[Array, "C"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "T N H"]:
+    integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
+    factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    return library.call("verax_paged_attention", q.shape, q, k_cache, v_cache, *integers, scale=factor)
+
+
+@paged_decode_attention.form("native", platforms=("cpu",), accepts=_accepts)
+def _paged_decode_attention_native(
+    q: Float[Array, "B N H"],
+    k_cache: Float[Array, "P K p H"],
+    v_cache: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+) -> Float[Array, "B N H"]:
+    # One query a sequence; one of length 0 sees nothing, which the kernel answers with 0.
+    starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    return _paged_attention_native(q, k_cache, v_cache, page_table, kv_lengths, starts, scale=scale)
+
+
+def _accepts_cache(cache: Any, x: Any, *_: Any) -> bool:
+    return cache.dtype in FLOATS and x.dtype in FLOATS and jax.device_count() == 1 and library.available()
+
+
+@write_pages.form("native", platforms=("cpu",), accepts=_accepts_cache)
+def _write_pages_native(
+    cache: Float[Array, "P K p H"], x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
+) -> Float[Array, "P K p H"]:
+    arrays = x.astype(jnp.float32), pages.astype(jnp.int32), offsets.astype(jnp.int32)
+    return library.call("verax_write_pages", cache.shape, cache, *arrays, dtype=cache.dtype, in_place=True)

@@ -1,0 +1,175 @@
+"""The native attention kernel at every level, against the definition in float64 and the plain form's derivative."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.attention import exact_attention, float64
+from tests.support.cpu import for_each_level, needs_library
+from verax import ops
+from verax.ops.cpu import library
+
+pytestmark = needs_library
+
+native = jax.jit(
+    lambda *args, **options: ops.attention.forms["native"].function(*args, **options),
+    static_argnames=("causal", "scale"),
+)
+plain = ops.attention.__wrapped__
+
+LENGTHS = [(1, 1), (1, 70), (7, 7), (64, 65), (31, 200), (257, 257), (3, 1100)]
+HEADS = [(1, 1, 16), (2, 1, 20), (4, 4, 64), (5, 1, 80), (10, 2, 33), (8, 1, 128), (2, 2, 256)]
+
+
+def arrays(B, T, S, N, K, H, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.standard_normal((B, T, N, H)), jnp.float32)
+    return q, *(jnp.asarray(rng.standard_normal((B, S, K, H)), dtype) for _ in range(2))
+
+
+def visible(T, S, causal):
+    return np.tril(np.ones((T, S), bool), S - T) if causal else np.ones((T, S), bool)
+
+
+def exact(q, k, v, causal, segments=None):
+    rows = []
+    for b in range(q.shape[0]):
+        seen = visible(q.shape[1], k.shape[1], causal)
+        if segments is not None:
+            seen &= np.equal.outer(segments[b], segments[b])
+        rows.append(exact_attention(q[b], k[b], v[b], seen))
+    return np.stack(rows)
+
+
+def assert_close(out, expected, dtype):
+    if dtype == jnp.float32:
+        np.testing.assert_allclose(out, expected, atol=5e-6)
+    else:
+        assert np.linalg.norm(out - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+@for_each_level
+@pytest.mark.parametrize(("N", "K", "H"), HEADS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_shape_equals_the_definition(level, N, K, H, dtype):
+    with library.use_level(level):
+        for T, S in LENGTHS:
+            q, k, v = arrays(2, T, S, N, K, H, dtype)
+            for causal in (True, False):
+                assert_close(native(q, k, v, causal=causal), exact(q, k, v, causal), dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_query_sees_its_own_segment_only(level, dtype, causal):
+    q, k, v = arrays(2, 150, 150, 4, 2, 32, dtype)
+    segments = np.sort(np.random.default_rng(1).integers(0, 5, (2, 150)))
+    with library.use_level(level):
+        out = native(q, k, v, causal=causal, segments=jnp.asarray(segments))
+    assert_close(out, exact(q, k, v, causal, segments), dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_query_does_not_depend_on_what_is_computed_beside_it(level, dtype):
+    q, k, v = arrays(3, 300, 700, 4, 2, 64, dtype)
+    with library.use_level(level):
+        whole = np.asarray(native(q, k, v))
+        np.testing.assert_array_equal(native(q[1:2], k[1:2], v[1:2]), whole[1:2])
+        for first in (1, 37, 150, 299):
+            np.testing.assert_array_equal(native(q[:, first:], k, v), whole[:, first:])
+            # The first queries see fewer keys.
+            end = 300 - first
+            np.testing.assert_array_equal(native(q[:, :end], k[:, :-first], v[:, :-first]), whole[:, :end])
+
+
+def test_empty_axes():
+    assert native(*arrays(0, 3, 3, 2, 1, 8)).shape == (0, 3, 2, 8)
+    assert native(*arrays(2, 0, 3, 2, 1, 8)).shape == (2, 0, 2, 8)
+    np.testing.assert_array_equal(native(*arrays(1, 3, 0, 2, 1, 8), causal=False), np.zeros((1, 3, 2, 8)))
+
+
+@for_each_level
+def test_huge_scores_are_exact_and_finite(level):
+    q, k, v = arrays(1, 70, 130, 2, 1, 16)
+    with library.use_level(level):
+        out = native(100 * q, 100 * k, v)
+        assert np.isfinite(native(1e9 * q, 1e9 * k, v)).all()
+    np.testing.assert_allclose(out, exact(100 * q, 100 * k, v, True), atol=5e-3)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_reach_the_queries_that_see_them(level, dtype, value):
+    q, k, v = arrays(1, 70, 70, 2, 1, 16, dtype)
+    with library.use_level(level):
+        before = np.asarray(native(q, k, v))
+        with_key = np.asarray(native(q, k.at[0, 40, 0, 3].set(value), v))
+        with_value = np.asarray(native(q, k, v.at[0, 66, 0, 3].set(value)))
+    np.testing.assert_array_equal(with_key[:, :40], before[:, :40])
+    assert np.isnan(value) <= np.isnan(with_key[:, 40:]).all()
+    # Of masked values the plain form promises nothing within a block; blocks before it are untouched.
+    np.testing.assert_array_equal(np.isfinite(with_value[:, 66:, :, 3]), False)
+    np.testing.assert_array_equal(with_value[..., :3], before[..., :3])
+
+
+def test_other_dtypes_of_q_scale_and_jit():
+    q, k, v = arrays(1, 9, 9, 2, 2, 24, jnp.bfloat16)
+    half = q.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(native(half, k, v), native(half.astype(jnp.float32), k, v))
+    np.testing.assert_allclose(native(q, k, v, scale=0.5), plain(q, k, v, scale=0.5), atol=2e-2)
+
+
+def test_derivatives_are_the_plain_forms():
+    q, k, v = arrays(2, 20, 20, 4, 2, 16)
+    segments = jnp.asarray(np.repeat([0, 1], 10)[None].repeat(2, 0))
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(ops.attention(q, k, v, segments=segments)))
+
+    with ops.use_forms(attention="native"):
+        ours = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
+        tangent = jax.jvp(loss, (q, k, v), (k.repeat(2, 2), k, v))
+        second = jax.jvp(jax.grad(loss), (q, k, v), (q, k, v))[1]
+    with ops.use_forms(attention="plain"):
+        np.testing.assert_array_equal(tangent, jax.jvp(loss, (q, k, v), (k.repeat(2, 2), k, v)))
+        np.testing.assert_array_equal(second, jax.jvp(jax.grad(loss), (q, k, v), (q, k, v))[1])
+        theirs = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_training_step_does_not_run_the_kernel():
+    q, k, v = arrays(1, 8, 8, 2, 1, 16)
+    with ops.use_forms(attention="native"):
+        assert "verax_attention" in jax.jit(ops.attention).lower(q, k, v).as_text()
+        gradient = jax.jit(jax.grad(lambda q: ops.attention(q, k, v).sum()))
+        assert "verax_attention" not in gradient.lower(q).as_text()
+
+
+def test_it_can_be_mapped():
+    q, k, v = arrays(3, 9, 9, 2, 1, 16)
+    with ops.use_forms(attention="native"):
+        mapped = jax.vmap(lambda q, k, v: ops.attention(q[None], k[None], v[None])[0])(q, k, v)
+    np.testing.assert_array_equal(mapped, native(q, k, v))
+
+
+def test_memory_is_linear_in_the_sequence():
+    shapes = [jax.ShapeDtypeStruct((1, 16384, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
+    compiled = native.lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def test_it_is_chosen_except_where_queries_see_nothing():
+    q, k, v = arrays(1, 8, 8, 2, 1, 16)
+    assert ops.attention.select(q, k, v).name == "native"
+    assert ops.attention.select(q, k[:, :4], v[:, :4]).name == "plain"
+    assert ops.attention.select(q, k[:, :4], v[:, :4], causal=False).name == "native"
+    assert ops.attention.select(q, k.astype(jnp.float16), v.astype(jnp.float16)).name == "plain"
+
+
+def test_float64_oracle_agrees_with_the_plain_form():
+    q, k, v = arrays(1, 20, 33, 4, 2, 16)
+    np.testing.assert_allclose(float64(plain(q, k, v)), exact(q, k, v, True), atol=2e-6)

@@ -1,0 +1,214 @@
+"""The native paged kernels at every level, against the definition in float64; what they promise about bits."""
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.attention import exact_paged_attention, paged_problem
+from tests.support.cpu import for_each_level, needs_library
+from verax import ops
+from verax._compat import cpu_compiler_options
+from verax.ops.cpu import library
+
+pytestmark = needs_library
+
+ragged = jax.jit(ops.paged_attention.forms["native"].function)
+decode = jax.jit(ops.paged_decode_attention.forms["native"].function)
+write = jax.jit(ops.write_pages.forms["native"].function)
+
+RAGGED = {
+    "one token": ([1], [1]),
+    "decodes and a chunk": ([5, 300, 17, 40], [1, 1, 1, 40]),
+    "chunk in the middle of a prompt": ([130, 9], [37, 9]),
+    "page boundaries": ([16, 32, 33, 129], [16, 1, 33, 2]),
+    "padding rows": ([7, 0, 0], [3, 0, 0]),
+    "chunks longer than a tile": ([400, 250], [300, 250]),
+    "several spans": ([1100, 513, 700], [1, 1, 200]),
+}
+
+
+def assert_close(out, expected, dtype):
+    if dtype == jnp.float32:
+        # Scores reach 30, so that float32 weights are good to 1e-5; values reach 10.
+        np.testing.assert_allclose(out, expected, atol=1e-4)
+    else:
+        assert np.linalg.norm(out - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+@for_each_level
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize(("N", "K", "H"), [(4, 2, 16), (5, 1, 20), (3, 3, 80)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_ragged_attention_equals_the_definition(level, name, N, K, H, dtype):
+    lengths, counts = RAGGED[name]
+    arrays, *rest = paged_problem(0, lengths, counts, N=N, K=K, H=H, p=16, dtype=dtype)
+    with library.use_level(level):
+        assert_close(ragged(*arrays, *rest), exact_paged_attention(arrays, *rest), dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize(("N", "K", "H"), [(2, 2, 64), (4, 2, 128), (5, 1, 80), (16, 2, 128), (8, 1, 256)])
+@pytest.mark.parametrize("p", [8, 16, 48])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_decode_attention_equals_the_definition(level, N, K, H, p, dtype):
+    lengths = [0, 1, p - 1, p, p + 1, 64, 65, 511, 512, 513, 1500]
+    counts = [int(length > 0) for length in lengths]
+    (q, k, v), table, kv, starts = paged_problem(1, lengths, counts, N=N, K=K, H=H, p=p, dtype=dtype)
+    rows = q[jnp.maximum(starts[1:] - 1, 0)]
+    with library.use_level(level):
+        out = decode(rows, k, v, table, kv)
+    expected = exact_paged_attention((q, k, v), table, kv, starts)[np.maximum(np.asarray(starts[1:]) - 1, 0)]
+    expected[0] = 0
+    assert_close(out, expected, dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_does_not_depend_on_its_batch(level, dtype):
+    lengths = [700, 3, 1030, 64]
+    (q, k, v), table, kv, _ = paged_problem(2, lengths, [1] * 4, N=4, K=2, H=32, p=16, dtype=dtype)
+    with library.use_level(level):
+        whole = np.asarray(decode(q[:4], k, v, table, kv))
+        for b in range(4):
+            np.testing.assert_array_equal(decode(q[b : b + 1], k, v, table[b : b + 1], kv[b : b + 1]), whole[b : b + 1])
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_token_does_not_depend_on_how_its_prompt_was_cut(level, dtype):
+    length = 600
+    (q, k, v), table, _, _ = paged_problem(3, [length], [length], N=4, K=2, H=32, p=16, dtype=dtype)
+
+    def chunk(begin, end):
+        queries = jnp.zeros((256, 4, 32), dtype).at[: end - begin].set(q[begin:end])
+        return np.asarray(ragged(queries, k, v, table, jnp.asarray([end]), jnp.asarray([0, end - begin])))
+
+    with library.use_level(level):
+        whole = np.asarray(ragged(q, k, v, table, jnp.asarray([length]), jnp.asarray([0, length])))
+        for cuts in ([0, 256, 512, 600], [0, 1, 64, 65, 200, 455, 512, 513, 600]):
+            for begin, end in itertools.pairwise(cuts):
+                np.testing.assert_array_equal(chunk(begin, end)[: end - begin], whole[begin:end])
+        for position in (0, 15, 16, 511, 512, 599):
+            newest = decode(q[position : position + 1], k, v, table, jnp.asarray([position + 1]))
+            np.testing.assert_array_equal(newest, whole[position : position + 1])
+
+
+@for_each_level
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_recycled_pages_hold_does_not_leak(level, value):
+    lengths, counts, p = [37, 600, 9], [20, 1, 9], 16
+    (q, k, v), table, kv, starts = paged_problem(4, lengths, counts, N=4, K=2, H=20, p=p, table_width=60)
+    owned = np.zeros((k.shape[0], p), bool)
+    for b, length in enumerate(lengths):
+        for s in range(length):
+            owned[table[b, s // p], s % p] = True
+    dirty_k, dirty_v = (jnp.where(owned[:, None, :, None], x, value) for x in (k, v))
+    with library.use_level(level):
+        clean = np.asarray(ragged(q, k, v, table, kv, starts))
+        np.testing.assert_array_equal(ragged(q, dirty_k, dirty_v, table, kv, starts), clean)
+
+
+def test_page_numbers_that_do_not_exist_are_harmless():
+    (q, k, v), table, kv, starts = paged_problem(5, [20, 7], [20, 1], N=2, K=1, H=16, p=8, table_width=9)
+    clean = ragged(q, k, v, table, kv, starts)
+    unused = np.arange(9)[None] >= np.asarray([3, 1])[:, None]
+    np.testing.assert_array_equal(ragged(q, k, v, jnp.where(unused, 2**30, table), kv, starts), clean)
+    wild = ragged(q, k, v, jnp.full_like(table, -7), kv + 10**6, starts)
+    assert wild.shape == q.shape
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_random_tables_and_lengths(data):
+    level = data.draw(st.sampled_from(library.levels()))
+    rows = data.draw(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 40)), min_size=1, max_size=5))
+    # Shapes are few, so that few programs are compiled; what varies is in the arrays.
+    rows = rows + [(0, 0)] * (5 - len(rows))
+    counts = [count if cached + count else 0 for cached, count in rows]
+    lengths = [cached + count if count else 0 for cached, count in rows]
+    p = data.draw(st.sampled_from([1, 3, 16]))
+    arrays, table, kv, starts = paged_problem(
+        data.draw(st.integers(0, 2**16)), lengths, counts, N=4, K=2, H=24, p=p, table_width=130
+    )
+    q, k, v = arrays
+    q = jnp.pad(q, ((0, 210 - q.shape[0]), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 700 - x.shape[0]), (0, 0), (0, 0), (0, 0)), constant_values=np.nan) for x in (k, v))
+    with library.use_level(level):
+        out = ragged(q, k, v, table, kv, starts)
+    assert_close(out, exact_paged_attention((q, k, v), table, kv, starts), jnp.float32)
+
+
+def digest():
+    """Of the bits that decode and ragged attention give for one problem."""
+    (q, k, v), table, kv, starts = paged_problem(6, [1500, 40, 300], [1, 7, 300], N=4, K=2, H=64, p=16)
+    out = ragged(q, k, v, table, kv, starts), decode(q[:3], k, v, table, kv)
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in out)).hexdigest()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are as many as the cores one may use")
+def test_bits_do_not_depend_on_the_number_of_threads():
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from tests.ops.cpu import test_paged; print(test_paged.digest())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == digest()
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("T", [0, 1, 4, 300])
+def test_written_pages_are_the_plain_forms_to_the_bit(level, dtype, T):
+    rng = np.random.default_rng(7)
+    cache = jnp.asarray(rng.standard_normal((40, 3, 8, 20)), dtype)
+    x = jnp.asarray(rng.standard_normal((T, 3, 20)), jnp.float32)
+    x = x.at[:1, 0, :4].set(jnp.asarray([np.nan, np.inf, 1e-40, -0.0]))
+    places = rng.permutation(40 * 8)[:T]
+    pages, offsets = jnp.asarray(places // 8, jnp.int32), jnp.asarray(places % 8, jnp.int32)
+    before = np.asarray(cache.astype(jnp.float32))
+    with library.use_level(level):
+        ours = write(cache, x, pages, offsets)
+    theirs = jax.jit(ops.write_pages.__wrapped__, compiler_options=cpu_compiler_options())(cache, x, pages, offsets)
+    np.testing.assert_array_equal(*(np.asarray(y.astype(jnp.float32)) for y in (ours, theirs)))
+    np.testing.assert_array_equal(np.asarray(cache.astype(jnp.float32)), before)  # it was not donated
+
+
+def test_tokens_without_a_place_are_left_out():
+    cache = jnp.zeros((4, 1, 8, 2))
+    out = write(cache, jnp.ones((4, 1, 2)), jnp.asarray([4, -1, 1, 2]), jnp.asarray([0, 0, 8, 3]))
+    np.testing.assert_array_equal(out, cache.at[2, :, 3].set(1))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_donated_cache_is_written_in_place(dtype):
+    caches = [jnp.zeros((512, 2, 16, 32), dtype) for _ in range(4)]
+    size = caches[0].nbytes
+
+    def step(caches, x, table, kv):
+        """Two layers: write keys and values, then attend to them."""
+        for i in (0, 2):
+            caches[i], caches[i + 1] = (ops.write_pages(c, x, table[:, 0], kv % 16) for c in caches[i : i + 2])
+            x = x + ops.paged_decode_attention(x, caches[i], caches[i + 1], table, kv)
+        return caches, x
+
+    with ops.use_forms(write_pages="native", paged_decode_attention="native"):
+        jitted = jax.jit(step, donate_argnums=0)
+        arguments = caches, jnp.ones((3, 2, 32)), jnp.ones((3, 8), jnp.int32), jnp.ones(3, jnp.int32)
+        compiled = jitted.lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 4 * size
+    assert memory.temp_size_in_bytes < size
+    copies = [line for line in compiled.as_text().splitlines() if " copy(" in line and "512,2,16,32" in line]
+    assert not copies
+    where = [cache.unsafe_buffer_pointer() for cache in caches]
+    out, _ = compiled(*arguments)
+    assert [cache.unsafe_buffer_pointer() for cache in out] == where

@@ -1,0 +1,52 @@
+"""Attention by its definition, in float64, and random paged problems."""
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def float64(x):
+    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def exact_attention(q, k, v, visible):
+    """`q [T, N, H]` over `k`, `v` `[S, K, H]`, where `visible [T, S]`; 0 where a query sees nothing."""
+    q, k, v = map(float64, (q, k, v))
+    G = q.shape[1] // k.shape[1]
+    scores = np.einsum("tnh,snh->nts", q, np.repeat(k, G, 1)) / np.sqrt(q.shape[-1])
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, initial=-1e300, keepdims=True))
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("nts,snh->tnh", weights / np.where(total > 0, total, 1), np.repeat(v, G, 1))
+
+
+def paged_problem(seed, lengths, counts, *, N, K, H, p, spare_pages=3, dtype=np.float32, table_width=None):
+    """Random pages in a shuffled order; garbage (large, finite) where no sequence should look."""
+    rng = np.random.default_rng(seed)
+    widths = [-(-length // p) for length in lengths]
+    W = table_width or max([*widths, 1])
+    P = 1 + sum(widths) + spare_pages
+    k, v = (rng.standard_normal((P, K, p, H)) * 3 for _ in range(2))
+    k[0], v[0] = 1e4, -1e4
+    order = iter(1 + rng.permutation(P - 1))
+    table = np.zeros((len(lengths), W), np.int32)
+    for row, width in enumerate(widths):
+        table[row, :width] = [next(order) for _ in range(width)]
+    T = sum(counts) + 2
+    q = rng.standard_normal((T, N, H)) * 2
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
+    return arrays, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), jnp.asarray(starts)
+
+
+def exact_paged_attention(arrays, table, lengths, starts):
+    """What `ops.paged_attention` is to give, in float64."""
+    q, *caches = (float64(x) for x in arrays)
+    table, lengths, starts = (np.asarray(x) for x in (table, lengths, starts))
+    out = np.zeros(q.shape)
+    for b, length in enumerate(lengths):
+        # [W, K, p, H] to [W p, K, H]
+        k, v = (np.swapaxes(x[table[b]], 1, 2).reshape(-1, x.shape[1], x.shape[3])[:length] for x in caches)
+        rows = slice(starts[b], starts[b + 1])
+        positions = length - starts[b + 1] + np.arange(starts[b], starts[b + 1])
+        out[rows] = exact_attention(q[rows], k, v, np.arange(length) <= positions[:, None])
+    return out
