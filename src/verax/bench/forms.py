@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from verax import ops
 from verax.ops import sampling
+from verax.ops.delta import DeltaInputs
 
 __all__ = ["forms_here"]
 
@@ -22,13 +23,19 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
     def i(*shape: int) -> Any:
         return a(*shape, dtype=jnp.int32)
 
+    def delta(tokens: int) -> DeltaInputs:
+        keys = [a(1, tokens, 16, 128)] * 3
+        return DeltaInputs(*keys, v=a(1, tokens, 32, 128), beta=a(1, tokens, 32), g=a(1, tokens, 32))
+
     cache = a(64, 8, 16, 128, dtype=jnp.bfloat16)
     weight = a(3072, 1024, dtype=jnp.bfloat16)
     heads = a(1, 64, 16, 128), a(1, 64, 8, 128), a(1, 64, 8, 128)
+    state = a(1, 32, 128, 128)
     how = sampling.SamplingArrays(a(4), i(4), a(4), a(4))
     return {
         "apply_rotary": [("", (a(4, 16, 128), a(4, 64), a(4, 64)), {})],
         "attention": [("", heads, {})],
+        "delta_recurrence": [("1 token", (delta(1), state), {}), ("64 tokens", (delta(64), state), {})],
         "linear": [("1 row", (a(1, 1024), weight), {}), ("4 rows", (a(4, 1024), weight), {})],
         "paged_attention": [("", (a(32, 16, 128), cache, cache, i(4, 8), i(4), i(5)), {})],
         "paged_decode_attention": [("", (a(4, 16, 128), cache, cache, i(4, 8), i(4)), {})],

@@ -1,8 +1,9 @@
 """Operations on arrays: each has a plain form, which is the oracle, and fast forms behind the same function."""
 
-from verax.ops import sampling
+from verax.ops import delta, sampling
 from verax.ops._dispatch import Form, Operation, operation, operations, use_forms
 from verax.ops.attention import attention
+from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
 from verax.ops.linear import linear
 from verax.ops.norm import rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
@@ -21,6 +22,13 @@ __all__ = [
     "RotaryConfig",
     "apply_rotary",
     "attention",
+    "comba",
+    "delta",
+    "delta_rule",
+    "dplr_delta_rule",
+    "gated_delta_product",
+    "gated_delta_rule",
+    "kda",
     "linear",
     "operation",
     "operations",

@@ -1,0 +1,31 @@
+"""The delta rule and its family: linear attention whose state replaces what it held for a key (docs/delta.md).
+
+One recurrence (`DeltaInputs`) with a plain form, a chunked form and a decode step, and the published rules as cases.
+"""
+
+from verax.ops.delta import _chunk, _step  # noqa: F401  (they register their forms)
+from verax.ops.delta._inputs import DeltaInputs
+from verax.ops.delta._parallel import sequence_parallel
+from verax.ops.delta._recurrence import delta_recurrence
+from verax.ops.delta._rules import (
+    DeltaOptions,
+    comba,
+    delta_rule,
+    dplr_delta_rule,
+    gated_delta_product,
+    gated_delta_rule,
+    kda,
+)
+
+__all__ = [
+    "DeltaInputs",
+    "DeltaOptions",
+    "comba",
+    "delta_recurrence",
+    "delta_rule",
+    "dplr_delta_rule",
+    "gated_delta_product",
+    "gated_delta_rule",
+    "kda",
+    "sequence_parallel",
+]

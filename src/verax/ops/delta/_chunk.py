@@ -1,0 +1,187 @@
+"""The recurrence a chunk at a time: inside a chunk everything is matmuls over all chunks at once; one small affine
+update of the state a chunk is all that runs in sequence (Yang et al., 2024, arXiv:2406.06484 and arXiv:2412.06464).
+
+With G the cumulative log decay of a chunk that starts from state S, and L and P the lower triangular products
+
+    L[i, j] = beta_i  erase_i . write_j  exp(G_i - G_j)    (j < i)
+    P[i, j] =         read_i  . write_j  exp(G_i - G_j)    (j <= i)
+
+what the tokens write is `Z = (I + L)^-1 beta (v - (erase exp(G)) S)`, the outputs are `(read exp(G)) S + P Z`, and the
+next chunk starts from `exp(G_C) S + (write exp(G_C - G))^T Z`. Decays by channel stand inside the dot products.
+
+Axes: `[n m C D]` and `[n m R C D]` for n chunks, m = B H batches and key heads, R value heads of each key head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from verax.ops.delta._decay import LogDecay, decayed_products
+from verax.ops.delta._inputs import DeltaInputs
+from verax.ops.delta._inverse import unit_lower_inverse
+from verax.ops.delta._packing import Layout, align
+from verax.ops.delta._recurrence import delta_recurrence
+
+__all__ = ["SMALLEST_CHUNK"]
+
+CHUNK_SIZES = {"cpu": 16}
+"""Best chunk size by platform, measured (docs/delta.md); `CHUNK_SIZE` elsewhere."""
+
+CHUNK_SIZE = 64
+
+SMALLEST_CHUNK = 16
+
+
+class Chunk(NamedTuple):
+    """What the walk over the chunks needs, none of it depending on the state. Leading axes n m R."""
+
+    value: Float[Array, "*B C V"]
+    """What the tokens would write if the chunk started from a zero state, ..."""
+    found: Float[Array, "*B C K"]
+    """... less what they find in the state: Z = value - found S."""
+    write: Float[Array, "*B C K"]
+    keep: Float[Array, "*B D"]
+    """Decay over the whole chunk, D being 1 or K."""
+    read: Float[Array, "*B C K"]
+    inner: Float[Array, "*B C C"]
+
+
+@delta_recurrence.form("chunk")
+def _delta_chunk(
+    x: DeltaInputs,
+    initial_state: Float[Array, "N HV K V"],
+    cu_seqlens: Int[Array, "M"] | None = None,
+    *,
+    erase_before_decay: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
+    B, T, HV, V = x.v.shape
+    H, K = x.read.shape[2:]
+    if chunk_size is None:
+        # No larger than the first power of two that holds all tokens.
+        chunk_size = min(CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE), 1 << (max(T, 1) - 1).bit_length())
+        chunk_size = max(chunk_size, SMALLEST_CHUNK)
+    layout = align(B, T, chunk_size, cu_seqlens)
+    states = initial_state.reshape(-1, B * H, HV // H, K, V)
+    out, states = _walk(_to_chunks(x, layout), states, layout.owner, erase_before_decay)
+    out = jnp.moveaxis(out.reshape(layout.chunks, B, HV, chunk_size, V), 3, 2)
+    return layout.from_chunks(out), states.reshape(initial_state.shape)
+
+
+def _to_chunks(x: DeltaInputs, layout: Layout) -> DeltaInputs:
+    """Key heads as `[n m C K]`, value heads as `[n m R C D]`; beta and a decay by head have D = 1."""
+    B, _, H, _ = x.read.shape
+
+    def heads_first(a: Array) -> Array:
+        return jnp.moveaxis(layout.to_chunks(a if a.ndim == 4 else a[..., None]), 3, 2)
+
+    def key_heads(a: Array) -> Array:
+        a = heads_first(a)
+        return a.reshape(layout.chunks, B * H, *a.shape[3:])
+
+    def value_heads(a: Array) -> Array:
+        a = heads_first(a)
+        return a.reshape(layout.chunks, B * H, a.shape[2] // H, *a.shape[3:])
+
+    return DeltaInputs(*map(key_heads, x[:3]), *map(value_heads, x[3:]))
+
+
+def _walk_all(x: DeltaInputs, states: Array, owner: Array, erase_before_decay: bool) -> tuple[Array, Array]:
+    """Outputs `[n m R C V]` and final states, from chunked inputs and the initial state of every sequence."""
+
+    # Like the token walk, this one carries every sequence's state: a chunk takes its own sequence's. One that nobody
+    # uses takes the last sequence's and leaves it as it is, its inputs being zeros.
+    def body(states: Array, step: tuple[Chunk, Array]) -> tuple[Array, Array]:
+        chunk, n = step
+        state, out = _advance(chunk, _take(states, n))
+        return _put(states, state, n), out
+
+    final, out = lax.scan(body, states, (_prepare(x, erase_before_decay), owner))
+    return out, final
+
+
+def _walk_forward(x: DeltaInputs, states: Array, owner: Array, erase_before_decay: bool) -> tuple[tuple, tuple]:
+    """`_walk_all`, keeping the state before each chunk."""
+
+    def body(states: Array, step: tuple[Chunk, Array]) -> tuple[Array, tuple[Array, Array]]:
+        chunk, n = step
+        before = _take(states, n)
+        state, out = _advance(chunk, before)
+        return _put(states, state, n), (out, before)
+
+    final, (out, before) = lax.scan(body, states, (_prepare(x, erase_before_decay), owner))
+    return (out, final), (x, owner, before)
+
+
+def _walk_backward(erase_before_decay: bool, residuals: tuple, cotangents: tuple) -> tuple:
+    """Chunks are made again from their inputs; one reverse walk finds each chunk's share in the later states."""
+    x, owner, before = residuals
+    d_out, d_final = cotangents
+    chunks, pull_prepare = jax.vjp(lambda x: _prepare(x, erase_before_decay), x)
+    # What does not pass through the next state, for all chunks at once: out = read S + inner (value - found S).
+    direct = _tn(chunks.read, d_out) - _tn(chunks.found, _tn(chunks.inner, d_out))
+
+    def body(d_states: Array, step: tuple[Chunk, Array, Array]) -> tuple[Array, Array]:
+        chunk, direct, n = step
+        d_next = _take(d_states, n)
+        d_state = direct + chunk.keep[..., None] * d_next - _tn(chunk.found, _nn(chunk.write, d_next))
+        return _put(d_states, d_state, n), d_next
+
+    d_initial, d_next = lax.scan(body, d_final, (chunks, direct, owner), reverse=True)
+    _, pull_advance = jax.vjp(lambda chunks: _advance(chunks, before), chunks)
+    return *pull_prepare(*pull_advance((d_next, d_out))), d_initial, None
+
+
+_walk = jax.custom_vjp(_walk_all, nondiff_argnums=(3,))
+_walk.defvjp(_walk_forward, _walk_backward)
+
+
+def _prepare(x: DeltaInputs, erase_before_decay: bool) -> Chunk:
+    """Everything that the inputs alone determine."""
+    decay = LogDecay.summed(x.g)
+    erased = decay.before() if erase_before_decay else decay
+    lower = x.beta * decayed_products(x.erase, x.write, erased, decay, diagonal=False)
+    inverse = unit_lower_inverse(lower)
+    end = decay.last()
+
+    def grouped(key: Array) -> Array:
+        return key[..., None, :, :]
+
+    return Chunk(
+        value=_nn(inverse, x.beta * x.v),
+        found=_nn(inverse, x.beta * grouped(x.erase) * jnp.exp(erased.since_start())),
+        write=grouped(x.write) * jnp.exp(end.since(decay)),
+        keep=jnp.exp(end.since_start())[..., 0, :],
+        read=grouped(x.read) * jnp.exp(decay.since_start()),
+        inner=decayed_products(x.read, x.write, decay, decay, diagonal=True),
+    )
+
+
+def _advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Array, Array]:
+    """The state after a chunk, or after each of many, and the outputs."""
+    written = chunk.value - _nn(chunk.found, state)
+    out = _nn(chunk.read, state) + _nn(chunk.inner, written)
+    return chunk.keep[..., None] * state + _tn(chunk.write, written), out
+
+
+def _take(states: Array, n: Array) -> Array:
+    return lax.dynamic_index_in_dim(states, n, keepdims=False)
+
+
+def _put(states: Array, state: Array, n: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(states, state, n, axis=0)
+
+
+def _nn(a: Array, b: Array) -> Array:
+    """`a b`, float32 products exact elsewhere than on a CPU too."""
+    return jnp.einsum("...ij,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)
+
+
+def _tn(a: Array, b: Array) -> Array:
+    """`a^T b`."""
+    return jnp.einsum("...ji,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,63 @@
+"""The one recurrence that every rule of the family is a case of, and the checks that stand before it.
+
+Letters are those of the field: B batch, T tokens, H key heads, HV value heads, K key size, V value size, N sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from verax.errors import InvalidParameterError
+
+__all__ = ["DeltaInputs", "check_axes", "check_shapes", "interleave", "l2_normalize"]
+
+L2_EPSILON = 1e-6
+"""Under the root of a key's squared norm, as in flash-linear-attention and transformers."""
+
+
+class DeltaInputs(NamedTuple):
+    """One token's step on the state S (`[K, V]` for each value head), in this order.
+
+        S <- Diag(exp(g)) S
+        S <- S + write (beta (v - erase^T S))^T
+        o  = read^T S
+
+    A rule may let `erase` see S as it was before the decay. Value head h uses key head `h // (HV / H)`.
+    """
+
+    read: Float[Array, "B T H K"]
+    erase: Float[Array, "B T H K"]
+    write: Float[Array, "B T H K"]
+    v: Float[Array, "B T HV V"]
+    beta: Float[Array, "B T HV"]
+    g: Float[Array, "B T HV"] | Float[Array, "B T HV K"]
+
+
+def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """`x / sqrt(sum(x^2) + 1e-6)` in float32 at least: zero rows stay zero, with a finite gradient."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPSILON)
+
+
+def interleave(*steps: Float[Array, "B T *D"]) -> Float[Array, "B S *D"]:
+    """`n` arrays of T steps each to one of `n T`: token t's steps lie beside each other."""
+    B, T, *rest = steps[0].shape
+    return jnp.stack(steps, axis=2).reshape(B, T * len(steps), *rest)
+
+
+def check_axes(**given: Array) -> None:
+    """Raise for the first array that is not `[B, T, heads, size]`."""
+    for name, array in given.items():
+        if array.ndim != 4:
+            raise InvalidParameterError(f"{name}: expected shape [B, T, heads, size], got {list(array.shape)}")
+
+
+def check_shapes(**given: tuple[Array | None, tuple[int, ...]]) -> None:
+    """Raise for the first argument whose shape is not the one expected; None is never wrong."""
+    for name, (array, expected) in given.items():
+        if array is not None and array.shape != expected:
+            raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {list(array.shape)}")

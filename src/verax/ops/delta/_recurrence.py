@@ -1,0 +1,71 @@
+"""The recurrence token by token: the plain form, which is the oracle of the others."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from verax.ops._dispatch import operation
+from verax.ops.delta._inputs import DeltaInputs
+
+__all__ = ["delta_recurrence"]
+
+
+@operation(slow_on={"gpu": "it launches several kernels a token", "tpu": "it runs token by token"})
+def delta_recurrence(
+    x: DeltaInputs,
+    initial_state: Float[Array, "N HV K V"],
+    cu_seqlens: Int[Array, "M"] | None = None,
+    *,
+    erase_before_decay: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
+    """Run `DeltaInputs`' recurrence over whole sequences; outputs and final states in the dtype of the inputs.
+
+    Args:
+        x: one dtype throughout, float32 or float64.
+        initial_state: one state for each sequence: N is B, or the number of packed sequences.
+        cu_seqlens: `[N + 1]` offsets of packed sequences (B == 1); tokens past the last offset come out zero.
+        erase_before_decay: the erase key reads the state as it was before this token's decay.
+        chunk_size: tokens handled at a time by the forms that chunk; the result does not depend on it.
+    """
+    T = x.v.shape[1]
+    N = initial_state.shape[0]
+    if cu_seqlens is None:
+        sequence = jnp.zeros((T,), jnp.int32)
+        states = initial_state[None]
+    else:
+        sequence = jnp.searchsorted(cu_seqlens, jnp.arange(T), side="right") - 1
+        states = initial_state[:, None]
+
+    # The walk carries every sequence's state: a packed one finds its own initial state and leaves its final one.
+    def token(states: Array, step: tuple[DeltaInputs, Array]) -> tuple[Array, Array]:
+        x, n = step
+        before = lax.dynamic_index_in_dim(states, n, keepdims=False)
+        state, out = _update(x, before, erase_before_decay)
+        # A token of no sequence has a number past the last and would land on it.
+        state = jnp.where(n < states.shape[0], state, before)
+        return lax.dynamic_update_index_in_dim(states, state, n, axis=0), out
+
+    states, out = lax.scan(token, states, (DeltaInputs(*(jnp.moveaxis(a, 1, 0) for a in x)), sequence))
+    out = jnp.moveaxis(out, 0, 1)
+    if cu_seqlens is None:
+        return out, states[0]
+    return jnp.where((sequence < N)[None, :, None, None], out, 0.0), states[:, 0]
+
+
+def _update(x: DeltaInputs, state: Array, erase_before_decay: bool) -> tuple[Array, Array]:
+    """One token, fields without their T axis: the definition, line by line."""
+    B, HV, K, V = state.shape
+    H = x.read.shape[1]
+    state = state.reshape(B, H, HV // H, K, V)
+    v, beta, g = (a.reshape(B, H, HV // H, *a.shape[2:]) for a in (x.v, x.beta, x.g))
+    decayed = state * jnp.exp(g.reshape(*beta.shape, -1, 1))
+    found = _read(x.erase, state if erase_before_decay else decayed)
+    state = decayed + x.write[:, :, None, :, None] * (beta[..., None] * (v - found))[..., None, :]
+    return state.reshape(B, HV, K, V), _read(x.read, state).reshape(B, HV, V)
+
+
+def _read(key: Float[Array, "B H K"], state: Float[Array, "B H R K V"]) -> Float[Array, "B H R V"]:
+    return jnp.einsum("bhk,bhrkv->bhrv", key, state, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,121 @@
+"""Gradients of the family: against finite differences in float64, finite on hard inputs, and what is kept for them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.delta import RULES, extremes, inputs, options, oracle
+from verax import ops
+from verax.ops.delta._inverse import unit_lower_inverse
+
+
+def loss_weights(rule, x):
+    out, state = oracle(rule, x)
+    rng = np.random.default_rng(5)
+    return rng.standard_normal(out.shape), rng.standard_normal(state.shape)
+
+
+def gradients(rule, x, weights, **more):
+    """Of `sum(out w) + sum(final w')` by every array, the initial state included."""
+
+    def loss(x):
+        out, final = getattr(ops, rule)(**x, **options(rule), **more, output_final_state=True)
+        return jnp.sum(out * weights[0]) + jnp.sum(final * weights[1])
+
+    return jax.jit(jax.grad(loss))(x)
+
+
+@pytest.mark.parametrize(("rule", "mode"), [*((rule, "chunk") for rule in RULES), ("gated_delta_rule", "recurrent")])
+def test_gradients_are_those_of_finite_differences(rule, mode):
+    x = inputs(rule, B=1, T=21, K=6, V=5)
+    weights = loss_weights(rule, x)
+    rng = np.random.default_rng(7)
+    x["initial_state"] = rng.standard_normal(weights[1].shape)
+    with jax.enable_x64(True):
+        found = gradients(rule, {name: jnp.asarray(a) for name, a in x.items()}, weights, mode=mode)
+        found = {name: np.asarray(a) for name, a in found.items()}
+
+    def loss(x):
+        out, final = oracle(rule, x, x["initial_state"])
+        return (out * weights[0]).sum() + (final * weights[1]).sum()
+
+    step = 1e-5
+    for name, a in x.items():
+        assert found[name].dtype == np.float64
+        for _ in range(3):
+            way = rng.standard_normal(a.shape)
+            up, down = (loss(x | {name: a + sign * step * way}) for sign in (1, -1))
+            np.testing.assert_allclose((found[name] * way).sum(), (up - down) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "comba"])
+def test_gradients_stay_finite_and_right_on_zero_rows_and_strong_decay(rule):
+    x, _ = extremes(rule, 33, 8, 6)
+    weights = [jnp.asarray(w, jnp.float32) for w in loss_weights(rule, x)]
+    x = {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
+    x["initial_state"] = jnp.ones(weights[1].shape)
+    plain = gradients(rule, x, weights, mode="recurrent", use_qk_l2norm=True)
+    chunk = gradients(rule, x, weights, mode="chunk", use_qk_l2norm=True)
+    for name, exact in plain.items():
+        assert np.isfinite(exact).all()
+        scale = np.abs(exact).reshape(exact.shape[0], -1).max(-1).reshape(-1, *[1] * (exact.ndim - 1))
+        # A zero row's gradient is 1,000 times the others' (the epsilon under its norm), hence row by row over T.
+        assert np.abs((chunk[name] - exact) / np.maximum(scale, 1e-3)).max() < 2e-5, name
+
+
+def test_a_decay_of_minus_infinity_forgets_everything():
+    x = inputs("gated_delta_rule")
+    x["g"][:, 20] = -np.inf
+    weights = [jnp.asarray(w, jnp.float32) for w in loss_weights("gated_delta_rule", x)]
+    x = {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
+    x["initial_state"] = jnp.ones(weights[1].shape)
+    found = gradients("gated_delta_rule", x, weights, mode="chunk")
+    assert all(np.isfinite(a).all() for a in found.values())
+    early = {name: a.at[:, :20].add(1.0) for name, a in x.items() if name in "kv"}
+    forward = jax.jit(lambda x: ops.gated_delta_rule(**x, mode="chunk")[0])
+    out, changed = forward(x), forward(x | early)
+    np.testing.assert_array_equal(out[:, 20:], changed[:, 20:])
+
+
+def test_the_chunked_gradient_keeps_inputs_and_one_state_a_chunk():
+    x = {name: jnp.asarray(a, jnp.float32) for name, a in inputs("gated_delta_rule", T=256, K=16, V=16).items()}
+
+    def kept(mode):
+        rule = partial(ops.gated_delta_rule, mode=mode, chunk_size=64)
+        pull = jax.eval_shape(lambda x: jax.vjp(lambda x: rule(**x)[0], x)[1], x)
+        return sum(a.size for a in jax.tree.leaves(pull))
+
+    given = sum(a.size for a in x.values())
+    states = 4 * 2 * 4 * 16 * 16
+    assert kept("chunk") <= 1.5 * given + states
+    assert kept("recurrent") > 256 * 2 * 4 * 16 * 16
+
+
+def test_gradients_of_gradients():
+    x = inputs("gated_delta_rule", B=1, T=18, H=1, HV=2, K=4, V=3)
+
+    def slope(mode):
+        def loss(k):
+            return jnp.sum(jnp.sin(ops.gated_delta_rule(**(arrays | {"k": k}), mode=mode)[0]))
+
+        return jax.jit(jax.grad(lambda k: jnp.sum(jax.grad(loss)(k) ** 2)))(arrays["k"])
+
+    with jax.enable_x64(True):
+        arrays = {name: jnp.asarray(a) for name, a in x.items()}
+        np.testing.assert_allclose(slope("chunk"), slope("recurrent"), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("C", [16, 64, 128])
+def test_the_inverse_of_repeated_keys_keeps_its_digits(C):
+    rng = np.random.default_rng(0)
+    k = rng.standard_normal((4, 1, 32)) + 0.02 * rng.standard_normal((4, C, 32))
+    k[1] = np.abs(k[1])
+    k[2, ::2] *= -1
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    lower = np.tril(2.0 * k @ k.swapaxes(-1, -2), -1).astype(np.float32)
+    exact = np.linalg.inv(np.eye(C) + lower.astype(np.float64))
+    found = np.asarray(unit_lower_inverse(jnp.asarray(lower)), np.float64)
+    assert np.abs(found - exact).max() / np.abs(exact).max() < 1e-4
