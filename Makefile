@@ -1,5 +1,6 @@
 # The few verbs of this project; `make` alone lists them. They need GNU make and Python 3.11 or newer, nothing else:
-# each environment is made when it is first needed, and again only when pyproject.toml changes.
+# each environment is made when it is first needed, and again only when pyproject.toml or the native sources
+# change.
 #
 # torch, which `test`, `lint`, `format` and `bench` install, has Linux wheels that may bring gigabytes of CUDA libraries. On
 # a machine without a GPU, point pip at PyTorch's index of CPU builds (PIP_EXTRA_INDEX_URL), which it then prefers.
@@ -7,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
+NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -51,10 +53,10 @@ $(BIN)/python:
 	  "$(PYTHON) cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.installed

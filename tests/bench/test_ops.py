@@ -4,6 +4,7 @@ import pytest
 
 from verax import ops
 from verax.bench import ops as bench
+from verax.bench import ops_attention
 from verax.bench.report import markdown, write
 from verax.errors import InvalidParameterError
 
@@ -15,8 +16,8 @@ LIMITS = {
 
 
 def run(**changes):
-    settings = dict(size_in=256, size_out=48, rows=[1, 200], weights=["bfloat16", "int4-32"], runs=2, warmup=1)
-    return bench.bench_ops(**{**settings, **changes})
+    settings = dict(size_in=256, size_out=48, rows=[1, 200], weights=["bfloat16", "int4-32"], operations=["linear"])
+    return bench.bench_ops(**{**settings, **changes}, runs=2, warmup=1)
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +27,38 @@ def _no_measurement_of_the_machine(monkeypatch):
 
 def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
     result = run()
-    cases = {(case["weight"], case["rows"]): case for case in result["cases"]}
-    assert set(cases) == {("bfloat16", 1), ("bfloat16", 200), ("int4-32", 1), ("int4-32", 200)}
+    cases = {case["case"]: case for case in result["cases"]}
+    assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 200 rows", "int4-32, 1 rows", "int4-32, 200 rows"]
     for case in cases.values():
         assert {case["runs"], "plain"} <= set(case["sides"]) <= set(ops.linear.forms)
         assert set(case["ratios"]) == set(case["sides"]) - {case["runs"]}
         assert case["fraction_of_limit"] > 0
-    assert cases["bfloat16", 1]["bytes_read"] == 256 * 48 * 2
-    assert cases["int4-32", 1]["bytes_read"] == 256 * 48 // 2 + 8 * 48 * 2
-    assert cases["int4-32", 200]["runs"] == "dequantized"
+    assert cases["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
+    assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
+    assert cases["int4-32, 200 rows"]["runs"] == "dequantized"
     written = write(result, tmp_path)
-    assert written.with_suffix(".md").read_text().count("| int4-32 |") == 2
-    assert markdown(result).startswith("# Operations: linear, weight 48 x 256")
+    assert written.with_suffix(".md").read_text().count("| int4-32, ") == 2
+    assert markdown(result).startswith("# Operations")
+    assert cases["bfloat16, 1 rows"]["products"] == 2 * 256 * 48
 
 
-@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}])
+def test_attention_and_cache_writes_are_cases_too(monkeypatch):
+    small = [
+        ops_attention._dense(20, 2, 16, "bfloat16", None),
+        ops_attention._decode(2, 20, None, heads=4, kv_heads=2, size=16),
+        ops_attention._chunk(3, 5, heads=4, kv_heads=2, size=16),
+        ops_attention._write(4, kv_heads=2, size=16),
+    ]
+    monkeypatch.setattr(bench, "attention_cases", lambda torch: small)
+    result = run(operations=["attention"])
+    kinds = [case["operation"] for case in result["cases"]]
+    assert kinds == ["attention", "paged_decode_attention", "paged_attention", "write_pages"]
+    assert result["cases"][0]["products"] == 4 * 2 * 20 * 20 * 16
+    assert all(case["runs"] in case["sides"] for case in result["cases"])
+    assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
+
+
+@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"operations": ["conv"]}])
 def test_unknown_names_are_refused(wrong):
     with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
         run(**wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,15 @@ import numpy as np
 
 from verax import ops, progress
 from verax.bench.machine import fingerprint, measure_machine
+from verax.bench.ops_attention import Case, attention_cases
 from verax.bench.timing import interleave
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.ops.cpu import library
 
-__all__ = ["WEIGHTS", "bench_ops"]
+__all__ = ["OPERATIONS", "WEIGHTS", "bench_ops"]
+
+OPERATIONS = ("linear", "attention")
+"""Groups of cases: products with a weight; attention over whole sequences and over pages, with the cache's writes."""
 
 WEIGHTS: dict[str, tuple[int, int | None] | None] = {
     "float32": None,
@@ -38,45 +42,44 @@ def bench_ops(
     size_out: int,
     rows: Sequence[int],
     weights: Sequence[str],
+    operations: Sequence[str] = OPERATIONS,
     against: Sequence[str] = (),
     runs: int,
     warmup: int,
 ) -> dict[str, Any]:
-    """Time `ops.linear` in each of its forms, interleaved; a report as JSON holds it.
+    """Time operations in each of their forms, interleaved; a report as JSON holds it.
 
     Args:
         size_in, size_out: of the weight `[size_out, size_in]`.
         rows: of the input; one case each.
         weights: names out of `WEIGHTS`.
-        against: `"torch"` for its `linear` on weights of the same dtype; quantised ones go against bfloat16.
+        operations: names out of `OPERATIONS`.
+        against: `"torch"` for its operation in the same dtype; quantised weights go against bfloat16.
         runs: counted rounds. With `warmup` rounds before them.
 
     Raises:
         InvalidParameterError: for an unknown weight or side.
         MissingDependencyError: if torch is asked for and not there.
     """
-    for name, given, known in (("weights", weights, WEIGHTS), ("against", against, ("torch",))):
+    for name, given, known in (
+        ("weights", weights, WEIGHTS),
+        ("operations", operations, OPERATIONS),
+        ("against", against, ("torch",)),
+    ):
         unknown = [item for item in given if item not in known]
         if unknown:
             raise InvalidParameterError(f"{name}: expected {', '.join(known)}, got {unknown[0]!r}")
     torch = _torch() if "torch" in against else None
     measured, cases = measure_machine(), []
-    rng = np.random.default_rng(0)
-    dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
+    groups = {
+        "linear": lambda: _linear_cases(size_in, size_out, rows, weights, torch),
+        "attention": lambda: attention_cases(torch),
+    }
     with progress.bar("measuring") as report:
-        for kind in weights:
-            weight = _weight(dense, kind)
-            dtype = "float32" if kind == "float32" else "bfloat16"
-            theirs = None if torch is None else _torch_tensor(torch, dense, dtype)
-            for count in rows:
-                x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
-                sides = _forms(x, weight)
-                if torch is not None:
-                    tensor = _torch_tensor(torch, x, dtype)
-                    sides["torch"] = lambda a=tensor, w=theirs: torch.nn.functional.linear(a, w)
-                case = _measure(sides, ops.linear.select(x, weight).name, measured, weight, count, runs, warmup)
-                cases.append({"operation": "linear", "weight": kind, "rows": count, **case})
-                report(len(cases), len(weights) * len(rows), f"{kind}, {count} rows")
+        for operation in operations:
+            for case in groups[operation]():
+                cases.append(_measure(case, measured, runs, warmup))
+                report(len(cases), None, f"{case.operation}, {case.name}")
     versions = {} if torch is None else {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
     return {
         "kind": "ops",
@@ -93,26 +96,46 @@ def bench_ops(
     }
 
 
-def _measure(
-    sides: Sides, chosen: str, measured: Mapping[str, float], weight: Any, rows: int, runs: int, warmup: int
-) -> dict[str, Any]:
-    """Time one case. Its limit is one read of the weight at the measured bandwidth, or the products if longer."""
-    samples = interleave(sides, runs=runs, warmup=warmup)
-    size_out, size_in = weight.shape
-    rate = "float32" if weight.nbytes == 4 * size_out * size_in else "bfloat16"
+def _linear_cases(
+    size_in: int, size_out: int, rows: Sequence[int], weights: Sequence[str], torch: Any
+) -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
+    for kind in weights:
+        weight = _weight(dense, kind)
+        dtype = "float32" if kind == "float32" else "bfloat16"
+        theirs = None if torch is None else _torch_tensor(torch, dense, dtype)
+        for count in rows:
+            x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
+            sides = _forms(x, weight)
+            if torch is not None:
+                tensor = _torch_tensor(torch, x, dtype)
+                sides["torch"] = lambda a=tensor, w=theirs: torch.nn.functional.linear(a, w)
+            products = 2 * count * size_out * size_in
+            chosen = ops.linear.select(x, weight).name
+            yield Case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
+
+
+def _measure(case: Case, measured: Mapping[str, float], runs: int, warmup: int) -> dict[str, Any]:
+    """Time one case. Its limit is one read of its bytes at the measured bandwidth, or the products if longer."""
+    samples = interleave(case.sides, runs=runs, warmup=warmup)
     limit = max(
-        weight.nbytes / (1e9 * measured["memory_bandwidth_gb_per_s"]),
-        2 * rows * size_out * size_in / (1e9 * measured[f"matmul_{rate}_gflop_per_s"]),
+        case.bytes_moved / (1e9 * measured["memory_bandwidth_gb_per_s"]),
+        case.products / (1e9 * measured[f"matmul_{case.dtype}_gflop_per_s"]),
     )
-    ours = samples[chosen]
+    ours = samples[case.chosen]
     return {
-        "runs": chosen,
-        "bytes_read": weight.nbytes,
-        "gb_per_s": weight.nbytes / ours.median / 1e9,
+        "operation": case.operation,
+        "case": case.name,
+        "runs": case.chosen,
+        "bytes_moved": case.bytes_moved,
+        "products": case.products,
+        "gb_per_s": case.bytes_moved / ours.median / 1e9,
+        "gflop_per_s": case.products / ours.median / 1e9,
         "limit_s": limit,
         "fraction_of_limit": limit / ours.median,
-        "sides": {name: side.to_dict(weight.nbytes) for name, side in samples.items()},
-        "ratios": {name: ours.ratio_to(side) for name, side in samples.items() if name != chosen},
+        "sides": {name: side.to_dict(case.bytes_moved) for name, side in samples.items()},
+        "ratios": {name: ours.ratio_to(side) for name, side in samples.items() if name != case.chosen},
     }
 
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from verax import ops
 from verax._compat import cpu_compiler_options
 
-__all__ = ["AttentionCase", "attention_cases"]
+__all__ = ["Case", "attention_cases"]
 
 PLAIN_LIMIT = 2**29
 """Scores that the plain form may hold; it is left out of longer cases."""
@@ -25,21 +25,23 @@ PAGE = 16
 
 
 @dataclass(frozen=True)
-class AttentionCase:
+class Case:
     """One call to time. A side returns when its work is done."""
 
     operation: str
     name: str
+    dtype: str
+    """Of the products: `"bfloat16"` or `"float32"`."""
     bytes_moved: int
-    """Operands and results, each once."""
-    operations: int
-    """Floating-point operations of the two products, masked ones not counted."""
+    """What has to be read and written, each once."""
+    products: int
+    """Floating-point operations of the products, masked ones not counted."""
     chosen: str
     """The form that a call without a choice runs."""
     sides: Mapping[str, Callable[[], object]]
 
 
-def attention_cases(torch: Any = None) -> Iterator[AttentionCase]:
+def attention_cases(torch: Any = None) -> Iterator[Case]:
     """Cases one by one, so that the arrays of one go before those of the next come; with torch's side if it is given.
 
     Heads are those of Wan 1.3B for whole sequences (12 of 128), of Qwen3-0.6B for the cache (16 over 8, of 128).
@@ -54,16 +56,17 @@ def attention_cases(torch: Any = None) -> Iterator[AttentionCase]:
         yield _write(tokens)
 
 
-def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> AttentionCase:
+def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Case:
     q, k, v = (_random((1, length, heads, size), dtype, seed) for seed in range(3))
     sides = _forms(ops.attention, q, k, v, causal=False)
     if heads * length**2 > PLAIN_LIMIT:
         sides.pop("plain", None)
     if torch is not None:
         sides["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
-    return AttentionCase(
+    return Case(
         "attention",
         f"{dtype}, {length} tokens, {heads} heads of {size}",
+        dtype,
         3 * q.nbytes + 4 * q.size,
         4 * heads * length**2 * size,
         ops.attention.select(q, k, v, causal=False).name,
@@ -71,9 +74,7 @@ def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Attent
     )
 
 
-def _decode(
-    rows: int, length: int, torch: Any, *, heads: int = 16, kv_heads: int = 8, size: int = 128
-) -> AttentionCase:
+def _decode(rows: int, length: int, torch: Any, *, heads: int = 16, kv_heads: int = 8, size: int = 128) -> Case:
     caches, table = _cache(rows, length, kv_heads, size)
     q = _random((rows, heads, size), "float32", 2)
     arguments = q, *caches, table, jnp.full(rows, length, jnp.int32)
@@ -84,9 +85,10 @@ def _decode(
         dense = (_random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
         sides["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
     keys = rows * length * size
-    return AttentionCase(
+    return Case(
         "paged_decode_attention",
         f"bfloat16, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
+        "bfloat16",
         2 * 2 * kv_heads * keys + 2 * q.nbytes,
         4 * heads * keys,
         ops.paged_decode_attention.select(*arguments).name,
@@ -94,16 +96,17 @@ def _decode(
     )
 
 
-def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size: int = 128) -> AttentionCase:
+def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size: int = 128) -> Case:
     length = cached + tokens
     caches, table = _cache(1, length, kv_heads, size)
     q = _random((tokens, heads, size), "float32", 2)
     arguments = q, *caches, table, jnp.asarray([length], jnp.int32), jnp.asarray([0, tokens], jnp.int32)
     sides = _forms(ops.paged_attention, *arguments)
     sides.pop("plain", None)  # holds the keys once for each token
-    return AttentionCase(
+    return Case(
         "paged_attention",
         f"bfloat16, {tokens} tokens after {cached}, {heads} heads over {kv_heads} of {size}",
+        "bfloat16",
         2 * 2 * kv_heads * length * size + 2 * q.nbytes,
         4 * heads * size * (tokens * cached + tokens * (tokens + 1) // 2),
         ops.paged_attention.select(*arguments).name,
@@ -111,7 +114,7 @@ def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size
     )
 
 
-def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> AttentionCase:
+def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     """The cache is donated and comes back, as in the engine's step."""
     (cache, _), _ = _cache(1, 32768, kv_heads, size)
     x = _random((tokens, kv_heads, size), "float32", 2)
@@ -127,9 +130,10 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> AttentionCase:
                 held[0] = jax.block_until_ready(run(held[0], *arguments))
 
             sides[name] = write
-    return AttentionCase(
+    return Case(
         "write_pages",
         f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}",
+        "bfloat16",
         6 * x.size,
         0,
         ops.write_pages.select(cache, *arguments).name,

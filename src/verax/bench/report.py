@@ -49,25 +49,27 @@ def _text_page(result: dict[str, Any]) -> list[str]:
 
 def _ops_page(result: dict[str, Any]) -> list[str]:
     settings, cases = result["settings"], result["cases"]
+    columns = ["operation", "case", "runs", "median ms", "P10-P90 ms", "GB/s", "GFLOP/s", "of the limit"]
     others = sorted({name for case in cases for name in case["ratios"]})
     lines = [
-        f"# Operations: linear, weight {settings['size_out']} x {settings['size_in']}",
+        "# Operations",
         "",
-        f"{settings['runs']} rounds after {settings['warmup']} warm-up; the forms take turns in a round. CPU kernels: "
-        f"{settings['cpu_level'] or 'none'}. GB/s counts the weight once, as it is stored. The limit is that read at "
-        "the measured bandwidth, or the products at the measured rate. The last columns: how many times faster than "
-        "that form.",
+        f"The weight of linear is {settings['size_out']} x {settings['size_in']}. CPU kernels: "
+        f"{settings['cpu_level'] or 'none'}. {settings['runs']} rounds after {settings['warmup']} warm-up; the forms "
+        "take turns in a round. GB/s counts what has to be moved once, as it is stored. The limit is that at the "
+        "measured bandwidth, or the products at the measured rate. The last columns: how many times faster than that "
+        "form.",
         "",
-        "| weight | rows | runs | median ms | P10-P90 ms | GB/s | of the limit | " + " | ".join(others) + " |",
-        "|" + "---|" * (7 + len(others)),
+        "| " + " | ".join([*columns, *others]) + " |",
+        "|" + "---|" * (len(columns) + len(others)),
     ]
     for case in cases:
         side = case["sides"][case["runs"]]
         ratios = [f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else "" for name in others]
         lines.append(
-            f"| {case['weight']} | {case['rows']} | {case['runs']} | {1e3 * side['median_s']:.2f} "
+            f"| {case['operation']} | {case['case']} | {case['runs']} | {1e3 * side['median_s']:.2f} "
             f"| {1e3 * side['p10_s']:.2f}-{1e3 * side['p90_s']:.2f} | {case['gb_per_s']:.1f} "
-            f"| {100 * case['fraction_of_limit']:.0f}% | " + " | ".join(ratios) + " |"
+            f"| {case['gflop_per_s']:.0f} | {100 * case['fraction_of_limit']:.0f}% | " + " | ".join(ratios) + " |"
         )
     return lines
 

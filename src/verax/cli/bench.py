@@ -93,9 +93,10 @@ def operations(
     weights: Annotated[
         str | None, typer.Option(help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128; all if left out.")
     ] = None,
+    only: Annotated[str | None, typer.Option(help="linear or attention; both if left out.")] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 2,
-    against: Annotated[str | None, typer.Option(help="torch: time its linear too, interleaved.")] = None,
+    against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
@@ -105,9 +106,9 @@ def operations(
 
         verax bench ops --against torch
 
-        verax bench ops --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
+        verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
     """
-    from verax.bench.ops import WEIGHTS, bench_ops
+    from verax.bench.ops import OPERATIONS, WEIGHTS, bench_ops
 
     try:
         counts = [int(count) for count in rows.split(",")]
@@ -120,6 +121,7 @@ def operations(
         size_out=size_out,
         rows=counts,
         weights=weights.split(",") if weights else list(WEIGHTS),
+        operations=only.split(",") if only else OPERATIONS,
         against=tuple(against.split(",")) if against else (),
         runs=runs,
         warmup=warmup,

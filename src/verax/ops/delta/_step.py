@@ -15,7 +15,7 @@ STEP_TOKENS = 4
 """A dense call of at most this many steps is unrolled: rules may take several steps a token."""
 
 
-def _is_step(x: DeltaInputs, initial_state: Array, cu_seqlens: Array | None = None, **_: object) -> bool:
+def _is_step(x: DeltaInputs, initial_state: object, cu_seqlens: object = None, **_: object) -> bool:
     return cu_seqlens is None and 1 <= x.read.shape[1] <= STEP_TOKENS
 
 
