@@ -37,6 +37,7 @@ def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
     assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
     assert cases["int4-32, 200 rows"]["runs"] == "dequantized"
     written = write(result, tmp_path)
+    assert written.name.endswith("-ops-linear.json")  # beside those of other operations, not over them
     assert written.with_suffix(".md").read_text().count("| int4-32, ") == 2
     assert markdown(result).startswith("# Operations")
     assert cases["bfloat16, 1 rows"]["products"] == 2 * 256 * 48

@@ -86,6 +86,7 @@ def bench_ops(
         "machine": {**fingerprint(), **versions},
         "measured": measured,
         "settings": {
+            "operations": list(operations),
             "size_in": size_in,
             "size_out": size_out,
             "runs": runs,

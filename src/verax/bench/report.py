@@ -113,7 +113,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
             result["machine"]["devices"][0] if result["machine"]["platform"] != "cpu" else result["machine"]["cpu"]
         ).lower(),
     ).strip("-")
-    what = [settings["workload"], precision(settings)] if result["kind"] == "text" else []
+    what = [settings["workload"], precision(settings)] if result["kind"] == "text" else settings["operations"]
     name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
