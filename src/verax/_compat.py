@@ -13,7 +13,7 @@ import jax
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["JAXLIB", "compilation_cache", "cpu_compiler_options", "enable_compilation_cache", "make_mesh"]
+__all__ = ["JAXLIB", "compilation_cache", "compiler_options", "enable_compilation_cache", "make_mesh"]
 
 
 def _version(text: str) -> tuple[int, int, int]:
@@ -28,13 +28,13 @@ _JAXLIB_VERSION = _version(JAXLIB)
 _CACHE = "jax_compilation_cache_dir"
 
 
-def cpu_compiler_options() -> dict[str, bool | str]:
-    """Per-function XLA options that a program with bfloat16 buffers needs on a CPU.
+def compiler_options() -> dict[str, bool | str]:
+    """Per-function XLA options that a program with bfloat16 buffers needs on JAX's default device.
 
     XLA:CPU before 0.11 rewrites bfloat16 scatters, slices and gathers through float32 copies of the *whole* buffer, the
     paged cache included. Switching that pass off keeps them in place; every dot must then accumulate in float32.
     """
-    if _JAXLIB_VERSION < (0, 11, 0):
+    if jax.default_backend() == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
         return {"xla_disable_hlo_passes": "float-normalization-bf16"}
     return {}
 

@@ -21,12 +21,17 @@ import psutil
 import verax
 from verax._compat import JAXLIB, compilation_cache
 
-__all__ = ["fingerprint", "measure_bandwidth", "measure_machine", "peak_growth", "peak_memory"]
+__all__ = ["fingerprint", "measure_bandwidth", "measure_machine", "num_cores", "peak_growth", "peak_memory"]
 
 READ_BYTES = 1 << 29
 """Read once a repetition: far more than any cache holds."""
 
 MATMUL_SIZE = 2048
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def fingerprint() -> dict[str, Any]:
@@ -39,7 +44,7 @@ def fingerprint() -> dict[str, Any]:
         "flax": flax.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
         "platform": jax.default_backend(),
@@ -66,9 +71,8 @@ def measure_bandwidth(repetitions: int = 8) -> float:
         data = jnp.ones(READ_BYTES // 4, jnp.float32)
         total = jax.jit(jnp.sum)
         return READ_BYTES / _best(lambda: total(data).block_until_ready(), repetitions)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), cores)
-    with ThreadPoolExecutor(cores) as pool:
+    parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), num_cores())
+    with ThreadPoolExecutor(num_cores()) as pool:
         ways = (np.max, lambda part: np.dot(part, part))
         return READ_BYTES / min(_best(lambda way=way: list(pool.map(way, parts)), repetitions) for way in ways)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops, progress
-from verax.bench.machine import fingerprint, measure_machine
+from verax.bench.machine import fingerprint, measure_machine, num_cores
 from verax.bench.ops_attention import Case, attention_cases
 from verax.bench.timing import interleave
 from verax.errors import InvalidParameterError, MissingDependencyError
@@ -163,7 +162,7 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         raise MissingDependencyError("comparing with torch needs it: pip install 'verax[parity]'") from error
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    torch.set_num_threads(num_cores())
     return torch
 
 

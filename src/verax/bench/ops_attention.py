@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from verax import ops
-from verax._compat import cpu_compiler_options
+from verax._compat import compiler_options
 
 __all__ = ["Case", "attention_cases"]
 
@@ -123,7 +123,7 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     sides = {}
     for name, form in ops.write_pages.forms.items():
         if name == "plain" or (form.runs_on(jax.default_backend()) and form.accepts(cache, *arguments)):
-            run: Any = jax.jit(form.function, donate_argnums=0, compiler_options=_options())
+            run: Any = jax.jit(form.function, donate_argnums=0, compiler_options=compiler_options())
             held = [jnp.copy(cache)]
 
             def write(run: Any = run, held: list[jax.Array] = held) -> None:
@@ -153,16 +153,14 @@ def _random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
-def _options() -> dict[str, bool | str]:
-    return cpu_compiler_options() if jax.default_backend() == "cpu" else {}
-
-
 def _forms(operation: ops.Operation[Any, Any], *args: jax.Array, **kwargs: Any) -> dict[str, Callable[[], object]]:
     """Every form of the operation that takes this call here, by name."""
     sides: dict[str, Callable[[], object]] = {}
     for name, form in operation.forms.items():
         if form.runs_on(jax.default_backend()) and form.accepts(*args, **kwargs):
-            run: Any = jax.jit(lambda *a, function=form.function: function(*a, **kwargs), compiler_options=_options())
+            run: Any = jax.jit(
+                lambda *a, function=form.function: function(*a, **kwargs), compiler_options=compiler_options()
+            )
             sides[name] = lambda run=run: jax.block_until_ready(run(*args))
     return sides
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verax.bench.machine import num_cores
 from verax.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TransformersSide:
         self._versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        torch.set_num_threads(num_cores())
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         self._model: Any = model.to(self._device).eval()

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from verax import ops
-from verax._compat import cpu_compiler_options
+from verax._compat import compiler_options
 from verax.models import Qwen3Config, Qwen3ForCausalLM
 from verax.text.scheduler import Schedule
 from verax.text.slots import admit, new_slots, pack_admission
@@ -68,7 +68,7 @@ class ModelRunner:
         self._build = lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
         self._cache = new_cache(model.config, config, model.dtype)
         self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
-        self._options = cpu_compiler_options() if jax.default_backend() == "cpu" else {}
+        self._options = compiler_options()
         self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
         self.decode_rows = _powers(1, config.max_num_seqs, 2)
         # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either will do.

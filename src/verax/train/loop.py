@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from verax import progress
-from verax._compat import cpu_compiler_options
+from verax._compat import compiler_options
 from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def train(
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
         return (jax.tree.map(jnp.add, params, updates), optimizer_state), value, norm
 
-    options = cpu_compiler_options() if jax.default_backend() == "cpu" else {}
-    update = jax.jit(update, donate_argnums=0, compiler_options=options)
+    update = jax.jit(update, donate_argnums=0, compiler_options=compiler_options())
     last = min(schedule.steps, stop_at or schedule.steps)
     begin, tokens = time.perf_counter(), 0
     with log, progress.bar("training", enabled=show_progress) as report:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support.attention import exact_paged_attention, paged_problem
 from tests.support.cpu import for_each_level, needs_library
 from verax import ops
-from verax._compat import cpu_compiler_options
+from verax._compat import compiler_options
 from verax.ops.cpu import library
 
 pytestmark = needs_library
@@ -177,7 +177,7 @@ def test_written_pages_are_the_plain_forms_to_the_bit(level, dtype, T):
     before = np.asarray(cache.astype(jnp.float32))
     with library.use_level(level):
         ours = write(cache, x, pages, offsets)
-    theirs = jax.jit(ops.write_pages.__wrapped__, compiler_options=cpu_compiler_options())(cache, x, pages, offsets)
+    theirs = jax.jit(ops.write_pages.__wrapped__, compiler_options=compiler_options())(cache, x, pages, offsets)
     np.testing.assert_array_equal(*(np.asarray(y.astype(jnp.float32)) for y in (ours, theirs)))
     np.testing.assert_array_equal(np.asarray(cache.astype(jnp.float32)), before)  # it was not donated
 
