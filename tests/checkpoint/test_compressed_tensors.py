@@ -93,7 +93,7 @@ def test_scales_that_float16_cannot_hold_stay_as_they_are(tmp_path):
     }
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
-    np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("up.weight").scales, scales)
+    np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("up.weight").row_scales(), scales)
 
 
 @pytest.mark.parametrize(

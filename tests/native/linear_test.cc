@@ -31,7 +31,9 @@ struct Case {
     LinearTask t{};
     t.kind = kind, t.K = K;
     const int64_t row = linear_row_bytes(t);
-    bytes.assign(N * row, 0);
+    // int4 comes in blocks of 16 rows.
+    const int64_t rows = kind == Weights::int4 ? (N + 15) / 16 * 16 : N;
+    bytes.assign(rows * row, 0);
     const std::vector<float> values = check::normal(N * K, 1);
     if (kind == Weights::f32) {
       if (N * K) std::memcpy(bytes.data(), values.data(), bytes.size());
@@ -47,13 +49,14 @@ struct Case {
       return;
     }
     const int64_t groups = group ? K / group : 1;
-    scales.resize(N * groups * (half_scales ? 2 : 4));
+    scales.resize(rows * groups * (half_scales ? 2 : 4));
     for (int64_t n = 0; n < N; ++n) {
       for (int64_t g = 0; g < groups; ++g) {  // powers of two, of which float16 is easily written
         const int exponent = static_cast<int>((n + g) % 5) - 2;
         const float scale = std::ldexp(1.0f, exponent);
         const uint16_t half = static_cast<uint16_t>((exponent + 15) << 10);
-        std::memcpy(&scales[(n * groups + g) * (half_scales ? 2 : 4)], half_scales ? (const void*)&half : &scale,
+        const int64_t at = kind == Weights::int4 ? (n / 16 * groups + g) * 16 + n % 16 : n * groups + g;
+        std::memcpy(&scales[at * (half_scales ? 2 : 4)], half_scales ? (const void*)&half : &scale,
                     half_scales ? 2 : 4);
       }
       for (int64_t k = 0; k < K; ++k) {
@@ -64,8 +67,8 @@ struct Case {
           exact[n * K + k] = value * scale;
         } else {
           const int value = std::clamp(static_cast<int>(std::floor(values[n * K + k] * 4)), -8, 7);
-          uint8_t* word = &bytes[n * row + k / 128 * 64 + k % 32 * 2];
-          const int shift = static_cast<int>(k % 128 / 32 * 4);
+          uint8_t* word = &bytes[n / 16 * 16 * row + k / 8 * 64 + n % 16 * 4 + k % 2 * 2];
+          const int shift = static_cast<int>(k % 8 / 2 * 4);
           word[shift / 8] = static_cast<uint8_t>(word[shift / 8] | (value + 8) << shift % 8);
           exact[n * K + k] = value * scale;
         }
@@ -81,7 +84,7 @@ struct Case {
     VERAX_KERNEL(linear_pack)(task);
     check::Pool pool(threads);
     const auto columns = VERAX_KERNEL(linear_columns);
-    verax::parallel_for(pool, N, 8, [&](int64_t begin, int64_t end) { columns(task, begin, end); });
+    verax::parallel_for(pool, N, verax::LINEAR_STEP, [&](int64_t begin, int64_t end) { columns(task, begin, end); });
     return y;
   }
 };
@@ -141,7 +144,9 @@ int main() {
         }
       }
     }
-    check_case(level, Case(Weights::int4, 5, 4224, 32, true));  // more than one segment of scales
+    for (const Weights kind : {Weights::f32, Weights::bf16, Weights::int8, Weights::int4}) {  // several segments
+      check_case(level, Case(kind, 37, 2208, kind == Weights::int4 ? 32 : 0, true));
+    }
     std::printf("%s: checked\n", level);
   });
   std::printf("linear: %d failures\n", check::failures);

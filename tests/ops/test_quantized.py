@@ -7,7 +7,6 @@ import pytest
 
 from verax import ops
 from verax.errors import InvalidParameterError
-from verax.ops.quantized import pack_int4
 
 SCHEMES = [(8, None), (8, 32), (8, 64), (8, 128), (4, 32), (4, 64), (4, 128)]
 # Relative error of Gaussian weights: about 1 / (sqrt(12) * levels per standard deviation), with room.
@@ -27,12 +26,16 @@ def test_the_error_is_that_of_the_bits(bits, group):
 
 
 def test_packing_is_undone_for_every_value_and_a_last_block_that_is_not_full():
-    integers = jnp.asarray(np.arange(5 * 160).reshape(5, 160) % 16 - 8, jnp.int8)
-    words = pack_int4(integers)
-    assert words.shape == (5, 64)
-    assert int(words[0, 3]) == sum((int(integers[0, 32 * j + 3]) + 8) << 4 * j for j in range(4))
-    q = ops.QuantizedWeight(words, jnp.ones((5, 5), jnp.float16), 160, 32, 4)
-    np.testing.assert_array_equal(q.dequantize(), integers)
+    integers = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (37, 160)), jnp.int8)
+    scales = gaussian(37, 5).astype(jnp.float16)
+    q = ops.QuantizedWeight.from_integers(integers, scales, 4, 32)
+    assert q.values.shape == (3, 20, 32)
+    assert int(q.values[1, 7, 2 * 3 + 1]) == sum(
+        (int(integers[16 + 3, 8 * 7 + 2 * j + 1]) + 8) << 4 * j for j in range(4)
+    )
+    np.testing.assert_array_equal(q.integers(), integers)
+    np.testing.assert_array_equal(q.row_scales(), scales)
+    np.testing.assert_array_equal(q.dequantize(), integers * np.repeat(np.asarray(scales, np.float32), 32, axis=1))
 
 
 @pytest.mark.parametrize(("bits", "group"), SCHEMES)
@@ -50,10 +53,10 @@ def test_many_rows_agree_with_the_plain_form(bits, group):
 
 
 def test_a_quantised_weight_is_a_pytree_that_jit_and_scan_take():
-    q = jax.jit(lambda w: ops.quantize(w, 4, 32))(gaussian(8, 64))
-    assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(8, 32), (8, 2)]
-    assert q.shape == (8, 64)
-    assert q.nbytes == 8 * 64 + 8 * 2 * 2
+    q = jax.jit(lambda w: ops.quantize(w, 4, 32))(gaussian(16, 64))
+    assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(1, 8, 32), (1, 2, 16)]
+    assert q.shape == (16, 64)
+    assert q.nbytes == 16 * 32 + 16 * 2 * 2
 
 
 @pytest.mark.parametrize(

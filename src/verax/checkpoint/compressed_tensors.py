@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax.errors import CheckpointError
-from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight, pack_int4
+from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
 
 if TYPE_CHECKING:
     from verax.checkpoint.checkpoint import Checkpoint
@@ -123,8 +123,7 @@ def read_packed(checkpoint: Checkpoint, weight: PackedWeight) -> QuantizedWeight
     scales = np.asarray(checkpoint.read_raw(weight.scales), np.float32).reshape(weight.shape[0], -1)
     if weight.group_size is not None and np.array_equal(halved := scales.astype(np.float16), scales):
         scales = halved  # half the bytes to read
-    values = jnp.array(integers) if weight.bits == 8 else pack_int4(jnp.asarray(integers))
-    return QuantizedWeight(values, jnp.array(scales), weight.shape[1], weight.group_size, weight.bits)
+    return QuantizedWeight.from_integers(jnp.array(integers), jnp.array(scales), weight.bits, weight.group_size)
 
 
 def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
@@ -138,7 +137,7 @@ def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
         codes = np.pad(codes, ((0, 0), (0, -D % 4)))
     return {
         f"{key}_packed": np.ascontiguousarray(codes).view(np.int32),
-        f"{key}_scale": np.asarray(weight.scales),
+        f"{key}_scale": np.asarray(weight.row_scales()),
         f"{key}_shape": np.asarray([F, D], np.int64),
     }
 

@@ -1,7 +1,7 @@
 """Weights in 8 or 4 bits: symmetric integers with a scale for each row, or for each group of inputs in a row.
 
 `W[f, d] ~ value[f, d] * scale[f, d // group]`. Eight bits hold -127..127. Four bits hold -8..7, and a group's largest
-weight gets -8 or 7, whichever loses less on the whole group; how they are packed is said at `QuantizedWeight.values`.
+weight gets -8 or 7, whichever loses less on the whole group; how they are laid out is said at `QuantizedWeight`.
 """
 
 from __future__ import annotations
@@ -12,43 +12,71 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float16, Float32, Int, Int8, UInt16
+from jaxtyping import Array, Float, Int, Int8, UInt16
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["BITS", "GROUP_SIZES", "QuantizedWeight", "pack_int4", "quantize"]
+__all__ = ["BITS", "GROUP_SIZES", "INT4_ROWS", "QuantizedWeight", "quantize"]
 
 BITS = (8, 4)
 GROUP_SIZES = (32, 64, 128)
 
-INT4_BLOCK = 128
-"""Inputs in a block of packed 4-bit values: four registers of 32."""
+INT4_ROWS = 16
+"""Rows whose 4-bit values lie side by side, one in each lane of a register."""
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "scales"),
-    meta_fields=("size_in", "group_size", "bits"),
+    meta_fields=("size_out", "size_in", "group_size", "bits"),
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of two arrays."""
+    """A weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of two arrays.
 
-    values: Int8[Array, "F D"] | UInt16[Array, "F p"]
-    """8 bits: as they are. 4 bits: for each block b of 128 inputs, 32 words; bits 4j to 4j + 3 of word i are input
-    `128 b + 32 j + i`, plus 8. So one shift of a register of words gives 32 inputs in order, ready for a table look-up.
-    A last block that is not full is filled up with zeros (code 8)."""
-    scales: Float32[Array, "F g"] | Float16[Array, "F g"]
+    `from_integers` makes one; `integers` and `row_scales` give back what went in.
+
+    With 8 bits, `values[f, d]` and `scales[f, g]` lie as one would think. With 4 bits rows lie side by side in blocks
+    of 16, so that a register of values has a row in each lane: nothing is added up across lanes, and a group's scales
+    are one register. Bits 4j to 4j + 3 of `values[n, b, 2 c + h]` are row `16 n + c`, input `8 b + 2 j + h`, plus 8;
+    `scales[n, g, c]` is that row's. A last block that is not full is filled up with zeros (code 8).
+    """
+
+    values: Int8[Array, "F D"] | UInt16[Array, "blocks eighths 32"]
+    scales: Float[Array, "F g"] | Float[Array, "blocks g 16"]
     """One for each group of a row; float32 or, to read less, float16."""
+    size_out: int
     size_in: int
     group_size: int | None
     """Inputs that share a scale: 32, 64 or 128; None for a whole row (8 bits only)."""
     bits: int
 
+    @staticmethod
+    def from_integers(
+        integers: Int[Array, "F D"], scales: Float[Array, "F g"], bits: int, group_size: int | None = None
+    ) -> QuantizedWeight:
+        """Lay out integers of -127..127 (8 bits) or -8..7 (4) with their scales, float32 or float16. Runs under `jit`.
+
+        Raises:
+            InvalidParameterError: for other bits or groups, or if the groups do not divide D.
+        """
+        F, D = integers.shape
+        _check(D, bits, group_size)
+        if bits == 8:
+            return QuantizedWeight(integers.astype(jnp.int8), scales, F, D, group_size, bits)
+        rows = (0, -F % INT4_ROWS)
+        codes = jnp.pad((integers + 8).astype(jnp.uint16), (rows, (0, 0)), constant_values=8)
+        codes = codes.reshape(-1, INT4_ROWS, D // 8, 4, 2)  # n, c, b, j, h
+        shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None]
+        words = jnp.sum(codes << shifts, axis=3, dtype=jnp.uint16)  # n, c, b, h
+        values = words.swapaxes(1, 2).reshape(-1, D // 8, 2 * INT4_ROWS)
+        scales = jnp.pad(scales, (rows, (0, 0))).reshape(len(values), INT4_ROWS, -1).swapaxes(1, 2)
+        return QuantizedWeight(values, scales, F, D, group_size, bits)
+
     @property
     def shape(self) -> tuple[int, int]:
         """`(F, D)`, as of the array that this stands for."""
-        return self.scales.shape[0], self.size_in
+        return self.size_out, self.size_in
 
     @property
     def nbytes(self) -> int:
@@ -59,16 +87,23 @@ class QuantizedWeight:
         """The values, unpacked."""
         if self.bits == 8:
             return self.values
-        F = self.values.shape[0]
         shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None]
-        codes = (self.values.reshape(F, -1, 1, INT4_BLOCK // 4) >> shifts) & 15
-        return codes.reshape(F, -1)[:, : self.size_in].astype(jnp.int8) - 8
+        words = self.values.reshape(len(self.values), -1, INT4_ROWS, 1, 2).swapaxes(1, 2)  # n, c, b, 1, h
+        codes = (words >> shifts & 15).reshape(-1, self.size_in)
+        return codes[: self.size_out].astype(jnp.int8) - 8
+
+    def row_scales(self) -> Float[Array, "F g"]:
+        """The scales of each row."""
+        if self.bits == 8:
+            return self.scales
+        return self.scales.swapaxes(1, 2).reshape(-1, self.scales.shape[1])[: self.size_out]
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "F D"]:
         """The array that this stands for: value times scale in float32, rounded to `dtype`."""
         F, D = self.shape
-        grouped = self.integers().reshape(F, self.scales.shape[1], -1).astype(jnp.float32)
-        return (grouped * self.scales.astype(jnp.float32)[:, :, None]).reshape(F, D).astype(dtype)
+        scales = self.row_scales().astype(jnp.float32)
+        grouped = self.integers().reshape(F, scales.shape[1], -1).astype(jnp.float32)
+        return (grouped * scales[:, :, None]).reshape(F, D).astype(dtype)
 
 
 def quantize(weight: Float[Array, "F D"], bits: int, group_size: int | None = None) -> QuantizedWeight:
@@ -107,18 +142,7 @@ def quantize(weight: Float[Array, "F D"], bits: int, group_size: int | None = No
             best = tuple(jnp.where(better, new, old) for new, old in zip((loss, rounded, scale), best, strict=True))
     assert best is not None
     _, rounded, scale = best
-    integers = rounded.reshape(F, D).astype(jnp.int8)
-    values = integers if bits == 8 else pack_int4(integers)
-    return QuantizedWeight(values, scale[..., 0], D, group_size, bits)
-
-
-def pack_int4(integers: Int[Array, "F D"]) -> UInt16[Array, "F p"]:
-    """Integers of -8..7 in the layout of `QuantizedWeight.values`."""
-    F, D = integers.shape
-    codes = jnp.pad(integers.astype(jnp.int32) + 8, ((0, 0), (0, -D % INT4_BLOCK)), constant_values=8)
-    shifts = jnp.arange(0, 16, 4)[:, None]
-    words = jnp.sum(codes.reshape(F, -1, 4, INT4_BLOCK // 4) << shifts, axis=2)
-    return words.reshape(F, -1).astype(jnp.uint16)
+    return QuantizedWeight.from_integers(rounded.reshape(F, D).astype(jnp.int8), scale[..., 0], bits, group_size)
 
 
 def _check(size_in: int, bits: int, group_size: int | None) -> None:

@@ -1,5 +1,6 @@
 // The FFI handlers of kernels/linear.cc: check shapes, pack x, share the rows of W over the threads.
 #include <algorithm>
+#include <initializer_list>
 #include <memory>
 #include <new>
 
@@ -14,8 +15,8 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// Bytes of weight that a thread takes at a time: a few microseconds of memory traffic.
-constexpr int64_t PIECE = 128 * 1024;
+// Bytes of weight that a thread takes at a time: some ten microseconds of memory traffic.
+constexpr int64_t PIECE = 256 * 1024;
 
 struct Aligned {
   void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
@@ -28,8 +29,8 @@ void run(ffi::ThreadPool& pool, LinearTask task) {
   task.packed = packed.get();
   VERAX_KERNEL(linear_pack)(task);
   const auto columns = VERAX_KERNEL(linear_columns);
-  // A multiple of four: the kernel takes four rows at a time.
-  const int64_t grain = std::max<int64_t>(4, PIECE / std::max<int64_t>(1, linear_row_bytes(task)) / 4 * 4);
+  const int64_t rows = std::min(PIECE / std::max<int64_t>(1, linear_row_bytes(task)), task.N / 8);
+  const int64_t grain = std::max(LINEAR_STEP, rows / LINEAR_STEP * LINEAR_STEP);
   parallel_for(pool, task.N, grain, [&](int64_t begin, int64_t end) { columns(task, begin, end); });
 }
 
@@ -55,30 +56,33 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
 ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values,
                             ffi::AnyBuffer scales, ffi::ResultBuffer<ffi::F32> y, int64_t group) {
   const auto in = x.dimensions(), shape = values.dimensions(), by = scales.dimensions(), out = y->dimensions();
-  if (in.size() != 2 || shape.size() != 2 || by.size() != 2 || out.size() != 2 || by[0] != shape[0] ||
-      out[0] != in[0] || out[1] != shape[0]) {
-    return ffi::Error::InvalidArgument("linear_quantized: expected x [M, K], values and scales [N, ...], y [M, N]");
+  if (in.size() != 2 || out.size() != 2 || out[0] != in[0]) {
+    return ffi::Error::InvalidArgument("linear_quantized: expected x [M, K] and y [M, N]");
   }
   LinearTask task{};
-  task.M = in[0], task.N = shape[0], task.K = in[1], task.group = group;
+  task.M = in[0], task.N = out[1], task.K = in[1], task.group = group;
   task.x = x.typed_data(), task.weights = values.untyped_data(), task.y = y->typed_data();
   task.scales = scales.untyped_data(), task.half_scales = scales.element_type() == ffi::F16;
   if (!task.half_scales && scales.element_type() != ffi::F32) {
     return ffi::Error::InvalidArgument("linear_quantized: expected scales of float16 or float32");
   }
   const bool grouped = group == 32 || group == 64 || group == 128;
-  if (grouped ? task.K % group != 0 || by[1] != task.K / group : group != 0 || by[1] != 1) {
+  if (grouped ? task.K % group != 0 : group != 0) {
     return ffi::Error::InvalidArgument("linear_quantized: expected a scale for each 32, 64, 128 or all inputs");
   }
-  switch (values.element_type()) {
-    case ffi::S8: task.kind = Weights::int8; break;
-    case ffi::U16: task.kind = Weights::int4; break;
-    default: return ffi::Error::InvalidArgument("linear_quantized: expected int8 or packed uint16 values");
+  const int64_t groups = grouped ? task.K / group : 1, blocks = (task.N + 15) / 16;
+  const auto is = [](const auto& dimensions, std::initializer_list<int64_t> expected) {
+    return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
+  };
+  bool fits = false;
+  if (values.element_type() == ffi::S8) {
+    task.kind = Weights::int8;
+    fits = is(shape, {task.N, task.K}) && is(by, {task.N, groups});
+  } else if (values.element_type() == ffi::U16) {
+    task.kind = Weights::int4;
+    fits = grouped && is(shape, {blocks, task.K / 8, 32}) && is(by, {blocks, groups, 16});
   }
-  if (shape[1] * (task.kind == Weights::int8 ? 1 : 2) != linear_row_bytes(task) ||
-      (task.kind == Weights::int4 && !grouped)) {
-    return ffi::Error::InvalidArgument("linear_quantized: the values do not fit x");
-  }
+  if (!fits) return ffi::Error::InvalidArgument("linear_quantized: the values or scales do not fit x and y");
   run(pool, task);
   return ffi::Error::Success();
 }

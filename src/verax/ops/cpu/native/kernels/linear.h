@@ -10,7 +10,8 @@ namespace verax {
 // What W's rows are made of. The last two are multiplied by scales: one for a whole row, or one for each group of
 // `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against the others.
 //   int8  [N, K] signed bytes
-//   int4  [N, K/128 rounded up, 32] words: bits 4j to 4j + 3 of word i hold input 128 b + 32 j + i, plus 8
+//   int4  [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
+//         8 b + 2 j + h, plus 8; their scales are [N/16 rounded up, K / group, 16]
 enum class Weights { f32, bf16, int8, int4 };
 
 struct LinearTask {
@@ -18,7 +19,7 @@ struct LinearTask {
   const float* x;
   Weights kind;
   const void* weights;
-  const void* scales;  // [N, 1] or [N, K / group], null for floats
+  const void* scales;  // [N, 1] or [N, K / group] but for int4, null for floats
   bool half_scales;    // float16, else float32
   int64_t group;       // inputs that share a scale: 32, 64, 128, or 0 for all of them
   void* packed;        // x as the level's chunks: linear_packed_bytes(M, K), aligned to a cache line
@@ -31,17 +32,26 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
     case Weights::f32: return t.K * 4;
     case Weights::bf16: return t.K * 2;
     case Weights::int8: return t.K;
-    case Weights::int4: return (t.K + 127) / 128 * 64;
+    case Weights::int4: return t.K / 2;
   }
   return 0;
 }
 
-// Enough at every level: x padded to whole blocks of 128, of float32 where there is no bfloat16 dot product.
-static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 127) / 128 * 128) * 4; }
+// The packed x: for each chunk of 32 inputs (the last filled up with zeros) every row's, one below the other. So a tile
+// reads on from one place, and rows of 4,096 inputs do not all begin in the same set of the first cache level.
+static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k) { return (k / 32 * t.M + m) * 32; }
+
+// Enough at every level: float32 where there is no bfloat16 dot product.
+static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32 * 32) * 4; }
+
+// The kernels take as many rows of W at a time, and int4 is laid out in as many: pieces of work are multiples of it.
+constexpr int64_t LINEAR_STEP = 16;
 
 // Fill `packed` from `x`.
 VERAX_DECLARE_KERNEL(linear_pack, const LinearTask& task)
-// Columns [begin, end) of y, which are rows of W, for all rows of x.
+// Columns [begin, end) of y, which are rows of W, for all rows of x. `begin` is a multiple of LINEAR_STEP.
 VERAX_DECLARE_KERNEL(linear_columns, const LinearTask& task, int64_t begin, int64_t end)
+// The same of an int4 weight, which the former calls.
+VERAX_DECLARE_KERNEL(linear_int4_columns, const LinearTask& task, int64_t begin, int64_t end)
 
 }  // namespace verax

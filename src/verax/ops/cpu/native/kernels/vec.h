@@ -91,8 +91,8 @@ inline F32 load(const int8_t* p) {
 inline F32 load(const half* p) {
   return each([=](int i) { return widen(p[i]); });
 }
-inline F32 load_nibbles(const uint16_t* p, int j) {
-  return each([=](int i) { return static_cast<float>((p[i] >> 4 * j & 15) - 8); });
+inline F32 nibbles(const uint32_t* p, int bit) {
+  return each([=](int i) { return static_cast<float>(static_cast<int>(p[i] >> bit & 15) - 8); });
 }
 inline void store(float* p, F32 a) { std::memcpy(p, a.v, sizeof a.v); }
 inline F32 add(const F32& a, const F32& b) {
@@ -127,16 +127,25 @@ inline F32 load(const int8_t* p) {
 inline F32 load(const half* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-inline F32 load_nibbles(const uint16_t* p, int j) {
+inline F32 nibbles(const uint32_t* p, int bit) {
   const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return {_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4 * j), table)};  // looks at the index's low 4 bits only
+  return {_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), bit), table)};  // the index's low 4 bits only
 }
 inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
 inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-inline float sum(F32 a) { return _mm512_reduce_add_ps(a.v); }
+// Lane i of the result: the sum of the i-th register.
+inline __m128 sums_of(F32 a, F32 b, F32 c, F32 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+inline float sum(F32 a) { return _mm_cvtss_f32(sums_of(a, a, a, a)); }
 
 #elif defined(__AVX2__)
 
@@ -155,9 +164,9 @@ inline F32 load(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 inline F32 load(const half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
-inline F32 load_nibbles(const uint16_t* p, int j) {
-  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i code = _mm256_and_si256(_mm256_srli_epi32(wide, 4 * j), _mm256_set1_epi32(15));
+inline F32 nibbles(const uint32_t* p, int bit) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i code = _mm256_and_si256(_mm256_srli_epi32(words, bit), _mm256_set1_epi32(15));
   return {_mm256_cvtepi32_ps(_mm256_sub_epi32(code, _mm256_set1_epi32(8)))};
 }
 inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a.v); }
@@ -187,10 +196,9 @@ inline F32 load(const int8_t* p) {
   return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)))};
 }
 inline F32 load(const half* p) { return {vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(p)))}; }
-inline F32 load_nibbles(const uint16_t* p, int j) {
-  const uint32x4_t wide = vshlq_u32(vmovl_u16(vld1_u16(p)), vdupq_n_s32(-4 * j));
-  const int32x4_t code = vreinterpretq_s32_u32(vandq_u32(wide, vdupq_n_u32(15)));
-  return {vcvtq_f32_s32(vsubq_s32(code, vdupq_n_s32(8)))};
+inline F32 nibbles(const uint32_t* p, int bit) {
+  const uint32x4_t code = vandq_u32(vshlq_u32(vld1q_u32(p), vdupq_n_s32(-bit)), vdupq_n_u32(15));
+  return {vcvtq_f32_s32(vsubq_s32(vreinterpretq_s32_u32(code), vdupq_n_s32(8)))};
 }
 inline void store(float* p, F32 a) { vst1q_f32(p, a.v); }
 inline F32 add(F32 a, F32 b) { return {vaddq_f32(a.v, b.v)}; }
@@ -199,6 +207,19 @@ inline F32 fma(F32 a, F32 b, F32 c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 inline float sum(F32 a) { return vaddvq_f32(a.v); }
 
 #endif
+
+// to[i] = the sum of a[i], the same to the last bit for any N.
+template <int N>
+inline void sum_each(const F32 (&a)[N], float (&to)[N]) {
+#if defined(__AVX512F__) && !defined(VERAX_PORTABLE)
+  if constexpr (N == 4) {
+    _mm_storeu_ps(to, sums_of(a[0], a[1], a[2], a[3]));
+    return;
+  }
+#endif
+  VERAX_UNROLL
+  for (int i = 0; i < N; ++i) to[i] = sum(a[i]);
+}
 
 struct Chunk {
   static constexpr int parts = CHUNK / F32::lanes;
@@ -210,13 +231,6 @@ inline Chunk load_chunk(const T* p) {
   Chunk chunk;
   VERAX_UNROLL
   for (int i = 0; i < Chunk::parts; ++i) chunk.part[i] = load(p + i * F32::lanes);
-  return chunk;
-}
-// 32 signed 4-bit values: bits 4j to 4j + 3 of 32 words, each the value plus 8.
-inline Chunk load_nibble_chunk(const uint16_t* p, int j) {
-  Chunk chunk;
-  VERAX_UNROLL
-  for (int i = 0; i < Chunk::parts; ++i) chunk.part[i] = load_nibbles(p + i * F32::lanes, j);
   return chunk;
 }
 inline void store_chunk(float* p, const Chunk& chunk) {
@@ -244,17 +258,6 @@ inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
   return {_mm512_cvtne2ps_pbh(chunk.part[1].v, chunk.part[0].v)};
 }
 inline Bf16Chunk load_bf16_chunk(const int8_t* p) { return to_bf16_chunk(load_chunk(p)); }
-inline Bf16Chunk load_bf16_nibble_chunk(const uint16_t* p, int j) {
-  // -8 to 7 as bfloat16, twice: the permutation looks at the index's low 5 bits, of which the value has 4.
-  const __m512i table = _mm512_broadcast_i64x4(
-      _mm256_setr_epi16(static_cast<short>(0xC100), static_cast<short>(0xC0E0), static_cast<short>(0xC0C0),
-                        static_cast<short>(0xC0A0), static_cast<short>(0xC080), static_cast<short>(0xC040),
-                        static_cast<short>(0xC000), static_cast<short>(0xBF80), 0, 0x3F80, 0x4000, 0x4040, 0x4080,
-                        0x40A0, 0x40C0, 0x40E0));
-  const __m512i words = _mm512_loadu_si512(p);
-  const __m512i bits = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * j), table);
-  return {reinterpret_cast<const __m512bh&>(bits)};
-}
 inline void store_bf16_chunk(bf16* p, const Bf16Chunk& chunk) {
   _mm512_storeu_si512(p, reinterpret_cast<const __m512i&>(chunk.v));
 }
@@ -270,7 +273,6 @@ struct Bf16Chunk : Chunk {
 inline Bf16Chunk load_bf16_chunk(const bf16* p) { return {load_chunk(p)}; }
 inline Bf16Chunk load_bf16_chunk(const float* p) { return {load_chunk(p)}; }
 inline Bf16Chunk load_bf16_chunk(const int8_t* p) { return {load_chunk(p)}; }
-inline Bf16Chunk load_bf16_nibble_chunk(const uint16_t* p, int j) { return {load_nibble_chunk(p, j)}; }
 inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
   float values[CHUNK];
   store_chunk(values, chunk);
