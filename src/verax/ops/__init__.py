@@ -13,7 +13,9 @@ from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 # Fast forms register themselves with the operations above.
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
-import verax.ops.cpu.paged  # noqa: F401  # isort: skip
+import verax.ops.cpu.norm  # isort: skip
+import verax.ops.cpu.paged  # isort: skip
+import verax.ops.cpu.sampling  # noqa: F401  # isort: skip
 
 __all__ = [
     "Form",

@@ -25,6 +25,8 @@ HANDLERS = (
     "verax_linear",
     "verax_linear_quantized",
     "verax_paged_attention",
+    "verax_rms_norm",
+    "verax_sample",
     "verax_write_pages",
 )
 """FFI handlers that the library exports."""

@@ -8,7 +8,7 @@ namespace VERAX_LEVEL {
 namespace {
 
 // For each level:
-//   sub(a, b), max(a, b): by lane. Where a is NaN, max is b; where b is NaN, it is b on x86.
+//   sub(a, b), div(a, b), max(a, b): by lane. Where a is NaN, max is b; where b is NaN, it is b on x86.
 //   highest(a): the largest lane.
 //   pick(sign, a, b): lanes of b where `sign` has its sign bit set, of a elsewhere.
 //   whole(x): to the nearest integer; power(n): 2^n for integers -127 <= n < 128, where 2^-127 counts as 0.
@@ -18,6 +18,9 @@ namespace {
 
 inline F32 sub(const F32& a, const F32& b) {
   return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline F32 div(const F32& a, const F32& b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
 }
 inline F32 max(const F32& a, const F32& b) {
   return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
@@ -61,6 +64,7 @@ inline void transpose(F32 (&x)[F32::lanes]) {
 #elif defined(__AVX512F__)
 
 inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float highest(F32 a) { return _mm512_reduce_max_ps(a.v); }
 inline F32 pick(F32 sign, F32 a, F32 b) {
@@ -100,6 +104,7 @@ inline void transpose(F32 (&x)[16]) {
 #elif defined(__AVX2__)
 
 inline F32 sub(F32 a, F32 b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline F32 div(F32 a, F32 b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.v, b.v)}; }
 inline float highest(F32 a) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
@@ -135,6 +140,7 @@ inline void transpose(F32 (&x)[8]) {
 #elif defined(__ARM_NEON)
 
 inline F32 sub(F32 a, F32 b) { return {vsubq_f32(a.v, b.v)}; }
+inline F32 div(F32 a, F32 b) { return {vdivq_f32(a.v, b.v)}; }
 inline F32 max(F32 a, F32 b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
 inline float highest(F32 a) { return vmaxvq_f32(a.v); }
 inline F32 pick(F32 sign, F32 a, F32 b) {

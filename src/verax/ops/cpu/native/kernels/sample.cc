@@ -1,0 +1,166 @@
+// scores = logits / temperature - maximum                        (one pass, after those for the maximum and a NaN)
+// for min-p, top-k, top-p as asked:
+//   31 passes that count, or add up weights, above a threshold   (its bits are found from the top, as in the XLA form)
+// weights = exp(scores), summed by chunks; the chunk, then the token, where the sum passes u times the total
+#include "sample.h"
+
+#include <cmath>
+
+#include "vec_math.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+constexpr int64_t L = F32::lanes;
+constexpr float LOG2_E = 1.44269504f;
+
+float infinity() { return __builtin_inff(); }
+
+// Of `count` logits, whole registers.
+float largest_of(const float* logits, int64_t count) {
+  F32 most = broadcast(-infinity());
+  for (int64_t i = 0; i < count; i += L) most = max(load(logits + i), most);
+  return highest(most);
+}
+
+float largest(const float* logits, int64_t V) {
+  int64_t i = V / L * L;
+  float value = largest_of(logits, i);
+  for (; i < V; ++i) value = logits[i] > value ? logits[i] : value;
+  return value;
+}
+
+// The first place where a value is, which is in there; by chunks, then one by one.
+int64_t place_of(float value, const float* logits, int64_t V) {
+  int64_t i = 0;
+  while (i + SAMPLE_CHUNK < V && largest_of(logits + i, SAMPLE_CHUNK) != value) i += SAMPLE_CHUNK;
+  while (i + 1 < V && logits[i] != value) ++i;
+  return i;
+}
+
+// The first place of a NaN; V if there is none.
+int64_t place_of_nan(const float* logits, int64_t V) {
+  F32 sums = zero();
+  int64_t i = 0;
+  for (; i + L <= V; i += L) sums = add(sums, mul(load(logits + i), zero()));  // of infinities, it is NaN too
+  float rest = sum(sums);
+  for (; i < V; ++i) rest += logits[i] * 0;
+  if (rest == 0) return V;
+  for (i = 0; i < V && logits[i] == logits[i]; ++i) {
+  }
+  return i;
+}
+
+struct Scores {
+  float* at;       // at most 0, minus infinity where cut, padded with it to whole chunks
+  float* weights;  // their exponentials
+  int64_t size;
+
+  // 1 or the weights where a score is at least `threshold`, summed.
+  float above(float threshold, bool weighted) const {
+    const F32 least = broadcast(threshold);
+    F32 sums[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t i = 0; i < size; i += 4 * L) {
+      VERAX_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        // The difference of two equal scores is +0, of minus infinity and anything minus infinity or negative.
+        const F32 below = sub(load(at + i + j * L), least);
+        sums[j] = add(sums[j], pick(below, weighted ? load(weights + i + j * L) : broadcast(1), zero()));
+      }
+    }
+    return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  }
+
+  // The largest t with above(t) >= enough; minus infinity where even everything is not.
+  float threshold(float enough, bool weighted) const {
+    uint32_t bits = 0;  // the largest pattern that is not enough, of minus t; the answer is its successor
+    for (int i = 30; i >= 0; --i) {
+      const uint32_t trial = bits | uint32_t{1} << i;
+      if (trial - 1 > 0x7f800000 || above(negative(trial - 1), weighted) < enough) bits = trial;
+    }
+    return negative(bits < 0x7f800000 ? bits : 0x7f800000);
+  }
+
+  void cut(float threshold) {
+    const F32 least = broadcast(threshold), gone = broadcast(-infinity());
+    for (int64_t i = 0; i < size; i += L) {
+      const F32 score = load(at + i), below = sub(score, least);
+      store(at + i, pick(below, score, gone));
+      store(weights + i, pick(below, load(weights + i), zero()));
+    }
+  }
+
+  static float negative(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return -value;
+  }
+};
+
+// The first of `count` whose cumulative weight exceeds `target`, at most the last above 0; what comes before it is
+// taken off the target.
+int64_t passes(const float* weights, int64_t count, double* target) {
+  int64_t last = 0;
+  double before = 0, sum = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (weights[i] > 0) last = i, before = sum;
+    sum += weights[i];
+    if (sum > *target) break;
+  }
+  *target -= before;
+  return last;
+}
+
+int32_t draw(Scores& scores, float u) {
+  // The weights' room has a chunk's sum written over the scores, which are not needed any more.
+  const int64_t chunks = scores.size / SAMPLE_CHUNK;
+  double total = 0;
+  for (int64_t c = 0; c < chunks; ++c) {
+    F32 sums[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t i = 0; i < SAMPLE_CHUNK; i += 4 * L) {
+      VERAX_UNROLL
+      for (int j = 0; j < 4; ++j) sums[j] = add(sums[j], load(scores.weights + c * SAMPLE_CHUNK + i + j * L));
+    }
+    scores.at[c] = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    total += scores.at[c];
+  }
+  double target = static_cast<double>(u) * total;
+  const int64_t chunk = passes(scores.at, chunks, &target);
+  return static_cast<int32_t>(chunk * SAMPLE_CHUNK + passes(scores.weights + chunk * SAMPLE_CHUNK, SAMPLE_CHUNK, &target));
+}
+
+}  // namespace
+
+void sample_row(const SampleTask& t, int64_t row, float* room) {
+  const int64_t V = t.V;
+  const float* logits = t.logits + row * V;
+  const float temperature = t.temperature[row];
+  const int64_t nan = place_of_nan(logits, V);
+  const float most = largest(logits, V);
+  if (nan < V || !(temperature > 0) || !(__builtin_fabsf(most) < infinity())) {
+    t.tokens[row] = static_cast<int32_t>(nan < V ? nan : place_of(most, logits, V));
+    return;
+  }
+  Scores scores{room, room + sample_room(V) / 2, sample_room(V) / 2};
+  const F32 warmth = broadcast(temperature), top = broadcast(most / temperature);
+  const F32 log2_e = broadcast(LOG2_E);
+  for (int64_t i = 0; i < scores.size; i += L) {
+    float rest[L];
+    const float* from = logits + i;
+    if (i + L > V) {
+      for (int64_t j = 0; j < L; ++j) rest[j] = i + j < V ? logits[i + j] : -infinity();
+      from = rest;
+    }
+    const F32 score = sub(div(load(from), warmth), top);
+    store(scores.at + i, score);
+    store(scores.weights + i, exp2(mul(score, log2_e)));
+  }
+  if (t.min_p[row] > 0) scores.cut(::logf(t.min_p[row] > 1e-37f ? t.min_p[row] : 1e-37f));
+  if (t.top_k[row] > 0 && t.top_k[row] < V) scores.cut(scores.threshold(static_cast<float>(t.top_k[row]), false));
+  if (t.top_p[row] < 1) scores.cut(scores.threshold(t.top_p[row] * scores.above(-infinity(), true), true));
+  t.tokens[row] = draw(scores, t.u[row]);
+}
+
+}  // namespace VERAX_LEVEL
+}  // namespace verax

@@ -1,0 +1,59 @@
+"""The native norm at every level, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.cpu import for_each_level, needs_library
+from verax import ops
+from verax.ops.cpu import library
+
+pytestmark = needs_library
+
+
+@jax.jit
+def native(x, weight):
+    with ops.use_forms(rms_norm="native"):
+        return ops.rms_norm(x, weight, 1e-6)
+
+
+def arrays(shape, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape[:-1]) * 4)[..., None]
+    return jnp.asarray(x, jnp.float32), jnp.asarray(rng.standard_normal(shape[-1]), dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize("shape", [(3, 1), (1, 7), (5, 64), (2, 3, 129), (0, 8), (70, 1024)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_shape_is_exact_to_rounding(level, shape, dtype):
+    x, weight = arrays(shape, dtype)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt(np.mean(wide * wide, -1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+    with library.use_level(level):
+        np.testing.assert_allclose(native(x, weight), exact, rtol=2e-6, atol=1e-7)
+
+
+@for_each_level
+def test_zeros_nan_and_infinity_stay_in_their_rows(level):
+    x, weight = arrays((4, 100), jnp.float32)
+    x = x.at[0].set(0).at[1, 99].set(jnp.nan).at[2, 5].set(jnp.inf)
+    with library.use_level(level):
+        y = np.asarray(native(x, weight))
+    plain = np.asarray(ops.rms_norm.__wrapped__(x, weight, 1e-6))
+    assert (y[0] == 0).all()
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(plain))
+    np.testing.assert_allclose(y[3], plain[3], rtol=1e-6)
+
+
+def test_it_can_be_mapped_and_differentiated():
+    x, weight = arrays((3, 40), jnp.float32)
+    slopes = {}
+    for form in ("native", "plain"):
+        with ops.use_forms(rms_norm=form):
+            slopes[form] = jax.grad(lambda x, w: jnp.sum(ops.rms_norm(x, w, 1e-6) ** 3), (0, 1))(x, weight)
+    with ops.use_forms(rms_norm="native"):
+        np.testing.assert_array_equal(jax.vmap(lambda row: ops.rms_norm(row, weight, 1e-6))(x), native(x, weight))
+    for ours, theirs in zip(slopes["native"], slopes["plain"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
