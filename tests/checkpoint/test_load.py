@@ -14,9 +14,10 @@ from flax import nnx
 
 from tests.checkpoint.small import raw_file
 from verax import checkpoint
-from verax.checkpoint import Checkpoint, load_module
+from verax.checkpoint import Checkpoint, load, load_module
 from verax.errors import CheckpointError
 from verax.nn import Linear, RMSNorm
+from verax.ops import quantize
 
 
 class Pair(nnx.Module):
@@ -192,3 +193,40 @@ def test_loading_holds_one_copy_of_the_weights(tmp_path):
     arrays = {f"layers.{i}.weight": np.full((2048, 2048), i, jnp.bfloat16) for i in range(36)}
     checkpoint.save(arrays, tmp_path, config={})
     assert float(run(code, tmp_path)) < 1.2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_quantising_while_loading_needs_little_more_than_what_it_makes(tmp_path):
+    code = """
+        import re, jax, jax.numpy as jnp, numpy as np
+        from flax import nnx
+        from verax import checkpoint
+        from verax.nn import Linear
+        def peak():
+            return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+        opened = checkpoint.Checkpoint.open(FOLDER)
+        abstract = nnx.eval_shape(lambda: Linear(512, 30000, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        jax.jit(lambda x: jnp.round(x / 3).astype(jnp.int8))(jnp.ones(3)).block_until_ready()
+        before = peak()
+        model = checkpoint.load_module(abstract, opened, dtype=jnp.bfloat16, quantize=lambda name: (4, 32))
+        print((peak() - before) / 1e6)
+    """
+    rng = np.random.default_rng(0)
+    checkpoint.save({"weight": rng.standard_normal((30000, 512), np.float32).astype(jnp.bfloat16)}, tmp_path, config={})
+    # The weight takes 9 MB in four bits and its pieces some 150; all at once, 500.
+    assert float(run(code, tmp_path)) < 250
+
+
+def test_a_weight_quantised_in_pieces_is_that_of_one_piece(tmp_path, monkeypatch):
+    weight = np.random.default_rng(0).standard_normal((37, 64), np.float32)
+    checkpoint.save({"weight": weight}, tmp_path, config={})
+    abstract = nnx.eval_shape(lambda: Linear(64, 37, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    for at_once in (1, 64 * 5, 64 * 37, 1 << 22):
+        monkeypatch.setattr(load, "QUANTIZED_AT_ONCE", at_once)
+        for bits, group_size in ((8, None), (8, 64), (4, 32)):
+            opened = checkpoint.Checkpoint.open(tmp_path)
+            model = checkpoint.load_module(abstract, opened, dtype=None, quantize=lambda _: (bits, group_size))  # noqa: B023
+            loaded, whole = model.weight.get_value(), quantize(jnp.asarray(weight), bits, group_size)
+            assert (loaded.bits, loaded.group_size, loaded.shape) == (bits, group_size, (37, 64))
+            np.testing.assert_array_equal(loaded.values, whole.values)
+            np.testing.assert_array_equal(loaded.scales, whole.scales)

@@ -11,21 +11,38 @@ using verax::AttentionTile;
 
 namespace {
 
-// Random numbers as float32 or bfloat16, in a buffer without a byte to spare.
-struct Numbers {
-  bool rounded;
-  std::vector<float> exact;
-  std::vector<uint16_t> bits;
+using verax::Keys;
 
-  Numbers(int64_t size, bool rounded, unsigned seed) : rounded(rounded), exact(check::normal(size, seed)) {
-    if (!rounded) return;
-    for (float& x : exact) {
-      bits.push_back(check::to_bf16(x));
-      x = check::from_bf16(bits.back());
+// Random numbers as they are stored, in a buffer without a byte to spare, and what they stand for. int8: a scale for
+// each `H` of them.
+struct Numbers {
+  Keys kind;
+  std::vector<float> exact, scales;
+  std::vector<uint16_t> bits;
+  std::vector<int8_t> integers;
+
+  Numbers(int64_t size, Keys kind, unsigned seed, int64_t H = 1) : kind(kind), exact(check::normal(size, seed)) {
+    if (kind == Keys::bf16) {
+      for (float& x : exact) {
+        bits.push_back(check::to_bf16(x));
+        x = check::from_bf16(bits.back());
+      }
+    } else if (kind == Keys::int8) {
+      for (int64_t i = 0; i < size; ++i) {
+        if (i % H == 0) scales.push_back(0.01f + 0.001f * (i / H % 7));
+        const float integer = std::fmin(127, std::fmax(-127, std::rint(exact[i] / scales.back())));
+        integers.push_back(static_cast<int8_t>(integer));
+        exact[i] = integer * scales.back();
+      }
     }
     bits.shrink_to_fit();
+    scales.shrink_to_fit();
+    integers.shrink_to_fit();
   }
-  const void* data() const { return rounded ? static_cast<const void*>(bits.data()) : exact.data(); }
+  const void* data() const {
+    if (kind == Keys::bf16) return bits.data();
+    return kind == Keys::int8 ? static_cast<const void*>(integers.data()) : exact.data();
+  }
 };
 
 // Sequences that lie in pages, in reverse order. Queries are the last `queries` of `length` tokens.
@@ -35,7 +52,9 @@ struct Sequence {
 
 struct Case {
   int64_t N, K, H, p;
-  bool q_bf16, keys_bf16, causal;
+  bool q_bf16;
+  Keys keys;
+  bool causal;
   std::vector<Sequence> sequences;
 
   int64_t pages() const {
@@ -52,10 +71,10 @@ struct Case {
 
 std::vector<float> run(const Case& c, const Numbers& q, const Numbers& k, const Numbers& v, int threads) {
   std::vector<float> out(c.queries() * c.N * c.H, NAN);
-  const AttentionTask task{c.N,       c.K,      c.H,           q.data(),  c.q_bf16,
-                           k.data(),  v.data(), c.keys_bf16,   c.pages(), c.p,
-                           c.K * c.p * c.H,     c.p * c.H,     c.H,       c.causal,
-                           1 / std::sqrt(static_cast<float>(c.H)),        out.data()};
+  const AttentionTask task{c.N,       c.K,      c.H,     q.data(),        c.q_bf16,        k.data(),
+                           v.data(),  c.keys,   k.scales.data(),  v.scales.data(), c.pages(), c.p,
+                           c.K * c.p * c.H,     c.p * c.H,        c.H,             c.causal,
+                           1 / std::sqrt(static_cast<float>(c.H)), out.data()};
   std::vector<std::vector<int32_t>> tables;
   verax::AttentionRun work(task);
   int64_t first = 0, page = c.pages();
@@ -77,9 +96,10 @@ std::vector<float> run(const Case& c, const Numbers& q, const Numbers& k, const 
 
 void check_case(const char* level, const Case& c) {
   const int64_t cached = c.pages() * c.K * c.p * c.H;
-  const Numbers q(c.queries() * c.N * c.H, c.q_bf16, 1), k(cached, c.keys_bf16, 2), v(cached, c.keys_bf16, 3);
+  const Numbers q(c.queries() * c.N * c.H, c.q_bf16 ? Keys::bf16 : Keys::f32, 1);
+  const Numbers k(cached, c.keys, 2, c.H), v(cached, c.keys, 3, c.H);
   const std::vector<float> out = run(c, q, k, v, 1);
-  const double tolerance = c.keys_bf16 ? 3e-2 : 1e-5;
+  const double tolerance = c.keys == Keys::f32 ? 1e-5 : 3e-2;
   int64_t row = 0, page_end = c.pages();
   for (const Sequence& s : c.sequences) {
     const int64_t last_page = page_end - 1;
@@ -101,8 +121,8 @@ void check_case(const char* level, const Case& c) {
         for (int64_t h = 0; h < c.H; ++h) {
           const double expected = total > 0 ? exact[h] / total : 0, got = out[(row * c.N + n) * c.H + h];
           check::that(std::fabs(got - expected) <= tolerance,
-                      "%s N %d K %d H %d p %d bf16 %d: out[%d, %d, %d] = %g, expected %g", level, int(c.N), int(c.K),
-                      int(c.H), int(c.p), int(c.keys_bf16), int(row), int(n), int(h), got, expected);
+                      "%s N %d K %d H %d p %d keys %d: out[%d, %d, %d] = %g, expected %g", level, int(c.N), int(c.K),
+                      int(c.H), int(c.p), int(c.keys), int(row), int(n), int(h), got, expected);
         }
       }
     }
@@ -112,25 +132,38 @@ void check_case(const char* level, const Case& c) {
               "%s N %d H %d: three threads give another result than one", level, int(c.N), int(c.H));
 }
 
-void check_write_pages(const char* level, bool bf16) {
+void check_write_pages(const char* level, Keys keys) {
   constexpr int64_t T = 5, K = 3, H = 20, P = 4, p = 8;
   const std::vector<float> x = check::normal(T * K * H, 4);
   const int32_t pages[T] = {0, 3, P, -1, 2}, offsets[T] = {7, 0, 0, 0, p};
-  std::vector<float> wide(bf16 ? 0 : P * K * p * H, 0.0f);
-  std::vector<uint16_t> narrow(bf16 ? P * K * p * H : 0, 0);
-  void* cache = bf16 ? static_cast<void*>(narrow.data()) : wide.data();
-  const verax::WritePagesTask task{T, K, H, P, p, x.data(), pages, offsets, cache, bf16};
+  std::vector<float> wide(keys == Keys::f32 ? P * K * p * H : 0, 0.0f), scales(keys == Keys::int8 ? P * K * p : 0, 0.0f);
+  std::vector<uint16_t> narrow(keys == Keys::bf16 ? P * K * p * H : 0, 0);
+  std::vector<int8_t> integers(keys == Keys::int8 ? P * K * p * H : 0, 0);
+  void* cache = keys == Keys::f32 ? static_cast<void*>(wide.data())
+              : keys == Keys::bf16 ? static_cast<void*>(narrow.data()) : integers.data();
+  const verax::WritePagesTask task{T, K, H, P, p, x.data(), pages, offsets, cache, keys, scales.data()};
   VERAX_KERNEL(write_pages)(task, 0, 2);
   VERAX_KERNEL(write_pages)(task, 2, 3);
   for (int64_t i = 0; i < P * K * p * H; ++i) {
-    float expected = 0;
+    float expected = 0, largest = 0;
     for (int64_t t = 0; t < 2; ++t) {  // the other three have no place
       const int64_t offset = i / H % p, head = i / H / p % K, page = i / H / p / K;
-      if (page == pages[t] && offset == offsets[t]) expected = x[(t * K + head) * H + i % H];
+      if (page != pages[t] || offset != offsets[t]) continue;
+      const float* row = &x[(t * K + head) * H];
+      expected = row[i % H];
+      for (int64_t h = 0; h < H; ++h) largest = std::fmax(largest, std::fabs(row[h]));
     }
-    const float got = bf16 ? check::from_bf16(narrow[i]) : wide[i];
-    check::that(got == (bf16 ? check::from_bf16(check::to_bf16(expected)) : expected), "%s: write_pages at %d", level,
-                int(i));
+    float got, allowed = 0;
+    if (keys == Keys::f32) {
+      got = wide[i];
+    } else if (keys == Keys::bf16) {
+      got = check::from_bf16(narrow[i]);
+      expected = check::from_bf16(check::to_bf16(expected));
+    } else {
+      got = integers[i] * scales[i / H];
+      allowed = 0.5001f / 127 * largest;
+    }
+    check::that(std::fabs(got - expected) <= allowed, "%s: write_pages at %d", level, int(i));
   }
 }
 
@@ -139,14 +172,16 @@ void check_write_pages(const char* level, bool bf16) {
 int main() {
   const std::vector<Sequence> ragged = {{1, 1}, {0, 1}, {37, 37}, {16, 1}, {130, 70}, {0, 0}, {600, 1}, {530, 3}};
   check::each_level([&](const char* level) {
-    for (const bool bf16 : {false, true}) {
-      check_case(level, {2, 1, 16, 16, !bf16, bf16, true, ragged});
-      check_case(level, {5, 1, 20, 7, bf16, bf16, true, ragged});
-      check_case(level, {3, 3, 33, 1, false, bf16, true, ragged});
-      check_case(level, {8, 1, 80, 64, true, bf16, true, {{65, 65}, {64, 2}}});
-      check_case(level, {2, 2, 128, 1000, bf16, bf16, false, {{700, 7}, {3, 9}}});
-      check_case(level, {1, 1, 256, 16, false, bf16, false, {{33, 200}}});
-      check_write_pages(level, bf16);
+    for (const Keys keys : {Keys::f32, Keys::bf16, Keys::int8}) {
+      const bool bf16 = keys == Keys::bf16;
+      check_case(level, {2, 1, 16, 16, !bf16, keys, true, ragged});
+      check_case(level, {5, 1, 20, 7, bf16, keys, true, ragged});
+      check_case(level, {3, 3, 33, 1, false, keys, true, ragged});
+      check_case(level, {8, 1, 80, 64, true, keys, true, {{65, 65}, {64, 2}}});
+      check_case(level, {6, 2, 128, 16, true, keys, true, {{200, 1}, {64, 1}, {63, 1}, {1, 1}}});
+      check_case(level, {2, 2, 128, 1000, bf16, keys, false, {{700, 7}, {3, 9}}});
+      check_case(level, {1, 1, 256, 16, false, keys, false, {{33, 200}}});
+      check_write_pages(level, keys);
     }
     std::printf("%s: checked\n", level);
   });

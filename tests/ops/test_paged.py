@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention import exact_paged_attention, paged_problem
+from tests.support.attention import exact_paged_attention, paged_problem, quantized_problem
 from verax import ops
+from verax.ops.pages import page_bytes
 
 RAGGED = {
     "one token": ([1], [1]),
@@ -74,3 +75,48 @@ def test_written_pages_hold_what_was_written_and_nothing_else_changes():
     for t in range(3):
         expected[pages[t], :, offsets[t]] = np.asarray(x[t].astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3)])
+def test_int8_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, N, K):
+    lengths, counts = RAGGED[name]
+    pages, arrays, *rest = quantized_problem(0, lengths, counts, N=N, K=K, H=8, p=16)
+    exact = exact_paged_attention(arrays, *rest)
+    with ops.use_forms(paged_attention="plain"):
+        np.testing.assert_allclose(jax.jit(ops.paged_attention)(*pages, *rest), exact, atol=2e-5)
+    with ops.use_forms(paged_attention="tiled"):
+        out = jax.jit(ops.paged_attention)(*pages, *rest)
+    assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2  # queries and weights are rounded to bfloat16
+
+
+@pytest.mark.parametrize("p", [16, 48])
+def test_int8_decode_attention_is_that_of_the_numbers(p):
+    (q, k, v), (_, *floats), table, kv, starts = quantized_problem(1, [1, 130, 16, 0, 257], [1] * 5, N=6, K=2, H=8, p=p)
+    expected = exact_paged_attention((q[:5], *floats), table, [1, 130, 16, 1, 257], starts)
+    expected[3] = 0  # the padding row
+    for form in ("plain", "chunked"):
+        with ops.use_forms(paged_decode_attention=form):
+            out = jax.jit(ops.paged_decode_attention)(q[:5], k, v, table, kv)
+        assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-2
+
+
+def test_int8_pages_round_each_token_and_head_to_a_127th_of_its_largest():
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((3, 2, 24)) * [[[1], [1e-3]], [[50], [1]], [[1], [1]]])
+    x = x.at[2, 0].set(0).at[2, 1, 3].set(jnp.nan)
+    places, offsets = jnp.asarray([2, 1, 2]), jnp.asarray([7, 0, 3])
+    out = jax.jit(ops.write_pages)(ops.new_pages((4, 2, 8, 24), "int8"), x, places, offsets)
+    assert (out.shape, out.dtype, out.nbytes) == ((4, 2, 8, 24), jnp.int8, 4 * page_bytes((2, 8, 24), "int8"))
+    held = np.asarray(out.values * out.scales[..., None])
+    for t in range(2):
+        error = np.abs(held[places[t], :, offsets[t]] - np.asarray(x[t]))
+        assert np.all(error <= 0.5001 / 127 * np.abs(x[t]).max(-1, keepdims=True))
+    np.testing.assert_array_equal(held[2, 0, 3], 0)
+    assert np.isnan(held[2, 1, 3]).all()
+    assert np.count_nonzero(np.nan_to_num(held, nan=1)) == np.count_nonzero(
+        np.nan_to_num(held[[2, 1, 2], :, [7, 0, 3]], nan=1)
+    )
+
+
+def test_int8_pages_take_nearly_half_of_the_memory():
+    assert page_bytes((8, 16, 128), "int8") / page_bytes((8, 16, 128), "bfloat16") == pytest.approx(0.516, abs=1e-3)

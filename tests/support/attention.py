@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from verax.ops.pages import QuantizedPages, quantize_tokens
+
 
 def float64(x):
     return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
@@ -36,6 +38,13 @@ def paged_problem(seed, lengths, counts, *, N, K, H, p, spare_pages=3, dtype=np.
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
     return arrays, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), jnp.asarray(starts)
+
+
+def quantized_problem(*args, **options):
+    """`paged_problem` with int8 pages, as written by the plain form, and the arrays that they stand for."""
+    (q, *caches), *rest = paged_problem(*args, **options)
+    pages = [QuantizedPages(*quantize_tokens(x)) for x in caches]
+    return (q, *pages), (q, *(x.values * x.scales[..., None] for x in pages)), *rest
 
 
 def exact_paged_attention(arrays, table, lengths, starts):

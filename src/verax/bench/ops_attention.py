@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from verax import ops
 from verax._compat import compiler_options
+from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
 
 __all__ = ["Case", "attention_cases"]
 
@@ -50,6 +51,8 @@ def attention_cases(torch: Any = None) -> Iterator[Case]:
         yield _dense(length, 12, 128, dtype, torch)
     for rows, length in ((4, 150), (4, 2048), (1, 8192), (16, 1024)):
         yield _decode(rows, length, torch)
+    for rows, length in ((4, 2048), (1, 8192)):
+        yield _decode(rows, length, cache_dtype="int8")
     for cached, tokens in ((0, 512), (3584, 512)):
         yield _chunk(cached, tokens)
     for tokens in (4, 512):
@@ -74,8 +77,19 @@ def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Case:
     )
 
 
-def _decode(rows: int, length: int, torch: Any, *, heads: int = 16, kv_heads: int = 8, size: int = 128) -> Case:
+def _decode(
+    rows: int,
+    length: int,
+    torch: Any = None,
+    *,
+    cache_dtype: str = "bfloat16",
+    heads: int = 16,
+    kv_heads: int = 8,
+    size: int = 128,
+) -> Case:
     caches, table = _cache(rows, length, kv_heads, size)
+    if cache_dtype == "int8":
+        caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))
     q = _random((rows, heads, size), "float32", 2)
     arguments = q, *caches, table, jnp.full(rows, length, jnp.int32)
     sides = _forms(ops.paged_decode_attention, *arguments)
@@ -87,9 +101,9 @@ def _decode(rows: int, length: int, torch: Any, *, heads: int = 16, kv_heads: in
     keys = rows * length * size
     return Case(
         "paged_decode_attention",
-        f"bfloat16, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
+        f"{cache_dtype}, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
         "bfloat16",
-        2 * 2 * kv_heads * keys + 2 * q.nbytes,
+        2 * rows * length * page_bytes((kv_heads, 1, size), cache_dtype) + 2 * q.nbytes,
         4 * heads * keys,
         ops.paged_decode_attention.select(*arguments).name,
         sides,
@@ -141,7 +155,7 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     )
 
 
-def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[Any, Any], jax.Array]:
     """Pages of keys and values in a shuffled order, and the table that lists them."""
     width = math.ceil(length / PAGE)
     k, v = (_random((1 + rows * width, kv_heads, PAGE, size), "bfloat16", seed) for seed in range(2))
@@ -153,7 +167,7 @@ def _random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
-def _forms(operation: ops.Operation[Any, Any], *args: jax.Array, **kwargs: Any) -> dict[str, Callable[[], object]]:
+def _forms(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
     """Every form of the operation that takes this call here, by name."""
     sides: dict[str, Callable[[], object]] = {}
     for name, form in operation.forms.items():

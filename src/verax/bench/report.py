@@ -13,7 +13,7 @@ __all__ = ["markdown", "write"]
 
 def markdown(result: dict[str, Any]) -> str:
     """A benchmark as a page."""
-    page = {"text": _text_page, "ops": _ops_page}[result["kind"]]
+    page = {"text": _text_page, "ops": _ops_page, "quality": _quality_page}[result["kind"]]
     return "\n".join([*page(result), "", _about(result), ""])
 
 
@@ -40,7 +40,7 @@ def _text_page(result: dict[str, Any]) -> list[str]:
         f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s"
         + (f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else "")
         + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
-        f"during the runs. Peak memory of the process {result['peak_memory_gb']:.2f} GB.",
+        f"during the runs. Cache: {start['kv_cache']}. Peak memory of the process {result['peak_memory_gb']:.2f} GB.",
     ]
     if "decode_step" in result:
         lines += _split_table(result["decode_step"])
@@ -74,17 +74,49 @@ def _ops_page(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _quality_page(result: dict[str, Any]) -> list[str]:
+    settings = result["settings"]
+    lines = [
+        f"# Quality: {settings['model']}",
+        "",
+        f"{settings['scored_tokens']:,} tokens of text ({settings['text']}; contexts of up to {settings['window']}) "
+        f"and {settings['additions']} held-out additions. KL divergence and the share of equal best tokens are against "
+        "float32. The number after int4: inputs that share a scale; int8 weights have one a row, an int8 cache one a "
+        "token and head.",
+        "",
+        "| precision | perplexity | KL, nats | same best token | additions | weights, MB | cache, bytes a token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in result["variants"].items():
+        if "left_out" in row:
+            lines.append(f"| {name} | left out: {row['left_out']} | | | | | |")
+            continue
+        exact = row["additions_exact"]
+        cells = [
+            f"{row['perplexity']:.4f}",
+            f"{row['kl_divergence']:.2g}",
+            f"{100 * row['top1_agreement']:.2f}%",
+            "" if exact is None else f"{100 * exact:.1f}%",
+            f"{row['weights_mb']:.1f}",
+            str(row["cache_bytes_per_token"]),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def _about(result: dict[str, Any]) -> str:
     machine = result["machine"]
-    measured = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result["measured"].items())
+    limits = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.get("measured", {}).items())
     shown = ("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers")
     about = ", ".join(f"{name} {machine[name]}" for name in shown if name in machine)
-    return f"Machine: {about}. Measured: {measured}. {result.get('date', '')}"
+    return f"Machine: {about}." + (f" Measured: {limits}." if limits else "") + f" {result.get('date', '')}"
 
 
 def precision(settings: dict[str, Any]) -> str:
-    """What our side's weights are."""
-    return settings["quantization"] or settings["dtype"]
+    """What our side's weights are, and its cache if that is something else."""
+    weights = settings["quantization"] or settings["dtype"]
+    cache = settings["kv_cache_dtype"]
+    return weights if cache == "auto" else f"{weights}, {cache} cache"
 
 
 def _split_table(split: dict[str, Any]) -> list[str]:
@@ -113,7 +145,12 @@ def write(result: dict[str, Any], folder: Path) -> Path:
             result["machine"]["devices"][0] if result["machine"]["platform"] != "cpu" else result["machine"]["cpu"]
         ).lower(),
     ).strip("-")
-    what = [settings["workload"], precision(settings)] if result["kind"] == "text" else settings["operations"]
+    what = {
+        "text": lambda: [settings["workload"], precision(settings)],
+        "ops": lambda: settings["operations"],
+        "quality": lambda: [Path(settings["model"]).name.lower()],
+    }[result["kind"]]()
+    what = [re.sub("[^a-z0-9]+", "-", part) for part in what]
     name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"

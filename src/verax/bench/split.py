@@ -30,8 +30,8 @@ def _never(*args: object, **kwargs: object) -> bool:
 @ops.paged_decode_attention.form("skipped", accepts=_never)
 def _no_attention(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "P K p H"],
-    v_cache: Float[Array, "P K p H"],
+    k_cache: ops.Pages,
+    v_cache: ops.Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
     *,
@@ -42,8 +42,8 @@ def _no_attention(
 
 @ops.write_pages.form("skipped", accepts=_never)
 def _no_write(
-    cache: Float[Array, "P K p H"], x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
-) -> Float[Array, "P K p H"]:
+    cache: ops.Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
+) -> ops.Pages:
     return cache
 
 

@@ -103,6 +103,7 @@ def bench_text(
     against: tuple[str, ...] = (),
     dtype: str = "bfloat16",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     max_num_seqs: int | None = None,
     split: bool = False,
 ) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def bench_text(
         runs: counted rounds. With `warmup` rounds before them.
         against: `"transformers"` for Hugging Face's generate, prompt by prompt and in one batch.
         dtype: of both sides.
-        quantization: of our side.
+        quantization, kv_cache_dtype: of our side.
         max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
         split: measure the decode step's parts too.
     """
@@ -129,7 +130,10 @@ def bench_text(
             module = load_model(opened, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
         llm = LLM.from_module(
-            module, max_num_seqs=max_num_seqs or min(len(workload.prompts), 256), max_model_len=workload.longest
+            module,
+            max_num_seqs=max_num_seqs or min(len(workload.prompts), 256),
+            max_model_len=workload.longest,
+            kv_cache_dtype=kv_cache_dtype,
         )
         runner = llm.engine.runner
         sides: dict[str, Callable[[], object]] = {}
@@ -162,6 +166,7 @@ def bench_text(
                 "model": model or "random weights, Qwen3-0.6B shapes",
                 "dtype": dtype,
                 "quantization": quantization,
+                "kv_cache_dtype": kv_cache_dtype,
                 "workload": workload.name,
                 "requests": len(workload.prompts),
                 "prompt_tokens": workload.prompt_tokens,
@@ -176,6 +181,7 @@ def bench_text(
                 "weights_gb": runner.weight_bytes / 1e9,
                 "load_peak_gb": (loading() or 0) / 1e9 or None,
                 "compile_s": llm.compile_seconds,
+                "kv_cache": llm.kv_cache,
                 "programs": len(runner.shapes),
                 "compiled_during_runs": runner.num_compiled() - compiled,
             },

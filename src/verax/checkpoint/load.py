@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.ops.quantized import QuantizedWeight
+from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
 __all__ = ["load_module"]
@@ -25,6 +25,9 @@ __all__ = ["load_module"]
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 
 M = TypeVar("M", bound=nnx.Module)
+QUANTIZED_AT_ONCE = 1 << 22
+"""Weights: rounding them takes some thirty bytes each, of which an output head of 150 million would make gigabytes."""
+
 _ALIGNMENT = 64
 """Bytes; what XLA asks of memory that it does not allocate itself."""
 
@@ -83,9 +86,10 @@ def load_module(
     for name, source in sorted(sources.items(), key=lambda item: checkpoint.place(item[1])):
         weight = checkpoint.read(source)
         if isinstance(weight, np.ndarray):
-            weight = _place(weight, dtypes[name], places[name])
             if (precision := precisions[name]) is not None:
-                weight = _quantized(name, weight, *precision)
+                weight = _quantized(name, weight, dtypes[name], *precision)
+            else:
+                weight = _place(weight, dtypes[name], places[name])
         loaded[name] = weight
         checkpoint.release(source)
         done += checkpoint.size(source)
@@ -95,11 +99,23 @@ def load_module(
     return nnx.merge(graph, filled)
 
 
-def _quantized(name: str, weight: jax.Array, bits: int, group_size: int | None) -> QuantizedWeight:
-    try:
-        return jax.block_until_ready(_quantize(weight, bits, group_size))
-    except InvalidParameterError as error:
-        raise InvalidParameterError(f"{name}: {error}") from error
+def _quantized(name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, group_size: int | None) -> QuantizedWeight:
+    """A mapped weight, rounded to `dtype` and quantised, some rows at a time: rows do not depend on each other."""
+    F, D = view.shape
+    rows = max(INT4_ROWS, QUANTIZED_AT_ONCE // D // INT4_ROWS * INT4_ROWS)
+    unit = INT4_ROWS if bits == 4 else 1  # rows that lie in one place of the first axis
+    whole: dict[str, np.ndarray] = {}
+    for row in range(0, F, rows):
+        try:
+            piece = _quantize(_place(view[row : row + rows], dtype, None), bits, group_size)
+        except InvalidParameterError as error:
+            raise InvalidParameterError(f"{name}: {error}") from error
+        for field, part in (("values", np.asarray(piece.values)), ("scales", np.asarray(piece.scales))):
+            if row == 0:
+                whole[field] = _aligned((-(-F // unit), *part.shape[1:]), part.dtype)
+            whole[field][row // unit :][: len(part)] = part
+    arrays = {field: jax.device_put(array) for field, array in whole.items()}
+    return QuantizedWeight(**arrays, size_out=F, size_in=D, group_size=group_size, bits=bits)
 
 
 def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None) -> jax.Array:
@@ -117,13 +133,20 @@ def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | Non
 
 
 def _aligned_copy(view: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """A copy that a CPU device can take as it is, where it would copy an unaligned one once more."""
-    size = view.size * dtype.itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    begin = -buffer.ctypes.data % _ALIGNMENT
-    copy = buffer[begin : begin + size].view(dtype).reshape(view.shape)
+    copy = _aligned(view.shape, dtype)
     copy[...] = view
     return copy
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Memory that a CPU device can take as it is, where it would copy unaligned memory once more.
+
+    NumPy asks for large pages, which XLA does not: weights stream from them up to twice as fast.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None) -> NamedSharding | None:

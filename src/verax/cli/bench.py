@@ -43,6 +43,7 @@ def text(
     against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
     output: Output = None,
@@ -79,6 +80,7 @@ def text(
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         split=split,
     )
@@ -125,6 +127,42 @@ def operations(
         against=tuple(against.split(",")) if against else (),
         runs=runs,
         warmup=warmup,
+    )
+    _show(result, output, as_json)
+
+
+@app.command("quality")
+def quality(
+    model: options.Model = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text to measure on, instead of the built-in model's own kind.")
+    ] = None,
+    variants: Annotated[
+        str | None, typer.Option(help="Precisions by name, separated by semicolons; all if left out.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text, at most.", min=2)] = 16384,
+    additions: Annotated[
+        int | None, typer.Option(help="Held-out sums; all of the built-in model, 200 of others, if left out.", min=0)
+    ] = None,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """What quantised weights and an int8 cache cost: perplexity, sums, and the logits' distance from float32.
+
+    Examples:
+
+        verax bench quality
+
+        verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
+    """
+    from verax.bench.quality import VARIANTS, bench_quality, read_text
+
+    result = bench_quality(
+        model,
+        text=None if text is None else read_text(text),
+        variants=[name.strip() for name in variants.split(";")] if variants else tuple(VARIANTS),
+        tokens=tokens,
+        additions=additions,
     )
     _show(result, output, as_json)
 

@@ -42,6 +42,7 @@ def chat(
     seed: options.Seed = 0,
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: options.MaxModelLen = None,
     as_json: options.Json = False,
 ) -> None:
@@ -57,7 +58,15 @@ def chat(
     """
     from verax.text.llm import LLM
 
-    llm = LLM(model, dtype=dtype, quantization=quantization, max_model_len=max_model_len, max_num_seqs=1, seed=seed)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        seed=seed,
+    )
     sampling = options.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop
     )

@@ -11,6 +11,7 @@ __all__ = [
     "FrequencyPenalty",
     "IgnoreEos",
     "Json",
+    "KvCacheDtype",
     "MaxModelLen",
     "MaxTokens",
     "MinP",
@@ -37,6 +38,9 @@ Quantization = Annotated[
     typer.Option(
         "--quantization", "-q", help="int8 or int4: quantise while loading.", show_default="as the checkpoint is"
     ),
+]
+KvCacheDtype = Annotated[
+    str, typer.Option(help="Of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and answer, in tokens.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]

@@ -7,6 +7,7 @@ from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_prod
 from verax.ops.linear import linear
 from verax.ops.norm import rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
+from verax.ops.pages import Pages, QuantizedPages, new_pages
 from verax.ops.quantized import QuantizedWeight, quantize
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 
@@ -20,6 +21,8 @@ import verax.ops.cpu.sampling  # noqa: F401  # isort: skip
 __all__ = [
     "Form",
     "Operation",
+    "Pages",
+    "QuantizedPages",
     "QuantizedWeight",
     "RotaryConfig",
     "apply_rotary",
@@ -32,6 +35,7 @@ __all__ = [
     "gated_delta_rule",
     "kda",
     "linear",
+    "new_pages",
     "operation",
     "operations",
     "paged_attention",

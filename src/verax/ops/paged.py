@@ -2,6 +2,7 @@
 
 The cache of a layer is `[P, K, p, H]`: P pages of p tokens, head-major inside a page, so that one head's tokens lie
 together. Page 0 belongs to nobody: padding is written there. Pages of a sequence are listed in its row of a page table.
+Pages may be int8 (`ops/pages.py`): quantised as they are written, their scales applied to scores and softmax weights.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import operation
 from verax.ops.attention import MASKED, exact_products
+from verax.ops.pages import Pages, QuantizedPages, gather_pages, quantize_tokens
 
 __all__ = ["paged_attention", "paged_decode_attention", "write_pages"]
 
@@ -24,18 +27,21 @@ QUERY_TILE = 32
 
 
 @operation
-def write_pages(
-    cache: Float[Array, "P K p H"], x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
-) -> Float[Array, "P K p H"]:
+def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
     """Write token t's keys (or values) to `offsets[t]` in `pages[t]`, rounded to the cache's dtype. Donate `cache`."""
+    if isinstance(cache, QuantizedPages):
+        values, scales = quantize_tokens(x)
+        return QuantizedPages(
+            cache.values.at[pages, :, offsets].set(values), cache.scales.at[pages, :, offsets].set(scales)
+        )
     return cache.at[pages, :, offsets].set(x.astype(cache.dtype))
 
 
 @operation
 def paged_attention(
     q: Float[Array, "T N H"],
-    k_cache: Float[Array, "P K p H"],
-    v_cache: Float[Array, "P K p H"],
+    k_cache: Pages,
+    v_cache: Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
     query_starts: Int[Array, "C"],
@@ -49,7 +55,8 @@ def paged_attention(
 
     Args:
         q: queries of all sequences, one after the other.
-        k_cache, v_cache: the layer's pages.
+        k_cache, v_cache: the layer's pages, both of one dtype. Queries and softmax weights are rounded to it; beside
+            int8 pages, to bfloat16, or not at all where that is no faster.
         page_table: pages of each sequence in order; entries past its length are never read as visible.
         kv_lengths: tokens of each sequence in the cache, 0 for a padding row.
         query_starts: `[B + 1]` ascending offsets into `q`.
@@ -66,7 +73,7 @@ def paged_attention(
     position = kv_lengths[owner] - query_starts[owner + 1] + rows
     keys = jnp.arange(W * p)
     visible = (keys[None, :] <= position[:, None]) & (rows < query_starts[-1])[:, None]
-    k, v = (_gather(cache, page_table[owner]) for cache in (k_cache, v_cache))
+    k, v = (_dequantized(*gather_pages(cache, page_table[owner])) for cache in (k_cache, v_cache))
     grouped = _group(q, k.shape[1], scale).astype(k.dtype)
     scores = jnp.einsum("tkgh,tksh->tkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k))
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
@@ -79,8 +86,8 @@ def paged_attention(
 @operation
 def paged_decode_attention(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "P K p H"],
-    v_cache: Float[Array, "P K p H"],
+    k_cache: Pages,
+    v_cache: Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
     *,
@@ -93,10 +100,8 @@ def paged_decode_attention(
     return jnp.where((kv_lengths > 0)[:, None, None], out, 0.0)
 
 
-def _gather(cache: Float[Array, "P K p H"], pages: Int[Array, "*B W"]) -> Float[Array, "*B K s H"]:
-    """The tokens of a list of pages, in order: s = W p."""
-    taken = jnp.moveaxis(cache[pages], -3, -4)
-    return taken.reshape(*taken.shape[:-3], -1, taken.shape[-1])
+def _dequantized(x: Float[Array, "*B s H"], scales: Float[Array, "*B s"] | None) -> Float[Array, "*B s H"]:
+    return x if scales is None else x.astype(jnp.float32) * scales[..., None]
 
 
 def _group(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Array, "*B K G H"]:
@@ -106,9 +111,14 @@ def _group(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Arra
     return grouped
 
 
+def _operand_dtype(cache: Pages) -> DTypeLike:
+    """What products with a cache are computed in."""
+    return jnp.bfloat16 if isinstance(cache, QuantizedPages) else cache.dtype
+
+
 def _attend_chunks(
     grouped: Float[Array, "B K G H"],
-    caches: tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]],
+    caches: tuple[Pages, Pages],
     page_table: Int[Array, "B W"],
     last_visible: Int[Array, "B G"],
     num_keys: Int[Array, ""],
@@ -130,19 +140,22 @@ def _attend_chunks(
     ) -> tuple[Float[Array, "B K G"], Float[Array, "B K G"], Float[Array, "B K G H"]]:
         highest, total, out = carry
         listed = lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
-        k, v = _gather(k_cache, listed), _gather(v_cache, listed)
+        (k, k_scales), (v, v_scales) = gather_pages(k_cache, listed), gather_pages(v_cache, listed)
         scores = jnp.einsum(
             "bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k)
         )
+        if k_scales is not None:
+            scores = scores * k_scales[:, :, None]
         visible = (i * chunk + jnp.arange(chunk))[None, None, :] <= last_visible[:, :, None]
         scores = jnp.where(visible[:, None], scores, MASKED)
         new_highest = jnp.maximum(highest, scores.max(-1))
         # A chunk with no visible key leaves everything as it was, instead of counting exp(0) for each masked one.
         weights = jnp.where(visible[:, None], jnp.exp(scores - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
+        scaled = weights if v_scales is None else weights * v_scales[:, :, None]
         update = jnp.einsum(
             "bkgs,bksh->bkgh",
-            weights.astype(v.dtype),
+            scaled.astype(v.dtype),
             v,
             preferred_element_type=jnp.float32,
             precision=exact_products(v),
@@ -157,8 +170,8 @@ def _attend_chunks(
 @paged_decode_attention.form("chunked")
 def _paged_decode_attention_chunked(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "P K p H"],
-    v_cache: Float[Array, "P K p H"],
+    k_cache: Pages,
+    v_cache: Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
     *,
@@ -167,7 +180,7 @@ def _paged_decode_attention_chunked(
     B, N, H = q.shape
     K = k_cache.shape[1]
     G = N // K
-    grouped = _group(q, K, scale).astype(k_cache.dtype)
+    grouped = _group(q, K, scale).astype(_operand_dtype(k_cache))
     if G == 1:  # XLA:CPU multiplies one row an order slower than two
         grouped = jnp.concatenate([grouped, grouped], axis=2)
     last = jnp.broadcast_to(kv_lengths[:, None] - 1, (B, grouped.shape[2]))
@@ -178,8 +191,8 @@ def _paged_decode_attention_chunked(
 @paged_attention.form("tiled")
 def _paged_attention_tiled(
     q: Float[Array, "T N H"],
-    k_cache: Float[Array, "P K p H"],
-    v_cache: Float[Array, "P K p H"],
+    k_cache: Pages,
+    v_cache: Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
     query_starts: Int[Array, "C"],
@@ -192,7 +205,7 @@ def _paged_attention_tiled(
     K = k_cache.shape[1]
     G = N // K
     tile = min(QUERY_TILE, T)
-    grouped = _group(q, K, scale).astype(k_cache.dtype)  # [T, K, G, H]
+    grouped = _group(q, K, scale).astype(_operand_dtype(k_cache))  # [T, K, G, H]
     grouped = jnp.pad(grouped, ((0, tile), (0, 0), (0, 0), (0, 0)))
     counts = query_starts[1:] - query_starts[:-1]
     tiles_before = jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum((counts + tile - 1) // tile)])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
@@ -19,6 +18,7 @@ from jax.typing import DTypeLike
 from verax import ops
 from verax._compat import compiler_options
 from verax.models import Qwen3Config, Qwen3ForCausalLM
+from verax.ops.pages import page_bytes
 from verax.text.scheduler import Schedule
 from verax.text.slots import admit, new_slots, pack_admission
 from verax.text.step import PROMPT_LOGPROB_CHUNK, Cache, StepOutput, StepShape, make_step
@@ -35,6 +35,7 @@ class RunnerConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    cache_dtype: DTypeLike
 
     @property
     def table_width(self) -> int:
@@ -66,7 +67,9 @@ class ModelRunner:
         self.weight_bytes = sum(weight.nbytes for weight in leaves) - table
         """Bytes of weights that a decode step reads: all but an embedding table that is no output head."""
         self._build = lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
-        self._cache = new_cache(model.config, config, model.dtype)
+        self._cache = new_cache(model.config, config)
+        self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
+        """Bytes of the key/value cache."""
         self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
         self._options = compiler_options()
         self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
@@ -180,16 +183,19 @@ class ModelRunner:
         return self._admit._cache_size() + sum(step._cache_size() for step in self._steps.values())
 
 
-def new_cache(model: Qwen3Config, config: RunnerConfig, dtype: DTypeLike) -> Cache:
+def new_cache(model: Qwen3Config, config: RunnerConfig) -> Cache:
     """Zeroed pages: what is masked out is still multiplied, so it must be finite."""
     shape = (config.num_blocks, model.num_key_value_heads, config.block_size, model.head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.num_hidden_layers))
+    new = ops.new_pages
+    return tuple(
+        (new(shape, config.cache_dtype), new(shape, config.cache_dtype)) for _ in range(model.num_hidden_layers)
+    )
 
 
 def block_bytes(model: Qwen3Config, block_size: int, dtype: DTypeLike) -> int:
     """Bytes of one block over all layers, keys and values."""
-    tokens = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * block_size
-    return tokens * jnp.dtype(dtype).itemsize
+    page = (model.num_key_value_heads, block_size, model.head_dim)
+    return 2 * model.num_hidden_layers * page_bytes(page, dtype)
 
 
 def _powers(first: int, last: int, factor: int) -> list[int]:

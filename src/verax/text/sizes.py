@@ -26,7 +26,7 @@ DEFAULT_BATCHED_TOKENS = 2048
 
 def plan_sizes(
     model: Qwen3Config,
-    dtype: DTypeLike,
+    cache_dtype: DTypeLike,
     *,
     max_model_len: int | None,
     max_num_seqs: int,
@@ -61,7 +61,7 @@ def plan_sizes(
             f"max_num_batched_tokens: {batched} is less than max_num_seqs ({max_num_seqs}), and each running sequence "
             "needs a token a step"
         )
-    per_block = block_bytes(model, block_size, dtype)
+    per_block = block_bytes(model, block_size, cache_dtype)
     memory = kv_cache_memory or _free_memory()
     affordable = memory // per_block - 1  # block 0 is padding's
     context = max_model_len or min(longest, max(affordable, 1) * block_size)
@@ -72,7 +72,7 @@ def plan_sizes(
             f"of {context} needs {(needed + 1) * per_block / 2**20:.0f} MiB; give more, or a smaller max_model_len"
         )
     blocks = min(affordable, needed * max_num_seqs)
-    return RunnerConfig(int(blocks) + 1, block_size, int(context), max_num_seqs, batched)
+    return RunnerConfig(int(blocks) + 1, block_size, int(context), max_num_seqs, batched, cache_dtype)
 
 
 def _free_memory() -> int:

@@ -20,7 +20,7 @@ from verax.text.slots import SlotParams, Slots
 
 __all__ = ["Cache", "Logprobs", "StepOutput", "StepShape", "make_step"]
 
-Cache = tuple[tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]], ...]
+Cache = tuple[tuple[ops.Pages, ops.Pages], ...]
 """Key and value pages of each layer."""
 
 PROMPT_LOGPROB_CHUNK = 32

@@ -185,3 +185,9 @@ def addition_exam(split: Split = "held_out", *, chat: bool = False) -> Iterator[
             yield Exchange(f"What is {a} + {b}?", f"{a} + {b} = {a + b}.")
         else:
             yield Exchange(f"{a} + {b} =", f" {a + b}")
+
+
+def leading_number(text: str) -> str:
+    """The digits that a text begins with, after spaces: the answer in a completion of `47 + 38 =`."""
+    text = text.strip()
+    return text[: next((i for i, letter in enumerate(text) if not letter.isdigit()), len(text))]

@@ -13,7 +13,7 @@ import tokenizers
 from verax import checkpoint
 from verax.text.llm import LLM, load_model
 from verax.text.sampling_params import SamplingParams
-from verax.train.text_arithmetic import addition_exam
+from verax.train.text_arithmetic import addition_exam, leading_number
 from verax.train.text_builtin import held_out_loss
 from verax.train.text_records import record, record_request
 from verax.train.text_stories import story, story_request
@@ -49,7 +49,7 @@ def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> di
             o.text == e.answer for o, e in zip(_answers(llm, [e.question for e in asked], greedy), asked, strict=True)
         ),
         "addition_text": _share(
-            _number(o.outputs[0].text) == e.answer.strip() for o, e in zip(texts, completed, strict=True)
+            leading_number(o.outputs[0].text) == e.answer.strip() for o, e in zip(texts, completed, strict=True)
         ),
         "json_valid": _share(_parses(o.text) for o in answers),
         "json_exact": _share(o.text == e.answer for o, e in zip(answers, records, strict=True)),
@@ -64,12 +64,6 @@ def _answers(llm: LLM, questions: list[str], params: SamplingParams) -> list[Any
 
 def _share(outcomes: Any) -> float:
     return float(np.mean(list(outcomes)))
-
-
-def _number(text: str) -> str:
-    """The digits that a text begins with."""
-    text = text.strip()
-    return text[: next((i for i, letter in enumerate(text) if not letter.isdigit()), len(text))]
 
 
 def _parses(text: str) -> bool:

@@ -14,20 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, MissingDependencyError
 
-__all__ = ["HANDLERS", "available", "call", "level", "levels", "problem", "use_level"]
+__all__ = ["HANDLERS", "available", "call", "level", "levels", "problem", "update", "use_level"]
 
 HANDLERS = (
     "verax_attention",
     "verax_linear",
     "verax_linear_quantized",
     "verax_paged_attention",
+    "verax_paged_attention_quantized",
     "verax_rms_norm",
     "verax_sample",
     "verax_write_pages",
+    "verax_write_pages_quantized",
 )
 """FFI handlers that the library exports."""
 
@@ -80,26 +81,25 @@ def use_level(name: str) -> Iterator[None]:
             _set_level(before)
 
 
-def call(
-    handler: str,
-    shape: Sequence[int],
-    *arrays: jax.Array,
-    dtype: DTypeLike = "float32",
-    in_place: bool = False,
-    **attributes: Any,
-) -> jax.Array:
-    """Call a handler with one result, `in_place` if it is the first array, changed. Under `vmap`: once by element.
+def call(handler: str, shape: Sequence[int], *arrays: jax.Array, **attributes: Any) -> jax.Array:
+    """Call a handler with one float32 result. Under `vmap`: once by element.
 
     Raises:
         MissingDependencyError: if there is no library, as when a native form is forced by name.
     """
+    return _call(handler, jax.ShapeDtypeStruct(tuple(shape), "float32"), None)(*arrays, **attributes)
+
+
+def update(handler: str, changed: Sequence[jax.Array], *arrays: jax.Array, **attributes: Any) -> Sequence[jax.Array]:
+    """Call a handler that changes its first arrays in place; they come back. As `call` otherwise."""
+    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed]
+    return _call(handler, results, {i: i for i in range(len(changed))})(*changed, *arrays, **attributes)
+
+
+def _call(handler: str, results: Any, aliases: dict[int, int] | None) -> Any:
     if not available():
         raise MissingDependencyError(problem())
-    result = jax.ShapeDtypeStruct(tuple(shape), dtype)
-    aliases = {0: 0} if in_place else None
-    return jax.ffi.ffi_call(handler, result, vmap_method="sequential", input_output_aliases=aliases)(
-        *arrays, **attributes
-    )
+    return jax.ffi.ffi_call(handler, results, vmap_method="sequential", input_output_aliases=aliases)
 
 
 @functools.cache

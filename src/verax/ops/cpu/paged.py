@@ -12,19 +12,22 @@ from jaxtyping import Array, Float, Int
 from verax.ops.cpu import library
 from verax.ops.cpu.attention import FLOATS, takes
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
+from verax.ops.pages import Pages, QuantizedPages
 
 __all__: list[str] = []
 
 
 def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, scale: float | None = None) -> bool:
+    if isinstance(k_cache, QuantizedPages):  # its values in the place of an array that the kernels read
+        return isinstance(v_cache, QuantizedPages) and takes(q, q, q, k_cache.shape[1])
     return takes(q, k_cache, v_cache, k_cache.shape[1])
 
 
 @paged_attention.form("native", platforms=("cpu",), accepts=_accepts)
 def _paged_attention_native(
     q: Float[Array, "T N H"],
-    k_cache: Float[Array, "P K p H"],
-    v_cache: Float[Array, "P K p H"],
+    k_cache: Pages,
+    v_cache: Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
     query_starts: Int[Array, "C"],
@@ -33,14 +36,17 @@ def _paged_attention_native(
 ) -> Float[Array, "T N H"]:
     integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
     factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    if isinstance(k_cache, QuantizedPages) and isinstance(v_cache, QuantizedPages):
+        pages = k_cache.values, k_cache.scales, v_cache.values, v_cache.scales
+        return library.call("verax_paged_attention_quantized", q.shape, q, *pages, *integers, scale=factor)
     return library.call("verax_paged_attention", q.shape, q, k_cache, v_cache, *integers, scale=factor)
 
 
 @paged_decode_attention.form("native", platforms=("cpu",), accepts=_accepts)
 def _paged_decode_attention_native(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "P K p H"],
-    v_cache: Float[Array, "P K p H"],
+    k_cache: Pages,
+    v_cache: Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
     *,
@@ -52,12 +58,15 @@ def _paged_decode_attention_native(
 
 
 def _accepts_cache(cache: Any, x: Any, *_: Any) -> bool:
-    return cache.dtype in FLOATS and x.dtype in FLOATS and jax.device_count() == 1 and library.available()
+    known = isinstance(cache, QuantizedPages) or cache.dtype in FLOATS
+    return known and x.dtype in FLOATS and jax.device_count() == 1 and library.available()
 
 
 @write_pages.form("native", platforms=("cpu",), accepts=_accepts_cache)
 def _write_pages_native(
-    cache: Float[Array, "P K p H"], x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
-) -> Float[Array, "P K p H"]:
+    cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
+) -> Pages:
     arrays = x.astype(jnp.float32), pages.astype(jnp.int32), offsets.astype(jnp.int32)
-    return library.call("verax_write_pages", cache.shape, cache, *arrays, dtype=cache.dtype, in_place=True)
+    if isinstance(cache, QuantizedPages):
+        return QuantizedPages(*library.update("verax_write_pages_quantized", (cache.values, cache.scales), *arrays))
+    return library.update("verax_write_pages", (cache,), *arrays)[0]

@@ -28,7 +28,7 @@ AttentionTask task_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ff
   task.q_bf16 = q.element_type() == ffi::BF16;
   task.k = k.untyped_data();
   task.v = v.untyped_data();
-  task.keys_bf16 = k.element_type() == ffi::BF16;
+  task.keys = k.element_type() == ffi::F32 ? Keys::f32 : k.element_type() == ffi::BF16 ? Keys::bf16 : Keys::int8;
   task.scale = scale;
   task.out = out->typed_data();
   return task;
@@ -73,17 +73,20 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   return ffi::Error::Success();
 }
 
-ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                           ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
-                           ffi::Buffer<ffi::S32> query_starts, float scale, ffi::ResultBuffer<ffi::F32> out) {
+// `k_scales` and `v_scales` are null, or of int8 pages.
+ffi::Error attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                        const float* k_scales, const float* v_scales, ffi::Buffer<ffi::S32> page_table,
+                        ffi::Buffer<ffi::S32> kv_lengths, ffi::Buffer<ffi::S32> query_starts, float scale,
+                        ffi::ResultBuffer<ffi::F32> out) {
   const auto queries = q.dimensions(), cache = k.dimensions(), table = page_table.dimensions();
   if (queries.size() != 3 || cache.size() != 4 || !same(cache, v.dimensions()) || !same(queries, out->dimensions()) ||
       cache[3] != queries[2] || (cache[1] ? queries[1] % cache[1] : queries[1])) {
     return ffi::Error::InvalidArgument(
         "paged attention: expected q [T, N, H] and pages [P, K, p, H] with K dividing N");
   }
-  if (!is_float(q) || !is_float(k) || k.element_type() != v.element_type()) {
-    return ffi::Error::InvalidArgument("paged attention: expected float32 or bfloat16, both caches of the same");
+  if (!is_float(q) || k.element_type() != v.element_type() || (k_scales ? k.element_type() != ffi::S8 : !is_float(k))) {
+    return ffi::Error::InvalidArgument(
+        "paged attention: expected float32 or bfloat16, or int8 pages with scales, both caches of the same");
   }
   if (table.size() != 2 || static_cast<int64_t>(kv_lengths.element_count()) != table[0] ||
       static_cast<int64_t>(query_starts.element_count()) != table[0] + 1) {
@@ -93,6 +96,8 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
   if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t T = queries[0], B = table[0], W = table[1];
   AttentionTask task = task_of(q, k, v, cache[1], scale, out);
+  task.k_scales = k_scales;
+  task.v_scales = v_scales;
   task.causal = true;
   task.num_pages = cache[0];
   task.page_size = cache[2];
@@ -119,6 +124,25 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
+ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                           ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
+                           ffi::Buffer<ffi::S32> query_starts, float scale, ffi::ResultBuffer<ffi::F32> out) {
+  return attend_pages(pool, q, k, v, nullptr, nullptr, page_table, kv_lengths, query_starts, scale, out);
+}
+
+ffi::Error paged_attention_quantized(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                                     ffi::Buffer<ffi::F32> k_scales, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> v_scales,
+                                     ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
+                                     ffi::Buffer<ffi::S32> query_starts, float scale,
+                                     ffi::ResultBuffer<ffi::F32> out) {
+  const auto cache = k.dimensions(), scales = k_scales.dimensions();
+  if (cache.size() != 4 || !same(scales, cache.first(3)) || !same(scales, v_scales.dimensions())) {
+    return ffi::Error::InvalidArgument("paged attention: expected scales [P, K, p] of pages [P, K, p, H]");
+  }
+  return attend_pages(pool, q, k, v, k_scales.typed_data(), v_scales.typed_data(), page_table, kv_lengths, query_starts,
+                      scale, out);
+}
+
 }  // namespace
 }  // namespace verax
 
@@ -139,6 +163,20 @@ VERAX_HANDLER(verax_paged_attention, verax::paged_attention,
                   .Arg<xla::ffi::AnyBuffer>()
                   .Arg<xla::ffi::AnyBuffer>()
                   .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Attr<float>("scale")
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+
+VERAX_HANDLER(verax_paged_attention_quantized, verax::paged_attention_quantized,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()

@@ -1,17 +1,19 @@
 // for each span of ATTENTION_SPAN keys:                    (with its own softmax)
 //   for each block of BLOCK keys:                          (packed into the first cache level, zeros past the end)
-//     for each group of up to ROWS rows that see any of it:
+//     for each group of up to ROWS rows that see any of it:            (if they are few: FEW rows, nothing packed)
 //       scores[row, key] = q . k                           (scores are in powers of 2: q carries scale x log2(e))
 //       highest, total, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
 //       sums[row, h] = sums x 2^(old highest - new) + weights . v
 //   merge the span's (sums, highest, total) into those of the spans before it
 // out = sums / total
 //
+// With int8 keys and values, a key's scale multiplies its scores, a value's scale its weights; sums have neither.
+//
 // A row of q is one query with one head. What a row computes depends on its own keys only: a block that it does not see
 // is skipped, or adds exactly nothing. This is FlashAttention's algorithm (Dao et al., 2022, arXiv:2205.14135).
 #include "attention.h"
 
-#include "cells.h"
+#include "direct.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -21,6 +23,9 @@ constexpr int64_t BLOCK = 64;  // keys: packed keys and values of 128 bfloat16 f
 
 // Below every score that counts, and finite: the difference of two is 0, not NaN.
 constexpr float LOWEST = -1e30f;
+
+// Most rows of a lone query that are not worth packing for.
+constexpr int64_t DIRECT_ROWS = 8;
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
@@ -123,18 +128,31 @@ void pack_query(float* to, const Element* from, int64_t H, float scale) {
   }
 }
 
-// Where the keys and values of a block lie. Past its end: a row of zeros.
+// A lone query's keys of a whole block are taken from so many places in turn, 16 keys apart: where each is a page, the processor's
+// own prefetching, which ends where a page of memory ends, follows all of them at once (a third faster, measured).
+constexpr int64_t STREAMS = 4, EACH = BLOCK / STREAMS;
+
+// Where the keys and values of a block lie, and their scales if they are int8. Past its end: a row of zeros.
 template <class Element>
 struct Block {
+  static constexpr bool scaled = sizeof(Element) == 1;
   const Element *k[BLOCK], *v[BLOCK];
+  float k_scales[scaled ? BLOCK : 1], v_scales[scaled ? BLOCK : 1];
 
   Block(const AttentionTask& t, const AttentionTile& tile, int64_t begin, int64_t count, const Element* zeros) {
     int64_t page = begin / t.page_size, within = begin % t.page_size, at = count ? offset(t, tile, page, within) : 0;
-    for (int64_t i = 0; i < BLOCK; ++i) {
+    // It sees the whole block, in which order does not matter to it then.
+    const bool in_streams = count == BLOCK && tile.num_queries == 1 && !tile.query_segments;
+    for (int64_t j = 0; j < BLOCK; ++j) {
+      const int64_t i = in_streams ? j % EACH * STREAMS + j / EACH : j;
       k[i] = i < count ? static_cast<const Element*>(t.k) + at : zeros;
       v[i] = i < count ? static_cast<const Element*>(t.v) + at : zeros;
+      if constexpr (scaled) {
+        k_scales[i] = i < count ? t.k_scales[at / t.H] : 0;
+        v_scales[i] = i < count ? t.v_scales[at / t.H] : 0;
+      }
       at += t.token_stride;
-      if (++within == t.page_size && i + 1 < count) at = offset(t, tile, ++page, within = 0);
+      if (++within == t.page_size && j + 1 < count) at = offset(t, tile, ++page, within = 0);
     }
   }
 
@@ -157,10 +175,13 @@ constexpr Steps STEPS;
 // Scores to weights, for one row over `vectors` registers of keys; `hidden` is null where every key is visible.
 // Returns the factor that the sums before this block shrink by.
 template <class Kind>
-float soften(float* scores, float* weights, int64_t vectors, const float* hidden, float& highest, float& total) {
+float soften(float* scores, float* weights, int64_t vectors, const Block<typename Kind::Element>& block,
+             const float* hidden, float& highest, float& total) {
+  constexpr bool scaled = Block<typename Kind::Element>::scaled;
   F32 most = broadcast(highest);
   for (int64_t i = 0; i < vectors; ++i) {
     float* at = scores + i * F32::lanes;
+    if (scaled) store(at, mul(load(at), load(block.k_scales + i * F32::lanes)));
     if (hidden) store(at, pick(load(hidden + i * F32::lanes), load(at), broadcast(-__builtin_inff())));
     most = max(load(at), most);
   }
@@ -170,7 +191,7 @@ float soften(float* scores, float* weights, int64_t vectors, const float* hidden
     float* at = scores + i * F32::lanes;
     const F32 weight = exp2(sub(load(at), broadcast(new_highest)));
     added = add(added, weight);
-    store(at, weight);
+    store(at, scaled ? mul(weight, load(block.v_scales + i * F32::lanes)) : weight);
   }
   for (int64_t i = 0; i < vectors * F32::lanes; i += CHUNK) {
     Kind::of_chunk(weights + i / Kind::depth, load_chunk(scores + i));
@@ -218,11 +239,34 @@ void attend_block(const AttentionTask& t, const AttentionTile& tile, int64_t row
     product<Kind>(n, {s.q.row(row), s.q.stride}, s.k, key_depth, s.scores, vectors, nullptr);
     float shrink[ROWS];
     for (int64_t i = 0; i < n; ++i) {
-      shrink[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, visibility.hidden((row + i) / G),
+      shrink[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, visibility.hidden((row + i) / G),
                                state.highest[row + i], state.total[row + i]);
     }
     product<Kind>(n, s.weights, s.v, depth, {state.sums.row(row), state.sums.stride},
                   (t.H + F32::lanes - 1) / F32::lanes, shrink);
+  }
+}
+
+// The same for the rows of a lone query.
+template <class Kind>
+void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, int64_t rows, int64_t begin,
+                           int64_t count, const Block<typename Kind::Element>& block,
+                           const Block<typename Kind::Element>& next, const Scratch& s, State& state) {
+  const int64_t columns = attention_padded(count), vectors = columns / F32::lanes;
+  Visibility visibility{t, tile, begin, count, columns, {}};
+  const float* hidden = visibility.hidden(0);
+  for (int64_t row = 0; row < rows; row += FEW) {
+    const auto attend = [&](auto n) {
+      constexpr int R = decltype(n)::value;
+      direct_scores<Kind, R>({s.q.row(row), s.q.stride}, block.k, next.k, columns, t.H, s.scores);
+      float shrink[R];
+      for (int i = 0; i < R; ++i) {
+        shrink[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, hidden, state.highest[row + i],
+                                 state.total[row + i]);
+      }
+      direct_sums<Kind, R>(s.weights, block.v, next.v, count, t.H, {state.sums.row(row), state.sums.stride}, shrink);
+    };
+    with_rows(rows - row < FEW ? rows - row : FEW, attend);
   }
 }
 
@@ -240,6 +284,8 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
       pack_query<Kind>(s.q.row(r), static_cast<const float*>(t.q) + at, t.H, t.scale * LOG2_E);
     }
   }
+  const bool direct = tile.num_queries == 1 && rows <= DIRECT_ROWS;
+  const auto attend_keys = direct ? attend_block_directly<Kind> : attend_block<Kind>;
   const auto attend_span = [&](int64_t begin, int64_t end, State& state) {
     clear(state, rows);
     const auto keys_from = [&](int64_t at) { return at > end ? 0 : end - at < BLOCK ? end - at : BLOCK; };
@@ -247,7 +293,7 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
     Block<Element> block = block_at(begin);
     for (int64_t at = begin; at < end; at += BLOCK) {
       const Block<Element> next = block_at(at + BLOCK);
-      attend_block<Kind>(t, tile, rows, at, keys_from(at), block, next, s, state);
+      attend_keys(t, tile, rows, at, keys_from(at), block, next, s, state);
       block = next;
     }
   };
@@ -266,7 +312,11 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
 }  // namespace
 
 void attention_tile(const AttentionTask& task, const AttentionTile& tile, void* scratch) {
-  task.keys_bf16 ? attend<Bf16Cells>(task, tile, scratch) : attend<F32Cells>(task, tile, scratch);
+  switch (task.keys) {
+    case Keys::f32: return attend<F32Cells>(task, tile, scratch);
+    case Keys::bf16: return attend<Bf16Cells>(task, tile, scratch);
+    case Keys::int8: return attend<Int8Cells>(task, tile, scratch);
+  }
 }
 
 void attention_merge(const AttentionTask& t, const AttentionTile& tile, int64_t spans, float* partials) {

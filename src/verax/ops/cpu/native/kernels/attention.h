@@ -7,14 +7,17 @@
 
 namespace verax {
 
+enum class Keys { f32, bf16, int8 };
+
 // Arrays of one call. Key s of a sequence lies at `pages[s / page_size] * page_stride + head * head_stride +
 // (s % page_size) * token_stride`, in elements; a dense array is one page.
 struct AttentionTask {
   int64_t N, K, H;        // query heads, key/value heads, head size
   const void* q;          // [queries, N, H]
-  bool q_bf16;            // else float32, here and below
+  bool q_bf16;            // else float32
   const void *k, *v;
-  bool keys_bf16;
+  Keys keys;
+  const float *k_scales, *v_scales;  // of int8: one for each H elements of k and v
   int64_t num_pages, page_size, page_stride, head_stride, token_stride;
   bool causal;            // each query sees one key more than the one before it
   float scale;            // on the scores
@@ -34,7 +37,8 @@ struct AttentionTile {
 };
 
 // Keys are taken in spans that begin at multiples of this, each with a softmax of its own, which are then merged in
-// order. So a query's result depends on its own keys only, not on how the work was divided.
+// order. So a query's result depends on its own keys only, not on how the work was divided. (A sequence's only query,
+// as in a decode step, adds its products in another order than one of several; that is all that its number decides.)
 constexpr int64_t ATTENTION_SPAN = 512;
 
 // Most rows of a tile: reading and packing a block of keys is shared by so many. A multiple of 6 (cells.h).

@@ -22,7 +22,7 @@ struct Singles {
   // Cells of F32::lanes * depth values of one row.
   static F32 of_row(const Element* p) { return load(p); }
   // Cells of CHUNK columns, each with `depth` values below each other.
-  static void of_rows(float* to, const Element* const* rows, int64_t at) { store_chunk(to, load_chunk(rows[0] + at)); }
+  static Chunk of_rows(const Element* const* rows, int64_t at) { return load_chunk(rows[0] + at); }
   static void of_chunk(float* to, const Chunk& values) { store_chunk(to, values); }
 };
 
@@ -35,14 +35,14 @@ struct Pairs {
     return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<const __m512bh&>(a.v), reinterpret_cast<const __m512bh&>(b.v))};
   }
   static F32 of_row(const Element* p) { return {_mm512_loadu_ps(p)}; }
-  static void of_rows(float* to, const Element* const* rows, int64_t at) {
+  static Chunk of_rows(const Element* const* rows, int64_t at) {
     const __m512i first = _mm512_loadu_si512(rows[0] + at), second = _mm512_loadu_si512(rows[1] + at);
     // Neighbours within 128 bits, then the 128-bit parts into the order of the columns.
     const __m512i low = _mm512_unpacklo_epi16(first, second), high = _mm512_unpackhi_epi16(first, second);
     const __m512i front = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
     const __m512i back = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, front, high));
-    _mm512_storeu_si512(to + F32::lanes, _mm512_permutex2var_epi64(low, back, high));
+    return {{{_mm512_castsi512_ps(_mm512_permutex2var_epi64(low, front, high))},
+             {_mm512_castsi512_ps(_mm512_permutex2var_epi64(low, back, high))}}};
   }
   static void of_chunk(float* to, const Chunk& values) {
     store_bf16_chunk(reinterpret_cast<bf16*>(to), to_bf16_chunk(values));
@@ -50,8 +50,28 @@ struct Pairs {
 };
 using Bf16Cells = Pairs;
 
+// Integers of 8 bits, which bfloat16 holds exactly.
+struct Int8Pairs : Pairs {
+  using Element = int8_t;
+  static F32 of_row(const Element* p) {
+    const Bf16Chunk row = load_bf16_chunk(p);
+    return {reinterpret_cast<const __m512&>(row.v)};
+  }
+  static Chunk of_rows(const Element* const* rows, int64_t at) {
+    const Chunk first = load_chunk(rows[0] + at), second = load_chunk(rows[1] + at);
+    Chunk cells;
+    for (int i = 0; i < Chunk::parts; ++i) {  // the upper halves of float32 are bfloat16
+      const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first.part[i].v), 16);
+      cells.part[i] = {_mm512_castsi512_ps(_mm512_or_si512(low, _mm512_castps_si512(second.part[i].v)))};
+    }
+    return cells;
+  }
+};
+using Int8Cells = Int8Pairs;
+
 #else
 using Bf16Cells = Singles<bf16>;
+using Int8Cells = Singles<int8_t>;
 #endif
 using F32Cells = Singles<float>;
 
@@ -171,13 +191,13 @@ void pack_rows(Matrix to, const typename Kind::Element* const* rows, const typen
     int64_t h = 0;
     for (; h + CHUNK <= H; h += CHUNK) {
       for (int i = 0; i < Kind::depth; ++i) prefetch(next[key + i] + h);
-      Kind::of_rows(at + h, rows + key, h);
+      store_chunk(at + h, Kind::of_rows(rows + key, h));
     }
     if (h < H) {
       Element room[Kind::depth][CHUNK];
       const Element* rest[Kind::depth];
       for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(rows[key + i] + h, H - h, room[i]);
-      Kind::of_rows(at + h, rest, 0);
+      store_chunk(at + h, Kind::of_rows(rest, 0));
     }
   }
 }

@@ -13,6 +13,8 @@ namespace {
 //   pick(sign, a, b): lanes of b where `sign` has its sign bit set, of a elsewhere.
 //   whole(x): to the nearest integer; power(n): 2^n for integers -127 <= n < 128, where 2^-127 counts as 0.
 //   transpose(x): F32::lanes registers as a square matrix; moves bits, whatever they stand for.
+//   join<n>(a, b): each holds partial sums of n numbers in its lanes; what is returned, of those 2 n. Joining
+//     F32::lanes registers pair by pair, n = 1, 2, 4 ..., gives the sum of each register in the lane of its number.
 
 #if defined(VERAX_PORTABLE)
 
@@ -60,6 +62,13 @@ inline void transpose(F32 (&x)[F32::lanes]) {
     }
   }
 }
+template <int n>
+inline F32 join(const F32& a, const F32& b) {
+  return each([&](int i) {
+    const float* from = (i % (2 * n) < n ? a.v : b.v) + i / (2 * n) * (2 * n) + i % n;
+    return from[0] + from[n];
+  });
+}
 
 #elif defined(__AVX512F__)
 
@@ -100,6 +109,17 @@ inline void transpose(F32 (&x)[16]) {
     x[12 + c].v = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
   }
 }
+template <int n>
+inline F32 join(F32 a, F32 b) {
+  if constexpr (n == 1) {
+    return {_mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v))};
+  } else if constexpr (n == 2) {
+    const __m512d x = _mm512_castps_pd(a.v), y = _mm512_castps_pd(b.v);
+    return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)))};
+  } else {
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x88), _mm512_shuffle_f32x4(a.v, b.v, 0xdd))};
+  }
+}
 
 #elif defined(__AVX2__)
 
@@ -136,6 +156,17 @@ inline void transpose(F32 (&x)[8]) {
     x[4 + c].v = _mm256_permute2f128_ps(quads[c], quads[4 + c], 0x31);
   }
 }
+template <int n>
+inline F32 join(F32 a, F32 b) {
+  if constexpr (n == 1) {
+    return {_mm256_add_ps(_mm256_unpacklo_ps(a.v, b.v), _mm256_unpackhi_ps(a.v, b.v))};
+  } else if constexpr (n == 2) {
+    const __m256d x = _mm256_castps_pd(a.v), y = _mm256_castps_pd(b.v);
+    return {_mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)))};
+  } else {
+    return {_mm256_add_ps(_mm256_permute2f128_ps(a.v, b.v, 0x20), _mm256_permute2f128_ps(a.v, b.v, 0x31))};
+  }
+}
 
 #elif defined(__ARM_NEON)
 
@@ -156,6 +187,10 @@ inline void transpose(F32 (&x)[4]) {
   x[1].v = vcombine_f32(vget_low_f32(low.val[1]), vget_low_f32(high.val[1]));
   x[2].v = vcombine_f32(vget_high_f32(low.val[0]), vget_high_f32(high.val[0]));
   x[3].v = vcombine_f32(vget_high_f32(low.val[1]), vget_high_f32(high.val[1]));
+}
+template <int n>
+inline F32 join(F32 a, F32 b) {
+  return {vpaddq_f32(a.v, b.v)};  // twice, this is in order
 }
 
 #endif

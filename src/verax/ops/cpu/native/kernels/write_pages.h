@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../levels.h"
+#include "attention.h"
 
 namespace verax {
 
@@ -13,7 +13,8 @@ struct WritePagesTask {
   const float* x;                 // [T, K, H]
   const int32_t *pages, *offsets; // by token
   void* cache;                    // [P, K, p, H]
-  bool cache_bf16;                // else float32
+  Keys keys;                      // what it holds
+  float* scales;                  // of int8: [P, K, p]
 };
 
 // The heads [begin, end) of all tokens. A token whose page or offset does not exist is left out, as in JAX.

@@ -1,0 +1,92 @@
+"""Pages of a key/value cache: floats, or int8 with a scale for each token and head.
+
+Values of int8 pages lie as floats would, `[P, K, p, H]`, and their scales apart, `[P, K, p]`: so a token's values keep
+their alignment, a kernel reads both as they are, and the scales of one head in a page of 16 tokens are one cache line.
+For heads of 128 a token takes 132 bytes where bfloat16 takes 256.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Int8
+
+__all__ = ["Pages", "QuantizedPages", "gather_pages", "new_pages", "page_bytes", "quantize_tokens"]
+
+ONE_127TH = np.float32(1) / np.float32(127)
+"""A product with it has the same bits everywhere; a division by a constant is one or the other, as a compiler likes."""
+
+SMALLEST = np.finfo(np.float32).tiny
+
+
+class QuantizedPages(NamedTuple):
+    """int8 pages in the place of an array of floats: token s of head k is `values[.., k, s, :] * scales[.., k, s]`."""
+
+    values: Int8[Array, "P K p H"]
+    scales: Float32[Array, "P K p"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(P, K, p, H)`, as of the array that this stands for."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """int8."""
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+
+Pages = Float[Array, "P K p H"] | QuantizedPages
+
+
+def new_pages(shape: tuple[int, int, int, int], dtype: DTypeLike) -> Pages:
+    """Zeroed pages `(P, K, p, H)` of float32, bfloat16 or int8."""
+    if jnp.dtype(dtype) == jnp.int8:
+        return QuantizedPages(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:3], jnp.float32))
+    return jnp.zeros(shape, dtype)
+
+
+def page_bytes(shape: tuple[int, int, int], dtype: DTypeLike) -> int:
+    """Bytes of one page `(K, p, H)`, scales included."""
+    K, p, H = shape
+    scale = 4 if jnp.dtype(dtype) == jnp.int8 else 0
+    return K * p * (H * jnp.dtype(dtype).itemsize + scale)
+
+
+def quantize_tokens(x: Float[Array, "*B H"]) -> tuple[Int8[Array, "*B H"], Float32[Array, "*B"]]:
+    """Round each row to -127..127 times its scale, the row's largest magnitude / 127.
+
+    A row with a number that is not finite gets a scale that is not, so that what it is multiplied with becomes NaN.
+    """
+    x = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=-1) * ONE_127TH
+    # Of a smaller scale the reciprocal may overflow; such a row is zero for all that softmax can tell.
+    usable = ((scales >= SMALLEST) & jnp.isfinite(scales))[..., None]
+    values = jnp.where(usable, jnp.round(x * (1 / jnp.where(usable, scales[..., None], 1))), 0)
+    return values.astype(jnp.int8), scales
+
+
+def gather_pages(
+    cache: Pages, pages: Int[Array, "*B W"]
+) -> tuple[Float[Array, "*B K s H"], Float32[Array, "*B K s"] | None]:
+    """The tokens of a list of pages, in order (s = W p), and what they are yet to be multiplied with, if anything.
+
+    Integers come as bfloat16, which holds them exactly.
+    """
+    if isinstance(cache, QuantizedPages):
+        return _in_order(cache.values, pages).astype(jnp.bfloat16), _in_order(cache.scales[..., None], pages)[..., 0]
+    return _in_order(cache, pages), None
+
+
+def _in_order(cache: Array, pages: Int[Array, "*B W"]) -> Array:
+    """`[*B K s n]` of `[P K p n]`."""
+    taken = jnp.moveaxis(cache[pages], -3, -4)
+    return taken.reshape(*taken.shape[:-3], -1, taken.shape[-1])
