@@ -35,6 +35,8 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
     return {
         "apply_rotary": [("", (a(4, 16, 128), a(4, 64), a(4, 64)), {})],
         "attention": [("", heads, {})],
+        "conv2d": [("", (a(1, 32, 32, 96), a(96, 96, 3, 3)), {"padding": 1})],
+        "conv3d": [("", (a(1, 4, 32, 32, 96), a(96, 96, 3, 3, 3)), {"padding": 1})],
         "delta_recurrence": [("1 token", (delta(1), state), {}), ("64 tokens", (delta(64), state), {})],
         "linear": [("1 row", (a(1, 1024), weight), {}), ("4 rows", (a(4, 1024), weight), {})],
         "paged_attention": [("", (a(32, 16, 128), cache, cache, i(4, 8), i(4), i(5)), {})],

@@ -3,6 +3,7 @@
 from verax.ops import delta, sampling
 from verax.ops._dispatch import Form, Operation, operation, operations, use_forms
 from verax.ops.attention import attention
+from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
 from verax.ops.linear import linear
 from verax.ops.norm import rms_norm
@@ -13,6 +14,7 @@ from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 
 # Fast forms register themselves with the operations above.
 import verax.ops.cpu.attention  # isort: skip
+import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
@@ -28,6 +30,8 @@ __all__ = [
     "apply_rotary",
     "attention",
     "comba",
+    "conv2d",
+    "conv3d",
     "delta",
     "delta_rule",
     "dplr_delta_rule",

@@ -2,7 +2,7 @@
 
     build.py      compiles native/ with the machine's compiler, when the package is installed or by hand
     library.py    loads the library, registers its handlers with JAX, tells what it can do
-    linear.py     the forms of `ops.linear`; one file for each operation (attention.py, paged.py)
+    linear.py     the forms of `ops.linear`; one file for each operation (attention.py, conv.py, paged.py)
     native/       C++17, no dependency but XLA's FFI headers
       kernels/    arithmetic: compiled once for each instruction-set level, so without the standard library's templates
       *_ffi.cc    handlers: check buffers, share the work over XLA's thread pool, call the level's kernel

@@ -21,6 +21,7 @@ __all__ = ["HANDLERS", "available", "call", "level", "levels", "problem", "updat
 
 HANDLERS = (
     "verax_attention",
+    "verax_conv",
     "verax_linear",
     "verax_linear_quantized",
     "verax_paged_attention",

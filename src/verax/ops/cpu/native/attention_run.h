@@ -4,36 +4,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "kernels/attention.h"
 #include "levels.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace verax {
-
-// Memory on a cache line's boundary.
-class AlignedBytes {
- public:
-  explicit AlignedBytes(int64_t size) : size_(size), data_(::operator new(size, std::align_val_t{64})) {}
-  ~AlignedBytes() { ::operator delete(data_, std::align_val_t{64}); }
-  AlignedBytes(const AlignedBytes&) = delete;
-  AlignedBytes& operator=(const AlignedBytes&) = delete;
-  int64_t size() const { return size_; }
-  void* data() const { return data_; }
-
- private:
-  int64_t size_;
-  void* data_;
-};
-
-// Memory of the calling thread, kept between calls: new memory would have to be mapped by the system each time.
-inline void* thread_scratch(int64_t size) {
-  thread_local std::unique_ptr<AlignedBytes> scratch;
-  if (!scratch || scratch->size() < size) scratch = std::make_unique<AlignedBytes>(size);
-  return scratch->data();
-}
 
 // The work of one call: sequences are added one by one, then all of it runs.
 class AttentionRun {

@@ -94,15 +94,7 @@ struct Matrix {
 //   R x C sums += a[r, d] * b[d, c]
 // Each sum is one register that takes the depths in order: it does not depend on what is computed beside it.
 template <class Kind, int R, int C>
-inline void product_tile(Matrix a, Matrix b, int64_t depth, Matrix out, const float* shrink) {
-  F32 sums[R][C];
-  VERAX_UNROLL
-  for (int r = 0; r < R; ++r) {
-    VERAX_UNROLL
-    for (int c = 0; c < C; ++c) {
-      sums[r][c] = shrink ? mul(load(out.row(r) + c * F32::lanes), broadcast(shrink[r])) : zero();
-    }
-  }
+inline void add_products(F32 (&sums)[R][C], Matrix a, Matrix b, int64_t depth) {
   for (int64_t d = 0; d < depth; ++d) {
     F32 columns[C];
     VERAX_UNROLL
@@ -114,6 +106,20 @@ inline void product_tile(Matrix a, Matrix b, int64_t depth, Matrix out, const fl
       for (int c = 0; c < C; ++c) sums[r][c] = Kind::multiply(sums[r][c], cell, columns[c]);
     }
   }
+}
+
+// R x C of out = a . b, or with `shrink`: out * shrink + a . b
+template <class Kind, int R, int C>
+inline void product_tile(Matrix a, Matrix b, int64_t depth, Matrix out, const float* shrink) {
+  F32 sums[R][C];
+  VERAX_UNROLL
+  for (int r = 0; r < R; ++r) {
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) {
+      sums[r][c] = shrink ? mul(load(out.row(r) + c * F32::lanes), broadcast(shrink[r])) : zero();
+    }
+  }
+  add_products<Kind, R, C>(sums, a, b, depth);
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL

@@ -1,0 +1,178 @@
+"""Convolutions of channels-last images and videos, causal in time, with weights as PyTorch stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from verax.errors import InvalidParameterError
+from verax.ops._dispatch import operation
+from verax.ops.attention import exact_products
+
+__all__ = ["ConvShape", "Padding", "Stride", "conv2d", "conv3d"]
+
+Stride = int | Sequence[int]
+"""Of all axes, or of each."""
+
+Padding = int | Sequence[int | Sequence[int]]
+"""Zeros around an image: on all sides; above and below, left and right; or `((top, bottom), (left, right))`."""
+
+
+@operation
+def conv3d(
+    x: Float[Array, "B T H W C"],
+    weight: Float[Array, "O C kt kh kw"],
+    bias: Float[Array, "O"] | None = None,
+    *,
+    stride: Stride = 1,
+    padding: Padding = 0,
+    cache: Float[Array, "B P H W C"] | None = None,
+) -> Float[Array, "B Tout Hout Wout O"]:
+    """Convolution of T frames, causal: an output frame sees no later frame than its own. In the dtype of `x`.
+
+    `x` is rounded to the weight's dtype; products and bias are added up in float32. This is the `CausalConv3d` of
+    Wan's video VAE (Wan Team, 2025, arXiv:2503.20314).
+
+    Before the first frame stand `kt - 1` frames of zeros, or those of `cache` in their place. So a scan over chunks of
+    frames is exact if it hands on, as the cache, the last `kt - stride` frames that it has seen. A cache of no frames
+    is a convolution without padding in time: `Tout = (P + T - kt) // stride + 1`.
+
+    Args:
+        x: frames of height H, width W and C channels.
+        weight: kernel of `kt` frames, `kh` rows and `kw` columns.
+        bias: added to each output channel.
+        stride: in time, height and width.
+        padding: zeros around each frame.
+        cache: earlier frames, any number P of them.
+
+    Raises:
+        InvalidParameterError: if shapes do not fit together, or the kernel does not fit the padded frames.
+    """
+    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
+    if cache is not None:
+        x = jnp.concatenate([cache.astype(x.dtype), x], axis=1)
+    return _convolve(x, weight, bias, shape, jnp.float32)
+
+
+@operation
+def conv2d(
+    x: Float[Array, "B H W C"],
+    weight: Float[Array, "O C kh kw"],
+    bias: Float[Array, "O"] | None = None,
+    *,
+    stride: Stride = 1,
+    padding: Padding = 0,
+) -> Float[Array, "B Hout Wout O"]:
+    """Convolution of images, in the dtype of `x`.
+
+    `x` is rounded to the weight's dtype; products and bias are added up in float32.
+
+    Args:
+        x: images of height H, width W and C channels.
+        weight: kernel of `kh` rows and `kw` columns.
+        bias: added to each output channel.
+        stride: in height and width.
+        padding: zeros around each image; `((0, 1), (0, 1))` with stride 2 is the downsampling of Wan's video VAE.
+
+    Raises:
+        InvalidParameterError: if shapes do not fit together, or the kernel does not fit the padded image.
+    """
+    return _convolve(x, weight, bias, ConvShape(x.shape, weight.shape, stride, padding), jnp.float32)
+
+
+def _is_bfloat16(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
+    return weight.dtype == jnp.bfloat16
+
+
+# cuDNN and TPUs accumulate in float32, but give the sum in the dtype of what they multiply.
+@conv3d.form("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
+def _conv3d_bfloat16(
+    x: Float[Array, "B T H W C"],
+    weight: Float[Array, "O C kt kh kw"],
+    bias: Float[Array, "O"] | None = None,
+    *,
+    stride: Stride = 1,
+    padding: Padding = 0,
+    cache: Float[Array, "B P H W C"] | None = None,
+) -> Float[Array, "B Tout Hout Wout O"]:
+    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
+    if cache is not None:
+        x = jnp.concatenate([cache.astype(x.dtype), x], axis=1)
+    return _convolve(x, weight, bias, shape, jnp.bfloat16)
+
+
+@conv2d.form("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
+def _conv2d_bfloat16(
+    x: Float[Array, "B H W C"],
+    weight: Float[Array, "O C kh kw"],
+    bias: Float[Array, "O"] | None = None,
+    *,
+    stride: Stride = 1,
+    padding: Padding = 0,
+) -> Float[Array, "B Hout Wout O"]:
+    return _convolve(x, weight, bias, ConvShape(x.shape, weight.shape, stride, padding), jnp.bfloat16)
+
+
+class ConvShape:
+    """What a convolution's arguments say about its axes: time (for videos), height, width.
+
+    Attributes:
+        stride: of each axis.
+        sides: zeros before and after each axis.
+        out: extent of each axis of the result.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[int],
+        weight: Sequence[int],
+        stride: Stride,
+        padding: Padding,
+        cache: Sequence[int] | None = None,
+    ):
+        axes = ("time", "height", "width")[-len(weight[2:]) :]
+        if x[-1] != weight[1]:
+            raise InvalidParameterError(f"weight: takes {weight[1]} channels, but x has {x[-1]}")
+        self.stride = (stride,) * len(axes) if isinstance(stride, int) else tuple(stride)
+        if len(self.stride) != len(axes) or min(self.stride) < 1:
+            raise InvalidParameterError(f"stride: expected at least 1, one number or {len(axes)}, got {stride}")
+        extents = list(x[1:-1])
+        self.sides = _sides(padding)
+        if len(axes) == 3:
+            if cache is not None and (cache[0], *cache[2:]) != (x[0], *x[2:]):
+                raise InvalidParameterError(f"cache: expected frames like those of x, {tuple(x)}, got {tuple(cache)}")
+            self.sides = ((weight[2] - 1 if cache is None else 0, 0), *self.sides)
+            extents[0] += 0 if cache is None else cache[1]
+        padded = [extent + sum(sides) for extent, sides in zip(extents, self.sides, strict=True)]
+        for axis, extent, size in zip(axes, padded, weight[2:], strict=True):
+            if size > extent:
+                raise InvalidParameterError(f"weight: its kernel of {size} in {axis} does not fit {extent} with padding")
+        self.out = tuple((n - k) // s + 1 for n, k, s in zip(padded, weight[2:], self.stride, strict=True))
+
+
+def _sides(padding: Padding) -> tuple[tuple[int, int], ...]:
+    """`((top, bottom), (left, right))`."""
+    axes = [padding] * 2 if isinstance(padding, int) else list(padding)
+    sides = tuple((axis, axis) if isinstance(axis, int) else tuple(axis) for axis in axes)
+    if len(sides) != 2 or any(len(pair) != 2 or min(pair) < 0 for pair in sides):
+        raise InvalidParameterError(
+            f"padding: expected a number, (height, width) or ((top, bottom), (left, right)), none negative, got {padding}"
+        )
+    return tuple((before, after) for before, after in sides)
+
+
+def _convolve(x: Array, weight: Array, bias: Array | None, shape: ConvShape, products: Any) -> Array:
+    axes = "THW"[-len(shape.stride) :]
+    y = jax.lax.conv_general_dilated(
+        x.astype(weight.dtype).astype(products),
+        weight.astype(products),
+        shape.stride,
+        shape.sides,
+        dimension_numbers=(f"N{axes}C", f"OI{axes}", f"N{axes}C"),
+        precision=exact_products(weight),
+    ).astype(jnp.float32)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)

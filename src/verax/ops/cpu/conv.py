@@ -1,0 +1,86 @@
+"""Native form of `ops.conv3d` and `ops.conv2d`: patches are multiplied where they lie, frames of zeros skipped."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from verax.ops.conv import ConvShape, Padding, Stride, conv2d, conv3d
+from verax.ops.cpu import library
+from verax.ops.cpu.attention import FLOATS
+
+__all__: list[str] = []
+
+
+def _accepts(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
+    dtypes = x.dtype in FLOATS and weight.dtype in FLOATS
+    return dtypes and math.prod(weight.shape) > 0 and jax.device_count() == 1 and library.available()
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _conv3d(
+    x: Float[Array, "B T H W C"],
+    weight: Float[Array, "O C kt kh kw"],
+    bias: Float[Array, "O"] | None,
+    cache: Float[Array, "B P H W C"] | None,
+    stride: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+) -> Float[Array, "B Tout Hout Wout O"]:
+    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
+    return library.call(
+        "verax_conv",
+        (x.shape[0], *shape.out, weight.shape[0]),
+        x,
+        x[:, :0] if cache is None else cache.astype(x.dtype),
+        weight,
+        jnp.zeros(0) if bias is None else bias.astype(jnp.float32),
+        dtype=x.dtype,
+        stride=np.asarray(shape.stride, np.int64),
+        before=np.asarray([zeros for zeros, _ in shape.sides], np.int64),
+    )
+
+
+@_conv3d.defjvp
+def _conv3d_jvp(
+    stride: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+) -> tuple[Array, Array]:
+    def plain(x: Array, weight: Array, bias: Array | None, cache: Array | None) -> Array:
+        return conv3d.__wrapped__(x, weight, bias, stride=stride, padding=padding, cache=cache)
+
+    return _conv3d(*primals, stride, padding), jax.jvp(plain, primals, tangents)[1]
+
+
+@conv3d.form("native", platforms=("cpu",), accepts=_accepts)
+def _conv3d_native(
+    x: Float[Array, "B T H W C"],
+    weight: Float[Array, "O C kt kh kw"],
+    bias: Float[Array, "O"] | None = None,
+    *,
+    stride: Stride = 1,
+    padding: Padding = 0,
+    cache: Float[Array, "B P H W C"] | None = None,
+) -> Float[Array, "B Tout Hout Wout O"]:
+    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
+    return _conv3d(x, weight, bias, cache, shape.stride, shape.sides[-2:])
+
+
+@conv2d.form("native", platforms=("cpu",), accepts=_accepts)
+def _conv2d_native(
+    x: Float[Array, "B H W C"],
+    weight: Float[Array, "O C kh kw"],
+    bias: Float[Array, "O"] | None = None,
+    *,
+    stride: Stride = 1,
+    padding: Padding = 0,
+) -> Float[Array, "B Hout Wout O"]:
+    shape = ConvShape(x.shape, weight.shape, stride, padding)
+    return _conv3d(x[:, None], weight[:, :, None], bias, None, (1, *shape.stride), shape.sides)[:, 0]

@@ -1,0 +1,286 @@
+// copy the block's input as cells, with its zeros                 (x is converted once; taps need no bounds)
+// for each group of output channels:
+//   sums[pixel, channel] = bias
+//   for each piece of the kernel that fits the first cache level:  (rows of the kernel, or a part of one)
+//     for each tile of pixels, of channels:
+//       sums += x . w                                              (in registers)
+//   y = sums, rounded
+//
+// In channels-last order, what one row of the kernel reads is a run of KW * C values, and the run of the next pixel
+// begins stride * C values later. So the patches of a row of pixels are a matrix without being written out: row r
+// begins at r * stride * C (implicit GEMM; Chetlur et al., 2014, arXiv:1410.0759).
+//
+// Frames of zeros before the first are skipped. Each sum takes the taps in order, whatever is computed beside it.
+#include "conv.h"
+
+#include "cells.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+// Registers of sums: so many in all, for at most so many vectors of channels. AVX2 has 16 registers, the others 32.
+#if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr int SUMS = 12, VECTORS = 2;
+#else
+constexpr int SUMS = 24, VECTORS = 3;
+#endif
+
+// Pixels that are multiplied at a time with C vectors of channels. More than 16 would be bound by their loads.
+template <int C>
+constexpr int PIXELS = SUMS / C < 16 ? SUMS / C : 16;
+
+// Cells of one output channel that are used for all pixels of a block before the next: of a group, 27 KB.
+constexpr int64_t DEPTH = 144;
+
+// Consecutive rows of the kernel, or cells [offset, offset + depth) of one row.
+struct Piece {
+  int64_t begin, end, offset, depth;
+};
+
+// The block's input: cells of `width` pixels by row, `height` rows by frame; where row i of the kernel begins is rows[i].
+struct Patch {
+  float* at;
+  int64_t height, width;
+  int64_t pixel, row;  // cells
+  const int64_t* rows;
+};
+
+template <class Kind>
+int64_t cells(int64_t C) {
+  return (C + Kind::depth - 1) / Kind::depth;
+}
+
+// A cell of the weight from its first channel on, where channels are `stride` apart and `left` of them are left.
+inline float cell_of(Singles<float>, const float* from, int64_t, int64_t) { return *from; }
+inline float cell_of(Singles<bf16>, const bf16* from, int64_t, int64_t) { return widen(*from); }
+#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+inline float cell_of(Pairs, const bf16* from, int64_t stride, int64_t left) {
+  const bf16 pair[2] = {from[0], left > 1 ? from[stride] : bf16{0}};
+  float cell;
+  std::memcpy(&cell, pair, sizeof cell);
+  return cell;
+}
+#endif
+
+// One chunk as cells of each kind.
+inline void to_cells(Bf16Cells, float* to, const bf16* from) {
+  store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), load_bf16_chunk(from));
+}
+inline void to_cells(Bf16Cells, float* to, const float* from) {
+  store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), to_bf16_chunk(load_chunk(from)));
+}
+template <class Element>
+inline void to_cells(F32Cells, float* to, const Element* from) {
+  store_chunk(to, load_chunk(from));
+}
+
+// Whole chunks: what follows in `to` is overwritten.
+template <class Kind, class Element>
+inline void copy(float* to, const Element* from, int64_t count) {
+  int64_t i = 0;
+  for (; i + CHUNK <= count; i += CHUNK) to_cells(Kind{}, to + i / Kind::depth, from + i);
+  if (i < count) {
+    Element room[CHUNK];
+    to_cells(Kind{}, to + i / Kind::depth, padded(from + i, count - i, room));
+  }
+}
+
+inline void clear(float* to, int64_t cells) { std::memset(to, 0, cells * sizeof(float)); }
+
+template <class Kind, class Element>
+void copy_row(float* to, const Element* from, int64_t pixels, int64_t C) {
+  if (C % Kind::depth == 0) return copy<Kind>(to, from, pixels * C);
+  for (int64_t i = 0; i < pixels; ++i) copy<Kind>(to + i * cells<Kind>(C), from + i * C, C);
+}
+
+int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+// Frames of the kernel that read nothing but zero frames, for this output frame.
+int64_t skipped_frames(const ConvTask& t, int64_t frame) {
+  return clamp(t.T_zeros - frame * t.stride_t, 0, t.KT);
+}
+
+// In ascending order: a row's last chunk may overwrite what the next row then writes.
+template <class Kind, class Element>
+void fill(const Patch& patch, const ConvTask& t, const ConvBlock& block) {
+  const int64_t CC = cells<Kind>(t.C), image = t.H * t.W * t.C;
+  const int64_t left = clamp(t.left - block.w * t.stride_w, 0, patch.width);
+  const int64_t first = clamp(block.w * t.stride_w - t.left, 0, t.W);
+  const int64_t there = clamp(t.W - first, 0, patch.width - left);
+  for (int64_t kt = skipped_frames(t, block.t); kt < t.KT; ++kt) {
+    const int64_t at = block.t * t.stride_t + kt - t.T_zeros;
+    const Element* frame = at < t.T_before
+                               ? static_cast<const Element*>(t.before) + (block.b * t.T_before + at) * image
+                               : static_cast<const Element*>(t.x) + (block.b * t.T + at - t.T_before) * image;
+    for (int64_t r = 0; r < patch.height; ++r) {
+      float* to = patch.at + (kt * patch.height + r) * patch.row;
+      const int64_t h = block.h * t.stride_h + r - t.top;
+      if (h < 0 || h >= t.H || there == 0) {
+        clear(to, patch.row);
+        continue;
+      }
+      clear(to, left * CC);
+      copy_row<Kind>(to + left * CC, frame + (h * t.W + first) * t.C, there, t.C);
+      clear(to + (left + there) * CC, (patch.width - left - there) * CC);
+    }
+  }
+}
+
+// What a tile works on: pixels of one row, which are `stride` cells apart, by channels.
+struct Tile {
+  const int64_t* rows;
+  float* pixels;
+  int64_t stride;
+  float* weights;
+  float* sums;
+};
+
+template <class Kind, int R, int C>
+void multiply(const Piece& piece, Tile t) {
+  F32 sums[R][C];
+  VERAX_UNROLL
+  for (int r = 0; r < R; ++r)
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) sums[r][c] = load(t.sums + r * CONV_GROUP + c * F32::lanes);
+  for (int64_t i = piece.begin; i < piece.end; ++i) {
+    const Matrix pixels{t.pixels + t.rows[i] + piece.offset, t.stride}, weights{t.weights, CONV_GROUP};
+    add_products<Kind, R, C>(sums, pixels, weights, piece.depth);
+    t.weights += piece.depth * CONV_GROUP;
+  }
+  VERAX_UNROLL
+  for (int r = 0; r < R; ++r)
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) store(t.sums + r * CONV_GROUP + c * F32::lanes, sums[r][c]);
+}
+
+template <class Kind, int C, int R = PIXELS<C>>
+void multiply_rows(int64_t rows, const Piece& piece, const Tile& t) {
+  if (rows == R) return multiply<Kind, R, C>(piece, t);
+  if constexpr (R > 1) multiply_rows<Kind, C, R - 1>(rows, piece, t);
+}
+
+// C vectors of channels for all pixels of the block, in tiles of a row that are as even as can be.
+template <class Kind, int C>
+void add_columns(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, float* weights,
+                 float* sums) {
+  const int64_t tiles = (block.width + PIXELS<C> - 1) / PIXELS<C>;
+  const int64_t rows = block.width / tiles, more = block.width % tiles;
+  for (int64_t h = 0; h < block.height; ++h) {
+    Tile tile{patch.rows, patch.at + h * t.stride_h * patch.row, t.stride_w * patch.pixel, weights, sums};
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t here = rows + (i < more);
+      multiply_rows<Kind, C>(here, piece, tile);
+      tile.pixels += here * tile.stride;
+      tile.sums += here * CONV_GROUP;
+    }
+    sums = tile.sums;
+  }
+}
+
+template <class Kind>
+void add_piece(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, float* weights,
+               int64_t vectors, float* sums) {
+  const auto advance = [&](int64_t by) {
+    weights += by * F32::lanes;
+    sums += by * F32::lanes;
+    vectors -= by;
+  };
+  for (; vectors >= VECTORS; advance(VECTORS)) add_columns<Kind, VECTORS>(t, block, patch, piece, weights, sums);
+  if (VECTORS > 2 && vectors >= 2) {
+    add_columns<Kind, 2>(t, block, patch, piece, weights, sums);
+    advance(2);
+  }
+  if (vectors) add_columns<Kind, 1>(t, block, patch, piece, weights, sums);
+}
+
+void fill_bias(const ConvTask& t, int64_t channel, int64_t count, int64_t pixels, float* sums) {
+  float bias[CONV_GROUP] = {};
+  if (t.bias) std::memcpy(bias, t.bias + channel, count * sizeof(float));
+  for (int64_t i = 0; i < pixels; ++i) std::memcpy(sums + i * CONV_GROUP, bias, sizeof bias);
+}
+
+inline void round(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
+inline void round(bf16* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = narrow(from[i]);
+}
+
+template <class Element>
+void finish(const ConvTask& t, const ConvBlock& block, int64_t channel, int64_t count, const float* sums) {
+  for (int64_t h = 0; h < block.height; ++h) {
+    const int64_t row = ((block.b * t.T_out + block.t) * t.H_out + block.h + h) * t.W_out + block.w;
+    Element* to = static_cast<Element*>(t.y) + row * t.O + channel;
+    for (int64_t w = 0; w < block.width; ++w) {
+      round(to, sums, count);
+      to += t.O;
+      sums += CONV_GROUP;
+    }
+  }
+}
+
+template <class Kind, class Element>
+void convolve(const ConvTask& t, const ConvBlock& block, void* scratch) {
+  const int64_t CC = cells<Kind>(t.C), height = conv_reach(block.height, t.stride_h, t.KH);
+  const int64_t width = conv_reach(block.width, t.stride_w, t.KW), pixels = block.height * block.width;
+  float* sums = static_cast<float*>(scratch);
+  auto* rows = reinterpret_cast<int64_t*>(sums + pixels * CONV_GROUP);
+  const Patch patch{reinterpret_cast<float*>(rows + t.KT * t.KH), height, width, CC, width * CC, rows};
+  for (int64_t i = 0; i < t.KT * t.KH; ++i) rows[i] = (i / t.KH * height + i % t.KH) * patch.row;
+  fill<Kind, Element>(patch, t, block);
+
+  const int64_t run = t.KW * CC, parts = (run + DEPTH - 1) / DEPTH, at_once = run < DEPTH ? DEPTH / run : 1;
+  const int64_t begin = skipped_frames(t, block.t) * t.KH, end = t.KT * t.KH;
+  for (int64_t group = block.group; group < block.group + block.groups; ++group) {
+    const int64_t channel = group * CONV_GROUP, count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
+    const int64_t vectors = (count + F32::lanes - 1) / F32::lanes;
+    float* weights = t.packed + group * CONV_GROUP * end * run;
+    fill_bias(t, channel, count, pixels, sums);
+    for (int64_t row = begin; row < end; row += at_once) {
+      for (int64_t part = 0; part < parts; ++part) {
+        Piece piece{row, row + at_once < end ? row + at_once : end, run * part / parts, 0};
+        piece.depth = run * (part + 1) / parts - piece.offset;
+        add_piece<Kind>(t, block, patch, piece, weights + (row * run + piece.offset) * CONV_GROUP, vectors, sums);
+      }
+    }
+    finish<Element>(t, block, channel, count, sums);
+  }
+}
+
+template <class Kind>
+void pack(const ConvTask& t, int64_t begin, int64_t end) {
+  using Element = typename Kind::Element;
+  const int64_t taps = t.KT * t.KH * t.KW, CC = cells<Kind>(t.C);
+  for (int64_t group = begin; group < end; ++group) {
+    const int64_t channel = group * CONV_GROUP, count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
+    const Element* from = static_cast<const Element*>(t.weight) + channel * t.C * taps;
+    float* to = t.packed + group * CONV_GROUP * taps * CC;
+    for (int64_t cell = 0; cell < CC; ++cell) {
+      for (int64_t tap = 0; tap < taps; ++tap) {
+        const int64_t c = cell * Kind::depth;
+        const Element* first = from + c * taps + tap;
+        float* at = to + (tap * CC + cell) * CONV_GROUP;
+        for (int64_t o = 0; o < count; ++o) {
+          at[o] = cell_of(Kind{}, first + o * t.C * taps, taps, t.C - c);
+        }
+        for (int64_t o = count; o < CONV_GROUP; ++o) at[o] = 0;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void conv_pack(const ConvTask& task, int64_t begin, int64_t end) {
+  task.weight_bf16 ? pack<Bf16Cells>(task, begin, end) : pack<F32Cells>(task, begin, end);
+}
+
+void conv_block(const ConvTask& task, const ConvBlock& block, void* scratch) {
+  if (task.weight_bf16) {
+    task.x_bf16 ? convolve<Bf16Cells, bf16>(task, block, scratch) : convolve<Bf16Cells, float>(task, block, scratch);
+  } else {
+    task.x_bf16 ? convolve<F32Cells, bf16>(task, block, scratch) : convolve<F32Cells, float>(task, block, scratch);
+  }
+}
+
+}  // namespace VERAX_LEVEL
+}  // namespace verax

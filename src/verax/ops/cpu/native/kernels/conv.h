@@ -1,0 +1,62 @@
+// Convolution of channels-last images over time, height and width, as a matrix product of patches with the weight.
+#pragma once
+
+#include <cstdint>
+
+#include "../levels.h"
+
+namespace verax {
+
+// Letters: B batch, T frames, H height, W width, C channels in, O channels out, K the kernel's extent.
+struct ConvTask {
+  int64_t B, T, H, W, C, O;
+  int64_t T_before;               // frames that stand before those of x
+  int64_t T_zeros, top, left;     // zero frames before all of them, zero rows above and zero columns left of each frame
+  int64_t T_out, H_out, W_out;    // where these reach below or right of a frame, it is zero there too
+  int64_t KT, KH, KW;
+  int64_t stride_t, stride_h, stride_w;
+  const void* x;                  // [B, T, H, W, C]
+  const void* before;             // [B, T_before, H, W, C], of x's type
+  bool x_bf16;                    // else float32
+  const void* weight;             // [O, C, KT, KH, KW]
+  bool weight_bf16;               // else float32; x is rounded to it
+  const float* bias;              // [O], or null
+  float* packed;                  // the weight as the level's cells: conv_packed_bytes, aligned to a cache line
+  void* y;                        // [B, T_out, H_out, W_out, O], of x's type
+};
+
+// Output channels that are computed together. All levels' tiles divide it.
+constexpr int64_t CONV_GROUP = 48;
+
+static inline int64_t conv_groups(const ConvTask& t) { return (t.O + CONV_GROUP - 1) / CONV_GROUP; }
+
+// A part of one output frame, and groups of its channels.
+struct ConvBlock {
+  int64_t b, t;
+  int64_t h, height, w, width;
+  int64_t group, groups;
+};
+
+// Enough at every level, as one channel a cell is.
+static inline int64_t conv_packed_bytes(const ConvTask& t) {
+  return 4 * conv_groups(t) * CONV_GROUP * t.KT * t.KH * t.KW * t.C;
+}
+
+// Pixels of a row of the input that `width` pixels of the output read.
+static inline int64_t conv_reach(int64_t width, int64_t stride, int64_t K) { return (width - 1) * stride + K; }
+
+// Floats that a block copies of the input, at most.
+static inline int64_t conv_patch_floats(const ConvTask& t, int64_t height, int64_t width) {
+  return t.KT * conv_reach(height, t.stride_h, t.KH) * conv_reach(width, t.stride_w, t.KW) * (t.C + t.C % 2);
+}
+
+// Memory that a block works in, aligned to a cache line: its input, its sums and where each row of the kernel begins.
+static inline int64_t conv_scratch_bytes(const ConvTask& t, int64_t height, int64_t width) {
+  return 4 * (conv_patch_floats(t, height, width) + height * width * CONV_GROUP + 2 * t.KT * t.KH + 4 * 32);
+}
+
+// Fill `packed` for groups [begin, end).
+VERAX_DECLARE_KERNEL(conv_pack, const ConvTask& task, int64_t begin, int64_t end)
+VERAX_DECLARE_KERNEL(conv_block, const ConvTask& task, const ConvBlock& block, void* scratch)
+
+}  // namespace verax

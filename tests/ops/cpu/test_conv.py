@@ -1,0 +1,149 @@
+"""The native convolution at every level, against the definition in float64 and the plain form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.conv import conv_arrays, exact_conv3d
+from tests.support.cpu import for_each_level, needs_library
+from verax import ops
+from verax.ops.cpu import library
+
+pytestmark = needs_library
+
+native, native2d = (
+    jax.jit(operation.forms["native"].function, static_argnames=("stride", "padding"))
+    for operation in (ops.conv3d, ops.conv2d)
+)
+plain = ops.conv3d.__wrapped__
+
+ONES = ((1, 1), (1, 1))
+CASES = {
+    "one pixel": dict(x=(1, 1, 1, 1, 1), kernel=(1, 1, 1), out=1),
+    "rgb in": dict(x=(1, 3, 9, 20, 3), kernel=(3, 3, 3), out=96, padding=ONES),
+    "rgb out": dict(x=(2, 2, 5, 17, 33), kernel=(3, 3, 3), out=3, padding=ONES),
+    "deep": dict(x=(1, 2, 3, 7, 200), kernel=(1, 3, 3), out=50, padding=ONES),
+    "wide": dict(x=(1, 1, 3, 75, 16), kernel=(3, 3, 3), out=112, padding=ONES),
+    "1x1x1": dict(x=(2, 2, 3, 13, 36), kernel=(1, 1, 1), out=64),
+    "time only": dict(x=(1, 5, 3, 4, 12), kernel=(3, 1, 1), out=24, stride=(2, 1, 1)),
+    "downsampler": dict(x=(1, 2, 15, 18, 48), kernel=(1, 3, 3), out=48, stride=(1, 2, 2), padding=((0, 1), (0, 1))),
+    "odd all over": dict(x=(2, 3, 11, 9, 7), kernel=(2, 5, 4), out=19, stride=(2, 3, 4), padding=((3, 2), (0, 7))),
+    "more zeros than image": dict(x=(1, 1, 2, 2, 4), kernel=(1, 3, 3), out=5, padding=((9, 4), (40, 1))),
+}
+
+
+def close(y, exact, dtype):
+    if dtype == jnp.float32:
+        np.testing.assert_allclose(y, exact, atol=2e-5)
+    else:
+        # Half a unit in the last place of the result, and what products of rounded inputs are summed to.
+        np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-8, atol=1e-4)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_shape_equals_the_definition(level, dtype):
+    with library.use_level(level):
+        for case in CASES.values():
+            x, weight, bias = conv_arrays(case["x"], case["kernel"], case["out"], dtype=dtype)
+            options = dict(stride=case.get("stride", (1, 1, 1)), padding=case.get("padding", ((0, 0), (0, 0))))
+            y = native(x, weight, bias, **options)
+            assert y.dtype == dtype
+            close(y, exact_conv3d(x, weight, bias, **options), dtype)
+            cache = jnp.ones((*x.shape[:1], 3, *x.shape[2:]), dtype)
+            close(native(x, weight, cache=cache, **options), exact_conv3d(x, weight, cache=cache, **options), dtype)
+
+
+@for_each_level
+def test_inputs_are_rounded_to_the_weight(level):
+    with library.use_level(level):
+        x, weight, bias = conv_arrays((1, 2, 4, 9, 40), (3, 3, 3), 20, weight_dtype=jnp.bfloat16)
+        y = native(x, weight, bias, padding=1)
+        assert y.dtype == jnp.float32
+        exact = exact_conv3d(x.astype(jnp.bfloat16), weight, bias, padding=ONES)
+        np.testing.assert_allclose(y, exact, atol=2e-5)
+        x, weight, bias = conv_arrays((1, 2, 4, 9, 40), (3, 3, 3), 20, dtype=jnp.bfloat16, weight_dtype=jnp.float32)
+        y = native(x, weight, bias, padding=1)
+        assert y.dtype == jnp.bfloat16
+        close(y, exact_conv3d(x, weight, bias, padding=ONES), jnp.bfloat16)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_chunks_of_frames_and_parts_of_images_have_the_bits_of_the_whole(level, dtype):
+    x, weight, bias = conv_arrays((2, 5, 20, 40, 24), (3, 3, 3), 50, dtype=dtype)
+    with library.use_level(level):
+        whole = np.asarray(native(x, weight, bias, padding=1).astype(jnp.float32))
+        zeros = jnp.zeros((2, 2, 20, 40, 24), dtype)
+        chunks = [
+            native(x[:, :1], weight, bias, padding=1, cache=zeros),
+            native(x[:, 1:3], weight, bias, padding=1, cache=jnp.concatenate([zeros[:, :1], x[:, :1]], 1)),
+            native(x[:, 3:], weight, bias, padding=1, cache=x[:, 1:3]),
+        ]
+        np.testing.assert_array_equal(jnp.concatenate(chunks, 1).astype(jnp.float32), whole)
+        # A tile with one row and column of its neighbours around it.
+        part = native(x[:, :, 6:17, 4:30], weight, bias)
+        np.testing.assert_array_equal(part.astype(jnp.float32), whole[:, :, 7:16, 5:29])
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_reach_the_pixels_that_see_them(level, dtype, value):
+    x, weight, bias = conv_arrays((1, 3, 8, 9, 6), (3, 3, 3), 20, dtype=dtype)
+    x = x.at[0, 1, 0, 8, 2].set(value)
+    with library.use_level(level):
+        y = native(x, weight, bias, padding=1).astype(jnp.float32)
+    expected = np.asarray(plain(x, weight, bias, padding=1).astype(jnp.float32))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    np.testing.assert_allclose(y, expected, atol=2e-2 if dtype == jnp.bfloat16 else 2e-5)
+
+
+def test_images():
+    x, weight, bias = conv_arrays((3, 10, 12, 20), (3, 3), 30)
+    options = dict(stride=2, padding=((0, 1), (0, 1)))
+    np.testing.assert_allclose(
+        native2d(x, weight, bias, **options), ops.conv2d.__wrapped__(x, weight, bias, **options), atol=2e-5
+    )
+
+
+def test_no_images():
+    x, weight, bias = conv_arrays((0, 2, 4, 4, 8), (3, 3, 3), 6)
+    assert native(x, weight, bias, padding=1).shape == (0, 2, 4, 4, 6)
+    assert native2d(x[:, 0], weight[:, :, 0]).shape == (0, 2, 2, 6)
+
+
+def test_derivatives_are_the_plain_forms():
+    x, weight, bias = conv_arrays((1, 3, 5, 6, 4), (3, 3, 3), 5)
+    cache = jnp.ones((1, 2, 5, 6, 4))
+
+    def loss(x, weight, bias, cache):
+        return jnp.sum(jnp.sin(ops.conv3d(x, weight, bias, padding=1, stride=(1, 2, 1), cache=cache)))
+
+    gradients = {}
+    for form in ("native", "plain"):
+        with ops.use_forms(conv3d=form):
+            gradients[form] = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, weight, bias, cache)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *gradients.values())
+
+
+def test_it_can_be_mapped():
+    x, weight, bias = conv_arrays((3, 2, 4, 5, 8), (3, 3, 3), 6)
+    with ops.use_forms(conv3d="native"):
+        mapped = jax.vmap(lambda x: ops.conv3d(x[None], weight, bias, padding=1)[0])(x)
+    np.testing.assert_array_equal(mapped, native(x, weight, bias, padding=1))
+
+
+def test_it_is_chosen_for_the_dtypes_that_it_reads():
+    x, weight, bias = conv_arrays((1, 2, 4, 4, 8), (3, 3, 3), 6)
+    assert ops.conv3d.select(x, weight, bias).name == "native"
+    assert ops.conv3d.select(x, weight.astype(jnp.bfloat16)).name == "native"
+    assert ops.conv3d.select(x.astype(jnp.float16), weight.astype(jnp.float16)).name == "plain"
+    assert ops.conv2d.select(x[:, 0], weight[:, :, 0]).name == "native"
+
+
+def test_memory_is_that_of_the_result():
+    # A matrix of patches would take 27 times the input's 3 MB.
+    x, weight = jax.ShapeDtypeStruct((1, 4, 64, 64, 96), jnp.bfloat16), jax.ShapeDtypeStruct((8, 96, 3, 3, 3), jnp.bfloat16)
+    assert native.lower(x, weight, padding=1).compile().memory_analysis().temp_size_in_bytes < 2**20
