@@ -15,6 +15,7 @@ from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 # Fast forms register themselves with the operations above.
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
+import verax.ops.cpu.delta  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, MissingDependencyError
 
-__all__ = ["HANDLERS", "available", "call", "level", "levels", "problem", "update", "use_level"]
+__all__ = ["HANDLERS", "available", "call", "call_many", "level", "levels", "problem", "use_level"]
 
 HANDLERS = (
     "verax_attention",
     "verax_conv",
+    "verax_delta",
     "verax_linear",
     "verax_linear_quantized",
     "verax_paged_attention",
@@ -82,25 +84,32 @@ def use_level(name: str) -> Iterator[None]:
             _set_level(before)
 
 
-def call(handler: str, shape: Sequence[int], *arrays: jax.Array, **attributes: Any) -> jax.Array:
-    """Call a handler with one float32 result. Under `vmap`: once by element.
+def call(
+    handler: str, shape: Sequence[int], *arrays: jax.Array, dtype: DTypeLike = "float32", **attributes: Any
+) -> jax.Array:
+    """Call a handler with one result. Under `vmap`: once by element.
 
     Raises:
         MissingDependencyError: if there is no library, as when a native form is forced by name.
     """
-    return _call(handler, jax.ShapeDtypeStruct(tuple(shape), "float32"), None)(*arrays, **attributes)
+    return call_many(handler, [jax.ShapeDtypeStruct(tuple(shape), dtype)], *arrays, **attributes)[0]
 
 
-def update(handler: str, changed: Sequence[jax.Array], *arrays: jax.Array, **attributes: Any) -> Sequence[jax.Array]:
-    """Call a handler that changes its first arrays in place; they come back. As `call` otherwise."""
-    results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in changed]
-    return _call(handler, results, {i: i for i in range(len(changed))})(*changed, *arrays, **attributes)
-
-
-def _call(handler: str, results: Any, aliases: dict[int, int] | None) -> Any:
+def call_many(
+    handler: str,
+    results: Sequence[jax.ShapeDtypeStruct | jax.Array],
+    *arrays: jax.Array,
+    changed: int = 0,
+    **attributes: Any,
+) -> Sequence[jax.Array]:
+    """`call` for several results of the given shapes and dtypes; the first `changed` are the first arrays, in place."""
     if not available():
         raise MissingDependencyError(problem())
-    return jax.ffi.ffi_call(handler, results, vmap_method="sequential", input_output_aliases=aliases)
+    shapes = [jax.ShapeDtypeStruct(result.shape, result.dtype) for result in results]
+    aliases = {i: i for i in range(changed)}
+    return jax.ffi.ffi_call(handler, shapes, vmap_method="sequential", input_output_aliases=aliases)(
+        *arrays, **attributes
+    )
 
 
 @functools.cache

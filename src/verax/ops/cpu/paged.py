@@ -68,5 +68,6 @@ def _write_pages_native(
 ) -> Pages:
     arrays = x.astype(jnp.float32), pages.astype(jnp.int32), offsets.astype(jnp.int32)
     if isinstance(cache, QuantizedPages):
-        return QuantizedPages(*library.update("verax_write_pages_quantized", (cache.values, cache.scales), *arrays))
-    return library.update("verax_write_pages", (cache,), *arrays)[0]
+        both = cache.values, cache.scales
+        return QuantizedPages(*library.call_many("verax_write_pages_quantized", both, *both, *arrays, changed=2))
+    return library.call_many("verax_write_pages", [cache], cache, *arrays, changed=1)[0]

@@ -27,7 +27,7 @@ from verax.ops.delta._inverse import unit_lower_inverse
 from verax.ops.delta._packing import Layout, align
 from verax.ops.delta._recurrence import delta_recurrence
 
-__all__ = ["SMALLEST_CHUNK"]
+__all__ = ["SMALLEST_CHUNK", "chunk_backward", "chunk_forward", "chunk_layout"]
 
 CHUNK_SIZES = {"cpu": 16}
 """Best chunk size by platform, measured (docs/delta.md); `CHUNK_SIZE` elsewhere."""
@@ -57,38 +57,88 @@ def _delta_chunk(
     initial_state: Float[Array, "N HV K V"],
     cu_seqlens: Int[Array, "M"] | None = None,
     *,
+    scale: float | Array = 1.0,
+    use_qk_l2norm: bool = False,
     erase_before_decay: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
-    B, T, HV, V = x.v.shape
-    H, K = x.read.shape[2:]
+    layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
+    chunks = _to_chunks(x.ready(scale, use_qk_l2norm), layout)
+    out, states = _walk(chunks, _by_heads(initial_state, x), layout.owner, erase_before_decay)
+    return _from_chunks(out, layout), states.reshape(initial_state.shape)
+
+
+def chunk_forward(
+    x: DeltaInputs,
+    initial_state: Float[Array, "N HV K V"],
+    cu_seqlens: Int[Array, "M"] | None,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    erase_before_decay: bool,
+    chunk_size: int | None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"], Float[Array, "n B HV K V"]]:
+    """What the chunked form returns and, for `chunk_backward`, the state before each chunk."""
+    layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
+    chunks = _to_chunks(x.ready(scale, use_qk_l2norm), layout)
+    (out, states), (*_, before) = _walk_forward(chunks, _by_heads(initial_state, x), layout.owner, erase_before_decay)
+    before = before.reshape(layout.chunks, layout.batch, *initial_state.shape[1:])
+    return _from_chunks(out, layout), states.reshape(initial_state.shape), before
+
+
+def chunk_backward(
+    x: DeltaInputs,
+    before: Float[Array, "n B HV K V"],
+    cu_seqlens: Int[Array, "M"] | None,
+    d_out: Float[Array, "B T HV V"],
+    d_final: Float[Array, "N HV K V"],
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    erase_before_decay: bool,
+    chunk_size: int | None,
+) -> tuple[DeltaInputs, Float[Array, "N HV K V"]]:
+    """Cotangents of the inputs and of the initial states."""
+    layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
+    chunks, pull_inputs = jax.vjp(lambda x: _to_chunks(x.ready(scale, use_qk_l2norm), layout), x)
+    residuals = chunks, layout.owner, _by_heads(before, x)
+    cotangents = _value_heads(d_out, layout, x.read.shape[2]), _by_heads(d_final, x)
+    d_chunks, d_initial, _ = _walk_backward(erase_before_decay, residuals, cotangents)
+    return pull_inputs(d_chunks)[0], d_initial.reshape(d_final.shape)
+
+
+def chunk_layout(B: int, T: int, cu_seqlens: Int[Array, "M"] | None, chunk_size: int | None) -> Layout:
+    """How so many tokens are cut; the platform's best size, if None is given."""
     if chunk_size is None:
         # No larger than the first power of two that holds all tokens.
         chunk_size = min(CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE), 1 << (max(T, 1) - 1).bit_length())
         chunk_size = max(chunk_size, SMALLEST_CHUNK)
-    layout = align(B, T, chunk_size, cu_seqlens)
-    states = initial_state.reshape(-1, B * H, HV // H, K, V)
-    out, states = _walk(_to_chunks(x, layout), states, layout.owner, erase_before_decay)
-    out = jnp.moveaxis(out.reshape(layout.chunks, B, HV, chunk_size, V), 3, 2)
-    return layout.from_chunks(out), states.reshape(initial_state.shape)
+    return align(B, T, chunk_size, cu_seqlens)
+
+
+def _by_heads(states: Float[Array, "*N HV K V"], x: DeltaInputs) -> Float[Array, "S m R K V"]:
+    """States with the value heads of a key head beside each other."""
+    B, _, H, _ = x.read.shape
+    return states.reshape(-1, B * H, x.v.shape[2] // H, *states.shape[-2:])
+
+
+def _value_heads(a: Float[Array, "B T HV D"], layout: Layout, H: int) -> Float[Array, "n m R C D"]:
+    a = jnp.moveaxis(layout.to_chunks(a), 3, 2)
+    return a.reshape(layout.chunks, layout.batch * H, a.shape[2] // H, *a.shape[3:])
 
 
 def _to_chunks(x: DeltaInputs, layout: Layout) -> DeltaInputs:
     """Key heads as `[n m C K]`, value heads as `[n m R C D]`; beta and a decay by head have D = 1."""
-    B, _, H, _ = x.read.shape
+    H = x.read.shape[2]
+    keys = (_value_heads(a, layout, H)[:, :, 0] for a in x[:3])
+    values = (_value_heads(a if a.ndim == 4 else a[..., None], layout, H) for a in x[3:])
+    return DeltaInputs(*keys, *values)
 
-    def heads_first(a: Array) -> Array:
-        return jnp.moveaxis(layout.to_chunks(a if a.ndim == 4 else a[..., None]), 3, 2)
 
-    def key_heads(a: Array) -> Array:
-        a = heads_first(a)
-        return a.reshape(layout.chunks, B * H, *a.shape[3:])
-
-    def value_heads(a: Array) -> Array:
-        a = heads_first(a)
-        return a.reshape(layout.chunks, B * H, a.shape[2] // H, *a.shape[3:])
-
-    return DeltaInputs(*map(key_heads, x[:3]), *map(value_heads, x[3:]))
+def _from_chunks(out: Float[Array, "n m R C V"], layout: Layout) -> Float[Array, "B T HV V"]:
+    n, m, R, C, V = out.shape
+    out = out.reshape(n, layout.batch, m // layout.batch * R, C, V)
+    return layout.from_chunks(jnp.moveaxis(out, 3, 2))
 
 
 def _walk_all(x: DeltaInputs, states: Array, owner: Array, erase_before_decay: bool) -> tuple[Array, Array]:

@@ -36,6 +36,14 @@ class DeltaInputs(NamedTuple):
     beta: Float[Array, "B T HV"]
     g: Float[Array, "B T HV"] | Float[Array, "B T HV K"]
 
+    def ready(self, scale: float | Array, use_qk_l2norm: bool) -> DeltaInputs:
+        """In one dtype, float32 or `read`'s if that is wider, with keys normalised if asked for, and `read` scaled."""
+        dtype = jnp.promote_types(self.read.dtype, jnp.float32)
+        x = DeltaInputs(*(a.astype(dtype) for a in self))
+        if use_qk_l2norm:
+            x = x._replace(**{key: l2_normalize(getattr(x, key)) for key in ("read", "erase", "write")})
+        return x._replace(read=x.read * scale)
+
 
 def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     """`x / sqrt(sum(x^2) + 1e-6)` in float32 at least: zero rows stay zero, with a finite gradient."""

@@ -18,18 +18,24 @@ def delta_recurrence(
     initial_state: Float[Array, "N HV K V"],
     cu_seqlens: Int[Array, "M"] | None = None,
     *,
+    scale: float | Array = 1.0,
+    use_qk_l2norm: bool = False,
     erase_before_decay: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
-    """Run `DeltaInputs`' recurrence over whole sequences; outputs and final states in the dtype of the inputs.
+    """Run `DeltaInputs`' recurrence over whole sequences; outputs and final states in float32 (float64 if `read` is).
 
     Args:
-        x: one dtype throughout, float32 or float64.
-        initial_state: one state for each sequence: N is B, or the number of packed sequences.
+        x: of any floating dtypes.
+        initial_state: one state for each sequence, in the dtype of the result: N is B, or the number of packed
+            sequences.
         cu_seqlens: `[N + 1]` offsets of packed sequences (B == 1); tokens past the last offset come out zero.
+        scale: factor on the outputs.
+        use_qk_l2norm: normalise `read`, `erase` and `write` first, see `l2_normalize`.
         erase_before_decay: the erase key reads the state as it was before this token's decay.
         chunk_size: tokens handled at a time by the forms that chunk; the result does not depend on it.
     """
+    x = x.ready(scale, use_qk_l2norm)
     T = x.v.shape[1]
     N = initial_state.shape[0]
     if cu_seqlens is None:

@@ -256,19 +256,24 @@ def _run(
         raise InvalidParameterError(f"chunk_size: expected a power of two from {SMALLEST_CHUNK}, got {chunk_size}")
 
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    q, erase, k, v = (a.astype(dtype) for a in (q, erase, k, v))
-    if use_qk_l2norm:
-        q, erase, k = (l2_normalize(a) for a in (q, erase, k))
     x = DeltaInputs(
-        read=q * (K**-0.5 if scale is None else scale),
+        read=q,
         erase=erase,
         write=k,
         v=v,
-        beta=jnp.ones((B, T, HV), dtype) if beta is None else beta.astype(dtype),
-        g=jnp.zeros((B, T, HV), dtype) if g is None else g.astype(dtype),
+        beta=jnp.ones((B, T, HV), dtype) if beta is None else beta,
+        g=jnp.zeros((B, T, HV), dtype) if g is None else g,
     )
     state = jnp.zeros((N, HV, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
     offsets = None if cu_seqlens is None else cu_seqlens * steps
     run = delta_recurrence if mode == "auto" else delta_recurrence.forms[FORMS[mode]].function
-    out, state = run(x, state, offsets, erase_before_decay=erase_before_decay, chunk_size=chunk_size)
+    out, state = run(
+        x,
+        state,
+        offsets,
+        scale=K**-0.5 if scale is None else scale,
+        use_qk_l2norm=use_qk_l2norm,
+        erase_before_decay=erase_before_decay,
+        chunk_size=chunk_size,
+    )
     return out[:, steps - 1 :: steps], state if output_final_state else None

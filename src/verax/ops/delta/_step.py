@@ -25,9 +25,12 @@ def _delta_step(
     initial_state: Float[Array, "N HV K V"],
     cu_seqlens: Int[Array, "M"] | None = None,
     *,
+    scale: float | Array = 1.0,
+    use_qk_l2norm: bool = False,
     erase_before_decay: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
+    x = x.ready(scale, use_qk_l2norm)
     B, T, HV, V = x.v.shape
     H, K = x.read.shape[2:]
     state = initial_state.reshape(B, H, HV // H, K, V)

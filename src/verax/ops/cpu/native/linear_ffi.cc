@@ -1,13 +1,12 @@
 // The FFI handlers of kernels/linear.cc: check shapes, pack x, share the rows of W over the threads.
 #include <algorithm>
 #include <initializer_list>
-#include <memory>
-#include <new>
 
 #include "export.h"
 #include "kernels/linear.h"
 #include "levels.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -18,15 +17,10 @@ namespace ffi = ::xla::ffi;
 // Bytes of weight that a thread takes at a time: some ten microseconds of memory traffic.
 constexpr int64_t PIECE = 256 * 1024;
 
-struct Aligned {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
-};
-
 void run(ffi::ThreadPool& pool, LinearTask task) {
   if (task.M == 0 || task.N == 0) return;
-  const int64_t bytes = std::max<int64_t>(64, linear_packed_bytes(task.M, task.K));
-  const std::unique_ptr<void, Aligned> packed(::operator new(bytes, std::align_val_t{64}));
-  task.packed = packed.get();
+  const AlignedBytes packed(std::max<int64_t>(64, linear_packed_bytes(task.M, task.K)));
+  task.packed = packed.data();
   VERAX_KERNEL(linear_pack)(task);
   const auto columns = VERAX_KERNEL(linear_columns);
   const int64_t rows = std::min(PIECE / std::max<int64_t>(1, linear_row_bytes(task)), task.N / 8);

@@ -1,32 +1,15 @@
 // The FFI handler of kernels/sample.cc: a thread a row.
-#include <memory>
-#include <new>
-
 #include "export.h"
 #include "kernels/sample.h"
 #include "levels.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
 namespace {
 
 namespace ffi = ::xla::ffi;
-
-struct Aligned {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
-};
-
-// A thread keeps its room: to have a megabyte mapped anew takes longer than to draw.
-float* room(int64_t floats) {
-  static thread_local std::unique_ptr<void, Aligned> kept;
-  static thread_local int64_t size = 0;
-  if (size < floats) {
-    kept.reset(::operator new(floats * sizeof(float), std::align_val_t{64}));
-    size = floats;
-  }
-  return static_cast<float*>(kept.get());
-}
 
 ffi::Error sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> temperature,
                   ffi::Buffer<ffi::S32> top_k, ffi::Buffer<ffi::F32> top_p, ffi::Buffer<ffi::F32> min_p,
@@ -42,7 +25,8 @@ ffi::Error sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffe
                         min_p.typed_data(), u.typed_data(),      top_k.typed_data(),       tokens->typed_data()};
   const auto draw = VERAX_KERNEL(sample_row);
   parallel_for(pool, shape[0], 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) draw(task, row, room(sample_room(task.V)));
+    auto* room = static_cast<float*>(thread_scratch(sample_room(task.V) * static_cast<int64_t>(sizeof(float))));
+    for (int64_t row = begin; row < end; ++row) draw(task, row, room);
   });
   return ffi::Error::Success();
 }

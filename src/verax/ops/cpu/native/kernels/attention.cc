@@ -48,15 +48,6 @@ struct Scratch {
   State span, total;
 };
 
-struct Carver {
-  float* next;
-  float* take(int64_t floats) {
-    float* taken = next;
-    next += (floats + 15) / 16 * 16;
-    return taken;
-  }
-};
-
 Scratch carve(void* memory, int64_t rows, int64_t H, int depth) {
   Carver carver{static_cast<float*>(memory)};
   const int64_t width = attention_padded(H);

@@ -90,6 +90,16 @@ struct Matrix {
   float* row(int64_t i) const { return at + i * stride; }
 };
 
+// Takes arrays out of a piece of memory, each from the start of a cache line.
+struct Carver {
+  float* next;
+  float* take(int64_t floats) {
+    float* taken = next;
+    next += (floats + 15) / 16 * 16;
+    return taken;
+  }
+};
+
 // for each depth d:
 //   R x C sums += a[r, d] * b[d, c]
 // Each sum is one register that takes the depths in order: it does not depend on what is computed beside it.
