@@ -89,7 +89,7 @@ def test_without_a_model_the_weights_are_random_in_the_real_shapes(monkeypatch):
 
 
 def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
-    with pytest.raises(InvalidParameterError, match=r"against: expected transformers, got 'vllm'"):
+    with pytest.raises(InvalidParameterError, match=r"against: expected transformers or llama.cpp, got 'vllm'"):
         bench_text(None, founding, runs=1, warmup=0, against=("vllm",))
     with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
         bench_text(None, founding, runs=1, warmup=0, dtype="int8")

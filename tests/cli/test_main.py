@@ -7,6 +7,8 @@ import sys
 import pytest
 
 import verax
+from tests.support import gguf as files
+from tests.support.tiny import tiny_checkpoint
 from verax import ops
 
 
@@ -44,6 +46,18 @@ def test_info_names_versions_devices_and_every_operation(run):
     for name, row in facts["operations"].items():
         for form in row["runs"].split(", "):
             assert form.split(" (")[0] in ops.operations()[name].forms
+
+
+def test_info_describes_a_checkpoint(run, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "folder")
+    files.write(folder, tmp_path / "a.gguf", "Q8_0")
+    facts = {path: json.loads(run("info", str(path), "--json").out) for path in (folder, tmp_path / "a.gguf")}
+    ours, theirs = facts.values()
+    same = ("architecture", "layers", "hidden_size", "heads", "context", "vocabulary", "parameters", "tokens")
+    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+    assert [kind.split()[0] for kind in facts[tmp_path / "a.gguf"]["weights"]] == ["Q8_0", "F32"]
+    assert [kind.split()[0] for kind in facts[folder]["weights"]] == ["float32"]
+    assert "Q8_0" in run("info", str(tmp_path / "a.gguf")).out
 
 
 def test_info_as_a_table(run):

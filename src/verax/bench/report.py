@@ -107,7 +107,19 @@ def _quality_page(result: dict[str, Any]) -> list[str]:
 def _about(result: dict[str, Any]) -> str:
     machine = result["machine"]
     limits = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.get("measured", {}).items())
-    shown = ("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers")
+    shown = (
+        "cpu",
+        "cores",
+        "memory_gib",
+        "platform",
+        "devices",
+        "python",
+        "jax",
+        "jaxlib",
+        "torch",
+        "transformers",
+        "llama_cpp_python",
+    )
     about = ", ".join(f"{name} {machine[name]}" for name in shown if name in machine)
     return f"Machine: {about}." + (f" Measured: {limits}." if limits else "") + f" {result.get('date', '')}"
 

@@ -1,4 +1,4 @@
-"""Text generation: workloads, our engine, and transformers beside it on the same weights."""
+"""Text generation: workloads, our engine, and transformers and llama.cpp beside it on the same weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,16 @@ from verax.models import causal_lm
 from verax.text.llm import DTYPES, LLM, load_model
 from verax.text.sampling_params import SamplingParams
 
-__all__ = ["WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm"]
+if TYPE_CHECKING:
+    from verax.bench.llama_cpp_side import LlamaCppSide
+
+__all__ = ["PEERS", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm"]
+
+PEERS = ("transformers", "llama.cpp")
+"""What a text benchmark can have beside us."""
+
+GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+"""What llama.cpp's weights are, by our `quantization` or else our `dtype`."""
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -113,16 +122,18 @@ def bench_text(
         model: a checkpoint; random weights in Qwen3-0.6B's shapes if None.
         make_workload: of a vocabulary size.
         runs: counted rounds. With `warmup` rounds before them.
-        against: `"transformers"` for Hugging Face's generate, prompt by prompt and in one batch.
-        dtype: of both sides.
-        quantization, kv_cache_dtype: of our side.
+        against: of `PEERS`: Hugging Face's generate, prompt by prompt and in one batch, and llama.cpp, all prompts in
+            one batch.
+        dtype: of all sides.
+        quantization: of our side, and of llama.cpp's: Q8_0 for int8, Q4_0 for int4.
+        kv_cache_dtype: of our side.
         max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
         split: measure the decode step's parts too.
     """
-    unknown = [name for name in against if name != "transformers"]
+    unknown = [name for name in against if name not in PEERS]
     if unknown:
-        raise InvalidParameterError(f"against: expected transformers, got {unknown[0]!r}")
-    with _weights(model, dtype) as folder:
+        raise InvalidParameterError(f"against: expected {' or '.join(PEERS)}, got {unknown[0]!r}")
+    with _weights(model, dtype) as folder, contextlib.ExitStack() as closing:
         opened = checkpoint.Checkpoint.open(folder)
         workload = make_workload(causal_lm(opened.config)[1].vocab_size)
         begin = time.perf_counter()
@@ -139,12 +150,19 @@ def bench_text(
         sides: dict[str, Callable[[], object]] = {}
         versions: dict[str, Any] = {}
         if "transformers" in against:
+            if opened.metadata:
+                raise InvalidParameterError(f"against: {folder} is a GGUF file; transformers is compared on a folder")
             from verax.bench.transformers_side import TransformersSide
 
             theirs = TransformersSide(folder, dtype)
-            versions = theirs.versions()
+            versions |= theirs.versions()
             sides["transformers naive"] = lambda: theirs.naive(workload)
             sides["transformers batched"] = lambda: theirs.batched(workload)
+        if "llama.cpp" in against:
+            kind = "as it is" if opened.metadata else GGUF_TYPES[quantization or dtype]
+            llama_cpp = closing.enter_context(_llama_cpp(opened, kind, workload))
+            versions |= llama_cpp.versions()
+            sides[f"llama.cpp {kind}"] = lambda: llama_cpp.batched(workload)
         prompts, params = [list(p) for p in workload.prompts], workload.params()
 
         def ours() -> object:
@@ -196,6 +214,22 @@ def bench_text(
 
             result["decode_step"] = decode_split(llm, rows=len(prompts), length=workload.longest)
         return result
+
+
+@contextlib.contextmanager
+def _llama_cpp(opened: checkpoint.Checkpoint, kind: str, workload: Workload) -> Iterator[LlamaCppSide]:
+    """llama.cpp with a GGUF file itself, or else the weights as `kind` in a file that is gone afterwards."""
+    from verax.bench.gguf_writer import write_gguf
+    from verax.bench.llama_cpp_side import LlamaCppSide, import_llama_cpp
+
+    import_llama_cpp()  # before a file is written for it
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
+        path = opened.folder if opened.metadata else write_gguf(opened, Path(name) / f"{kind}.gguf", kind)
+        side = LlamaCppSide(path, workload)
+        try:
+            yield side
+        finally:
+            side.close()
 
 
 @contextlib.contextmanager

@@ -1,14 +1,16 @@
-"""A Hugging Face checkpoint folder: configuration, and weights by name over one or many safetensors files."""
+"""A checkpoint: configuration and weights by name, of a Hugging Face folder of safetensors files or one GGUF file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
-from verax.checkpoint.compressed_tensors import PackedWeight, find_packed, read_packed
+from verax.checkpoint.compressed_tensors import find_packed
 from verax.checkpoint.resolve import resolve
 from verax.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from verax.errors import CheckpointError
@@ -23,17 +25,69 @@ INDEX = "model.safetensors.index.json"
 """Which file has which weight, if they are in many."""
 
 
+class TensorFile(Protocol):
+    """A file of weights by key."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def kind(self, name: str) -> str:
+        """How a tensor is stored."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor: a view of the file where that is possible."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from memory."""
+        ...
+
+
+class QuantizedEntry(Protocol):
+    """A quantised weight of a file: what it is, the keys that make it up, and how they are read."""
+
+    @property
+    def kind(self) -> str:
+        """What the quantisation is called."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As of the array that it stands for."""
+        ...
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that are read for it."""
+        ...
+
+    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight:
+        """A copy, with the arrays that `read_raw` gives."""
+        ...
+
+
 class Checkpoint:
     """An open checkpoint. Weights are mapped, not read. Quantised ones go by the key that they would have as floats."""
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], generation_config: dict[str, Any], files: dict[str, SafetensorsFile]
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        generation_config: dict[str, Any],
+        files: Mapping[str, TensorFile],
+        *,
+        packed: Mapping[str, QuantizedEntry] = MappingProxyType({}),
+        metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.folder = folder
+        """Where the checkpoint is: the file itself, if it is a GGUF file."""
         self.config = config
         self.generation_config = generation_config
+        self.metadata = metadata
+        """A GGUF file's own, which has the tokenizer; empty for a folder."""
         self._files = files
-        self.packed: dict[str, PackedWeight] = {}
+        self.packed = packed
         """The quantised weights."""
         self._parts: set[str] = set()
         if "quantization_config" in config:
@@ -42,23 +96,34 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:
-        """Open a folder, or a hub id.
+        """Open a folder, a hub id, or a GGUF file.
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
+            UnsupportedModelError: for a GGUF file of an architecture that verax does not have.
         """
         folder = resolve(model, revision=revision)
+        if folder.is_file():
+            from verax.checkpoint.gguf_weights import GGUFWeights
+
+            file = GGUFWeights(folder)
+            files = dict.fromkeys(file.tensors, file)
+            return cls(folder, file.config, file.generation_config(), files, packed=file.packed, metadata=file.metadata)
         config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         return cls(folder, config, read_json(generation) if generation.is_file() else {}, _open_files(folder))
 
     def names(self) -> list[str]:
         """Every weight's key."""
-        return [*(name for name in self._files if name not in self._parts), *self.packed]
+        return [*(name for name in self._files if name not in self._parts and name not in self.packed), *self.packed]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a weight."""
         return self.packed[name].shape if name in self.packed else self.info(name).shape
+
+    def kind(self, name: str) -> str:
+        """How a weight is stored: a dtype, or what its quantisation is called."""
+        return self.packed[name].kind if name in self.packed else self._file(name).kind(name)
 
     def info(self, name: str) -> TensorInfo:
         """Dtype, shape and place of an unquantised weight."""
@@ -66,7 +131,7 @@ class Checkpoint:
 
     def read(self, name: str) -> np.ndarray | QuantizedWeight:
         """A read-only view of a weight, mapped from its file; a copy if it is quantised."""
-        return read_packed(self, self.packed[name]) if name in self.packed else self.read_raw(name)
+        return self.packed[name].read(self.read_raw) if name in self.packed else self.read_raw(name)
 
     def read_raw(self, key: str) -> np.ndarray:
         """A read-only view of an array, by its key in the file."""
@@ -94,7 +159,7 @@ class Checkpoint:
     def _keys(self, name: str) -> tuple[str, ...]:
         return self.packed[name].keys if name in self.packed else (name,)
 
-    def _file(self, name: str) -> SafetensorsFile:
+    def _file(self, name: str) -> TensorFile:
         try:
             return self._files[name]
         except KeyError:

@@ -21,10 +21,9 @@ from verax.errors import CheckpointError
 from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
 
 if TYPE_CHECKING:
-    from verax.checkpoint.checkpoint import Checkpoint
     from verax.checkpoint.safetensors_file import TensorInfo
 
-__all__ = ["PackedWeight", "entries", "find_packed", "quantization_config", "read_packed"]
+__all__ = ["PackedWeight", "entries", "find_packed", "quantization_config"]
 
 METHOD = "compressed-tensors"
 
@@ -47,9 +46,31 @@ class PackedWeight(NamedTuple):
     group_size: int | None
 
     @property
+    def kind(self) -> str:
+        """Bits, and what shares a scale."""
+        return f"int{self.bits} by {'rows' if self.group_size is None else self.group_size}"
+
+    @property
     def keys(self) -> tuple[str, str]:
         """The keys that are read for it."""
         return self.values, self.scales
+
+    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight:
+        """Copy it out of its file, exactly: integers and scales as they are, in our order."""
+        stored = read_raw(self.values)
+        if self.values.endswith("_packed"):
+            bytes_ = np.ascontiguousarray(stored).view(np.uint8)
+            if self.bits == 8:
+                integers = (bytes_ ^ 0x80).view(np.int8)  # minus 128
+            else:
+                integers = np.stack([bytes_ & 15, bytes_ >> 4], axis=-1).reshape(len(bytes_), -1).astype(np.int8) - 8
+            integers = integers[:, : self.shape[1]]
+        else:
+            integers = stored.copy()
+        scales = np.asarray(read_raw(self.scales), np.float32).reshape(self.shape[0], -1)
+        if self.group_size is not None and np.array_equal(halved := scales.astype(np.float16), scales):
+            scales = halved  # half the bytes to read
+        return QuantizedWeight.from_integers(jnp.array(integers), jnp.array(scales), self.bits, self.group_size)
 
 
 def find_packed(
@@ -106,24 +127,6 @@ def _describe(values: str, stored: TensorInfo, scales: str, scale: TensorInfo, D
         f"{where}: {values} of dtype {stored.dtype} and shape {list(stored.shape)} with {groups} scales a row; "
         f"supported are 4 and 8 bits with a scale for {sizes} inputs, and 8 bits with one for a row"
     )
-
-
-def read_packed(checkpoint: Checkpoint, weight: PackedWeight) -> QuantizedWeight:
-    """Copy a quantised weight out of its file, exactly: integers and scales as they are, in our order."""
-    stored = checkpoint.read_raw(weight.values)
-    if weight.values.endswith("_packed"):
-        bytes_ = np.ascontiguousarray(stored).view(np.uint8)
-        if weight.bits == 8:
-            integers = (bytes_ ^ 0x80).view(np.int8)  # minus 128
-        else:
-            integers = np.stack([bytes_ & 15, bytes_ >> 4], axis=-1).reshape(len(bytes_), -1).astype(np.int8) - 8
-        integers = integers[:, : weight.shape[1]]
-    else:
-        integers = stored.copy()
-    scales = np.asarray(checkpoint.read_raw(weight.scales), np.float32).reshape(weight.shape[0], -1)
-    if weight.group_size is not None and np.array_equal(halved := scales.astype(np.float16), scales):
-        scales = halved  # half the bytes to read
-    return QuantizedWeight.from_integers(jnp.array(integers), jnp.array(scales), weight.bits, weight.group_size)
 
 
 def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""From what a user names (a folder, a hub id) to a folder on this machine."""
+"""From what a user names (a folder, a GGUF file, a hub id) to a folder or file on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WANTED = ("config.json", "generation_config.json", "*.safetensors", "*.safetens
 _UNWANTED = ("*/*",)
 """A pattern's star crosses folders, and folders hold second copies (`original/`, `onnx/`), which can be large."""
 
-_POSSIBLE = "expected a folder with config.json and *.safetensors, or a hub id (organisation/name)"
+_POSSIBLE = "expected a folder with config.json and *.safetensors, a .gguf file, or a hub id (organisation/name)"
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -33,19 +33,38 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 def resolve(model: str | Path, *, revision: str | None = None) -> Path:
     """The folder of a checkpoint: itself if it is one, else the snapshot of a Hugging Face hub id.
 
+    A GGUF file is a checkpoint of its own, and so is a folder whose only weights are one such file.
+
     `HF_HOME` and `HF_HUB_OFFLINE` are respected; what was downloaded before is used when offline.
 
     Raises:
-        CheckpointError: if there is no such folder, and no such id could be fetched.
+        CheckpointError: if there is no such folder or file, no such id could be fetched, or a folder has several GGUF
+            files and nothing else.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
+        return _only_gguf(folder) or folder
+    if folder.is_file() and folder.suffix == ".gguf":
         return folder
     if folder.exists():
         raise CheckpointError(f"{model}: this is a file; {_POSSIBLE}")
+    if folder.suffix == ".gguf":
+        raise CheckpointError(f"{model}: no such file")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model}: no such folder; {_POSSIBLE}")
     return _download(model, revision)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no other weights."""
+    found = sorted(folder.glob("*.gguf"))
+    if not found or any(folder.glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder}: it has several GGUF files; name one: {', '.join(path.name for path in found)}"
+        )
+    return found[0]
 
 
 def _download(name: str, revision: str | None) -> Path:

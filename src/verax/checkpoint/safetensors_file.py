@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from verax.checkpoint.mapped_file import MappedFile
 from verax.errors import CheckpointError
 
 __all__ = ["SafetensorsFile", "TensorInfo"]
@@ -42,9 +41,6 @@ _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 """The format's own limit on the header."""
 
-_WINDOW = 2 * 1024 * 1024
-"""The most that Linux maps around a page that is touched: a huge page of the file cache; 64 KiB on older systems."""
-
 
 class TensorInfo(NamedTuple):
     """Where a tensor lies: byte offsets from the beginning of the file."""
@@ -55,7 +51,7 @@ class TensorInfo(NamedTuple):
     end: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """An open file. Views stay valid while they are referenced; `release` only gives memory back."""
 
     def __init__(self, path: Path):
@@ -64,49 +60,37 @@ class SafetensorsFile:
         Raises:
             CheckpointError: if the file is missing, truncated, or not what its header says; with its name.
         """
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._size = os.fstat(file.fileno()).st_size
-                if self._size < _LENGTH_BYTES:
-                    raise self._fault(f"it has {self._size} bytes, too few for a safetensors header")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: no such file") from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        super().__init__(path)
+        if self.size < _LENGTH_BYTES:
+            raise self.fault(f"it has {self.size} bytes, too few for a safetensors header")
         self.tensors: dict[str, TensorInfo] = self._read_header()
+
+    def kind(self, name: str) -> str:
+        """A tensor's dtype."""
+        return str(self.tensors[name].dtype)
 
     def read(self, name: str) -> np.ndarray:
         """A read-only view of a tensor's bytes in the file."""
         info = self.tensors[name]
-        flat = np.frombuffer(self._map, np.uint8, info.end - info.start, info.start)
-        return flat.view(info.dtype).reshape(info.shape)
+        return self.view(info.start, info.end).view(info.dtype).reshape(info.shape)
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory. No view loses anything: a page that is touched again is mapped again."""
         info = self.tensors[name]
-        # A window more on either side: reading the tensor mapped its neighbours too, which outweigh a small tensor.
-        first = max(info.start - _WINDOW, 0) // mmap.PAGESIZE * mmap.PAGESIZE
-        last = min(info.end + _WINDOW, self._size)
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-    def _fault(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}; the file is damaged or incomplete, fetch it again")
+        self.release_pages(info.start, info.end)
 
     def _read_header(self) -> dict[str, TensorInfo]:
-        length = int.from_bytes(self._map[:_LENGTH_BYTES], "little")
+        length = int.from_bytes(self.map[:_LENGTH_BYTES], "little")
         if length > _LONGEST_HEADER:
             raise CheckpointError(f"{self.path}: not a safetensors file (its header would have {length} bytes)")
         begin = _LENGTH_BYTES + length
-        if begin > self._size:
-            raise self._fault(f"the header of {length} bytes does not fit into its {self._size} bytes")
+        if begin > self.size:
+            raise self.fault(f"the header of {length} bytes does not fit into its {self.size} bytes")
         try:
-            header = json.loads(self._map[_LENGTH_BYTES:begin].decode("utf-8"))
+            header = json.loads(self.map[_LENGTH_BYTES:begin].decode("utf-8"))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         except (ValueError, AttributeError, RecursionError) as error:
-            raise self._fault("its header is not valid JSON") from error
+            raise self.fault("its header is not valid JSON") from error
         tensors = {name: self._read_entry(name, entry, begin) for name, entry in entries.items()}
         self._check_layout(tensors, begin)
         return tensors
@@ -116,16 +100,16 @@ class SafetensorsFile:
             kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             sound = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
         except (TypeError, KeyError, ValueError) as error:
-            raise self._fault(f"the header's entry of {name} is malformed") from error
+            raise self.fault(f"the header's entry of {name} is malformed") from error
         if not sound:
-            raise self._fault(f"the header's entry of {name} is malformed")
+            raise self.fault(f"the header's entry of {name} is malformed")
         if kind not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} has dtype {kind}; supported are {', '.join(DTYPES)}")
         dtype = DTYPES[kind]
         if end - start != math.prod(shape) * dtype.itemsize:
-            raise self._fault(f"{name} of shape {list(shape)} and dtype {kind} cannot have {end - start} bytes")
-        if begin + end > self._size:
-            raise self._fault(f"{name} ends at byte {begin + end}, but the file has {self._size}")
+            raise self.fault(f"{name} of shape {list(shape)} and dtype {kind} cannot have {end - start} bytes")
+        if begin + end > self.size:
+            raise self.fault(f"{name} ends at byte {begin + end}, but the file has {self.size}")
         return TensorInfo(dtype, shape, begin + start, begin + end)
 
     def _check_layout(self, tensors: dict[str, TensorInfo], begin: int) -> None:
@@ -133,7 +117,7 @@ class SafetensorsFile:
         at = begin
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
             if info.start != at:
-                raise self._fault(f"{name} begins at byte {info.start} where byte {at} was expected")
+                raise self.fault(f"{name} begins at byte {info.start} where byte {at} was expected")
             at = info.end
-        if at != self._size:
-            raise self._fault(f"its tensors end at byte {at}, but the file has {self._size}")
+        if at != self.size:
+            raise self.fault(f"its tensors end at byte {at}, but the file has {self.size}")

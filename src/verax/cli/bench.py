@@ -40,7 +40,9 @@ def text(
     temperature: Annotated[float | None, typer.Option(help="0.7 for founding, 0.6 for nano-vllm, if left out.")] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
-    against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="transformers, llama.cpp or both with a comma: run them too, interleaved.")
+    ] = None,
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -54,6 +56,10 @@ def text(
     Examples:
 
         verax bench text --against transformers --split
+
+        verax bench text --against transformers,llama.cpp --quantization int8
+
+        verax bench text --against llama.cpp --prompts 1
 
         verax bench text --workload nano-vllm --requests 8 --scale 0.1
     """
@@ -77,7 +83,7 @@ def text(
         make,
         runs=runs,
         warmup=warmup,
-        against=tuple(against.split(",")) if against else (),
+        against=tuple(name.strip() for name in against.split(",")) if against else (),
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,

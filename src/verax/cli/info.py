@@ -1,30 +1,44 @@
-"""`verax info`: what is installed, what the machine can do, and which form of each operation runs on it."""
+"""`verax info`: what the machine can do and which form of each operation runs on it; or what a checkpoint holds."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verax.cli import options
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 __all__ = ["info"]
 
 
 def info(
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id to describe instead of the machine.")
+    ] = None,
     measure: Annotated[bool, typer.Option(help="Measure memory bandwidth and matmul rate (some seconds).")] = True,
     as_json: options.Json = False,
 ) -> None:
     """Versions, devices, memory, measured bandwidth and matmul rate, and the form of each operation that runs here.
+
+    With a checkpoint: its architecture, size, precision and tokenizer, without loading it.
 
     Examples:
 
         verax info
 
         verax info --json --no-measure
+
+        verax info Qwen3-0.6B-Q8_0.gguf
     """
+    if model is not None:
+        _show_model(model, as_json)
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -46,10 +60,7 @@ def info(
     console = Console()
     for title in ("machine", "measured"):
         if facts[title]:
-            table = Table(title=title, show_header=False, title_justify="left")
-            for name, value in facts[title].items():
-                table.add_row(name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
-            console.print(table)
+            console.print(_table(title, facts[title]))
     table = Table("operation", "runs here", "other forms", title="operations", title_justify="left")
     for name, row in facts["operations"].items():
         table.add_row(name, row["runs"], ", ".join(row["others"]))
@@ -62,3 +73,52 @@ def info(
         else kernels["problem"],
         soft_wrap=True,
     )
+
+
+def _show_model(model: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    facts = _describe(model)
+    if as_json:
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    else:
+        Console().print(_table("checkpoint", facts))
+
+
+def _describe(model: str) -> dict[str, Any]:
+    """What a checkpoint holds, by its configuration and the headers of its files."""
+    from verax.checkpoint import Checkpoint
+    from verax.models import causal_lm
+    from verax.text.tokenizer import Tokenizer
+
+    opened = Checkpoint.open(model)
+    config = causal_lm(opened.config)[1]
+    tokenizer = Tokenizer.from_checkpoint(opened)
+    names = {opened.place(name): name for name in opened.names()}.values()  # a tied head is there once
+    sizes: dict[str, int] = {}
+    for name in names:
+        sizes[opened.kind(name)] = sizes.get(opened.kind(name), 0) + opened.size(name)
+    return {
+        "path": str(opened.folder),
+        "architecture": opened.config["model_type"],
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "heads": f"{config.num_attention_heads}, {config.num_key_value_heads} of them for keys and values, "
+        f"of size {config.head_dim}",
+        "context": config.max_position_embeddings,
+        "vocabulary": config.vocab_size,
+        "parameters": sum(math.prod(opened.shape(name)) for name in names),
+        "weights": [f"{kind} {size / 1e6:.1f} MB" for kind, size in sorted(sizes.items(), key=lambda item: -item[1])],
+        "tokens": tokenizer.vocab_size,
+        "end_of_text": [str(tokenizer.token(number)) for number in sorted(tokenizer.eos_token_ids)],
+        "chat_template": tokenizer.has_chat_template,
+    }
+
+
+def _table(title: str, facts: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
+    return table

@@ -30,7 +30,8 @@ __all__ = [
 _SAMPLING = "Sampling"
 
 Model = Annotated[
-    str | None, typer.Option("--model", "-m", help="A checkpoint folder or hub id; the built-in model if left out.")
+    str | None,
+    typer.Option("--model", "-m", help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Quantization = Annotated[

@@ -33,12 +33,14 @@ def quantize(
         verax quantize Qwen3-0.6B-int4 --model Qwen/Qwen3-0.6B --bits 4 --group-size 64
     """
     from verax import builtin, checkpoint, progress
-    from verax.errors import InvalidParameterError
+    from verax.errors import CheckpointError, InvalidParameterError
     from verax.text.llm import DTYPES, load_model
 
     if dtype not in DTYPES:
         raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
+    if opened.metadata:
+        raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; quantise the model's folder")
     if output.exists() and output.samefile(opened.folder):
         raise typer.BadParameter(f"{output}: that is the checkpoint itself; name another folder")
     if group_size is None and bits == 4:

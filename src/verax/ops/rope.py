@@ -28,13 +28,15 @@ class RotaryConfig:
     theta: float = 10000.0
     kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
+    divisors: tuple[float, ...] = ()
+    """Of the kind `divided`: what each frequency is divided by, as GGUF files store Llama 3.1's scaling."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RotaryConfig:
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it) of a config.json.
 
         Raises:
-            UnsupportedModelError: for a `rope_type` other than the four above.
+            UnsupportedModelError: for another `rope_type`.
         """
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -53,7 +55,7 @@ class RotaryConfig:
         missing = [name for name in _REQUIRED[kind] if name not in numbers]
         if missing:
             raise UnsupportedModelError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_scaling")
-        return cls(float(theta), kind, tuple(sorted(numbers.items())))
+        return cls(float(theta), kind, tuple(sorted(numbers.items())), tuple(rope.get("divisors", ())))
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
         """Angular frequencies `[H/2]` in radians per token (float32), and the factor on cos and sin."""
@@ -106,9 +108,16 @@ def _yarn(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) 
     return frequencies, attention
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _divided(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
+    if len(config.divisors) != len(base):
+        raise UnsupportedModelError(f"{len(config.divisors)} rotary divisors do not fit heads of size {2 * len(base)}")
+    return base / np.asarray(config.divisors, np.float32), 1.0
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "divided": _divided}
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
+    "divided": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),

@@ -71,7 +71,7 @@ class LLM:
         """Load a checkpoint, allocate the cache and compile every step.
 
         Args:
-            model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
+            model: a folder with config.json and safetensors, a GGUF file, a hub id, or None for the built-in model.
             dtype: `"bfloat16"` or `"float32"`, of weights, matmul inputs and cache; the rest is float32 in both.
             quantization: `"int8"` (a scale a row) or `"int4"` (a scale for 32 inputs): quantise the linear layers, the
                 output head among them, while loading. Checkpoints that are quantised already load without it.
@@ -99,7 +99,7 @@ class LLM:
         _check_cache_dtype(kv_cache_dtype)  # before minutes of loading
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
-        tokenizer = Tokenizer.from_folder(opened.folder)
+        tokenizer = Tokenizer.from_checkpoint(opened)
         with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
             loaded = load_model(opened, dtype=dtype, quantization=quantization, progress=report)
         self.load_seconds = time.perf_counter() - begin

@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, TemplateError
 from verax.text import chat_template
 
@@ -38,6 +39,20 @@ class Tokenizer:
         """Tokens that `decode` leaves out unless told otherwise."""
         self.byte_tokens = _byte_tokens(backend)
         """The byte of each token that stands for one, such as `<0x0A>`; empty without a byte-fallback decoder."""
+
+    @classmethod
+    def from_checkpoint(cls, opened: Checkpoint) -> Tokenizer:
+        """The tokenizer of a folder, or of a GGUF file's metadata.
+
+        Raises:
+            CheckpointError: naming the file that is missing or damaged.
+            UnsupportedModelError: for a GGUF file with a tokenizer that is not byte-level BPE.
+        """
+        if not opened.metadata:
+            return cls.from_folder(opened.folder)
+        from verax.text.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(opened.metadata, opened.folder)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:

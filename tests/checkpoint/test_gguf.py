@@ -1,0 +1,253 @@
+"""GGUF files: weights exactly as llama.cpp dequantises them, configuration from metadata, clear refusals."""
+
+import struct
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support import gguf as files
+from tests.support.tiny import tiny_checkpoint
+from verax import checkpoint
+from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.models import causal_lm
+from verax.ops.quantized import QuantizedWeight
+from verax.text.llm import load_model
+
+UP, EMBEDDINGS, HEAD = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+NAMES = {UP: "blk.1.ffn_up.weight", EMBEDDINGS: "token_embd.weight"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Rows of 256, for the K types."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=256, intermediate_size=256, head_dim=64)
+
+
+def reference(path, key):
+    """A tensor as the package's own reader and dequantisation give it."""
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == NAMES[key])
+    shape = tuple(tensor.shape[::-1].tolist())
+    return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(shape)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_blocks_of_32_stay_quantised_and_are_exact(kind, folder, tmp_path):
+    path = tmp_path / "a.gguf"
+    files.write(folder, path, kind)
+    opened = Checkpoint.open(path)
+    weight = opened.read(UP)
+    assert isinstance(weight, QuantizedWeight)
+    assert (weight.bits, weight.group_size, weight.shape) == (8 if kind == "Q8_0" else 4, 32, (96, 64))
+    np.testing.assert_array_equal(weight.dequantize(), reference(path, UP))
+    assert opened.kind(UP) == kind
+    # The tied head is the quantised embeddings; for looking tokens up they are floats.
+    np.testing.assert_array_equal(opened.read(HEAD).dequantize(), reference(path, EMBEDDINGS))
+    np.testing.assert_array_equal(opened.read(EMBEDDINGS), reference(path, EMBEDDINGS))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_every_bit_pattern_is_exact(kind, folder, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    size = 34 if kind == "Q8_0" else 18
+
+    def extreme(weight, kind, seed=0):
+        blocks = rng.integers(0, 256, (weight.shape[0], weight.shape[1] // 32, size), dtype=np.uint8)
+        # Zero, the smallest, a negative, the largest.
+        blocks[..., :2] = rng.choice(np.float16([0, 6e-8, -0.3, 65504, 1.7]), (*blocks.shape[:2], 1)).view(np.uint8)
+        return blocks.reshape(weight.shape[0], -1)
+
+    monkeypatch.setattr(files, "encode", extreme)
+    path = tmp_path / "a.gguf"
+    files.write(folder, path, kind)
+    np.testing.assert_array_equal(Checkpoint.open(path).read(UP).dequantize(), reference(path, UP))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_other_types_become_floats_exactly(kind, wide, tmp_path):
+    path = tmp_path / "a.gguf"
+    files.write(wide, path, kind)
+    opened = Checkpoint.open(path)
+    for key in (UP, EMBEDDINGS):
+        weight = opened.read(key)
+        assert isinstance(weight, np.ndarray)
+        np.testing.assert_array_equal(np.asarray(weight, np.float32), reference(path, key))
+    assert not opened.packed
+    assert causal_lm(opened.config)[1].tie_word_embeddings
+
+
+def test_tensors_of_several_types_are_in_one_file(wide, tmp_path):
+    """As llama.cpp's quantize makes them: Q4_0 layers, and an embedding, which is the head too, of more bits."""
+    path = tmp_path / "a.gguf"
+    files.write(wide, path, "Q4_0", kinds={EMBEDDINGS: "Q6_K", UP: "Q4_1"})
+    model = load_model(Checkpoint.open(path), dtype="float32")
+    assert model.lm_head is None
+    assert isinstance(model.model.layers[1].mlp.down_proj.weight.get_value(), QuantizedWeight)
+    np.testing.assert_array_equal(model.model.layers[1].mlp.up_proj.weight[...], reference(path, UP))
+    np.testing.assert_array_equal(model.model.embed_tokens.weight[...], reference(path, EMBEDDINGS))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_float_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
+    options = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False} if family == "llama" else {}
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **options)
+    files.write(folder, tmp_path / "a.gguf")
+    opened = Checkpoint.open(tmp_path / "a.gguf")
+    for key, weight in load_file(folder / "model.safetensors").items():
+        np.testing.assert_array_equal(opened.read(key), weight, err_msg=key)
+    assert sorted(opened.names()) == sorted(load_file(folder / "model.safetensors"))
+    ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
+    assert ours.rotary.theta == theirs.rotary.theta
+    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    names += ("num_key_value_heads", "max_position_embeddings", "qk_norm", "qkv_bias", "output_bias", "mlp_bias")
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+
+
+def test_scaled_rotary_frequencies_are_those_of_the_folder(tmp_path):
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    folder = tiny_checkpoint(tmp_path / "folder", family="llama", rope_parameters=rope)
+    files.write(folder, tmp_path / "a.gguf")
+    ours, theirs = (causal_lm(Checkpoint.open(path).config)[1].rotary for path in (tmp_path / "a.gguf", folder))
+    np.testing.assert_allclose(ours.frequencies(16)[0], theirs.frequencies(16)[0], rtol=1e-6)
+    yarn = [
+        ("qwen3.rope.scaling.type", "add_string", "yarn"),
+        ("qwen3.rope.scaling.factor", "add_float32", 4.0),
+        ("qwen3.rope.scaling.original_context_length", "add_uint32", 64),
+    ]
+    yarn_folder = tiny_checkpoint(
+        tmp_path / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    )
+    files.write(yarn_folder, tmp_path / "b.gguf", metadata=yarn)
+    ours, theirs = (causal_lm(Checkpoint.open(path).config)[1].rotary for path in (tmp_path / "b.gguf", yarn_folder))
+    np.testing.assert_allclose(ours.frequencies(16)[0], theirs.frequencies(16)[0], rtol=1e-6)
+    assert ours.frequencies(16)[1] == theirs.frequencies(16)[1]
+
+
+def test_a_file_of_dequantised_blocks_can_be_quantised_and_one_of_our_types_not_again(folder, tmp_path):
+    files.write(folder, tmp_path / "a.gguf", "Q5_0")
+    model = load_model(Checkpoint.open(tmp_path / "a.gguf"), dtype="bfloat16", quantization="int8")
+    assert model.model.layers[0].mlp.up_proj.weight.get_value().bits == 8
+    files.write(folder, tmp_path / "b.gguf", "Q4_0")
+    with pytest.raises(CheckpointError, match="quantised already"):
+        load_model(Checkpoint.open(tmp_path / "b.gguf"), dtype="bfloat16", quantization="int8")
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(folder, tmp_path):
+    files.write(folder, tmp_path / "a.gguf")
+    assert Checkpoint.open(tmp_path).folder == tmp_path / "a.gguf"
+    assert Checkpoint.open(str(tmp_path / "a.gguf")).folder == tmp_path / "a.gguf"
+    files.write(folder, tmp_path / "b.gguf")
+    with pytest.raises(CheckpointError, match=r"several GGUF files; name one: a\.gguf, b\.gguf"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(CheckpointError, match=r"c\.gguf: no such file"):
+        Checkpoint.open(str(tmp_path / "c.gguf"))
+    checkpoint.save({"a": jnp.zeros(3)}, tmp_path, config={})
+    assert Checkpoint.open(tmp_path).folder == tmp_path
+
+
+def test_recommended_sampling_is_read(folder, tmp_path):
+    metadata = [
+        ("general.sampling.temp", "add_float32", 0.5),
+        ("general.sampling.top_k", "add_int32", 20),
+        ("general.sampling.penalty_repeat", "add_float32", 1.25),
+    ]
+    files.write(folder, tmp_path / "a.gguf", metadata=metadata)
+    opened = Checkpoint.open(tmp_path / "a.gguf")
+    assert opened.generation_config == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        (("qwen3.attention.value_length_mla", "add_uint32", 5), None),
+        (("qwen3.expert_count", "add_uint32", 8), r"qwen3\.expert_count 8 is not supported"),
+        (("qwen3.rope.dimension_count", "add_uint32", 8), r"rope\.dimension_count 8 is not supported; 16 is"),
+        (("qwen3.rope.scaling.type", "add_string", "longrope"), "rope_type 'longrope'"),
+        (("qwen3.attention.sliding_window", "add_uint32", 128), "use_sliding_window"),
+    ],
+)
+def test_features_that_verax_lacks_are_refused_by_name(metadata, says, folder, tmp_path):
+    files.write(folder, tmp_path / "a.gguf", metadata=[metadata])
+    if says is None:
+        causal_lm(Checkpoint.open(tmp_path / "a.gguf").config)
+        return
+    with pytest.raises(UnsupportedModelError, match=says):
+        causal_lm(Checkpoint.open(tmp_path / "a.gguf").config)
+
+
+def test_a_missing_weight_is_named(folder, tmp_path):
+    files.write(folder, tmp_path / "a.gguf", drop=(UP,))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight missing from a\.gguf"):
+        load_model(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
+
+
+def string(text):
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+HEADER = b"GGUF" + struct.pack("<I", 3)
+TENSOR = string("x") + struct.pack("<IQIQ", 1, 64, 0, 0)
+BROKEN = {
+    "empty": (b"", "0 bytes"),
+    "other": (b"PK\3\4" + bytes(40), "not a GGUF file"),
+    "version": (b"GGUF" + struct.pack("<I", 1), "version 1 GGUF is not supported"),
+    "big-endian": (b"GGUF" + struct.pack(">I", 3), "big-endian GGUF is not supported"),
+    "cut": (HEADER + bytes(5), "its header is malformed"),
+    "keys that are not there": (HEADER + struct.pack("<QQ", 0, 1 << 60), "its header is malformed"),
+    "long string": (HEADER + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1 << 62), "its header is malformed"),
+    "no text": (HEADER + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1) + b"\xff" + bytes(12), "malformed"),
+    "unknown value": (HEADER + struct.pack("<QQ", 0, 1) + string("a") + struct.pack("<I", 13), "a value of type 13"),
+    "long array": (HEADER + struct.pack("<QQ", 0, 1) + string("a") + struct.pack("<IIQ", 9, 4, 1 << 61), "malformed"),
+    "part": (HEADER + struct.pack("<QQ", 0, 1) + string("split.count") + struct.pack("<IH", 2, 3), "one of 3 parts"),
+    "tensor beyond the end": (HEADER + struct.pack("<QQ", 1, 0) + TENSOR, "x ends at byte 320, but the file has"),
+    "unknown type": (
+        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 64, 16, 0),
+        "x is of type IQ2_XXS, which is not supported",
+    ),
+    "part of a block": (
+        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 48, 8, 0),
+        r"x of shape \[48\] cannot be Q8_0, in blocks of 32",
+    ),
+    "no model": (HEADER + struct.pack("<QQ", 0, 0), r"general\.architecture is missing: this is no language model"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_damaged_and_foreign_files_are_refused_with_the_reason(case, tmp_path):
+    content, says = BROKEN[case]
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=says):
+        Checkpoint.open(tmp_path / "a.gguf")
+
+
+def test_another_architecture_is_refused_by_name(tmp_path):
+    content = HEADER + struct.pack("<QQ", 0, 1) + string("general.architecture") + struct.pack("<I", 8) + string("bert")
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match="'bert' is not supported; in GGUF files qwen3, qwen2, llama are"):
+        Checkpoint.open(tmp_path / "a.gguf")
+
+
+def test_any_cut_of_a_file_is_refused(folder, tmp_path):
+    files.write(folder, tmp_path / "a.gguf", "Q8_0")
+    content = (tmp_path / "a.gguf").read_bytes()
+    for length in np.linspace(1, len(content) - 1, 60).astype(int):
+        (tmp_path / "b.gguf").write_bytes(content[:length])
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(tmp_path / "b.gguf")

@@ -1,0 +1,57 @@
+"""GGUF files against transformers: the logits of a model that has the dequantised weights."""
+
+import gguf
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS, logits, relative  # noqa: E402
+from tests.support import gguf as files  # noqa: E402
+from tests.support.tiny import tiny_tokenizer  # noqa: E402
+from verax.checkpoint import Checkpoint  # noqa: E402
+from verax.nn import Linear  # noqa: E402
+from verax.ops.quantized import QuantizedWeight  # noqa: E402
+from verax.text.llm import load_model  # noqa: E402
+
+LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
+FAMILIES = {
+    "qwen3": ("Qwen3", dict(head_dim=32, tie_word_embeddings=True)),
+    "qwen3-untied": ("Qwen3", dict(head_dim=32, tie_word_embeddings=False)),
+    "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+    "llama": ("Llama", LLAMA),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [*((family, kind) for family in FAMILIES for kind in ("F32", "Q8_0")), ("llama", "Q4_0")]
+)
+def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kind, tmp_path):
+    name, options = FAMILIES[family]
+    # Rows of whole blocks of 32.
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, **options}
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    for key, weight in model.named_parameters():
+        std = 1.5 * weight.shape[1] ** -0.5 if weight.ndim == 2 else 0.3
+        weight.data.normal_(mean=float(weight.ndim == 1 and not key.endswith("bias")), std=std)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer(tmp_path, vocab_size=SIZES["vocab_size"])
+    files.write(tmp_path, tmp_path / "a.gguf", kind)
+    if kind != "F32":
+        known = gguf.GGMLQuantizationType[kind]
+        for _, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.data = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.data.numpy(), known), known))
+    with torch.no_grad():
+        expected = model(torch.tensor(TOKENS)).logits.numpy()
+    ours = load_model(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
+    # Inputs of quantised layers are rounded to bfloat16; with their float32 arrays nothing is.
+    assert relative(logits(ours, TOKENS), expected) < (2e-5 if kind == "F32" else 0.03)
+    for _, module in nnx.iter_modules(ours):
+        if isinstance(module, Linear) and isinstance(weight := module.weight.get_value(), QuantizedWeight):
+            module.weight = nnx.Param(weight.dequantize())
+    assert relative(logits(ours, TOKENS), expected) < 2e-5

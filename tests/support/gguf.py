@@ -1,0 +1,125 @@
+"""GGUF files for tests, written with the gguf package's own writer, tensor names and quantisation."""
+
+import json
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2, "llama": gguf.MODEL_ARCH.LLAMA}
+SCALE_OFFSETS = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+"""Where the float16 scales of a block lie, for types that the package cannot quantise to."""
+
+
+def encode(weight, kind, seed=0):
+    """A matrix as rows of blocks, `uint8 [F, bytes]`: quantised, or random blocks for the K types."""
+    known = gguf.GGMLQuantizationType[kind]
+    if kind not in SCALE_OFFSETS:
+        return gguf.quantize(np.ascontiguousarray(weight, np.float32), known).view(np.uint8)
+    size, size_bytes = gguf.GGML_QUANT_SIZES[known]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (weight.shape[0], weight.shape[1] // size, size_bytes), dtype=np.uint8)
+    for offset in SCALE_OFFSETS[kind]:
+        scales = (rng.standard_normal((*blocks.shape[:2], 1)) * 0.01).astype(np.float16)
+        blocks[..., offset : offset + 2] = scales.view(np.uint8)
+    return blocks.reshape(weight.shape[0], -1)
+
+
+def permuted(weight, heads):
+    """llama.cpp's converter: `LlamaModel.permute`."""
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, drop=()):
+    """A Hugging Face folder as a GGUF file; the stored blocks of each matrix by its key.
+
+    `kinds` names other types by key; `metadata` adds (key, writer's method, value); `drop` leaves weights out.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    family, layers = config["model_type"], config["num_hidden_layers"]
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(layers)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if pre is not None:
+        add_tokenizer(writer, folder, pre)
+    for key, method, value in metadata or ():
+        getattr(writer, method)(key, value)
+    stored = {}
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, config["head_dim"]))
+    for key, weight in load_file(folder / "model.safetensors").items():
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if name is None or key in drop:
+            continue
+        weight = weight.astype(np.float32)
+        if family == "llama" and (part := key.split(".")[-2]) in heads:
+            weight = permuted(weight, heads[part])
+        chosen = (kinds or {}).get(key, kind) if weight.ndim == 2 else "F32"
+        if chosen in ("F32", "F16"):
+            writer.add_tensor(name, weight.astype({"F32": np.float32, "F16": np.float16}[chosen]))
+        else:
+            stored[key] = encode(weight, chosen)
+            writer.add_tensor(name, stored[key], raw_dtype=gguf.GGMLQuantizationType[chosen])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def add_tokenizer(writer, folder, pre):
+    """tokenizer.json and tokenizer_config.json as metadata."""
+    model = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {token["id"]: token for token in model["added_tokens"]}
+    tokens = {number: token for token, number in model["model"]["vocab"].items()}
+    tokens |= {number: token["content"] for number, token in added.items()}
+    types = [
+        gguf.TokenType.NORMAL
+        if i not in added
+        else (gguf.TokenType.CONTROL if added[i]["special"] else gguf.TokenType.USER_DEFINED)
+        for i in range(len(tokens))
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([tokens[i] for i in range(len(tokens))])
+    writer.add_token_types(types)
+    merges = model["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    numbers = {token: number for number, token in tokens.items()}
+    writer.add_eos_token_id(numbers[config["eos_token"]])
+    if "bos_token" in config:
+        writer.add_bos_token_id(numbers[config["bos_token"]])
+    if "chat_template" in config:
+        writer.add_chat_template(config["chat_template"])
+
+
+def llama3_divisors(rope, head_dim):
+    """llama.cpp's converter: `LlamaModel.generate_extra_tensors`."""
+    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context, divisors = rope["original_max_position_embeddings"], []
+    for frequency in frequencies:
+        wavelength = 2 * np.pi / frequency
+        if wavelength < context / high:
+            divisors.append(1)
+        elif wavelength > context / low:
+            divisors.append(factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.asarray(divisors, np.float32)
