@@ -42,8 +42,23 @@ def tiny_config(family="qwen3", **changes):
     }
 
 
+HYBRID = dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=20,
+    linear_conv_kernel_dim=4,
+)
+"""What makes `tiny_config("qwen3_5_text", **HYBRID)` a model with recurrent layers before and after attention."""
+
+
 def random_weights(config, seed=0):
-    """Matrices that keep the scale of what they multiply, norms that differ: errors must show."""
+    """Matrices that keep the scale of what they multiply, norms that differ: errors must show.
+
+    Decays of a recurrent layer reach from a few tokens to thousands.
+    """
     architecture, sizes = causal_lm(config)
     abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
@@ -51,9 +66,12 @@ def random_weights(config, seed=0):
     for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
         noise = rng.standard_normal(leaf.shape).astype(np.float32)
         key = ".".join(map(str, path))
-        weights[key] = (
-            1.5 * noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 0.3 * noise + (not key.endswith("bias"))
-        )
+        if key.endswith("A_log"):
+            weights[key] = 2 * noise - 4
+        elif len(leaf.shape) > 1:
+            weights[key] = 1.5 * noise * leaf.shape[-1] ** -0.5
+        else:
+            weights[key] = 0.3 * noise + (not key.endswith("bias"))
     return weights
 
 

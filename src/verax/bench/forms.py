@@ -43,6 +43,7 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
         "paged_decode_attention": [("", (a(4, 16, 128), cache, cache, i(4, 8), i(4)), {})],
         "rms_norm": [("", (a(4, 1024), a(1024), 1e-6), {})],
         "sample": [("", (a(4, 151936), how, a(4)), {})],
+        "short_convolution": [("", (a(1, 64, 8192), a(8192, 1, 4)), {})],
         "write_pages": [("", (cache, a(4, 8, 128), i(4), i(4)), {})],
     }
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from verax.checkpoint.gguf_file import DTYPES, GGUFFile

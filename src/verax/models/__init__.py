@@ -6,14 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from verax.errors import UnsupportedModelError
-from verax.models.qwen3 import Attend, Qwen3Config, Qwen3ForCausalLM
+from verax.models.mixing import Attend, Carry, Recurrence
+from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
 
-__all__ = ["Attend", "Qwen3Config", "Qwen3ForCausalLM", "causal_lm"]
+__all__ = [
+    "Attend",
+    "Carry",
+    "DeltaState",
+    "Qwen3Config",
+    "Qwen3ForCausalLM",
+    "Qwen35Config",
+    "Qwen35ForCausalLM",
+    "Recurrence",
+    "causal_lm",
+]
 
 _CAUSAL_LM = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen2": (Qwen3ForCausalLM, Qwen3Config),
     "llama": (Qwen3ForCausalLM, Qwen3Config),
+    "qwen3_5": (Qwen35ForCausalLM, Qwen35Config),
+    "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
+    "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
 }
 
 

@@ -6,7 +6,7 @@ checkpoints. Reports: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
+from verax.models.mixing import Attend, Carry
 from verax.nn import Embedding, Linear, RMSNorm
 
-__all__ = ["Attend", "Qwen3Config", "Qwen3ForCausalLM"]
-
-Attend = Callable[
-    [int, Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K H"]], Float[Array, "*B T N H"]
-]
-"""How layer i mixes tokens: `attend(i, q, k, v)`. Training passes causal attention, the engine its paged cache."""
+__all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
 
 Rotary = tuple[Float[Array, "*B T h"], Float[Array, "*B T h"]]
 
@@ -58,42 +54,65 @@ class Qwen3Config:
         """Read a config.json of `model_type` qwen3, qwen2 or llama.
 
         Raises:
-            UnsupportedModelError: for sliding windows, another activation, an unknown rope type, or a missing size.
+            UnsupportedModelError: for sliding windows, another activation, an unknown rope type, heads that are rotated
+                in part, or a missing size.
         """
         family = config.get("model_type")
-        missing = [key for key in _REQUIRED if key not in config]
-        if missing:
-            raise UnsupportedModelError(f"config.json of a {family} model lacks {', '.join(missing)}")
-        if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act {config['hidden_act']!r} is not supported; this family uses 'silu'"
-            )
+        fields = decoder_fields(config)
         windowed = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
         if windowed or config.get("use_sliding_window"):
             kinds = ", ".join(sorted(windowed)) or "use_sliding_window"
             raise UnsupportedModelError(f"{family} with {kinds} is not supported; only full attention is")
-        heads = config["num_attention_heads"]
-        attention_bias = bool(config.get("attention_bias", False))
-        return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rotary=ops.RotaryConfig.from_hf(config),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_position_embeddings=config.get("max_position_embeddings", 32768),
-            qk_norm=family == "qwen3",
-            qkv_bias=family == "qwen2" or attention_bias,
-            output_bias=family != "qwen2" and attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-        )
+        if (fraction := fields["rotary"].fraction) != 1:
+            raise UnsupportedModelError(f"{family} with partial_rotary_factor {fraction} is not supported")
+        return cls(**fields)
+
+    def new_state(self, layer: int, num_seqs: int) -> Any:
+        """Zeroed state of `num_seqs` sequences for a layer that carries one from token to token (a `Recurrence`).
+
+        None for a layer that attends: it keeps keys and values instead.
+        """
+        return None
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def decoder_fields(config: Mapping[str, Any], *, rotated: float = 1.0) -> dict[str, Any]:
+    """`Qwen3Config`'s fields from a config.json, as this family and its relatives read them.
+
+    Args:
+        config: the file's object.
+        rotated: part of a head that is rotated, where the file does not say.
+
+    Raises:
+        UnsupportedModelError: for another activation, an unknown rope type, or a missing size.
+    """
+    family = config.get("model_type")
+    missing = [key for key in _REQUIRED if key not in config]
+    if missing:
+        raise UnsupportedModelError(f"config.json of a {family} model lacks {', '.join(missing)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported; this family uses 'silu'")
+    heads = config["num_attention_heads"]
+    attention_bias = bool(config.get("attention_bias", False))
+    return dict(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_hidden_layers=config["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rotary=ops.RotaryConfig.from_hf(config, fraction=rotated),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=config.get("max_position_embeddings", 32768),
+        qk_norm=family not in ("qwen2", "llama"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+    )
 
 
 class Attention(nnx.Module):
@@ -176,6 +195,9 @@ class Qwen3ForCausalLM(nnx.Module):
     ignored_weights = (r"rotary_emb\.inv_freq$",)
     """Keys that old checkpoints carry and no model needs."""
 
+    other_keys: tuple[tuple[str, str], ...] = ()
+    """(pattern, replacement) pairs that make another published layout's keys of a module's path."""
+
     partition_rules = (
         (r"(q|k|v|gate|up)_proj\.(weight|bias)$", PartitionSpec("tensor")),
         (r"(o|down)_proj\.weight$", PartitionSpec(None, "tensor")),
@@ -200,8 +222,12 @@ class Qwen3ForCausalLM(nnx.Module):
         tokens: Int[Array, "*B T"],
         positions: Int[Array, "*B T"] | None = None,
         attend: Attend | None = None,
+        carry: Carry | None = None,
     ) -> Float[Array, "*B T D"]:
-        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
+        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1.
+
+        `carry` is for relatives with recurrent layers; this family has none.
+        """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         return self.model(tokens, positions, attend or self._causal)

@@ -48,12 +48,14 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last axis, in float32."""
+    """Root-mean-square normalisation over the last axis, in float32; `zero_centered` weights are what is added to 1."""
 
-    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike, zero_centered: bool = False):
         self.eps = eps
-        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.zero_centered = zero_centered
+        self.weight = nnx.Param(jnp.zeros(size, dtype) if zero_centered else jnp.ones(size, dtype))
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalise the last axis."""
-        return ops.rms_norm(x, self.weight[...], self.eps)
+        weight = self.weight[...]
+        return ops.rms_norm(x, 1.0 + weight.astype(jnp.float32) if self.zero_centered else weight, self.eps)

@@ -11,6 +11,7 @@ from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
 from verax.ops.pages import Pages, QuantizedPages, new_pages
 from verax.ops.quantized import QuantizedWeight, quantize
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
+from verax.ops.short_convolution import short_convolution
 
 # Fast forms register themselves with the operations above.
 import verax.ops.cpu.attention  # isort: skip
@@ -49,6 +50,7 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "sampling",
+    "short_convolution",
     "use_forms",
     "write_pages",
 ]

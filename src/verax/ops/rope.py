@@ -23,6 +23,7 @@ class RotaryConfig:
 
     `kind` is Hugging Face's `rope_type`: `default`, `linear` (position interpolation), `llama3` (Llama 3.1's smooth
     interpolation by wavelength) or `yarn` (Peng et al., 2023, arXiv:2309.00071). `scaling` holds that kind's numbers.
+    Only the first `fraction` of each head is rotated (Hugging Face's `partial_rotary_factor`).
     """
 
     theta: float = 10000.0
@@ -31,9 +32,13 @@ class RotaryConfig:
     divisors: tuple[float, ...] = ()
     """Of the kind `divided`: what each frequency is divided by, as GGUF files store Llama 3.1's scaling."""
 
+    fraction: float = 1.0
+
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> RotaryConfig:
+    def from_hf(cls, config: Mapping[str, Any], *, fraction: float = 1.0) -> RotaryConfig:
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it) of a config.json.
+
+        `fraction` is the family's own, where the file names none.
 
         Raises:
             UnsupportedModelError: for another `rope_type`.
@@ -44,22 +49,22 @@ class RotaryConfig:
             raise UnsupportedModelError(
                 f"rope_type {kind!r} is not supported; supported are {', '.join(sorted(_FREQUENCIES))}"
             )
-        if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-            raise UnsupportedModelError("partial_rotary_factor other than 1 is not supported: whole heads are rotated")
+        fraction = float(rope.pop("partial_rotary_factor", config.get("partial_rotary_factor")) or fraction)
         theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
         # transformers takes the context that yarn stretches from the config's own length where the table names none.
         rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        numbers = {
-            k: float(v) for k, v in rope.items() if isinstance(v, (int, float)) and k not in ("rope_theta", "rope_type")
-        }
+        # Qwen3.5's mrope divides the angles among the axes of an image; a text has one axis.
+        others = ("rope_theta", "rope_type", "mrope_interleaved")
+        numbers = {k: float(v) for k, v in rope.items() if isinstance(v, (int, float)) and k not in others}
         missing = [name for name in _REQUIRED[kind] if name not in numbers]
         if missing:
             raise UnsupportedModelError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_scaling")
-        return cls(float(theta), kind, tuple(sorted(numbers.items())), tuple(rope.get("divisors", ())))
+        return cls(float(theta), kind, tuple(sorted(numbers.items())), tuple(rope.get("divisors", ())), fraction)
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
-        """Angular frequencies `[H/2]` in radians per token (float32), and the factor on cos and sin."""
-        base = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+        """Angular frequencies `[h]` in radians per token (float32), and the factor on cos and sin; 2 h are rotated."""
+        rotated = int(head_dim * self.fraction)
+        base = 1.0 / self.theta ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
         frequencies, factor = _FREQUENCIES[self.kind](base.astype(np.float32), self, dict(self.scaling))
         return np.asarray(frequencies, np.float32), float(factor)
 
@@ -127,7 +132,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 def rotary_tables(
     positions: Int[Array, "*B"], config: RotaryConfig, head_dim: int
 ) -> tuple[Float[Array, "*B h"], Float[Array, "*B h"]]:
-    """cos and sin of each position's angles, float32 `[..., H/2]`; computed once and shared by all layers."""
+    """cos and sin of each position's angles, float32 `[..., h]`; computed once and shared by all layers."""
     frequencies, factor = config.frequencies(head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
@@ -137,7 +142,11 @@ def rotary_tables(
 def apply_rotary(
     x: Float[Array, "*B N H"], cos: Float[Array, "*B h"], sin: Float[Array, "*B h"]
 ) -> Float[Array, "*B N H"]:
-    """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split convention."""
-    x1, x2 = jnp.split(x, 2, axis=-1)
+    """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split convention.
+
+    Where H is more than 2 h, the halves are those of the first 2 h numbers; the rest passes.
+    """
+    h = cos.shape[-1]
+    x1, x2, rest = x[..., :h], x[..., h : 2 * h], x[..., 2 * h :]
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)

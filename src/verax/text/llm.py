@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -21,7 +23,7 @@ from verax.nn import Linear
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
 from verax.text.outputs import RequestOutput
-from verax.text.runner import ModelRunner
+from verax.text.runner import ModelRunner, state_bytes
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes
@@ -36,6 +38,13 @@ QUANTIZATIONS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (
 
 KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
 """`"auto"` is the dtype of the weights; `"int8"` has a scale for each token and head."""
+
+NO_PREFIX_CACHE = (
+    "this model has recurrent layers: to go on behind a shared prefix they need the state that it left, which blocks "
+    "of keys and values do not hold"
+)
+
+_log = logging.getLogger("verax.text")
 
 Prompt = str | List[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -58,12 +67,12 @@ class LLM:
         dtype: str = "bfloat16",
         quantization: str | None = None,
         max_model_len: int | None = None,
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         kv_cache_memory: int | None = None,
         kv_cache_dtype: str = "auto",
-        enable_prefix_caching: bool = True,
+        enable_prefix_caching: bool | None = None,
         seed: int = 0,
         revision: str | None = None,
         use_tqdm: bool = True,
@@ -76,15 +85,18 @@ class LLM:
             quantization: `"int8"` (a scale a row) or `"int4"` (a scale for 32 inputs): quantise the linear layers, the
                 output head among them, while loading. Checkpoints that are quantised already load without it.
             max_model_len: longest sequence, prompt and answer; the model's own, or what the cache can hold, if None.
-            max_num_seqs: most sequences in one step.
+            max_num_seqs: most sequences in one step. If None: 256, or in a model with recurrent layers as many as half
+                of the cache's memory has states for.
             max_num_batched_tokens: token budget of a step; 512 on a CPU and 2048 elsewhere (at least max_num_seqs) if
                 None.
             block_size: tokens in a block of the cache.
-            kv_cache_memory: bytes for the cache. If None: as much as `max_num_seqs` full sequences need, but at most a
-                quarter of the free memory of a CPU, or what 90% of an accelerator's leave beside the weights.
+            kv_cache_memory: bytes for the cache, recurrent states included. If None: as much as `max_num_seqs` full
+                sequences need, but at most a quarter of the free memory of a CPU, or what 90% of an accelerator's leave
+                beside the weights.
             kv_cache_dtype: `"auto"` for that of the weights, or `"bfloat16"`, `"float32"`, `"int8"`: with int8 nearly
                 twice as many tokens as with bfloat16 fit into the same memory, and long contexts are read faster.
-            enable_prefix_caching: keep full blocks of earlier requests for prompts that begin alike.
+            enable_prefix_caching: keep full blocks of earlier requests for prompts that begin alike. If None: yes, but
+                not in a model with recurrent layers, whose state after a prefix no block holds.
             seed: seeds requests that bring no seed of their own.
             revision: branch, tag or commit of a hub id.
             use_tqdm: progress bars while loading and compiling, if stderr is a terminal.
@@ -128,12 +140,12 @@ class LLM:
         llm.load_seconds = 0.0
         defaults = dict(
             max_model_len=None,
-            max_num_seqs=256,
+            max_num_seqs=None,
             max_num_batched_tokens=None,
             block_size=16,
             kv_cache_memory=None,
             kv_cache_dtype="auto",
-            enable_prefix_caching=True,
+            enable_prefix_caching=None,
             seed=0,
             use_tqdm=True,
         )
@@ -150,12 +162,17 @@ class LLM:
         tokenizer: Tokenizer | None,
         generation_config: Mapping[str, Any],
         kv_cache_dtype: str,
-        enable_prefix_caching: bool,
+        enable_prefix_caching: bool | None,
         seed: int,
         use_tqdm: bool,
         **sizes: Any,
     ) -> None:
         _check_cache_dtype(kv_cache_dtype)
+        recurrent = state_bytes(model.config) > 0
+        if recurrent and enable_prefix_caching:
+            raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
+        if recurrent:
+            _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
         enable_compilation_cache()
         self.model_config = model.config
         self.tokenizer = tokenizer
@@ -163,7 +180,8 @@ class LLM:
         cache_dtype = model.dtype if kv_cache_dtype == "auto" else jnp.dtype(kv_cache_dtype)
         config = plan_sizes(model.config, cache_dtype, **sizes)
         runner = ModelRunner(model, config, eos_token_ids=sorted(tokenizer.eos_token_ids) if tokenizer else ())
-        blocks = BlockManager(config.num_blocks, config.block_size, enable_prefix_caching=enable_prefix_caching)
+        caching = not recurrent if enable_prefix_caching is None else enable_prefix_caching
+        blocks = BlockManager(config.num_blocks, config.block_size, enable_prefix_caching=caching)
         scheduler = Scheduler(
             blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
         )
@@ -353,9 +371,9 @@ def load_model(
     return checkpoint.load_module(
         abstract,
         opened,
-        dtype=DTYPES[dtype],
+        dtype=None,
         ignore=(*architecture.ignored_weights, *((r"^lm_head\.weight$",) if tied else ())),
-        aliases={"lm_head.weight": "model.embed_tokens.weight"} if tied else {},
+        aliases=_aliases(abstract, opened, tied),
         quantize=lambda name: precision if name in layers else None,
         progress=progress,
     )
@@ -366,6 +384,19 @@ def _check_cache_dtype(kv_cache_dtype: str) -> None:
         raise InvalidParameterError(
             f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
         )
+
+
+def _aliases(abstract: Qwen3ForCausalLM, opened: checkpoint.Checkpoint, tied: bool) -> dict[str, str]:
+    """Keys of the checkpoint by the module's own, where they differ: a tied head, or the model's other layout."""
+    present, found = set(opened.names()), {}
+    for path, _ in nnx.to_flat_state(nnx.state(abstract)):
+        name = ".".join(map(str, path))
+        key = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        others = (re.sub(pattern, replacement, key) for pattern, replacement in abstract.other_keys)
+        source = key if key in present else next((other for other in others if other in present), key)
+        if source != name:
+            found[name] = source
+    return found
 
 
 def _as_list(prompts: Prompt | List[Prompt]) -> list[str | List[int]]:

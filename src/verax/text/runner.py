@@ -23,7 +23,7 @@ from verax.text.scheduler import Schedule
 from verax.text.slots import admit, new_slots, pack_admission
 from verax.text.step import PROMPT_LOGPROB_CHUNK, Cache, StepOutput, StepShape, make_step
 
-__all__ = ["ModelRunner", "PendingStep", "RunnerConfig", "block_bytes"]
+__all__ = ["ModelRunner", "PendingStep", "RunnerConfig", "block_bytes", "state_bytes"]
 
 
 @dataclass(frozen=True)
@@ -184,18 +184,30 @@ class ModelRunner:
 
 
 def new_cache(model: Qwen3Config, config: RunnerConfig) -> Cache:
-    """Zeroed pages: what is masked out is still multiplied, so it must be finite."""
+    """Zeroed pages (what is masked out is multiplied too, so it must be finite), or a recurrent state for each slot."""
     shape = (config.num_blocks, model.num_key_value_heads, config.block_size, model.head_dim)
+    states = [model.new_state(layer, config.max_num_seqs) for layer in range(model.num_hidden_layers)]
     new = ops.new_pages
     return tuple(
-        (new(shape, config.cache_dtype), new(shape, config.cache_dtype)) for _ in range(model.num_hidden_layers)
+        (new(shape, config.cache_dtype), new(shape, config.cache_dtype)) if state is None else state for state in states
     )
 
 
 def block_bytes(model: Qwen3Config, block_size: int, dtype: DTypeLike) -> int:
-    """Bytes of one block over all layers, keys and values."""
+    """Bytes of one block over all layers that attend, keys and values."""
+    attending = sum(state is None for state in _states(model))
     page = (model.num_key_value_heads, block_size, model.head_dim)
-    return 2 * model.num_hidden_layers * page_bytes(page, dtype)
+    return 2 * attending * page_bytes(page, dtype)
+
+
+def state_bytes(model: Qwen3Config) -> int:
+    """Bytes of one sequence's recurrent state over all layers; 0 for a model that only attends."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(_states(model)))
+
+
+def _states(model: Qwen3Config) -> list[Any]:
+    """By layer: the shapes of one sequence's state, or None."""
+    return jax.eval_shape(lambda: [model.new_state(layer, 1) for layer in range(model.num_hidden_layers)])
 
 
 def _powers(first: int, last: int, factor: int) -> list[int]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.models import Qwen3ForCausalLM
+from verax.models import DeltaState, Qwen3ForCausalLM, Recurrence
 from verax.ops import sampling
 from verax.text.sampling_params import MAX_LOGPROBS
 from verax.text.slots import SlotParams, Slots
 
 __all__ = ["Cache", "Logprobs", "StepOutput", "StepShape", "make_step"]
 
-Cache = tuple[tuple[ops.Pages, ops.Pages], ...]
-"""Key and value pages of each layer."""
+Cache = tuple[tuple[ops.Pages, ops.Pages] | DeltaState, ...]
+"""By layer: key and value pages, or the recurrent state of each slot."""
 
 PROMPT_LOGPROB_CHUNK = 32
 """Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
@@ -91,21 +92,36 @@ def make_step(
         pages_by_row = page_table[slot]
         page = jnp.where(valid, pages_by_row[owner, position // block_size], 0)
         offset = position % block_size
-        pages = list(cache)
+        kept = list(cache)
 
         def attend(
             layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
         ) -> Float[Array, "T N H"]:
-            k_pages, v_pages = pages[layer]
+            k_pages, v_pages = kept[layer]
             k_pages = ops.write_pages(k_pages, k, page, offset)
             v_pages = ops.write_pages(v_pages, v, page, offset)
-            pages[layer] = (k_pages, v_pages)
+            kept[layer] = (k_pages, v_pages)
             if shape.decode:
                 return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row, lengths)
             return ops.paged_attention(q, k_pages, v_pages, pages_by_row, lengths, starts)
 
+        def carry(layer: int, x: Float[Array, "T D"], recurrence: Recurrence) -> Float[Array, "T D"]:
+            # A sequence's first tokens begin from nothing, whatever the slot's last owner left in it; rows of padding
+            # have a slot past the end, so that what they leave is dropped.
+            def before(states: Float[Array, "S *D"]) -> Float[Array, "B *D"]:
+                fresh = (start == 0).reshape(-1, *[1] * (states.ndim - 1))
+                return jnp.where(fresh, 0.0, states.at[slot].get(mode="clip"))
+
+            state = jax.tree.map(before, kept[layer])
+            if shape.decode:
+                out, state = recurrence(x[:, None], state, None)
+            else:
+                out, state = recurrence(x[None], state, starts)
+            kept[layer] = jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), kept[layer], state)
+            return out.reshape(x.shape)
+
         text = slots.tokens[slot[owner], position]
-        hidden = model(text, position, attend)
+        hidden = model(text, position, attend, carry)
         newest = hidden if shape.decode else hidden[jnp.maximum(starts[1:] - 1, 0)]
         params = slots.params.rows(slot)
         logits = model.logits(newest)
@@ -116,7 +132,7 @@ def make_step(
             _logprobs(logits, tokens, params),
             None if shape.decode else _prompt_logprobs(model, hidden, slots, slot[owner], position),
         )
-        return Slots(tokens_after, page_table, slots.params), tuple(pages), output
+        return Slots(tokens_after, page_table, slots.params), tuple(kept), output
 
     return step
 

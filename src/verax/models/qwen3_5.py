@@ -1,0 +1,297 @@
+"""Qwen3.5 and Qwen3-Next, text, without experts: three gated delta layers for each layer of gated attention.
+
+Follows transformers' `Qwen3_5ForCausalLM` and `Qwen3NextForCausalLM`; module paths are the keys of their checkpoints.
+The delta layers are those of Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464), the gate on attention that of Qiu et
+al. (2025, arXiv:2505.06708).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+from verax.errors import UnsupportedModelError
+from verax.models.mixing import Attend, Carry, Recurrence
+from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
+from verax.nn import Embedding, Linear, RMSNorm
+
+__all__ = ["DeltaState", "Qwen35Config", "Qwen35ForCausalLM"]
+
+ATTENTION, DELTA = "full_attention", "linear_attention"
+
+ROTATED = 0.25
+"""Part of a head that is rotated, where config.json does not say."""
+
+
+class DeltaState(NamedTuple):
+    """What a delta layer keeps of N sequences, in float32, whatever the weights are: a state is never recomputed."""
+
+    inputs: Float[Array, "N w C"]
+    """The last inputs of the convolution, oldest first."""
+    memory: Float[Array, "N HV K V"]
+    """The delta rule's state: what each value head has stored under which key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Config(Qwen3Config):
+    """Sizes and flags, by the names of config.json where these are clear."""
+
+    layer_types: tuple[str, ...]
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
+    fused_projections: bool
+    """Qwen3-Next: a delta layer's q, k, v and z come from one projection, interleaved by key head; b and a likewise."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Qwen35Config:
+        """Read a config.json of `model_type` qwen3_5_text or qwen3_next, or the text part of a qwen3_5 one.
+
+        Raises:
+            UnsupportedModelError: for experts, attention without a gate, layers of another kind, or what `Qwen3Config`
+                refuses.
+        """
+        text = dict(config.get("text_config") or config)
+        # With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
+        text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        family = text.get("model_type")
+        depth = text.get("num_hidden_layers", 0)
+        interval = text.get("full_attention_interval") or 4
+        kinds = text.pop("layer_types", None) or [DELTA if (i + 1) % interval else ATTENTION for i in range(depth)]
+        if unknown := sorted({*kinds} - {ATTENTION, DELTA}):
+            raise UnsupportedModelError(f"{family} with layers of type {', '.join(unknown)} is not supported")
+        if experts := _expert_layers(text):
+            raise UnsupportedModelError(
+                f"{family} with experts (num_experts {text.get('num_experts')}, {len(experts)} of {depth} layers) is "
+                "not supported yet; dense models are"
+            )
+        if not text.get("attn_output_gate", True):
+            raise UnsupportedModelError(f"{family} with attn_output_gate false is not supported")
+        if missing := [name for name in _REQUIRED if name not in text]:
+            raise UnsupportedModelError(f"config.json of a {family} model lacks {', '.join(missing)}")
+        return cls(
+            **decoder_fields({"head_dim": 256, **text}, rotated=ROTATED),
+            layer_types=tuple(kinds),
+            **{name: text[name] for name in _REQUIRED},
+            fused_projections=family == "qwen3_next",
+        )
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values of a delta layer."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+    def new_state(self, layer: int, num_seqs: int) -> DeltaState | None:
+        """Zeroed state of a delta layer; None for an attention layer."""
+        if self.layer_types[layer] == ATTENTION:
+            return None
+        size = self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim
+        return DeltaState(
+            inputs=jnp.zeros((num_seqs, self.linear_conv_kernel_dim - 1, self.convolved), jnp.float32),
+            memory=jnp.zeros((num_seqs, *size), jnp.float32),
+        )
+
+
+_REQUIRED = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def _expert_layers(config: Mapping[str, Any]) -> list[int]:
+    """Layers whose feed-forward part would be a mixture of experts."""
+    # Absent, it is 512 to transformers in Qwen3-Next; Qwen3.5 without experts has no such key.
+    if not config.get("num_experts", 512 if config.get("model_type") == "qwen3_next" else 0):
+        return []
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    return [i for i in range(config.get("num_hidden_layers", 0)) if i not in dense and (i + 1) % step == 0]
+
+
+class DepthwiseConv(nnx.Module):
+    """Where the convolution's `weight [C, 1, W]` lives; `ops.short_convolution` runs it."""
+
+    def __init__(self, channels: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (channels, 1, width), dtype))
+
+
+class GatedDeltaNet(nnx.Module):
+    """The gated delta rule over short convolutions of the input, normalised and gated by head; a `Recurrence`."""
+
+    def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        D, HV = config.hidden_size, config.linear_num_value_heads
+        values = HV * config.linear_value_head_dim
+        if config.fused_projections:
+            self.in_proj_qkvz = Linear(D, config.convolved + values, dtype=dtype, rngs=rngs)
+            self.in_proj_ba = Linear(D, 2 * HV, dtype=dtype, rngs=rngs)
+        else:
+            self.in_proj_qkv = Linear(D, config.convolved, dtype=dtype, rngs=rngs)
+            self.in_proj_z = Linear(D, values, dtype=dtype, rngs=rngs)
+            self.in_proj_b = Linear(D, HV, dtype=dtype, rngs=rngs)
+            self.in_proj_a = Linear(D, HV, dtype=dtype, rngs=rngs)
+        self.conv1d = DepthwiseConv(config.convolved, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs)
+        # float32 in bfloat16 models too, as published: a rounded decay is another decay after a thousand tokens.
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (HV,), minval=0.01, maxval=16.0)))
+        self.dt_bias = nnx.Param(jnp.ones(HV))
+        self.norm = RMSNorm(config.linear_value_head_dim, eps=config.rms_norm_eps, dtype=jnp.float32)
+        self.out_proj = Linear(values, D, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], state: DeltaState | None = None, cu_seqlens: Int[Array, "M"] | None = None
+    ) -> tuple[Float[Array, "B T D"], DeltaState]:
+        qkv, z, b, a = self._project(x)
+        inputs, memory = state or (None, None)
+        qkv, inputs = ops.short_convolution(qkv, self.conv1d.weight[...], initial_state=inputs, cu_seqlens=cu_seqlens)
+        config = self.config
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        q, k, v = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
+        q, k = _heads(q, config.linear_key_head_dim), _heads(k, config.linear_key_head_dim)
+        out, memory = ops.gated_delta_rule(
+            q,
+            k,
+            _heads(v, config.linear_value_head_dim),
+            g=-jnp.exp(self.A_log[...]) * jax.nn.softplus(a + self.dt_bias[...]),
+            beta=jax.nn.sigmoid(b),
+            initial_state=memory,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=True,
+        )
+        out = self.norm(out) * jax.nn.silu(_heads(z, config.linear_value_head_dim))
+        assert memory is not None
+        return self.out_proj(out.reshape(*x.shape[:-1], -1)), DeltaState(inputs, memory)
+
+    def _project(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T V"], Float[Array, "B T HV"], Float[Array, "B T HV"]]:
+        """q, k and v side by side, the gate z, and what the write strength (b) and the decay (a) are made of."""
+        config = self.config
+        if not config.fused_projections:
+            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        H, K = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.linear_num_value_heads // H * config.linear_value_head_dim
+        grouped = self.in_proj_qkvz(x).reshape(*x.shape[:-1], H, -1)
+        parts = jnp.split(grouped, (K, 2 * K, 2 * K + values), axis=-1)
+        b, a = jnp.split(self.in_proj_ba(x).reshape(*x.shape[:-1], H, -1), 2, axis=-1)
+        q, k, v, z, b, a = (part.reshape(*x.shape[:-1], -1) for part in (*parts, b, a))
+        return jnp.concatenate([q, k, v], axis=-1), z, b, a
+
+
+class GatedAttention(nnx.Module):
+    """Grouped-query attention, part of each head rotated, each head's output scaled by a gate of its own."""
+
+    def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.head_dim = H
+        self.q_proj = Linear(D, 2 * N * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(N * H, D, bias=config.output_bias, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
+        self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
+        # A head's query and gate lie beside each other.
+        q, gate = jnp.split(_heads(self.q_proj(x), 2 * self.head_dim), 2, axis=-1)
+        k, v = _heads(self.k_proj(x), self.head_dim), _heads(self.v_proj(x), self.head_dim)
+        q, k = ops.apply_rotary(self.q_norm(q), *rotary), ops.apply_rotary(self.k_norm(k), *rotary)
+        out = attend(layer, q, k, v) * jax.nn.sigmoid(gate)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+
+class DecoderLayer(nnx.Module):
+    """A delta layer or gated attention, then feed-forward, each on a normalised copy of the residual stream."""
+
+    def __init__(self, config: Qwen35Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        if config.layer_types[layer] == DELTA:
+            self.linear_attn = GatedDeltaNet(config, dtype=dtype, rngs=rngs)
+        else:
+            self.self_attn = GatedAttention(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.input_layernorm = _norm(config, dtype)
+        self.post_attention_layernorm = _norm(config, dtype)
+
+    def __call__(
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend, carry: Carry
+    ) -> Float[Array, "*B T D"]:
+        normed = self.input_layernorm(x)
+        if hasattr(self, "linear_attn"):
+            x = x + carry(layer, normed, self.linear_attn)
+        else:
+            x = x + self.self_attn(normed, rotary, layer, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nnx.Module):
+    """Token embedding, the layers, and the final norm."""
+
+    def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
+        )
+        self.norm = _norm(config, dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: Attend, carry: Carry
+    ) -> Float[Array, "*B T D"]:
+        x = self.embed_tokens(tokens)
+        rotary = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotary, i, attend, carry)
+        return self.norm(x)
+
+
+class Qwen35ForCausalLM(Qwen3ForCausalLM):
+    """The language model, called as `Qwen3ForCausalLM`; `carry` gives the delta layers their sequences' states."""
+
+    ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^mtp\.", r"^model\.visual\.")
+    """Besides: the vision tower, and the layers that predict several tokens at once."""
+
+    other_keys = ((r"^model\.", "model.language_model."),)
+    """Checkpoints with a vision tower have the language model one level further down."""
+
+    def __init__(self, config: Qwen35Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.model = Decoder(config, dtype=dtype, rngs=rngs)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"] | None = None,
+        attend: Attend | None = None,
+        carry: Carry | None = None,
+    ) -> Float[Array, "*B T D"]:
+        """Final hidden states, float32. Alone: `[B, T]` tokens at positions 0..T-1, causal attention, fresh states."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        return self.model(tokens, positions, attend or self._causal, carry or _from_nothing)
+
+
+def _from_nothing(layer: int, x: Float[Array, "B T D"], recurrence: Recurrence) -> Float[Array, "B T D"]:
+    return recurrence(x, None, None)[0]
+
+
+def _heads(x: Float[Array, "*B D"], size: int) -> Float[Array, "*B N H"]:
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _norm(config: Qwen35Config, dtype: DTypeLike) -> RMSNorm:
+    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
