@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from verax import ops
 from verax.ops import sampling
 from verax.ops.delta import DeltaInputs
+from verax.ops.hierarchical import Perceptron, ResonanceFlux
 
 __all__ = ["forms_here"]
 
@@ -31,6 +32,9 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
     weight = a(3072, 1024, dtype=jnp.bfloat16)
     heads = a(1, 64, 16, 128), a(1, 64, 8, 128), a(1, 64, 8, 128)
     state = a(1, 32, 128, 128)
+    head, gate = a(1, 64, 12, 32), a(1, 64, 12)
+    perceptrons = (Perceptron(a(16, size), a(16), a(1, 16), a(1)) for size in (65, 64))
+    lam = (head, head, head, gate, (gate, gate), (gate, gate), ResonanceFlux(a(12, 32, 32), a(12), *perceptrons))
     how = sampling.SamplingArrays(a(4), i(4), a(4), a(4))
     return {
         "apply_rotary": [("", (a(4, 16, 128), a(4, 64), a(4, 64)), {})],
@@ -38,7 +42,10 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
         "conv2d": [("", (a(1, 32, 32, 96), a(96, 96, 3, 3)), {"padding": 1})],
         "conv3d": [("", (a(1, 4, 32, 32, 96), a(96, 96, 3, 3, 3)), {"padding": 1})],
         "delta_recurrence": [("1 token", (delta(1), state), {}), ("64 tokens", (delta(64), state), {})],
+        "hierarchical_delta_rule": [("", lam, {})],
+        "layer_norm": [("", (a(4, 1024), a(1024), a(1024), 1e-6), {})],
         "linear": [("1 row", (a(1, 1024), weight), {}), ("4 rows", (a(4, 1024), weight), {})],
+        "local_delta_rule": [("", lam, {})],
         "paged_attention": [("", (a(32, 16, 128), cache, cache, i(4, 8), i(4), i(5)), {})],
         "paged_decode_attention": [("", (a(4, 16, 128), cache, cache, i(4, 8), i(4)), {})],
         "rms_norm": [("", (a(4, 1024), a(1024), 1e-6), {})],

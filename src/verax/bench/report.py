@@ -8,12 +8,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from verax.bench import delta_page
+
 __all__ = ["markdown", "write"]
 
 
 def markdown(result: dict[str, Any]) -> str:
     """A benchmark as a page."""
-    page = {"text": _text_page, "ops": _ops_page, "quality": _quality_page}[result["kind"]]
+    pages = {"text": _text_page, "ops": _ops_page, "quality": _quality_page, "delta": delta_page.page}
+    page = pages[result["kind"]]
     return "\n".join([*page(result), "", _about(result), ""])
 
 

@@ -46,20 +46,24 @@ def interleave(
     *,
     runs: int,
     warmup: int = 1,
+    loops: Mapping[str, int] | None = None,
     report: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Samples]:
     """Time each side `runs` times after `warmup` rounds that are not counted.
 
     A side must have finished its work when it returns: it returns host data, not arrays that are still being computed.
+    A side named in `loops` is called so many times in each round, and its time is a call's mean.
     """
     taken: dict[str, list[float]] = {name: [] for name in sides}
     total = (runs + warmup) * len(sides)
     done = 0
     for round_number in range(warmup + runs):
         for name, run in sides.items():
+            calls = (loops or {}).get(name, 1)
             begin = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - begin
+            for _ in range(calls):
+                run()
+            seconds = (time.perf_counter() - begin) / calls
             if round_number >= warmup:
                 taken[name].append(seconds)
             done += 1

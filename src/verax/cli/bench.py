@@ -173,9 +173,61 @@ def quality(
     _show(result, output, as_json)
 
 
-def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+@app.command("delta")
+def delta(
+    only: Annotated[
+        str | None, typer.Option(help="rule, layer, gated, decode, encoder; all of them if left out.")
+    ] = None,
+    configurations: Annotated[
+        str | None, typer.Option("--configs", help="Small, Medium, Large; all of them if left out.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="torch, cython, torch.compile, transformers, fla; what there is of them if left out."),
+    ] = None,
+    runs: Annotated[int | None, typer.Option(help="Counted rounds; 10, or 3 if quick.", min=1)] = None,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="The smallest configuration, without torch.compile.")] = False,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """The delta rules beside PyTorch, equal work on the same device: the founding report's comparison, done again.
+
+    Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU. A plot is written beside the
+    other files of --output.
+
+    Examples:
+
+        verax bench delta --quick
+
+        verax bench delta --only gated,decode --against transformers --output benchmarks/results
+    """
+    from verax import plots
+    from verax.bench.delta import CONFIGURATIONS, SECTIONS, bench_delta
+    from verax.bench.delta_page import plot
+
+    if output is not None:
+        plots.pyplot()  # before the work, not after it
+    result = bench_delta(
+        sections=only.split(",") if only else SECTIONS,
+        configurations=configurations.split(",") if configurations else list(CONFIGURATIONS)[: 1 if quick else None],
+        against=against.split(",") if against else None,
+        without=("torch.compile",) if quick else (),
+        runs=runs or (3 if quick else 10),
+        warmup=warmup,
+    )
+    path = _show(result, output, as_json)
+    if path is not None:
+        plot(result, path.with_suffix(".png"))
+
+
+def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> Path | None:
+    """Print a result; the path of its JSON, if it is written too."""
     from verax.bench.report import markdown, write
 
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
-    if output is not None:
-        typer.echo(f"written: {write(result, output)}", err=True)
+    if output is None:
+        return None
+    path = write(result, output)
+    typer.echo(f"written: {path}", err=True)
+    return path

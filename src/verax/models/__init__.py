@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verax.errors import UnsupportedModelError
+from verax.models.lam import LamConfig, LamModel
 from verax.models.mixing import Attend, Carry, Recurrence
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
@@ -14,12 +15,15 @@ __all__ = [
     "Attend",
     "Carry",
     "DeltaState",
+    "LamConfig",
+    "LamModel",
     "Qwen3Config",
     "Qwen3ForCausalLM",
     "Qwen35Config",
     "Qwen35ForCausalLM",
     "Recurrence",
     "causal_lm",
+    "encoder",
 ]
 
 _CAUSAL_LM = {
@@ -30,6 +34,8 @@ _CAUSAL_LM = {
     "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
 }
+
+_ENCODERS = {"lam": (LamModel, LamConfig)}
 
 
 def causal_lm(config: Mapping[str, Any]) -> tuple[type[Qwen3ForCausalLM], Qwen3Config]:
@@ -43,4 +49,18 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Qwen3ForCausalLM], Qwen3C
         known = ", ".join(_CAUSAL_LM)
         raise UnsupportedModelError(f"config.json has model_type {kind!r}; language models supported are {known}")
     model, read = _CAUSAL_LM[kind]
+    return model, read.from_hf(config)
+
+
+def encoder(config: Mapping[str, Any]) -> tuple[type[LamModel], LamConfig]:
+    """The model class and its configuration for a config.json that describes a text encoder.
+
+    Raises:
+        UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
+    """
+    kind = config.get("model_type")
+    if kind not in _ENCODERS:
+        known = ", ".join(_ENCODERS)
+        raise UnsupportedModelError(f"config.json has model_type {kind!r}; text encoders supported are {known}")
+    model, read = _ENCODERS[kind]
     return model, read.from_hf(config)

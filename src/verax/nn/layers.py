@@ -1,4 +1,4 @@
-"""Linear, Embedding and RMSNorm: parameters as the checkpoint stores them, arithmetic by `verax.ops`."""
+"""Linear, Embedding and the norms: parameters as the checkpoint stores them, arithmetic by `verax.ops`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 
-__all__ = ["Embedding", "Linear", "RMSNorm"]
+__all__ = ["Embedding", "LayerNorm", "Linear", "RMSNorm"]
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
@@ -59,3 +59,16 @@ class RMSNorm(nnx.Module):
         """Normalise the last axis."""
         weight = self.weight[...]
         return ops.rms_norm(x, 1.0 + weight.astype(jnp.float32) if self.zero_centered else weight, self.eps)
+
+
+class LayerNorm(nnx.Module):
+    """Normalisation by mean and variance over the last axis, with weight and bias, in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.bias = nnx.Param(jnp.zeros(size, dtype))
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalise the last axis."""
+        return ops.layer_norm(x, self.weight[...], self.bias[...], self.eps)

@@ -1,12 +1,13 @@
 """Operations on arrays: each has a plain form, which is the oracle, and fast forms behind the same function."""
 
-from verax.ops import delta, sampling
+from verax.ops import delta, hierarchical, sampling
 from verax.ops._dispatch import Form, Operation, operation, operations, use_forms
 from verax.ops.attention import attention
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
+from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
 from verax.ops.linear import linear
-from verax.ops.norm import rms_norm
+from verax.ops.norm import layer_norm, rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
 from verax.ops.pages import Pages, QuantizedPages, new_pages
 from verax.ops.quantized import QuantizedWeight, quantize
@@ -17,6 +18,7 @@ from verax.ops.short_convolution import short_convolution
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.delta  # isort: skip
+import verax.ops.cpu.hierarchical  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
@@ -39,8 +41,13 @@ __all__ = [
     "dplr_delta_rule",
     "gated_delta_product",
     "gated_delta_rule",
+    "hierarchical",
+    "hierarchical_delta_rule",
+    "hierarchical_gated_delta_rule",
     "kda",
+    "layer_norm",
     "linear",
+    "local_delta_rule",
     "new_pages",
     "operation",
     "operations",

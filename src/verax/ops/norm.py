@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+"""Normalisation of the last axis: by root mean square (Zhang and Sennrich, 2019, arXiv:1910.07467), and by mean and
+variance (Ba et al., 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
 
-__all__ = ["rms_norm"]
+__all__ = ["layer_norm", "rms_norm"]
 
 
 @operation
@@ -17,3 +18,14 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> 
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32)
+
+
+@operation
+def layer_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, "D"], bias: Float[Array, "D"], eps: float
+) -> Float[Array, "*B D"]:
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(variance + eps) * weight.astype(jnp.float32) + bias.astype(jnp.float32)

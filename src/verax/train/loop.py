@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from verax import progress
+from verax import plots, progress
 from verax._compat import compiler_options
 from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
 
@@ -94,7 +94,7 @@ def train(
             would be lost, and no `resume`.
         MissingDependencyError: without optax or matplotlib.
     """
-    _matplotlib()  # before the work, not after it
+    plots.pyplot()  # before the work, not after it
     optimizer = schedule.optimizer()
     state = (params, optimizer.init(params))
     step = 0
@@ -166,7 +166,7 @@ def _load(path: Path, like: Any, schedule: Schedule) -> tuple[Any, int]:
 
 def plot_loss(folder: Path) -> Path:
     """Draw `log.jsonl` as `loss.png`: the loss, and its running mean."""
-    pyplot = _matplotlib()
+    pyplot = plots.pyplot()
     entries = _read_log(folder)
     steps, losses = [e["step"] for e in entries], np.asarray([e["loss"] for e in entries])
     window = max(1, len(losses) // 50)
@@ -188,17 +188,6 @@ def _optax() -> Any:
     except ImportError as error:
         raise MissingDependencyError("training needs optax: pip install 'verax[train]'") from error
     return optax
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingDependencyError("the loss plot needs matplotlib: pip install 'verax[train]'") from error
-    return pyplot
 
 
 def _read_log(folder: Path) -> list[dict[str, Any]]:

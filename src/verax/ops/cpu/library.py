@@ -24,6 +24,8 @@ HANDLERS = (
     "verax_attention",
     "verax_conv",
     "verax_delta",
+    "verax_hierarchical",
+    "verax_hierarchical_read",
     "verax_linear",
     "verax_linear_quantized",
     "verax_paged_attention",

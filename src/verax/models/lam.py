@@ -1,0 +1,232 @@
+"""LAM, a sentence encoder: MiniLM's embeddings and feed-forward blocks around layers of a hierarchical delta rule.
+
+Published in PyTorch (Qonsult1001/arxiv, folder LAM) and as SAID-LAM-v1; written from its equations, under its parameter
+names. `LamConfig.rule` says whether the published layer runs, oddities included, or the one without them: docs/lam.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax.errors import UnsupportedModelError
+from verax.models.lam_layers import DeltaNetConfig, EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet, Rule
+from verax.nn import Embedding, LayerNorm, Linear
+
+__all__ = ["LamConfig", "LamModel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LamConfig(DeltaNetConfig):
+    """Sizes and initial values, by the names of config.json."""
+
+    vocab_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    layer_norm_eps: float = 1e-12
+    max_position_embeddings: int = 32768
+    """The longest sequence that is taken."""
+    num_positions: int = 512
+    """Rows of the table of positions, MiniLM's. A longer sequence is stretched over it."""
+    type_vocab_size: int = 2
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> LamConfig:
+        """Read a config.json of `model_type` lam.
+
+        Raises:
+            UnsupportedModelError: naming what is missing, unknown, of a wrong type, or not supported.
+        """
+        missing = [key for key in _SIZES if key not in config]
+        if missing:
+            raise UnsupportedModelError(f"config.json of a lam model lacks {', '.join(missing)}")
+        for key, only in _ONLY.items():
+            if config.get(key, only) != only:
+                raise UnsupportedModelError(f"{key} {config[key]!r} is not supported; lam models have {only!r}")
+        for key, same in _SYNONYMS.items():
+            if config.get(key, config[same]) != config[same]:
+                raise UnsupportedModelError(f"config.json has {key} {config[key]} and {same} {config[same]}")
+        layer = dict(config.get("lam_config") or {})
+        for key, only in _DESCRIPTIONS.items():
+            if layer.pop(key, only) != only:
+                raise UnsupportedModelError(f"lam_config.{key} is not supported unless it is {only!r}")
+        unknown = sorted(set(layer) - set(_LAYER))
+        if unknown:
+            raise UnsupportedModelError(f"lam_config has unknown {', '.join(unknown)}; known are {', '.join(_LAYER)}")
+        model = {key: config[key] for key in (*_SIZES, *_OPTIONAL) if key in config}
+        model.setdefault("num_positions", min(512, model.get("max_position_embeddings", 512)))
+        read = cls(**model, **layer)
+        read.check()
+        return read
+
+    def check(self) -> None:
+        """Raise `UnsupportedModelError` for values that no model can have."""
+        for name, kind in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise UnsupportedModelError(f"{name}: expected {_NAMES[kind]}, got {value!r}")
+        if self.rule not in get_args(Rule):
+            raise UnsupportedModelError(f"rule {self.rule!r} is not supported; there are {', '.join(get_args(Rule))}")
+        for name in (*_SIZES, "num_positions", "coupling_interval", "chunk_size"):
+            least = 0 if name == "chunk_size" else 1
+            if getattr(self, name) < least:
+                raise UnsupportedModelError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        if self.hidden_size % self.num_attention_heads:
+            raise UnsupportedModelError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        for name in ("fast_decay_init", "slow_decay_init"):
+            if not 0 < getattr(self, name) < 1:
+                raise UnsupportedModelError(f"{name}: expected a number between 0 and 1, got {getattr(self, name)}")
+
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL = ("layer_norm_eps", "max_position_embeddings", "num_positions", "type_vocab_size")
+_LAYER = ("rule", "chunk_size", "coupling_interval", "fast_decay_init", "slow_decay_init", "allow_neg_eigval")
+_ONLY = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+_SYNONYMS = {"num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"}
+_DESCRIPTIONS = {
+    "use_hierarchical_decay": True,
+    "use_enhanced_flux": True,
+    "complexity": "O(n)",
+    "memory_type": "dual_state",
+}
+"""What published files say of every model."""
+_TYPES = {
+    **dict.fromkeys((*_SIZES, "max_position_embeddings", "num_positions", "type_vocab_size", "chunk_size"), int),
+    **dict.fromkeys(("layer_norm_eps", "fast_decay_init", "slow_decay_init"), (int, float)),
+    "coupling_interval": int,
+    "allow_neg_eigval": bool,
+}
+_NAMES = {int: "a whole number", (int, float): "a number", bool: "true or false"}
+
+
+class Embeddings(nnx.Module):
+    """Word, position and token-type embeddings, summed and normalised. A sentence is all of type 0."""
+
+    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D = config.hidden_size
+        self.config = config
+        self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
+        self.position_embeddings = Embedding(config.num_positions, D, dtype=dtype, rngs=rngs)
+        self.token_type_embeddings = Embedding(config.type_vocab_size, D, dtype=dtype, rngs=rngs)
+        self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "#B"]) -> Float[Array, "B T D"]:
+        """`lengths`: over how many tokens the table of positions is stretched, where it is shorter."""
+        T, rows = tokens.shape[1], self.config.num_positions
+        if rows >= T:
+            positions = self.position_embeddings(jnp.arange(T))
+        else:
+            # The first and the last token keep the first and the last row. In whole numbers, which are exact.
+            steps = jnp.maximum(lengths[:, None], rows) - 1
+            at = jnp.minimum(jnp.arange(T), steps) * (rows - 1)
+            low, part = at // steps, (at % steps / steps)[..., None]
+            high = self.position_embeddings(jnp.minimum(low + 1, rows - 1))
+            positions = (1 - part) * self.position_embeddings(low) + part * high
+        types = self.token_type_embeddings(jnp.zeros(1, jnp.int32))
+        return self.LayerNorm(self.word_embeddings(tokens) + positions + types)
+
+
+class AddAndNorm(nnx.Module):
+    """Normalisation of a residual sum, and the projection before it where there is one. Of BERT's `output`."""
+
+    def __init__(self, config: LamConfig, *, size_in: int = 0, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.dense = Linear(size_in, config.hidden_size, bias=True, dtype=dtype, rngs=rngs) if size_in else None
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T F"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.LayerNorm(residual + (x if self.dense is None else self.dense(x)))
+
+
+class Dense(nnx.Module):
+    """A linear layer under the name `dense`, as BERT's modules hold theirs."""
+
+    def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.dense = Linear(size_in, size_out, bias=True, dtype=dtype, rngs=rngs)
+
+
+class MixerOutput(nnx.Module):
+    """Where BERT has its attention, of which the normalisation is left."""
+
+    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.output = AddAndNorm(config, dtype=dtype, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """What a layer has beside its delta rule: two normalised residual sums, and the feed-forward between them."""
+
+    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.published = config.rule != "gated"
+        self.attention = MixerOutput(config, dtype=dtype, rngs=rngs)
+        self.intermediate = Dense(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+        self.output = AddAndNorm(config, size_in=config.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = self.attention.output(mixed, x)
+        inner = _gelu(self.intermediate.dense(x))
+        # Published: twice, once by MiniLM's module and once more by LAM's.
+        return self.output(_gelu(inner) if self.published else inner, x)
+
+
+def _gelu(x: Array) -> Array:
+    return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
+
+
+class Encoder(nnx.Module):
+    """The blocks."""
+
+    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.layer = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+
+
+class Teacher(nnx.Module):
+    """What comes from MiniLM. Its pooler is in the files and in the published number of parameters; nothing uses it."""
+
+    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.embeddings = Embeddings(config, dtype=dtype, rngs=rngs)
+        self.encoder = Encoder(config, dtype=dtype, rngs=rngs)
+        self.pooler = Dense(config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
+
+
+class LamModel(nnx.Module):
+    """Tokens to hidden states. All between matmuls is float32; their inputs are rounded to the weights' dtype."""
+
+    ignored_weights = (
+        r"^teacher_model\.encoder\.layer\.\d+\.attention\.(self|output\.dense)\.",
+        r"position_ids$",
+        r"^(embeddings|deltanet_norms|deltanet_ffns|ffn_norms|output_denses|pooler)\.",
+    )
+    """The attention that LAM replaced, a constant of old checkpoints, and second names of the teacher's weights."""
+
+    def __init__(self, config: LamConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        layer = HierarchicalGatedDeltaNet if config.rule == "gated" else EnhancedHierarchicalDeltaNet
+        self.teacher_model = Teacher(config, dtype=dtype, rngs=rngs)
+        self.deltanet_layers = nnx.List(
+            [layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        )
+
+    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
+        """Final hidden states of sentences that are padded on the right; those of padding mean nothing.
+
+        Args:
+            tokens: T is at most `max_position_embeddings`.
+            lengths: tokens of each sentence that are not padding; all if None. The published rules do not look at it,
+                and their results depend on the padding.
+        """
+        gated = self.config.rule == "gated"
+        whole = jnp.full((1,), tokens.shape[1])
+        x = self.teacher_model.embeddings(tokens, lengths if gated and lengths is not None else whole)
+        for layer, block in zip(self.deltanet_layers, self.teacher_model.encoder.layer, strict=True):
+            mixed, _ = layer(x, lengths) if gated else layer(x)
+            x = block(x, mixed)
+        return x

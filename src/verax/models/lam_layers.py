@@ -1,0 +1,258 @@
+"""The layers of LAM: the published one, under its parameter names, and the one without its faults (docs/lam.md)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+from verax.nn import Linear
+from verax.ops import QuantizedWeight
+from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
+
+__all__ = ["DeltaNetConfig", "EnhancedHierarchicalDeltaNet", "HierarchicalGatedDeltaNet", "LamState", "Rule"]
+
+Rule = Literal["hierarchical", "local", "gated"]
+
+CHUNK_SIZES = {"hierarchical": 64, "local": 128}
+"""Of the published rules, where a checkpoint does not say."""
+
+PAD_FROM, PAD_TO = 64, 32
+"""The published layer pads sequences from so many tokens on to a multiple of this."""
+
+TAPS = 4
+"""Of the short convolutions."""
+
+HEAD_NORM_EPSILON = 1e-5
+
+TOGETHER_FROM = 256
+"""Rows; below, putting weights beside each other takes longer than it saves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig:
+    """Sizes and rule of a layer. All but the sizes stand in the `lam_config` of a config.json."""
+
+    hidden_size: int
+    num_attention_heads: int
+    rule: Rule = "local"
+    """`"hierarchical"` (two states, variant B) or `"local"` (what the published package computes, variant C), both as
+    published; `"gated"`, the hierarchical gated delta rule, where nothing leaks between tokens, padding and rows."""
+    chunk_size: int = 0
+    """Of the published rules, whose results depend on it; the published one if 0."""
+    coupling_interval: int = 64
+    """Of the gated rule: tokens after which its two memories are mixed."""
+    fast_decay_init: float = 0.3
+    slow_decay_init: float = 0.85
+    allow_neg_eigval: bool = False
+    """beta up to 2."""
+
+
+class LamState(NamedTuple):
+    """What a piece of a sequence leaves a `HierarchicalGatedDeltaNet` for the next piece."""
+
+    convolution: Float[Array, "B taps C"]
+    """The last inputs of the three convolutions, beside each other."""
+    rule: HierarchicalState
+
+
+class DepthwiseConv(nnx.Module):
+    """Parameters of a convolution by channel, as PyTorch's `Conv1d` has them."""
+
+    def __init__(self, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        bound = TAPS**-0.5
+        self.weight = nnx.Param(jax.random.uniform(rngs.params(), (channels, 1, TAPS), dtype, -bound, bound))
+        self.bias = nnx.Param(jax.random.uniform(rngs.params(), (channels,), dtype, -bound, bound))
+
+
+class ShortConvolution(nnx.Module):
+    """Four taps on each channel, then SiLU, in float32. The caller pads, and decides by that what a token sees."""
+
+    def __init__(self, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.conv = DepthwiseConv(channels, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B S C"]) -> Float[Array, "B T C"]:
+        """`[B, T + 3, C]` to `[B, T, C]`: output t is made of inputs t to t + 3."""
+        weight, bias = self.conv.weight[...].astype(x.dtype), self.conv.bias[...].astype(x.dtype)
+        T = x.shape[1] - TAPS + 1
+        return jax.nn.silu(sum((x[:, j : j + T] * weight[:, 0, j] for j in range(TAPS)), start=bias))
+
+
+class TwoLayers(nnx.Module):
+    """A perceptron under keys 0 and 2: PyTorch's `Sequential` counts the activation between them."""
+
+    def __init__(self, size_in: int, hidden: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        for key, sizes in (("0", (size_in, hidden)), ("2", (hidden, 1))):
+            setattr(self, key, Linear(*sizes, bias=True, dtype=dtype, rngs=rngs))
+
+    def weights(self) -> Perceptron:
+        """As the rules take them."""
+        layers: list[Linear] = [getattr(self, key) for key in ("0", "2")]
+        return Perceptron(*(w[...] for layer in layers for w in (layer.weight, layer.bias) if w is not None))
+
+
+class FluxParameters(nnx.Module):
+    """`resonance_flux`: a bilinear form and a temperature for each head, and two small perceptrons that heads share."""
+
+    def __init__(self, heads: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        bound = 0.1 * math.sqrt(6 / (2 * size * heads))
+        self.W_bilinear = nnx.Param(jax.random.uniform(rngs.params(), (heads, size, size), dtype, -bound, bound))
+        self.temp = nnx.Param(jnp.full(heads, math.sqrt(size), dtype))
+        self.flux_net = TwoLayers(2 * size + 1, size // 2, dtype=dtype, rngs=rngs)
+        self.token_flux_proj = TwoLayers(2 * size, size // 2, dtype=dtype, rngs=rngs)
+
+    def weights(self) -> ResonanceFlux:
+        """As the rules take them."""
+        return ResonanceFlux(
+            self.W_bilinear[...], self.temp[...], self.flux_net.weights(), self.token_flux_proj.weights()
+        )
+
+
+class HeadNorm(nnx.Module):
+    """RMS normalisation by head. `gate` is in the checkpoints and takes no part."""
+
+    def __init__(self, size: int, *, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.gate = nnx.Param(jnp.ones(size, dtype))
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalise the last axis."""
+        return ops.rms_norm(x, self.weight[...], HEAD_NORM_EPSILON)
+
+
+class EnhancedHierarchicalDeltaNet(nnx.Module):
+    """The published layer, under its published parameter names: rule `hierarchical` (variant B) or `local` (C).
+
+    Its convolutions see the next token; what is padding is not known to it; with two chunks or more, `hierarchical`
+    couples the rows of a batch. So a sentence's result depends on how it is padded, and with what it is batched.
+    """
+
+    def __init__(self, config: DeltaNetConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        D, H = config.hidden_size, config.num_attention_heads
+        self.config = config
+        self.q_proj = Linear(D, D, dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(D, D, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(D, D, dtype=dtype, rngs=rngs)
+        self.b_proj = Linear(D, H, dtype=dtype, rngs=rngs)
+        self.q_conv1d = ShortConvolution(D, dtype=dtype, rngs=rngs)
+        self.k_conv1d = ShortConvolution(D, dtype=dtype, rngs=rngs)
+        self.v_conv1d = ShortConvolution(D, dtype=dtype, rngs=rngs)
+        self.fast_decay_proj = Linear(D, H, bias=True, dtype=dtype, rngs=rngs)
+        self.fast_decay_bias = nnx.Param(jnp.full(H, math.log(config.fast_decay_init), dtype))
+        self.slow_decay_proj = Linear(D, H, bias=True, dtype=dtype, rngs=rngs)
+        self.slow_decay_bias = nnx.Param(jnp.full(H, math.log(config.slow_decay_init), dtype))
+        self.resonance_flux = FluxParameters(H, D // H, dtype=dtype, rngs=rngs)
+        self.fast_gate_proj = Linear(D, H, dtype=dtype, rngs=rngs)
+        self.slow_gate_proj = Linear(D, H, dtype=dtype, rngs=rngs)
+        self.g_proj = Linear(D, D, dtype=dtype, rngs=rngs)
+        self.o_norm = HeadNorm(D // H, dtype=dtype)
+        self.o_proj = Linear(D, D, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:
+        """Outputs, and the fast and slow states that are left (None for `local`), which no later call takes."""
+        T = x.shape[1]
+        if T >= PAD_FROM:
+            x = jnp.pad(x, ((0, 0), (0, -T % PAD_TO), (0, 0)))
+        qkv, gate = self.project_in(x)
+        # Two before and two after, of which the last makes an output too many.
+        q, k, v = self.convolve(jnp.pad(qkv, ((0, 0), (2, 1), (0, 0))))
+        beta, decays, gates = self.token_gates(x)
+        rule = (q, k, v, beta, tuple(map(jax.nn.sigmoid, decays)), gates, self.resonance_flux.weights())
+        chunk_size = self.config.chunk_size or CHUNK_SIZES[self.config.rule]
+        if self.config.rule == "local":
+            (out, _), states = ops.local_delta_rule(*rule, chunk_size=chunk_size), None
+        else:
+            out, states = ops.hierarchical_delta_rule(*rule, chunk_size=chunk_size)
+        return self.project_out(out, gate)[:, :T], states
+
+    def project_in(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T C"], Float[Array, "B T D"]]:
+        """Queries, keys and values beside each other, and the logits of the output's gate."""
+        *qkv, gate = _together(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        return jnp.concatenate(qkv, axis=-1), gate
+
+    def convolve(self, qkv: Float[Array, "B S C"]) -> list[Float[Array, "B T H K"]]:
+        """Queries, keys and values by head, from `[B, T + 3, 3 D]`."""
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        pieces = (conv(piece) for conv, piece in zip(convs, jnp.split(qkv, 3, axis=-1), strict=True))
+        return [piece.reshape(*piece.shape[:2], self.config.num_attention_heads, -1) for piece in pieces]
+
+    def token_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
+        """beta, the logits of the decays, and the output gates, `[B, T, H]` each; pairs are of fast and slow."""
+        beta, fast, slow, fast_gate, slow_gate = _together(
+            x, self.b_proj, self.fast_decay_proj, self.slow_decay_proj, self.fast_gate_proj, self.slow_gate_proj
+        )
+        decays = (
+            fast + self.fast_decay_bias[...].astype(jnp.float32),
+            slow + self.slow_decay_bias[...].astype(jnp.float32),
+        )
+        beta = jax.nn.sigmoid(beta) * (2 if self.config.allow_neg_eigval else 1)
+        return beta, decays, (jax.nn.sigmoid(fast_gate), jax.nn.sigmoid(slow_gate))
+
+    def project_out(self, out: Float[Array, "B T H V"], gate: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Normalised by head, gated, and mixed."""
+        return self.o_proj(self.o_norm(out).reshape(gate.shape) * jax.nn.sigmoid(gate))
+
+
+def _together(x: Float[Array, "B T D"], *layers: Linear) -> list[Array]:
+    """Several linear layers of one input; of many rows as one product, which is nearly twice as fast on a CPU."""
+    weights = [layer.weight.get_value() for layer in layers]
+    if x.size < TOGETHER_FROM * x.shape[-1] or any(isinstance(weight, QuantizedWeight) for weight in weights):
+        return [layer(x) for layer in layers]
+    outs = jnp.split(
+        ops.linear(x, jnp.concatenate(weights)), np.cumsum([weight.shape[0] for weight in weights])[:-1], axis=-1
+    )
+    biases = (layer.bias for layer in layers)
+    return [out if bias is None else out + bias[...].astype(out.dtype) for out, bias in zip(outs, biases, strict=True)]
+
+
+class HierarchicalGatedDeltaNet(EnhancedHierarchicalDeltaNet):
+    """The same parameters under the rule `gated`: causal, deaf to padding and to other rows, and able to continue.
+
+    A decay that the published layer applies once a chunk acts here a little at each token: its `coupling_interval`-th
+    root.
+    """
+
+    def __call__(
+        self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, state: LamState | None = None
+    ) -> tuple[Float[Array, "B T D"], LamState]:
+        """Outputs, and what a later piece of the sequences continues from.
+
+        Args:
+            x: rows padded on the right.
+            lengths: tokens of each row that count; all if None. Outputs past them mean nothing.
+            state: what the piece before left behind; None for the start.
+        """
+        B, T, D = x.shape
+        before = jnp.zeros((B, TAPS - 1, 3 * D), jnp.float32) if state is None else state.convolution
+        qkv, gate = self.project_in(x)
+        qkv = jnp.concatenate([before, qkv], axis=1)
+        q, k, v = self.convolve(qkv)
+        beta, decays, gates = self.token_gates(x)
+        interval = self.config.coupling_interval
+        fast, slow = (jax.nn.log_sigmoid(decay) / interval for decay in decays)
+        out, rule = ops.hierarchical_gated_delta_rule(
+            q,
+            k,
+            v,
+            beta,
+            (fast, slow),
+            gates,
+            self.resonance_flux.weights(),
+            lengths=lengths,
+            initial_state=None if state is None else state.rule,
+            output_final_state=True,
+            coupling_interval=interval,
+        )
+        assert rule is not None
+        ends = jnp.full((B,), T) if lengths is None else lengths
+        tail = jax.vmap(lambda a, n: lax.dynamic_slice_in_dim(a, n, TAPS - 1))(qkv, ends)
+        return self.project_out(out, gate), LamState(tail, rule)

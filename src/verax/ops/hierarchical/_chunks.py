@@ -1,0 +1,92 @@
+"""What both published rules do before anything else: checks, unit keys, values scaled by beta, cutting into chunks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from verax.ops.delta._inputs import check_axes, check_shapes
+
+__all__ = ["Chunks", "Pair", "check", "chunk_length", "cut", "joined", "normalized", "tokens_by_chunk", "unit"]
+
+Pair = tuple[Array, Array]
+"""One for the fast state, one for the slow."""
+
+KEY_EPSILON = 1e-12
+"""The least length that a key or a query is divided by: PyTorch's `normalize`."""
+
+ONE_CHUNK = 32
+"""Up to this many tokens are one chunk, whatever its size."""
+
+
+class Chunks(NamedTuple):
+    """Tokens of n chunks of C."""
+
+    q: Float[Array, "B n H C K"]
+    k: Float[Array, "B n H C K"]
+    kb: Float[Array, "B n H C K"]
+    """Keys times beta."""
+    v: Float[Array, "B n H C V"]
+    """Values times beta."""
+    decays: Pair
+    """`[B n H C]`."""
+    gates: Pair
+    """`[B n H C]`."""
+
+
+def chunk_length(tokens: int, chunk_size: int) -> int:
+    """Tokens of a chunk: all of them if there are few, or if `chunk_size` does not divide their number."""
+    return tokens if tokens <= ONE_CHUNK or tokens % chunk_size else chunk_size
+
+
+def check(q: Array, k: Array, v: Array, beta: Array, decays: Pair, gates: Pair) -> None:
+    """Raise for the first array whose shape does not fit q and v."""
+    check_axes(q=q, k=k, v=v)
+    B, T, H, _ = q.shape
+    check_shapes(
+        k=(k, q.shape),
+        v=(v, (B, T, H, v.shape[3])),
+        beta=(beta, (B, T, H)),
+        **{f"decays[{i}]": (a, (B, T, H)) for i, a in enumerate(decays)},
+        **{f"gates[{i}]": (a, (B, T, H)) for i, a in enumerate(gates)},
+    )
+
+
+def cut(q: Array, k: Array, v: Array, beta: Array, decays: Pair, gates: Pair, chunk_size: int) -> Chunks:
+    """Arguments of a rule by chunks; float32 at least."""
+    check(q, k, v, beta, decays, gates)
+    C = chunk_length(q.shape[1], chunk_size)
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    q, k, v, beta, *rest = (tokens_by_chunk(x.astype(dtype), C) for x in (q, k, v, beta, *decays, *gates))
+    k = normalized(k)
+    beta = beta[..., None]
+    return Chunks(normalized(q), k, beta * k, beta * v, (rest[0], rest[1]), (rest[2], rest[3]))
+
+
+def tokens_by_chunk(x: Float[Array, "B T H *D"], size: int) -> Float[Array, "B n H C *D"]:
+    """Cut T into chunks."""
+    B, T, *rest = x.shape
+    return jnp.moveaxis(x.reshape(B, T // max(size, 1), size, *rest), 3, 2)
+
+
+def joined(x: Float[Array, "B n H C V"]) -> Float[Array, "B T H V"]:
+    """Chunks back to tokens."""
+    x = jnp.moveaxis(x, 2, 3)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def normalized(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """Rows divided by their lengths."""
+    # The double `where` keeps the gradient of a zero row finite.
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    length = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+    return x / jnp.maximum(length, KEY_EPSILON)
+
+
+def unit(state: Float[Array, "*B K V"]) -> Float[Array, "*B K V"]:
+    """`state / (|state| + 1e-8)`, Frobenius norm; zero stays zero, with a finite gradient."""
+    square = jnp.sum(state * state, axis=(-2, -1), keepdims=True)
+    norm = jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+    return state / (norm + 1e-8)

@@ -1,0 +1,173 @@
+"""The rule of `EnhancedHierarchicalDeltaNet` as its authors published it, oddities included, and what their production
+form computes at inference (Qonsult1001/arxiv, folder LAM; written from the equations, which docs/lam.md gives).
+
+Letters: B batch, T tokens, H heads, K and V sizes of keys and values, n chunks of C tokens.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from verax.ops._dispatch import operation
+from verax.ops.hierarchical._chunks import Pair, cut, joined, unit
+from verax.ops.hierarchical._flux import ResonanceFlux, chunk_flux, token_flux
+
+__all__ = ["hierarchical_delta_rule", "local_delta_rule", "orthogonality_loss"]
+
+FORGET = (0.1, 0.05)
+"""By how much the flux of a chunk shortens the memory of the fast and of the slow state."""
+
+LOCAL_SHARES = (0.1, 0.9)
+"""Of the fast and of the slow output in the local rule."""
+
+
+@operation
+def hierarchical_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    decays: Pair,
+    gates: Pair,
+    flux: ResonanceFlux,
+    *,
+    chunk_size: int = 64,
+) -> tuple[Float[Array, "B T H V"], Pair]:
+    """LAM's rule (published variant B): two states, read normalised, written and mixed after each chunk.
+
+    In each chunk, with `A = -tril(beta k k^T, -1)`, `T = I + A + tril(A A^T, -1)` and `P = tril(q k^T)`:
+
+        U, W = T beta v, T beta k
+        S_x <- mean(decay_x) (1 - forget_x psi) S_x;  R_x = S_x / |S_x|
+        V_x = U - W R_x;  o_x = gate_x (q R_x + P V_x);  o = a o_fast + (1 - a) o_slow with a = 0.5 + 0.3 phi
+        S_x <- S_x + k^T V_x;  both are mixed, with c = 0.05 + 0.1 mean(psi);  S_x <- S_x / |S_x|
+
+    T is not the inverse that a delta rule needs; the result depends on `chunk_size`, on whether that divides T, and by
+    the mean of psi on the other rows of the batch. `hierarchical_gated_delta_rule` is the rule without these faults.
+
+    Args:
+        q, k, v: queries, keys, values. q and k are divided by their lengths here; there is no other scale.
+        beta: how much of the old value is replaced.
+        decays: `[B, T, H]`, between 0 and 1, of the fast and of the slow state.
+        gates: `[B, T, H]`, factors on what is read from the fast and from the slow state.
+        flux: blends the two outputs (phi) and mixes the two states (psi).
+        chunk_size: tokens of a chunk. All tokens are one chunk if it does not divide T, or if T is at most 32.
+
+    Returns:
+        Outputs, and both states `[B, H, K, V]` after the last chunk. Float32, or float64 if q is.
+
+    Raises:
+        InvalidParameterError: for arrays whose shapes do not fit each other.
+    """
+    x = cut(q, k, v, beta, decays, gates, chunk_size)
+    u, w = _pseudo_values(x.k, x.kb, x.v)
+    p = _lower(x.q, x.k, 0)
+    share = 0.5 + 0.3 * token_flux(x.kb, x.v, flux.token)
+    psi = chunk_flux(x.k.mean(-2), u.mean(-2), matmul(x.k.mT, u) / x.k.shape[-2], flux)
+    keep = tuple(decay.mean(-1) * (1 - by * psi) for decay, by in zip(x.decays, FORGET, strict=True))
+
+    def chunk(states: Pair, step: tuple[Array, ...]) -> tuple[Pair, Array]:
+        q, k, u, w, p, share, psi, *rest = step
+        keep, gates = rest[:2], rest[2:]
+        outs, written = [], []
+        for i, state in enumerate(states):
+            state = keep[i][..., None, None] * state
+            found = unit(state)
+            value = u - matmul(w, found)
+            outs.append(gates[i][..., None] * (matmul(q, found) + matmul(p, value)))
+            written.append(state + matmul(k.mT, value))
+        out = share[..., None] * outs[0] + (1 - share[..., None]) * outs[1]
+        return mixed(written[0], written[1], psi), out
+
+    steps = (x.q, x.k, u, w, p, share, psi, *keep, *x.gates)
+    B, _, H, _, K = x.k.shape
+    zero = jnp.zeros((B, H, K, x.v.shape[-1]), x.v.dtype)
+    states, out = lax.scan(chunk, (zero, zero), tuple(jnp.moveaxis(a, 1, 0) for a in steps))
+    return joined(jnp.moveaxis(out, 0, 1)), states
+
+
+def mixed(fast: Float[Array, "B H K V"], slow: Float[Array, "B H K V"], psi: Float[Array, "B H"]) -> Pair:
+    """Each state with a share of the other, and normalised. The mean over the batch is the published one."""
+    coupling = 0.05 + 0.1 * jnp.mean(psi)
+    psi = psi[..., None, None]
+    return unit(fast + coupling * psi * slow), unit(slow + coupling * (1 - psi) * fast)
+
+
+@operation
+def local_delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    beta: Float[Array, "B T H"],
+    decays: Pair,
+    gates: Pair,
+    flux: ResonanceFlux,
+    *,
+    chunk_size: int = 128,
+    output_final_state: bool = False,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
+    """What the published package computes at inference (variant C): chunks by themselves, without a state.
+
+    `o = 0.1 gate_fast P beta v + 0.9 gate_slow P U`, with P and U as in `hierarchical_delta_rule`, whose arguments and
+    errors these are.
+
+    Args:
+        output_final_state: sum the slow state up over the chunks, which nothing reads: for each,
+            `S <- mean(decay_slow) (1 - 0.05 psi) S + k^T U`, and in the end `S / |S|`.
+
+    Returns:
+        Outputs, and the slow state or None.
+    """
+    x = cut(q, k, v, beta, decays, gates, chunk_size)
+    u, _ = _pseudo_values(x.k, x.kb, x.v)
+    p = _lower(x.q, x.k, 0)
+    fast, slow = (by * gate[..., None] for by, gate in zip(LOCAL_SHARES, x.gates, strict=True))
+    out = joined(fast * matmul(p, x.v) + slow * matmul(p, u))
+    return out, slow_state(x.k, u, x.decays[1], flux) if output_final_state else None
+
+
+def slow_state(
+    k: Float[Array, "B n H C K"], u: Float[Array, "B n H C V"], decay: Float[Array, "B n H C"], flux: ResonanceFlux
+) -> Float[Array, "B H K V"]:
+    """The slow state of `local_delta_rule` after all chunks."""
+    product = matmul(k.mT, u)
+    psi = chunk_flux(k.mean(-2), u.mean(-2), product / k.shape[-2], flux)
+    keep = decay.mean(-1) * (1 - FORGET[1] * psi)
+
+    def chunk(state: Array, step: Pair) -> tuple[Array, None]:
+        keep, product = step
+        return keep[..., None, None] * state + product, None
+
+    steps = (jnp.moveaxis(keep, 1, 0), jnp.moveaxis(product, 1, 0))
+    return unit(lax.scan(chunk, jnp.zeros_like(product[:, 0]), steps)[0])
+
+
+def orthogonality_loss(states: Pair) -> Float[Array, ""]:
+    """The published regulariser: `|S S^T - I|^2 / K^2`, mean over batch and heads, summed over both states."""
+    loss = jnp.zeros((), states[0].dtype)
+    for state in states:
+        K = state.shape[-2]
+        off = matmul(state, state.mT) - jnp.eye(K, dtype=state.dtype)
+        loss = loss + jnp.mean(jnp.sum(off * off, axis=(-2, -1))) / K**2
+    return loss
+
+
+def _pseudo_values(
+    k: Float[Array, "*B C K"], kb: Float[Array, "*B C K"], v: Float[Array, "*B C V"]
+) -> tuple[Float[Array, "*B C V"], Float[Array, "*B C K"]]:
+    """U and W of a chunk."""
+    a = -_lower(kb, k, -1)
+    t = jnp.eye(a.shape[-1], dtype=a.dtype) + a + _lower(a, a, -1)
+    return matmul(t, v), matmul(t, kb)
+
+
+def _lower(x: Array, y: Array, diagonal: int) -> Array:
+    """`tril(x y^T, diagonal)`."""
+    return jnp.tril(matmul(x, y.mT), diagonal)
+
+
+def matmul(x: Array, y: Array) -> Array:
+    """Products of matrices, exact float32 elsewhere than on a CPU too."""
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,25 @@
+"""The way to matplotlib: no display, and an error that says how to install it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verax.errors import MissingDependencyError
+
+__all__ = ["pyplot"]
+
+
+def pyplot() -> Any:
+    """`matplotlib.pyplot`, drawing into files only.
+
+    Raises:
+        MissingDependencyError: without matplotlib.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingDependencyError("the plot needs matplotlib: pip install 'verax[train]'") from error
+    return pyplot

@@ -1,0 +1,188 @@
+"""LAM by itself: sizes, names, configurations, the faults of the published layer, and the gated one without them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.lam import abstract, lam_config, load_lam, random_weights, relative, run, shapes
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.models import LamConfig, encoder
+from verax.models.lam_layers import EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet
+
+PUBLISHED = {
+    "model_type": "lam",
+    "vocab_size": 30522,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_layers": 6,
+    "num_attention_heads": 12,
+    "num_heads": 12,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 32768,
+    "position_embedding_type": "absolute",
+    "lam_config": {
+        "fast_decay_init": 0.3,
+        "slow_decay_init": 0.85,
+        "use_hierarchical_decay": True,
+        "use_enhanced_flux": True,
+        "complexity": "O(n)",
+        "memory_type": "dual_state",
+    },
+}
+TOKENS = np.random.default_rng(0).integers(0, 211, (2, 150))
+
+
+def layer(rule, **changes):
+    kind = HierarchicalGatedDeltaNet if rule == "gated" else EnhancedHierarchicalDeltaNet
+    config = LamConfig.from_hf(lam_config(rule=rule, **changes))
+    built = kind(config, rngs=nnx.Rngs(0))
+    return nnx.jit(built), np.random.default_rng(1).standard_normal((2, 150, 48)).astype(np.float32)
+
+
+def test_the_published_sizes_make_the_published_number_of_parameters():
+    sizes = shapes(PUBLISHED)
+    assert sum(int(np.prod(s)) for s in sizes.values()) == 23_848_788
+    one = [s for name, s in sizes.items() if name.startswith("deltanet_layers.3.")]
+    assert sum(int(np.prod(s)) for s in one) == 780_622
+
+
+def test_paths_are_the_keys_of_the_published_checkpoint():
+    keys = set(shapes(PUBLISHED))
+    assert {
+        "deltanet_layers.5.q_conv1d.conv.weight",
+        "deltanet_layers.0.fast_decay_bias",
+        "deltanet_layers.0.slow_decay_proj.bias",
+        "deltanet_layers.0.resonance_flux.W_bilinear",
+        "deltanet_layers.0.resonance_flux.flux_net.2.bias",
+        "deltanet_layers.0.resonance_flux.token_flux_proj.0.weight",
+        "deltanet_layers.0.o_norm.gate",
+        "teacher_model.embeddings.LayerNorm.bias",
+        "teacher_model.encoder.layer.5.attention.output.LayerNorm.weight",
+        "teacher_model.encoder.layer.0.intermediate.dense.weight",
+        "teacher_model.encoder.layer.0.output.dense.bias",
+        "teacher_model.pooler.dense.weight",
+    } <= keys
+    assert set(shapes({**PUBLISHED, "lam_config": {"rule": "gated"}})) == keys
+
+
+def test_published_files_may_hold_the_teachers_attention_and_weights_twice(tmp_path):
+    config = lam_config()
+    weights = random_weights(config)
+    extra = {
+        "teacher_model.encoder.layer.0.attention.self.query.weight": np.zeros((48, 48), np.float32),
+        "teacher_model.encoder.layer.0.attention.output.dense.bias": np.zeros(48, np.float32),
+        "teacher_model.embeddings.position_ids": np.arange(160),
+        "deltanet_norms.0.weight": np.zeros(48, np.float32),
+    }
+    np.testing.assert_array_equal(
+        run(load_lam(tmp_path / "a", config, weights=weights | extra), TOKENS),
+        run(load_lam(tmp_path / "b", config, weights=weights), TOKENS),
+    )
+    with pytest.raises(CheckpointError, match=r"deltanet_layers\.9\.x"):
+        load_lam(tmp_path / "c", config, weights=weights | {"deltanet_layers.9.x": np.zeros(3, np.float32)})
+
+
+@pytest.mark.parametrize("rule", ["hierarchical", "local", "gated"])
+def test_bfloat16_weights_are_close_to_float32(rule, tmp_path):
+    exact = run(load_lam(tmp_path, lam_config(rule=rule)), TOKENS)
+    rounded = run(load_lam(tmp_path, lam_config(rule=rule), jnp.bfloat16), TOKENS)
+    assert relative(rounded, exact) < 0.1
+
+
+def test_published_layer_sees_the_next_token():
+    f, x = layer("local")
+    y = np.array(x)
+    y[:, 41] += 1
+    assert np.abs(f(y)[0] - f(x)[0])[:, 40].max() > 1e-3
+    assert np.abs(f(y)[0] - f(x)[0])[:, :40].max() < 1e-5
+
+
+@pytest.mark.parametrize("rule", ["hierarchical", "local"])
+def test_published_embeddings_depend_on_padding_and_the_gated_ones_do_not(rule, tmp_path):
+    padded = TOKENS[:1].copy()
+    padded[:, 50:] = 0
+    lengths = jnp.array([50])
+    published = load_lam(tmp_path / rule, lam_config(rule=rule))
+    assert relative(run(published, padded, lengths)[:, :50], run(published, TOKENS[:1, :50])) > 1e-3
+    gated = load_lam(tmp_path / "gated", lam_config(rule="gated"))
+    assert relative(run(gated, padded, lengths)[:, :50], run(gated, TOKENS[:1, :50])) < 1e-5
+
+
+def test_published_rows_depend_on_each_other_and_gated_ones_do_not(tmp_path):
+    tokens = TOKENS[:, :128]
+    published = load_lam(tmp_path / "b", lam_config(rule="hierarchical"))
+    assert relative(run(published, tokens)[:1], run(published, tokens[:1])) > 1e-5
+    gated = load_lam(tmp_path / "gated", lam_config(rule="gated"))
+    assert relative(run(gated, tokens)[:1], run(gated, tokens[:1])) < 1e-5
+
+
+def test_gated_layer_sees_nothing_later():
+    f, x = layer("gated")
+    y = np.array(x)
+    y[:, 41:] += 1
+    np.testing.assert_array_equal(f(y)[0][:, :41], f(x)[0][:, :41])
+
+
+@pytest.mark.parametrize("at", [1, 2, 64, 100])
+def test_gated_layer_continues_where_it_left_off(at):
+    f, x = layer("gated")
+    whole, end = f(x)
+    first, state = f(x[:, :at])
+    second, last = f(x[:, at:], None, state)
+    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), whole, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(end), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_gated_rows_of_different_lengths_continue():
+    f, x = layer("gated")
+    _, state = f(x[:, :60], jnp.array([60, 1]))
+    rest, _ = f(x[:, 60:], None, state)
+    short = np.concatenate([x[1:, :1], x[1:, 60:]], axis=1)
+    np.testing.assert_allclose(rest[1:], f(short)[0][:, 1:], atol=1e-5)
+
+
+def test_more_tokens_than_positions_are_stretched_over_them_by_the_length_of_each(tmp_path):
+    """Of a row with few tokens, long padding must not move the positions."""
+    model = load_lam(tmp_path, lam_config(rule="gated"))
+    tokens = np.random.default_rng(0).integers(0, 211, (2, 300))
+    lengths = jnp.array([200, 100])
+    together = run(model, tokens, lengths)
+    assert relative(together[:1, :200], run(model, tokens[:1, :200])) < 1e-5
+    assert relative(together[1:, :100], run(model, tokens[1:, :100])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"position_embedding_type": "relative"}, "position_embedding_type 'relative'"),
+        ({"num_heads": 6}, "num_heads 6 and num_attention_heads 12"),
+        ({"num_attention_heads": 7, "num_heads": 7}, "hidden_size 384 is not a multiple of num_attention_heads 7"),
+        ({"vocab_size": "many"}, "vocab_size: expected a whole number, got 'many'"),
+        ({"lam_config": {"rule": "softmax"}}, "rule 'softmax' is not supported; there are hierarchical, local, gated"),
+        ({"lam_config": {"chunks": 3}}, "lam_config has unknown chunks; known are rule,"),
+        ({"lam_config": {"use_enhanced_flux": False}}, "lam_config.use_enhanced_flux"),
+        ({"lam_config": {"coupling_interval": 0}}, "coupling_interval: expected at least 1, got 0"),
+        ({"lam_config": {"fast_decay_init": 2}}, "fast_decay_init: expected a number between 0 and 1"),
+    ],
+)
+def test_configurations_that_are_not_supported_are_named(changes, message):
+    with pytest.raises(UnsupportedModelError) as raised:
+        encoder({**PUBLISHED, **changes})
+    assert message in str(raised.value)
+
+
+def test_a_missing_size_is_named():
+    with pytest.raises(UnsupportedModelError, match="lacks intermediate_size"):
+        encoder({k: v for k, v in PUBLISHED.items() if k != "intermediate_size"})
+
+
+def test_published_files_run_the_published_production_rule():
+    assert abstract(PUBLISHED).config.rule == "local"
+    assert abstract(PUBLISHED).config.num_positions == 512

@@ -1,0 +1,65 @@
+"""The native kernels of LAM's published rules at every level, against the plain forms in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.cpu import for_each_level, needs_library
+from tests.support.hierarchical import flux, inputs
+from verax import ops
+from verax.ops.cpu import library
+
+pytestmark = needs_library
+
+RULES = ("hierarchical_delta_rule", "local_delta_rule")
+
+
+def run(rule, form, x, weights, chunk_size):
+    function = ops.operations()[rule].forms[form].function
+    return jax.jit(lambda x: function(**x, flux=weights, chunk_size=chunk_size)[0])(x)
+
+
+def error(a, b):
+    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+
+
+# One token; one block and not full; blocks and a rest; chunks; sizes that fill no register, or are not alike.
+@for_each_level
+@pytest.mark.parametrize(
+    ("T", "chunk_size", "K", "V"), [(1, 64, 8, 8), (63, 64, 32, 32), (130, 130, 20, 36), (256, 128, 32, 32)]
+)
+@pytest.mark.parametrize("keys", ["random", "zero rows"])
+def test_results_are_those_of_the_equations(level, T, chunk_size, K, V, keys):
+    x, weights = inputs(T=T, K=K, V=V, keys=keys), flux(K=K, V=V)
+    for rule in RULES:
+        with jax.enable_x64(True):
+            exact = run(rule, "plain", jax.tree.map(lambda a: a.astype(np.float64), x), weights, chunk_size)
+        with library.use_level(level):
+            assert error(run(rule, "native", x, weights, chunk_size), exact) < 5e-6
+
+
+def test_states_are_those_of_the_plain_form():
+    x = inputs(T=128)
+    forms = ops.hierarchical_delta_rule.forms
+    for a, b in zip(*(forms[form].function(**x, flux=flux())[1] for form in ("native", "plain")), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_are_those_of_the_plain_form(rule):
+    x, weights = inputs(T=64, K=8, V=12), flux(K=8, V=12)
+
+    def loss(arguments, form):
+        x, weights = arguments
+        return jnp.sum(jnp.sin(run(rule, form, x, weights, 32)))
+
+    native, plain = (jax.grad(loss)((x, weights), form) for form in ("native", "plain"))
+    for a, b in zip(jax.tree.leaves(native), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(np.abs(b).max())))
+
+
+def test_native_forms_are_chosen_here():
+    x = inputs()
+    for rule in RULES:
+        assert ops.operations()[rule].select(**x, flux=flux()).name == "native"

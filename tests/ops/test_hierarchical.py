@@ -1,0 +1,199 @@
+"""LAM's rules: the fast forms against the plain ones, what is odd in the published rules, and what the gated one mends.
+
+Parity of the published rules with PyTorch in float64 is in tests/parity/test_lam.py.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.hierarchical import flux, gated_oracle, inputs
+from verax import ops
+from verax.errors import InvalidParameterError
+from verax.ops.hierarchical import orthogonality_loss
+
+FLUX = flux()
+
+
+def published(x, rule="hierarchical_delta_rule", form="factored", **options):
+    function = ops.operations()[rule].forms[form].function
+    return jax.jit(lambda x: function(**x, flux=FLUX, **options))(x)
+
+
+@partial(jax.jit, static_argnames=("interval", "mode", "chunk_size"))
+def gated(x, lengths=None, state=None, interval=16, mode="auto", chunk_size=None):
+    x = dict(x)
+    decays = tuple(map(jnp.log, x.pop("decays")))
+    return ops.hierarchical_gated_delta_rule(
+        **x,
+        log_decays=decays,
+        flux=FLUX,
+        lengths=lengths,
+        initial_state=state,
+        output_final_state=True,
+        coupling_interval=interval,
+        mode=mode,
+        chunk_size=chunk_size,
+    )
+
+
+def cut(x, start, stop):
+    return jax.tree.map(lambda a: a[:, start:stop], x)
+
+
+def cut_rows(x, start, stop):
+    return jax.tree.map(lambda a: a[start:stop], x)
+
+
+def error(a, b):
+    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+
+
+# One short chunk, one that blocks do not divide, blocks of 32, of 64, several chunks of several blocks.
+@pytest.mark.parametrize(("T", "chunk_size"), [(7, 64), (50, 64), (96, 64), (128, 64), (256, 128)])
+@pytest.mark.parametrize("keys", ["random", "positive", "repeated", "zero rows"])
+def test_the_factored_forms_give_what_the_equations_give(T, chunk_size, keys):
+    x = inputs(T=T, keys=keys)
+    for rule in ("hierarchical_delta_rule", "local_delta_rule"):
+        with jax.enable_x64(True):
+            exact = published(jax.tree.map(lambda a: a.astype(np.float64), x), rule, "plain", chunk_size=chunk_size)
+        out, _ = published(x, rule, chunk_size=chunk_size)
+        # Repeated keys make T as large as C, and sums over it cancel.
+        assert error(out, exact[0]) < (1e-4 if keys == "repeated" else 5e-6)
+
+
+def test_the_factored_forms_leave_the_same_states():
+    x = inputs(T=128)
+    for state, exact in zip(published(x)[1], published(x, form="plain")[1], strict=True):
+        np.testing.assert_allclose(state, exact, atol=2e-6)
+    options = {"rule": "local_delta_rule", "chunk_size": 64, "output_final_state": True}
+    np.testing.assert_allclose(published(x, **options)[1], published(x, form="plain", **options)[1], atol=2e-6)
+
+
+def test_gradients_are_finite_on_zero_rows():
+    x = inputs(T=64, keys="zero rows")
+    for rule in ("hierarchical_delta_rule", "local_delta_rule"):
+        grads = jax.grad(lambda x: jnp.sum(published(x, rule, chunk_size=32)[0] ** 2))(x)  # noqa: B023
+        assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+def test_orthogonality_loss_is_the_mean_distance_of_the_gram_matrices_from_one():
+    states = published(inputs(T=16))[1]
+    expected = sum(
+        np.mean([np.sum((s @ s.T - np.eye(8)) ** 2) / 64 for s in np.asarray(state).reshape(-1, 8, 8)])
+        for state in states
+    )
+    np.testing.assert_allclose(orthogonality_loss(states), expected, rtol=1e-5)
+
+
+def test_published_is_no_delta_rule():
+    """T = I + A + tril(A A^T, -1) is not (I + L)^-1: a single chunk differs from the delta rule."""
+    x = inputs(T=32, keys="positive")
+    x["gates"] = (np.ones_like(x["beta"]),) * 2
+    q, k = (x[name] / np.linalg.norm(x[name], axis=-1, keepdims=True) for name in "qk")
+    exact, _ = ops.delta_rule(q, k, x["v"], x["beta"], scale=1.0)
+    assert error(published(x)[0], exact) > 0.2
+    # The first two tokens are right: there A A^T has nothing to say.
+    assert error(published(x)[0][:, :2], exact[:, :2]) < 1e-5
+
+
+def test_published_result_depends_on_the_chunk_size_and_on_what_it_divides():
+    x = inputs(T=128)
+    sizes = {size: np.asarray(published(x, chunk_size=size)[0]) for size in (64, 128, 100)}
+    assert error(sizes[64], sizes[128]) > 0.05
+    np.testing.assert_array_equal(sizes[100], sizes[128])
+
+
+def test_published_rows_of_a_batch_depend_on_each_other_from_the_third_chunk_on():
+    """States are mixed by the mean of psi over the batch; the first mixing is of states that normalising made alike."""
+    x = inputs(B=2, T=192)
+    alone = np.asarray(published(cut_rows(x, 0, 1), chunk_size=64)[0])
+    together = np.asarray(published(x, chunk_size=64)[0])[:1]
+    np.testing.assert_allclose(together[:, :64], alone[:, :64], atol=1e-6)
+    assert np.abs(together[:, 64:] - alone[:, 64:]).max() > 1e-5
+
+
+def test_published_decays_weigh_old_against_new_but_do_not_change_what_is_read():
+    """What a chunk reads is normalised after it decayed."""
+    x, y = inputs(T=128), inputs(T=128)
+    y["decays"] = tuple(0.3 * d for d in y["decays"])
+    a, b = published(x), published(y)
+    np.testing.assert_allclose(a[0], b[0], atol=1e-5)
+    assert max(float(np.abs(s - t).max()) for s, t in zip(a[1], b[1], strict=True)) > 1e-2
+
+
+def test_local_chunks_know_nothing_of_each_other():
+    x = inputs(T=128)
+    run = partial(published, rule="local_delta_rule", chunk_size=64)
+    np.testing.assert_allclose(run(x)[0][:, 64:], run(cut(x, 64, 128))[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [1, 16, 45, 64])
+@pytest.mark.parametrize("keys", ["random", "repeated", "zero rows"])
+def test_gated_rule_is_its_recurrence(T, keys):
+    x = inputs(T=T, V=12, keys=keys)
+    weights = flux(V=12)
+    log_decays = tuple(np.log(d) for d in x.pop("decays"))
+    exact = gated_oracle(**x, log_decays=log_decays, flux=weights, interval=16)
+    out, _ = ops.hierarchical_gated_delta_rule(**x, log_decays=log_decays, flux=weights, coupling_interval=16)
+    assert error(out, exact) < 3e-6
+
+
+def test_gated_result_does_not_depend_on_the_chunk_size():
+    x = inputs(T=100)
+    computations = (("recurrent", None), ("chunk", 16), ("chunk", 64))
+    results = [gated(x, interval=48, mode=mode, chunk_size=size)[0] for mode, size in computations]
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], atol=3e-6)
+
+
+@pytest.mark.parametrize("at", [1, 16, 23, 40])
+def test_gated_sequence_may_be_cut_anywhere_and_continued(at):
+    x = inputs(T=50)
+    whole, end = gated(x)
+    first, state = gated(cut(x, 0, at))
+    second, last = gated(cut(x, at, 50), None, state)
+    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), whole, atol=3e-6)
+    for a, b in zip(last, end, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6)
+
+
+def test_gated_rows_continue_from_where_each_of_them_is():
+    """Rows of different lengths are at different places of their intervals."""
+    x, lengths = inputs(B=2, T=50), np.array([30, 9])
+    _, state = gated(x, lengths)
+    out, _ = gated(cut(x, 30, 50), None, state)
+    np.testing.assert_allclose(out[:1], gated(cut_rows(x, 0, 1))[0][:, 30:], atol=3e-6)
+    short = jax.tree.map(lambda a: np.concatenate([a[1:, :9], a[1:, 30:]], axis=1), x)
+    np.testing.assert_allclose(out[1:], gated(short)[0][:, 9:], atol=3e-6)
+
+
+def test_gated_rows_do_not_see_padding_later_tokens_or_each_other():
+    x, other = inputs(T=70), inputs(T=70, seed=9)
+    out = np.asarray(gated(x, np.array([40, 70]))[0])
+    # Everything after 40 tokens of the first row, and all of the second, is another's.
+    y = jax.tree.map(lambda a, b: np.concatenate([np.concatenate([a[:1, :40], b[:1, 40:]], axis=1), b[1:]]), x, other)
+    np.testing.assert_array_equal(gated(y, np.array([40, 70]))[0][0, :40], out[0, :40])
+    np.testing.assert_allclose(gated(cut(cut_rows(x, 0, 1), 0, 40))[0], out[:1, :40], atol=3e-6)
+
+
+def test_gated_memories_are_mixed():
+    x = inputs(T=40)
+    assert error(gated(x, interval=16)[0], gated(x, interval=64)[0]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beta": np.ones((2, 40, 4), np.float32)}, "beta: expected shape [2, 40, 3]"),
+        ({"gates": (np.ones((2, 40, 3), np.float32), np.ones((2, 4), np.float32))}, "gates[1]: expected shape"),
+        ({"k": np.ones((2, 40, 3, 5), np.float32)}, "k: expected shape [2, 40, 3, 8]"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(InvalidParameterError) as raised:
+        published({**inputs(), **changes}, form="plain")
+    assert message in str(raised.value)

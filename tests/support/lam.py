@@ -1,0 +1,67 @@
+"""A small random LAM: its config.json, its weights by name, and checkpoints of them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+
+from verax.checkpoint import Checkpoint, load_module
+from verax.models import encoder
+
+
+def lam_config(**layer):
+    return {
+        "model_type": "lam",
+        "vocab_size": 211,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_positions": 160,
+        "lam_config": layer,
+    }
+
+
+def abstract(config):
+    """The model of a config.json, shapes only."""
+    model, sizes = encoder(config)
+    return nnx.eval_shape(lambda: model(sizes, rngs=nnx.Rngs(0)))
+
+
+def shapes(config):
+    """Shapes by name."""
+    return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(abstract(config)))}
+
+
+def random_weights(config, seed=0):
+    """Matrices that keep the scale of what they multiply, norms and biases that differ: errors must show."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (
+            1.5 * rng.standard_normal(shape) * shape[-1] ** -0.5
+            if len(shape) > 1
+            else 0.3 * rng.standard_normal(shape) + (not name.endswith("bias"))
+        ).astype(np.float32)
+        for name, shape in shapes(config).items()
+    }
+
+
+def load_lam(folder, config, dtype=jnp.float32, weights=None):
+    """Write a checkpoint to `folder` and load it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(config) if weights is None else weights, folder / "model.safetensors")
+    model = abstract(config)
+    return load_module(model, Checkpoint.open(folder), dtype=dtype, ignore=type(model).ignored_weights)
+
+
+def run(model, tokens, lengths=None):
+    """Hidden states, compiled."""
+    return np.asarray(jax.jit(lambda m, t, n: m(t, n))(model, jnp.asarray(tokens), lengths), np.float64)
+
+
+def relative(a, b):
+    return np.linalg.norm(np.asarray(a) - b) / np.linalg.norm(b)
