@@ -17,11 +17,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed  ## Run the built-in model: a prompt completed, a chat answered, sums, the speed.
+demo: $(VENV)/.installed  ## Run the built-in models: a prompt completed, a chat answered, sums, the speed, paraphrases found.
 	$(BIN)/verax demo --output demo
 
 test: $(VENV)/.installed-dev  ## Run every test that needs no GPU.
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers.
 	@for test in tests/native/*_test.cc; do \

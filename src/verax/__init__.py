@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verax import checkpoint, models, ops
+    from verax.embed.encoder import Encoder
     from verax.text.llm import LLM
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.sampling_params import SamplingParams
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Encoder",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -28,6 +30,7 @@ __all__ = [
 _HOMES = {
     "LLM": "verax.text.llm",
     "CompletionOutput": "verax.text.outputs",
+    "Encoder": "verax.embed.encoder",
     "Logprob": "verax.text.outputs",
     "RequestOutput": "verax.text.outputs",
     "SamplingParams": "verax.text.sampling_params",

@@ -4,7 +4,7 @@ import pytest
 
 from verax import ops
 from verax.bench import ops as bench
-from verax.bench import ops_attention
+from verax.bench import ops_attention, ops_conv
 from verax.bench.report import markdown, write
 from verax.errors import InvalidParameterError
 
@@ -59,7 +59,23 @@ def test_attention_and_cache_writes_are_cases_too(monkeypatch):
     assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
 
 
-@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"operations": ["conv"]}])
+def test_convolutions_are_cases_too(monkeypatch):
+    small = [
+        ops_conv._video((3, 4, 6), 2, 5, torch=None),
+        ops_conv._video((3, 4, 6), 2, 5, torch=None, cached=False, dtype="float32"),
+        ops_conv._image((4, 6), 2, 5, torch=None, stride=2, padding=((0, 1), (0, 1))),
+    ]
+    monkeypatch.setattr(bench, "conv_cases", lambda torch: small)
+    whole, first, image = run(operations=["conv"])["cases"]
+    assert [whole["operation"], image["operation"]] == ["conv3d", "conv2d"]
+    assert whole["products"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)
+    assert first["products"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
+    assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
+    assert image["products"] == 2 * (2 * 3 * 5) * (2 * 9)
+    assert all({case["runs"], "plain"} <= set(case["sides"]) for case in (whole, first, image))
+
+
+@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"operations": ["pool"]}])
 def test_unknown_names_are_refused(wrong):
     with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
         run(**wrong)

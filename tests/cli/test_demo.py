@@ -2,6 +2,8 @@
 
 import json
 
+from verax.cli.demo import PARAPHRASES
+
 
 def test_the_demo_writes_what_it_shows(run, tmp_path):
     done = run("demo", "--output", tmp_path / "demo")
@@ -13,4 +15,5 @@ def test_the_demo_writes_what_it_shows(run, tmp_path):
     for answer in [*record["chat"].values(), *record["sums"], record["completion"]]:
         assert answer in done.out
     assert set(record["speed"]) == {"1", "8", "64"}
+    assert list(record["nearest"].values()) == [PARAPHRASES[i] for i in (3, 0, 5, 2)]
     assert (tmp_path / "demo" / "text.txt").read_text() in done.out

@@ -102,7 +102,7 @@ def test_a_missing_model_is_one_line_with_a_traceback_for_debug_only(run):
     assert plain.status == 1
     assert plain.err == (
         "verax: error: /no/such/model: no such folder; expected a folder with config.json and *.safetensors, "
-        "or a hub id (organisation/name)\n"
+        "a .gguf file, or a hub id (organisation/name)\n"
     )
     for arguments in (["--debug", "generate"], ["generate", "--debug"]):
         debug = run(*arguments, "-m", "/no/such/model", "abc")

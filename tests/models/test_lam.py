@@ -112,10 +112,8 @@ def test_published_embeddings_depend_on_padding_and_the_gated_ones_do_not(rule, 
     assert relative(run(gated, padded, lengths)[:, :50], run(gated, TOKENS[:1, :50])) < 1e-5
 
 
-def test_published_rows_depend_on_each_other_and_gated_ones_do_not(tmp_path):
-    tokens = TOKENS[:, :128]
-    published = load_lam(tmp_path / "b", lam_config(rule="hierarchical"))
-    assert relative(run(published, tokens)[:1], run(published, tokens[:1])) > 1e-5
+def test_rows_do_not_depend_on_each_other_in_a_gated_model(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 211, (2, 192))  # three chunks
     gated = load_lam(tmp_path / "gated", lam_config(rule="gated"))
     assert relative(run(gated, tokens)[:1], run(gated, tokens[:1])) < 1e-5
 

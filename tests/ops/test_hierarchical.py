@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -16,6 +17,14 @@ from verax.errors import InvalidParameterError
 from verax.ops.hierarchical import orthogonality_loss
 
 FLUX = flux()
+
+
+@pytest.fixture
+def unchecked():
+    """Without the tests' own type checker, as a user runs it."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def published(x, rule="hierarchical_delta_rule", form="factored", **options):
@@ -49,7 +58,8 @@ def cut_rows(x, start, stop):
 
 
 def error(a, b):
-    return float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
 
 
 # One short chunk, one that blocks do not divide, blocks of 32, of 64, several chunks of several blocks.
@@ -76,7 +86,8 @@ def test_the_factored_forms_leave_the_same_states():
 def test_gradients_are_finite_on_zero_rows():
     x = inputs(T=64, keys="zero rows")
     for rule in ("hierarchical_delta_rule", "local_delta_rule"):
-        grads = jax.grad(lambda x: jnp.sum(published(x, rule, chunk_size=32)[0] ** 2))(x)  # noqa: B023
+        loss = partial(lambda rule, x: jnp.sum(published(x, rule, chunk_size=32)[0] ** 2), rule)
+        grads = jax.jit(jax.grad(loss))(x)
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
@@ -93,8 +104,8 @@ def test_published_is_no_delta_rule():
     """T = I + A + tril(A A^T, -1) is not (I + L)^-1: a single chunk differs from the delta rule."""
     x = inputs(T=32, keys="positive")
     x["gates"] = (np.ones_like(x["beta"]),) * 2
-    q, k = (x[name] / np.linalg.norm(x[name], axis=-1, keepdims=True) for name in "qk")
-    exact, _ = ops.delta_rule(q, k, x["v"], x["beta"], scale=1.0)
+    q, k = (jnp.asarray(x[name] / np.linalg.norm(x[name], axis=-1, keepdims=True)) for name in "qk")
+    exact, _ = ops.delta_rule(q, k, jnp.asarray(x["v"]), jnp.asarray(x["beta"]), scale=1.0)
     assert error(published(x)[0], exact) > 0.2
     # The first two tokens are right: there A A^T has nothing to say.
     assert error(published(x)[0][:, :2], exact[:, :2]) < 1e-5
@@ -108,12 +119,13 @@ def test_published_result_depends_on_the_chunk_size_and_on_what_it_divides():
 
 
 def test_published_rows_of_a_batch_depend_on_each_other_from_the_third_chunk_on():
-    """States are mixed by the mean of psi over the batch; the first mixing is of states that normalising made alike."""
-    x = inputs(B=2, T=192)
-    alone = np.asarray(published(cut_rows(x, 0, 1), chunk_size=64)[0])
-    together = np.asarray(published(x, chunk_size=64)[0])[:1]
-    np.testing.assert_allclose(together[:, :64], alone[:, :64], atol=1e-6)
-    assert np.abs(together[:, 64:] - alone[:, 64:]).max() > 1e-5
+    """States are mixed by a mean of psi over the batch. After the first chunk both are the same, however mixed."""
+    with jax.enable_x64(True):  # the coupling is weak
+        x = jax.tree.map(lambda a: a.astype(np.float64), inputs(B=2, T=192))
+        alone = np.asarray(published(cut_rows(x, 0, 1), form="plain", chunk_size=64)[0])
+        together = np.asarray(published(x, form="plain", chunk_size=64)[0])[:1]
+    np.testing.assert_allclose(together[:, :128], alone[:, :128], rtol=1e-10, atol=1e-12)
+    assert np.abs(together[:, 128:] - alone[:, 128:]).max() > 1e-7
 
 
 def test_published_decays_weigh_old_against_new_but_do_not_change_what_is_read():
@@ -122,13 +134,13 @@ def test_published_decays_weigh_old_against_new_but_do_not_change_what_is_read()
     y["decays"] = tuple(0.3 * d for d in y["decays"])
     a, b = published(x), published(y)
     np.testing.assert_allclose(a[0], b[0], atol=1e-5)
-    assert max(float(np.abs(s - t).max()) for s, t in zip(a[1], b[1], strict=True)) > 1e-2
+    assert max(float(np.abs(s - t).max()) for s, t in zip(a[1], b[1], strict=True)) > 1e-3
 
 
 def test_local_chunks_know_nothing_of_each_other():
     x = inputs(T=128)
     run = partial(published, rule="local_delta_rule", chunk_size=64)
-    np.testing.assert_allclose(run(x)[0][:, 64:], run(cut(x, 64, 128))[0], atol=1e-6)
+    np.testing.assert_allclose(run(x)[0][:, 64:], run(cut(x, 64, 128))[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("T", [1, 16, 45, 64])
@@ -138,7 +150,8 @@ def test_gated_rule_is_its_recurrence(T, keys):
     weights = flux(V=12)
     log_decays = tuple(np.log(d) for d in x.pop("decays"))
     exact = gated_oracle(**x, log_decays=log_decays, flux=weights, interval=16)
-    out, _ = ops.hierarchical_gated_delta_rule(**x, log_decays=log_decays, flux=weights, coupling_interval=16)
+    arrays = jax.tree.map(jnp.asarray, {**x, "log_decays": log_decays})
+    out, _ = ops.hierarchical_gated_delta_rule(**arrays, flux=weights, coupling_interval=16)
     assert error(out, exact) < 3e-6
 
 
@@ -193,7 +206,7 @@ def test_gated_memories_are_mixed():
         ({"k": np.ones((2, 40, 3, 5), np.float32)}, "k: expected shape [2, 40, 3, 8]"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(changes, message):
+def test_shapes_that_do_not_fit_are_named(unchecked, changes, message):
     with pytest.raises(InvalidParameterError) as raised:
         published({**inputs(), **changes}, form="plain")
     assert message in str(raised.value)

@@ -194,7 +194,7 @@ def test_states_are_part_of_the_memory_plan(llm):
     sizes = dict(max_model_len=None, max_num_batched_tokens=None, block_size=4, kv_cache_memory=20 * one)
     plan = plan_sizes(config, "float32", max_num_seqs=None, **sizes)
     assert plan.max_num_seqs == 10  # half of the memory
-    held = sum(array.nbytes for array in jax.tree.leaves(new_cache(config, plan, "float32")))
+    held = sum(array.nbytes for array in jax.tree.leaves(new_cache(config, plan)))
     assert 20 * one - block_bytes(config, 4, "float32") < held <= 20 * one
     with pytest.raises(InvalidParameterError, match="beside the states of 20 sequences"):
         plan_sizes(config, "float32", max_num_seqs=20, **sizes)

@@ -1,11 +1,11 @@
-"""The loss: cross-entropy by its definition, over the tokens that may be predicted."""
+"""The losses: cross-entropy by its definition, over the tokens that may be predicted."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
-from verax.train.loss import next_token_loss
+from verax.train.loss import contrastive_loss, next_token_loss
 from verax.train.precision import ROUNDED_GRADIENT
 
 
@@ -47,3 +47,16 @@ def test_rounded_gradients_are_those_of_the_plain_form_up_to_rounding():
     for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
         for got, exact in zip(gradients(ROUNDED_GRADIENT, dtype), gradients("plain", dtype), strict=True):
             assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact)
+
+
+def test_contrast_is_the_mean_of_both_directions():
+    rng = np.random.default_rng(0)
+    first, second = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in rng.standard_normal((2, 6, 5)))
+    scores = first @ second.T / 0.1
+    rows = np.log(np.exp(scores).sum(1)) - np.diag(scores)
+    columns = np.log(np.exp(scores).sum(0)) - np.diag(scores)
+    expected = (rows.mean() + columns.mean()) / 2
+    got = contrastive_loss(jnp.asarray(first, jnp.float32), jnp.asarray(second, jnp.float32), 0.1)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    same = jnp.eye(4)
+    assert contrastive_loss(same, same, 0.05) < 1e-6 < contrastive_loss(same, same[::-1], 0.05)

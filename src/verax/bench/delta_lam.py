@@ -17,7 +17,8 @@ from verax import checkpoint, ops
 from verax.bench.delta_peers import Peers
 from verax.bench.delta_side import Case, Side, jax_side, torch_side
 from verax.bench.delta_work import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
-from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
+from verax.models.lam import LamConfig, LamModel
+from verax.models.lam_layers import EnhancedHierarchicalDeltaNet
 from verax.ops.hierarchical import Perceptron, ResonanceFlux, orthogonality_loss
 
 __all__ = ["encoder_cases", "layer_cases", "rule_cases"]

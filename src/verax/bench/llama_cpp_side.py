@@ -30,7 +30,7 @@ def import_llama_cpp() -> Any:
         MissingDependencyError: if llama-cpp-python is not installed.
     """
     try:
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingDependencyError(
             "comparing with llama.cpp needs llama-cpp-python, which is compiled for minutes while it is installed: "

@@ -12,14 +12,16 @@ import numpy as np
 from verax import ops, progress
 from verax.bench.machine import fingerprint, measure_machine, num_cores
 from verax.bench.ops_attention import Case, attention_cases
+from verax.bench.ops_conv import conv_cases
 from verax.bench.timing import interleave
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.ops.cpu import library
 
 __all__ = ["OPERATIONS", "WEIGHTS", "bench_ops"]
 
-OPERATIONS = ("linear", "attention")
-"""Groups of cases: products with a weight; attention over whole sequences and over pages, with the cache's writes."""
+OPERATIONS = ("linear", "attention", "conv")
+"""Groups of cases: products with a weight; attention over whole sequences and over pages, with the cache's writes;
+convolutions of a video VAE."""
 
 WEIGHTS: dict[str, tuple[int, int | None] | None] = {
     "float32": None,
@@ -73,6 +75,7 @@ def bench_ops(
     groups = {
         "linear": lambda: _linear_cases(size_in, size_out, rows, weights, torch),
         "attention": lambda: attention_cases(torch),
+        "conv": lambda: conv_cases(torch),
     }
     with progress.bar("measuring") as report:
         for operation in operations:

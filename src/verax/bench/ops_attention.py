@@ -16,7 +16,7 @@ from verax import ops
 from verax._compat import compiler_options
 from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
 
-__all__ = ["Case", "attention_cases"]
+__all__ = ["Case", "attention_cases", "forms", "random"]
 
 PLAIN_LIMIT = 2**29
 """Scores that the plain form may hold; it is left out of longer cases."""
@@ -60,8 +60,8 @@ def attention_cases(torch: Any = None) -> Iterator[Case]:
 
 
 def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Case:
-    q, k, v = (_random((1, length, heads, size), dtype, seed) for seed in range(3))
-    sides = _forms(ops.attention, q, k, v, causal=False)
+    q, k, v = (random((1, length, heads, size), dtype, seed) for seed in range(3))
+    sides = forms(ops.attention, q, k, v, causal=False)
     if heads * length**2 > PLAIN_LIMIT:
         sides.pop("plain", None)
     if torch is not None:
@@ -90,13 +90,13 @@ def _decode(
     caches, table = _cache(rows, length, kv_heads, size)
     if cache_dtype == "int8":
         caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))
-    q = _random((rows, heads, size), "float32", 2)
+    q = random((rows, heads, size), "float32", 2)
     arguments = q, *caches, table, jnp.full(rows, length, jnp.int32)
-    sides = _forms(ops.paged_decode_attention, *arguments)
+    sides = forms(ops.paged_decode_attention, *arguments)
     if rows * heads * length > PLAIN_LIMIT // 1024:
         sides.pop("plain", None)
     if torch is not None:  # over keys that lie together: it has no pages
-        dense = (_random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
+        dense = (random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
         sides["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
     keys = rows * length * size
     return Case(
@@ -113,9 +113,9 @@ def _decode(
 def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size: int = 128) -> Case:
     length = cached + tokens
     caches, table = _cache(1, length, kv_heads, size)
-    q = _random((tokens, heads, size), "float32", 2)
+    q = random((tokens, heads, size), "float32", 2)
     arguments = q, *caches, table, jnp.asarray([length], jnp.int32), jnp.asarray([0, tokens], jnp.int32)
-    sides = _forms(ops.paged_attention, *arguments)
+    sides = forms(ops.paged_attention, *arguments)
     sides.pop("plain", None)  # holds the keys once for each token
     return Case(
         "paged_attention",
@@ -131,7 +131,7 @@ def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size
 def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     """The cache is donated and comes back, as in the engine's step."""
     (cache, _), _ = _cache(1, 32768, kv_heads, size)
-    x = _random((tokens, kv_heads, size), "float32", 2)
+    x = random((tokens, kv_heads, size), "float32", 2)
     places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
     arguments = x, places // PAGE, places % PAGE
     sides = {}
@@ -158,16 +158,17 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
 def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[Any, Any], jax.Array]:
     """Pages of keys and values in a shuffled order, and the table that lists them."""
     width = math.ceil(length / PAGE)
-    k, v = (_random((1 + rows * width, kv_heads, PAGE, size), "bfloat16", seed) for seed in range(2))
+    k, v = (random((1 + rows * width, kv_heads, PAGE, size), "bfloat16", seed) for seed in range(2))
     order = 1 + np.random.default_rng(2).permutation(rows * width)
     return (k, v), jnp.asarray(order.reshape(rows, width), jnp.int32)
 
 
-def _random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
+def random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
+    """Normal numbers."""
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
-def _forms(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
+def forms(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
     """Every form of the operation that takes this call here, by name."""
     sides: dict[str, Callable[[], object]] = {}
     for name, form in operation.forms.items():

@@ -15,8 +15,13 @@ __all__ = ["markdown", "write"]
 
 def markdown(result: dict[str, Any]) -> str:
     """A benchmark as a page."""
-    pages = {"text": _text_page, "ops": _ops_page, "quality": _quality_page, "delta": delta_page.page}
-    page = pages[result["kind"]]
+    page = {
+        "text": _text_page,
+        "ops": _ops_page,
+        "quality": _quality_page,
+        "delta": delta_page.page,
+        "embed": _embed_page,
+    }[result["kind"]]
     return "\n".join([*page(result), "", _about(result), ""])
 
 
@@ -47,6 +52,30 @@ def _text_page(result: dict[str, Any]) -> list[str]:
     ]
     if "decode_step" in result:
         lines += _split_table(result["decode_step"])
+    return lines
+
+
+def _embed_page(result: dict[str, Any]) -> list[str]:
+    settings = result["settings"]
+    lines = [
+        f"# Embeddings: {settings['model']}, {settings['dtype']}",
+        "",
+        f"{settings['sentences']} sentences of {settings['shortest']} to {settings['longest']} tokens "
+        f"({settings['tokens']} in all), {settings['batch_size']} at once; {settings['runs']} runs after "
+        f"{settings['warmup']} warm-up, tokenizer included. {result['compiled_during_runs']} programs compiled during "
+        "the runs.",
+        "",
+        "| side | median s | P10-P90 s | sentences/s |",
+        "|---|---|---|---|",
+    ]
+    for name, side in result["sides"].items():
+        lines.append(
+            f"| {name} | {side['median_s']:.3f} | {side['p10_s']:.3f}-{side['p90_s']:.3f} | {side['rate']:.0f} |"
+        )
+    if result["ratios"]:
+        lines += ["", "Ratios are medians over the rounds of the ratio within a round.", ""]
+        lines += [f"- {name}: {ratio:.2f}x" for name, ratio in result["ratios"].items()]
+        lines += ["", f"Largest difference of two vectors' numbers: {result['largest_difference']:.1e}."]
     return lines
 
 
@@ -163,7 +192,9 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     what = {
         "text": lambda: [settings["workload"], precision(settings)],
         "ops": lambda: settings["operations"],
+        "delta": lambda: settings["operations"],
         "quality": lambda: [Path(settings["model"]).name.lower()],
+        "embed": lambda: [settings["dtype"]],
     }[result["kind"]]()
     what = [re.sub("[^a-z0-9]+", "-", part) for part in what]
     name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])

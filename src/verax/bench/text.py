@@ -25,7 +25,7 @@ from verax.text.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from verax.bench.llama_cpp_side import LlamaCppSide
 
-__all__ = ["PEERS", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm"]
+__all__ = ["PEERS", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm", "random_weights"]
 
 PEERS = ("transformers", "llama.cpp")
 """What a text benchmark can have beside us."""
@@ -242,11 +242,16 @@ def _weights(model: str | None, dtype: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
         architecture, config = causal_lm(QWEN3_0_6B)
-        abstract = nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0)))
-        rng = np.random.default_rng(0)
-        weights = {}
-        for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
-            noise = rng.standard_normal(leaf.shape, np.float32)
-            scaled = noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1 + 0.1 * noise
-            weights[".".join(map(str, path))] = scaled.astype(jnp.bfloat16)
+        weights = random_weights(nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0))))
         yield checkpoint.save(weights, name, config=QWEN3_0_6B)
+
+
+def random_weights(abstract: nnx.Module) -> dict[str, np.ndarray]:
+    """bfloat16 weights by key: matrices that keep the scale of what they multiply, vectors around 1."""
+    rng = np.random.default_rng(0)
+    weights = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        scaled = noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1 + 0.1 * noise
+        weights[".".join(map(str, path))] = scaled.astype(jnp.bfloat16)
+    return weights

@@ -31,15 +31,15 @@ class TensorFile(Protocol):
     path: Path
     tensors: dict[str, TensorInfo]
 
-    def kind(self, name: str) -> str:
+    def kind(self, name: str, /) -> str:
         """How a tensor is stored."""
         ...
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, /) -> np.ndarray:
         """A tensor: a view of the file where that is possible."""
         ...
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, /) -> None:
         """Drop a tensor's pages from memory."""
         ...
 
@@ -166,11 +166,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: it has no weight {name}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+def read_json(path: Path, kind: type = dict) -> Any:
+    """A JSON object from a file, or a list with `kind=list`.
 
     Raises:
-        CheckpointError: naming the file, if it is missing or holds no JSON object.
+        CheckpointError: naming the file, if it is missing or holds no such value.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -180,8 +180,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{path}: expected a JSON {'object' if kind is dict else 'list'}")
     return value
 
 

@@ -19,10 +19,20 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files that make up a tokenizer, in any of the forms in which they are published."""
 
-_WANTED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "*_Pooling/config.json")
+"""Patterns of the files by which sentence-transformers says how a model's states become a vector."""
+
+_WANTED = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *TOKENIZER_FILES,
+    *SENTENCE_FILES,
+)
 """Files of a hub repository that a checkpoint needs: weights in other formats stay where they are."""
 
-_UNWANTED = ("*/*",)
+_UNWANTED = ("*/*.safetensors", "*/*.safetensors.index.json", "*/*/*", "tokenizer*/*", "chat_template*/*", "vocab*/*")
 """A pattern's star crosses folders, and folders hold second copies (`original/`, `onnx/`), which can be large."""
 
 _POSSIBLE = "expected a folder with config.json and *.safetensors, a .gguf file, or a hub id (organisation/name)"

@@ -101,7 +101,7 @@ def operations(
     weights: Annotated[
         str | None, typer.Option(help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128; all if left out.")
     ] = None,
-    only: Annotated[str | None, typer.Option(help="linear or attention; both if left out.")] = None,
+    only: Annotated[str | None, typer.Option(help="linear, attention or conv; all if left out.")] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 2,
     against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
@@ -169,6 +169,40 @@ def quality(
         variants=[name.strip() for name in variants.split(";")] if variants else tuple(VARIANTS),
         tokens=tokens,
         additions=additions,
+    )
+    _show(result, output, as_json)
+
+
+@app.command("embed")
+def embeddings(
+    model: options.Model = None,
+    sentences: Annotated[int, typer.Option(help="How many.", min=1)] = 512,
+    batch_size: Annotated[int, typer.Option(help="Most sentences in one call.", min=1)] = 32,
+    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
+    dtype: options.Dtype = "float32",
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
+
+    Examples:
+
+        verax bench embed --against transformers
+
+        verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
+    """
+    from verax.bench.embed import bench_embed
+
+    result = bench_embed(
+        model,
+        sentences=sentences,
+        batch_size=batch_size,
+        runs=runs,
+        warmup=warmup,
+        against=tuple(against.split(",")) if against else (),
+        dtype=dtype,
     )
     _show(result, output, as_json)
 

@@ -1,4 +1,4 @@
-"""`verax demo`: the built-in model at work, in a minute."""
+"""`verax demo`: the built-in models at work, in a minute."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ __all__ = ["demo"]
 
 COMPLETED = "Once upon a time, there was a"
 ASKED = ("Tell me a story about a fox called Mia.", "What color is the sky?")
+SENTENCES = (
+    "Mia bought three apples for $5 at the market.",
+    "There will be rain and ten degrees in Oslo on Sunday.",
+    "Tom's phone will not start since the update.",
+    "How do I change my password on the website?",
+)
+PARAPHRASES = (
+    "It will be 10 degrees on Sunday in Oslo, with wet weather.",
+    "It will be 10 degrees on Monday in Oslo, with wet weather.",
+    "On the website, is there a way to change my password?",
+    "At the market, Mia spent five dollars on 3 apples.",
+    "At the market, Mia spent five dollars on 3 lemons.",
+    "After it was updated, the smartphone of Tom does not turn on.",
+)
 SUMS = ((2, 2), (47, 38), (12, 30), (96, 7), (58, 64))
 
 
@@ -25,7 +39,7 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what the demo makes.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
 ) -> None:
-    """Complete a prompt, answer a chat, add numbers and show the speed, with the built-in model."""
+    """Complete a prompt, answer a chat, add numbers, show the speed and find paraphrases, with the built-in models."""
     from verax.text.llm import LLM
 
     output.mkdir(parents=True, exist_ok=True)
@@ -48,11 +62,13 @@ def demo(
     speed = {str(n): _speed(llm, n) for n in (1, 8, 64)}
     say("\n-- speed: tokens per second, by sequences at once")
     say("   ".join(f"{n}: {rate:,.0f}" for n, rate in speed.items()))
+    nearest = _nearest(say)
     record = {
         "completion": COMPLETED + story,
         "chat": dict(zip(ASKED, answers, strict=True)),
         "sums": sums,
         "speed": speed,
+        "nearest": nearest,
     }
     (output / "text.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (output / "text.txt").write_text(say.text, encoding="utf-8")
@@ -78,6 +94,21 @@ def _stream(llm: LLM, prompt: str | list[dict[str, Any]], params: SamplingParams
         say(piece, end="")
     say("")
     return "".join(pieces)
+
+
+def _nearest(say: _Transcript) -> dict[str, str]:
+    """Each sentence's nearest among the paraphrases, by the built-in encoder."""
+    from verax.embed.encoder import Encoder
+
+    encoder = Encoder()
+    scores = encoder.encode(SENTENCES) @ encoder.encode(PARAPHRASES).T
+    say(f"\n-- sentences as vectors of {encoder.dimension} numbers: the nearest of {len(PARAPHRASES)} others")
+    found = {}
+    for sentence, row in zip(SENTENCES, scores, strict=True):
+        best = int(row.argmax())
+        found[sentence] = PARAPHRASES[best]
+        say(f"> {sentence}\n  {row[best]:.2f}  {PARAPHRASES[best]}")
+    return found
 
 
 def _speed(llm: LLM, sequences: int, tokens: int = 100) -> float:

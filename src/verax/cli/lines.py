@@ -10,8 +10,10 @@ import typer
 __all__ = ["checked", "read_lines"]
 
 
-def read_lines(file: Path | None = None) -> list[str]:
-    """The lines of a file, or of standard input, that are not blank.
+def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bool = False) -> list[str]:
+    """The lines of a file, or of standard input, that are not blank; with `keep_blank`, if any is not, all of them.
+
+    `what` is a word for one of them, in errors.
 
     Raises:
         typer.BadParameter: naming the source, if it does not exist, is no UTF-8 text, or has no such line.
@@ -23,23 +25,25 @@ def read_lines(file: Path | None = None) -> list[str]:
         text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    found = [line for line in text.splitlines() if line.strip()]
+    # Not splitlines, which also cuts at characters that belong to a text (U+2028 within JSON, say).
+    lines = text.removesuffix("\n").split("\n")
+    found = [line for line in lines if line.strip()]
     if not found:
-        raise typer.BadParameter(f"{source}: it is empty; expected a prompt on each line")
-    return checked(found)
+        raise typer.BadParameter(f"{source}: it is empty; expected a {what} on each line")
+    return checked(lines if keep_blank else found, what, allow_empty=keep_blank)
 
 
-def checked(texts: list[str]) -> list[str]:
+def checked(texts: list[str], what: str = "prompt", *, allow_empty: bool = False) -> list[str]:
     """The texts, if a tokenizer can read them: bytes of other encodings reach Python as lone surrogates.
 
     Raises:
         typer.BadParameter: naming the text that is not UTF-8, or empty.
     """
     for number, text in enumerate(texts, start=1):
-        if not text:
-            raise typer.BadParameter(f"prompt {number}: it is empty")
+        if not text and not allow_empty:
+            raise typer.BadParameter(f"{what} {number}: it is empty")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise typer.BadParameter(f"prompt {number}: not UTF-8 text: {text!r}") from error
+            raise typer.BadParameter(f"{what} {number}: not UTF-8 text: {text!r}") from error
     return texts

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from verax.errors import UnsupportedModelError
+from verax.models.bert import BertConfig, BertModel
 from verax.models.lam import LamConfig, LamModel
 from verax.models.mixing import Attend, Carry, Recurrence
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
 
 __all__ = [
+    "DTYPES",
     "Attend",
+    "BertConfig",
+    "BertModel",
     "Carry",
     "DeltaState",
     "LamConfig",
@@ -26,6 +33,9 @@ __all__ = [
     "encoder",
 ]
 
+DTYPES: dict[str, DTypeLike] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+"""What engines run models in: the dtype of weights and of matmul inputs. The rest is float32 in both."""
+
 _CAUSAL_LM = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen2": (Qwen3ForCausalLM, Qwen3Config),
@@ -35,7 +45,7 @@ _CAUSAL_LM = {
     "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
 }
 
-_ENCODERS = {"lam": (LamModel, LamConfig)}
+_ENCODERS: dict[str, tuple[Any, Any]] = {"bert": (BertModel, BertConfig), "lam": (LamModel, LamConfig)}
 
 
 def causal_lm(config: Mapping[str, Any]) -> tuple[type[Qwen3ForCausalLM], Qwen3Config]:
@@ -52,8 +62,10 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Qwen3ForCausalLM], Qwen3C
     return model, read.from_hf(config)
 
 
-def encoder(config: Mapping[str, Any]) -> tuple[type[LamModel], LamConfig]:
+def encoder(config: Mapping[str, Any]) -> tuple[type[BertModel], BertConfig] | tuple[type[LamModel], LamConfig]:
     """The model class and its configuration for a config.json that describes a text encoder.
+
+    Its instances are called with `tokens [B, T]` and `lengths [B]` and give hidden states.
 
     Raises:
         UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.

@@ -7,8 +7,8 @@ names. `LamConfig.rule` says whether the published layer runs, oddities included
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -63,29 +63,31 @@ class LamConfig(DeltaNetConfig):
             raise UnsupportedModelError(f"lam_config has unknown {', '.join(unknown)}; known are {', '.join(_LAYER)}")
         model = {key: config[key] for key in (*_SIZES, *_OPTIONAL) if key in config}
         model.setdefault("num_positions", min(512, model.get("max_position_embeddings", 512)))
-        read = cls(**model, **layer)
-        read.check()
-        return read
+        values: dict[str, Any] = {field.name: field.default for field in fields(cls)} | model | layer
+        _check(values)
+        return cls(**values)
 
-    def check(self) -> None:
-        """Raise `UnsupportedModelError` for values that no model can have."""
-        for name, kind in _TYPES.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise UnsupportedModelError(f"{name}: expected {_NAMES[kind]}, got {value!r}")
-        if self.rule not in get_args(Rule):
-            raise UnsupportedModelError(f"rule {self.rule!r} is not supported; there are {', '.join(get_args(Rule))}")
-        for name in (*_SIZES, "num_positions", "coupling_interval", "chunk_size"):
-            least = 0 if name == "chunk_size" else 1
-            if getattr(self, name) < least:
-                raise UnsupportedModelError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        if self.hidden_size % self.num_attention_heads:
-            raise UnsupportedModelError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
-        for name in ("fast_decay_init", "slow_decay_init"):
-            if not 0 < getattr(self, name) < 1:
-                raise UnsupportedModelError(f"{name}: expected a number between 0 and 1, got {getattr(self, name)}")
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModelError` for values that no model can have."""
+    for name, kind in _TYPES.items():
+        value = values[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise UnsupportedModelError(f"{name}: expected {_NAMES[kind]}, got {value!r}")
+    if values["rule"] not in get_args(Rule):
+        raise UnsupportedModelError(f"rule {values['rule']!r} is not supported; there are {', '.join(get_args(Rule))}")
+    for name in (*_SIZES, "num_positions", "coupling_interval", "chunk_size"):
+        least = 0 if name == "chunk_size" else 1
+        if values[name] < least:
+            raise UnsupportedModelError(f"{name}: expected at least {least}, got {values[name]}")
+    if values["hidden_size"] % values["num_attention_heads"]:
+        raise UnsupportedModelError(
+            f"hidden_size {values['hidden_size']} is not a multiple of num_attention_heads "
+            f"{values['num_attention_heads']}"
+        )
+    for name in ("fast_decay_init", "slow_decay_init"):
+        if not 0 < values[name] < 1:
+            raise UnsupportedModelError(f"{name}: expected a number between 0 and 1, got {values[name]}")
 
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -215,6 +217,16 @@ class LamModel(nnx.Module):
             [layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         )
 
+    @property
+    def depends_on_padding(self) -> bool:
+        """Whether a sentence's states change with what is padded to it or batched with it: as published, they do."""
+        return self.config.rule != "gated"
+
+    @staticmethod
+    def aliases(wanted: Iterable[str], present: Iterable[str]) -> dict[str, str]:
+        """Other keys of the same weights: none."""
+        return {}
+
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
         """Final hidden states of sentences that are padded on the right; those of padding mean nothing.
 
@@ -227,6 +239,6 @@ class LamModel(nnx.Module):
         whole = jnp.full((1,), tokens.shape[1])
         x = self.teacher_model.embeddings(tokens, lengths if gated and lengths is not None else whole)
         for layer, block in zip(self.deltanet_layers, self.teacher_model.encoder.layer, strict=True):
-            mixed, _ = layer(x, lengths) if gated else layer(x)
+            mixed, _ = layer(x, lengths) if isinstance(layer, HierarchicalGatedDeltaNet) else layer(x)
             x = block(x, mixed)
         return x

@@ -132,8 +132,8 @@ class HeadNorm(nnx.Module):
 class EnhancedHierarchicalDeltaNet(nnx.Module):
     """The published layer, under its published parameter names: rule `hierarchical` (variant B) or `local` (C).
 
-    Its convolutions see the next token; what is padding is not known to it; with two chunks or more, `hierarchical`
-    couples the rows of a batch. So a sentence's result depends on how it is padded, and with what it is batched.
+    Its convolutions see the next token; what is padding is not known to it; from the third chunk on,
+    `hierarchical` couples the rows of a batch. So a sentence's result depends on its padding and its batch.
     """
 
     def __init__(self, config: DeltaNetConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -221,7 +221,7 @@ class HierarchicalGatedDeltaNet(EnhancedHierarchicalDeltaNet):
     root.
     """
 
-    def __call__(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]: its state is another
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, state: LamState | None = None
     ) -> tuple[Float[Array, "B T D"], LamState]:
         """Outputs, and what a later piece of the sequences continues from.

@@ -150,7 +150,9 @@ class ConvShape:
         padded = [extent + sum(sides) for extent, sides in zip(extents, self.sides, strict=True)]
         for axis, extent, size in zip(axes, padded, weight[2:], strict=True):
             if size > extent:
-                raise InvalidParameterError(f"weight: its kernel of {size} in {axis} does not fit {extent} with padding")
+                raise InvalidParameterError(
+                    f"weight: its kernel of {size} in {axis} does not fit into {extent}, padded"
+                )
         self.out = tuple((n - k) // s + 1 for n, k, s in zip(padded, weight[2:], self.stride, strict=True))
 
 
@@ -160,7 +162,8 @@ def _sides(padding: Padding) -> tuple[tuple[int, int], ...]:
     sides = tuple((axis, axis) if isinstance(axis, int) else tuple(axis) for axis in axes)
     if len(sides) != 2 or any(len(pair) != 2 or min(pair) < 0 for pair in sides):
         raise InvalidParameterError(
-            f"padding: expected a number, (height, width) or ((top, bottom), (left, right)), none negative, got {padding}"
+            "padding: expected a number, (height, width) or ((top, bottom), (left, right)), none negative, "
+            f"got {padding}"
         )
     return tuple((before, after) for before, after in sides)
 

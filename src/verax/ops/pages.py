@@ -20,6 +20,7 @@ ONE_127TH = np.float32(1) / np.float32(127)
 """A product with it has the same bits everywhere; a division by a constant is one or the other, as a compiler likes."""
 
 SMALLEST = np.finfo(np.float32).tiny
+"""Scales below are not divided by: their reciprocals may overflow, and processors may take them for 0."""
 
 
 class QuantizedPages(NamedTuple):
@@ -67,8 +68,9 @@ def quantize_tokens(x: Float[Array, "*B H"]) -> tuple[Int8[Array, "*B H"], Float
     A row with a number that is not finite gets a scale that is not, so that what it is multiplied with becomes NaN.
     """
     x = x.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(x), axis=-1) * ONE_127TH
-    # Of a smaller scale the reciprocal may overflow; such a row is zero for all that softmax can tell.
+    # XLA:CPU's maximum may pass over a NaN.
+    largest = jnp.where(jnp.any(jnp.isnan(x), axis=-1), jnp.nan, jnp.max(jnp.abs(x), axis=-1))
+    scales = largest * ONE_127TH
     usable = ((scales >= SMALLEST) & jnp.isfinite(scales))[..., None]
     values = jnp.where(usable, jnp.round(x * (1 / jnp.where(usable, scales[..., None], 1))), 0)
     return values.astype(jnp.int8), scales

@@ -18,7 +18,7 @@ from flax import nnx
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.models import Qwen3ForCausalLM, causal_lm
+from verax.models import DTYPES, Qwen3ForCausalLM, causal_lm
 from verax.nn import Linear
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
@@ -30,8 +30,6 @@ from verax.text.sizes import plan_sizes
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["DTYPES", "KV_CACHE_DTYPES", "LLM", "QUANTIZATIONS", "load_model"]
-
-DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 QUANTIZATIONS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
 """Bits, and inputs that share a scale (None: a whole row)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -16,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from verax import ops
+from verax._buckets import at_least, powers
 from verax._compat import compiler_options
 from verax.models import Qwen3Config, Qwen3ForCausalLM
 from verax.ops.pages import page_bytes
@@ -73,12 +73,12 @@ class ModelRunner:
         self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
         self._options = compiler_options()
         self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=self._options)
-        self.decode_rows = _powers(1, config.max_num_seqs, 2)
+        self.decode_rows = powers(1, config.max_num_seqs, 2)
         # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either will do.
-        self.mixed_rows = _powers(min(8, config.max_num_seqs), config.max_num_seqs, 8)
+        self.mixed_rows = powers(min(8, config.max_num_seqs), config.max_num_seqs, 8)
         self.mixed_tokens = [
             -(-size // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
-            for size in _powers(min(32, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)
+            for size in powers(min(32, config.max_num_batched_tokens), config.max_num_batched_tokens, 4)
         ]
         self._steps = {shape: self._compile_later(shape) for shape in self.shapes}
 
@@ -144,8 +144,8 @@ class ModelRunner:
         # Only a mixed step scores prompts.
         plain = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
         if plain:
-            return StepShape(size := _at_least(self.decode_rows, rows), size, True)
-        tokens = _at_least(self.mixed_tokens, tokens)
+            return StepShape(size := at_least(self.decode_rows, rows), size, True)
+        tokens = at_least(self.mixed_tokens, tokens)
         return min(s for s in self.shapes if not s.decode and s.rows >= rows and s.tokens >= tokens)
 
     def _padding(self, shape: StepShape) -> np.ndarray:
@@ -208,16 +208,3 @@ def state_bytes(model: Qwen3Config) -> int:
 def _states(model: Qwen3Config) -> list[Any]:
     """By layer: the shapes of one sequence's state, or None."""
     return jax.eval_shape(lambda: [model.new_state(layer, 1) for layer in range(model.num_hidden_layers)])
-
-
-def _powers(first: int, last: int, factor: int) -> list[int]:
-    """first, first * factor, ... and `last` itself."""
-    sizes = [first]
-    while sizes[-1] * factor < last:
-        sizes.append(sizes[-1] * factor)
-    return sizes if sizes[-1] >= last else [*sizes, last]
-
-
-def _at_least(sizes: List[int], wanted: int) -> int:
-    """The smallest of the ascending sizes that is `wanted` or more."""
-    return sizes[bisect.bisect_left(sizes, wanted)]

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from verax.checkpoint import Checkpoint
-from verax.errors import CheckpointError, TemplateError
+from verax.errors import CheckpointError, InvalidParameterError, TemplateError
 from verax.text import chat_template
 
 __all__ = ["Tokenizer"]
@@ -98,6 +98,21 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` for what the model expects around it (a beginning token, say)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def truncate(self, max_length: int) -> None:
+        """From now on, cut what is encoded to so many tokens, special tokens included and kept.
+
+        Raises:
+            InvalidParameterError: if that leaves no token for the text.
+        """
+        special = self._backend.num_special_tokens_to_add(False)
+        if max_length <= special:
+            raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
+        self._backend.enable_truncation(max_length)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[tuple[list[int], bool]]:
+        """Of each text: its token ids, special ones included, and whether it was cut."""
+        return [(encoded.ids, bool(encoded.overflowing)) for encoded in self._backend.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""

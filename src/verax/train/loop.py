@@ -74,6 +74,7 @@ def train(
     resume: bool = False,
     stop_at: int | None = None,
     save_every: int = 200,
+    loss_unit: str = "nats per token",
     show_progress: bool = True,
 ) -> Any:
     """Minimise `loss(params, batch)`; the trained parameters.
@@ -87,6 +88,7 @@ def train(
         resume: go on from `state.npz`, with bit-identical results to a run that was never interrupted.
         stop_at: leave after this step although the schedule goes on.
         save_every: steps between checkpoints; the last step is always saved.
+        loss_unit: what the plot says of the loss.
         show_progress: a bar on a terminal.
 
     Raises:
@@ -138,7 +140,7 @@ def train(
                 report(step, last, f"loss {entry['loss']:.3f}, {speed:,.0f} tokens/s")
             if step % save_every == 0 or step == last:
                 _save(folder / STATE, state, step, schedule)
-    plot_loss(folder)
+    plot_loss(folder, loss_unit)
     return state[0]
 
 
@@ -164,7 +166,7 @@ def _load(path: Path, like: Any, schedule: Schedule) -> tuple[Any, int]:
         return jax.tree.unflatten(structure, [jnp.asarray(a) for a in arrays]), int(saved["step"])
 
 
-def plot_loss(folder: Path) -> Path:
+def plot_loss(folder: Path, unit: str = "nats per token") -> Path:
     """Draw `log.jsonl` as `loss.png`: the loss, and its running mean."""
     pyplot = plots.pyplot()
     entries = _read_log(folder)
@@ -175,7 +177,7 @@ def plot_loss(folder: Path) -> Path:
     if entries:
         smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
         axes.plot(steps[window - 1 :], smooth, linewidth=1.5, label=f"mean of {window}")
-    axes.set(xlabel="step", ylabel="loss (nats per token)", yscale="log")
+    axes.set(xlabel="step", ylabel=f"loss ({unit})", yscale="log")
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=120)
     pyplot.close(figure)

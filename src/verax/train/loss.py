@@ -1,4 +1,4 @@
-"""The language-modelling loss."""
+"""Losses: of a language model, and of an encoder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["next_token_loss"]
+__all__ = ["contrastive_loss", "next_token_loss"]
 
 
 def next_token_loss(
@@ -21,3 +21,13 @@ def next_token_loss(
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     target = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
     return -jnp.sum(target * counted) / jnp.maximum(jnp.sum(counted), 1.0)
+
+
+def contrastive_loss(first: Float[Array, "B D"], second: Float[Array, "B D"], temperature: float) -> Float[Array, ""]:
+    """InfoNCE (van den Oord et al., 2018, arXiv:1807.03748) over a batch of pairs, in both directions, in nats.
+
+    Row i of `first` is to find row i of `second` among all of `second`, and the other way round. Vectors have length 1.
+    """
+    scores = jnp.einsum("id,jd->ij", first, second, precision=jax.lax.Precision.HIGHEST) / temperature
+    found = jnp.diagonal(jax.nn.log_softmax(scores, axis=1)) + jnp.diagonal(jax.nn.log_softmax(scores, axis=0))
+    return -jnp.mean(found) / 2

@@ -145,5 +145,8 @@ def test_it_is_chosen_for_the_dtypes_that_it_reads():
 
 def test_memory_is_that_of_the_result():
     # A matrix of patches would take 27 times the input's 3 MB.
-    x, weight = jax.ShapeDtypeStruct((1, 4, 64, 64, 96), jnp.bfloat16), jax.ShapeDtypeStruct((8, 96, 3, 3, 3), jnp.bfloat16)
+    x, weight = (
+        jax.ShapeDtypeStruct((1, 4, 64, 64, 96), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 96, 3, 3, 3), jnp.bfloat16),
+    )
     assert native.lower(x, weight, padding=1).compile().memory_analysis().temp_size_in_bytes < 2**20

@@ -58,14 +58,18 @@ def _run(x: DeltaInputs, initial_state: Array, cu_seqlens: Array | None, options
 def _run_forward(
     x: DeltaInputs, initial_state: Array, cu_seqlens: Array | None, options: _Options
 ) -> tuple[tuple[Array, Array], tuple[DeltaInputs, Array, Array | None]]:
-    out, final, before = _run_keeping(x, initial_state, cu_seqlens, options)
+    result: Any = _run_keeping(x, initial_state, cu_seqlens, options)
+    out, final, before = result
     return (out, final), (x, before, cu_seqlens)
 
 
 def _run_backward(
     options: _Options, residuals: tuple[DeltaInputs, Array, Array | None], cotangents: tuple[Array, Array]
 ) -> tuple[DeltaInputs, Array, None]:
-    return *chunk_backward(*residuals, *cotangents, **asdict(options)), None
+    x, before, cu_seqlens = residuals
+    d_out, d_final = cotangents
+    d_x, d_initial = chunk_backward(x, before, cu_seqlens, d_out, d_final, **asdict(options))
+    return d_x, d_initial, None
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -89,7 +93,8 @@ def _keeping_forward(
 
 
 def _keeping_backward(options: _Options, pull: Any, cotangents: tuple[Array, ...]) -> tuple[DeltaInputs, Array, None]:
-    return *pull(cotangents), None
+    d_x, d_initial = pull(cotangents)
+    return d_x, d_initial, None
 
 
 _run_keeping.defvjp(_keeping_forward, _keeping_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,7 @@ def _floats(arrays: Any) -> Any:
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), arrays)
 
 
-def _call(shapes: list[tuple[int, ...]], arrays: tuple[Array, ...], size: int, local: bool) -> list[Array]:
+def _call(shapes: list[tuple[int, ...]], arrays: tuple[Array, ...], size: int, local: bool) -> Sequence[Array]:
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return library.call_many("verax_hierarchical", results, *arrays, chunk=np.int64(size), local=local)
 
@@ -90,7 +91,7 @@ def _within(
 @_within.defjvp
 def _within_jvp(size: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     def plain(*arrays: Any) -> tuple[Array, ...]:
-        return tuple(within(_chunks(*arrays[:6], size), arrays[6]))
+        return tuple(within(_chunks(*arrays[:6], size=size), arrays[6]))
 
     return _within(*primals, size), jax.jvp(plain, primals, tangents)[1]
 
@@ -104,7 +105,7 @@ def _local(q: Array, k: Array, v: Array, beta: Array, fast: Array, slow: Array, 
 @_local.defjvp
 def _local_jvp(size: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     def plain(*arrays: Array) -> Array:
-        return local_outputs(_chunks(*arrays, size))
+        return local_outputs(_chunks(*arrays, size=size))
 
     return _local(*primals, size), jax.jvp(plain, primals, tangents)[1]
 

@@ -36,10 +36,10 @@ def _paged_attention_native(
 ) -> Float[Array, "T N H"]:
     integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
     factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
-    if isinstance(k_cache, QuantizedPages) and isinstance(v_cache, QuantizedPages):
-        pages = k_cache.values, k_cache.scales, v_cache.values, v_cache.scales
-        return library.call("verax_paged_attention_quantized", q.shape, q, *pages, *integers, scale=factor)
-    return library.call("verax_paged_attention", q.shape, q, k_cache, v_cache, *integers, scale=factor)
+    handler, pages = "verax_paged_attention", jax.tree.leaves((k_cache, v_cache))
+    if isinstance(k_cache, QuantizedPages):
+        handler = "verax_paged_attention_quantized"
+    return library.call(handler, q.shape, q, *pages, *integers, scale=factor)
 
 
 @paged_decode_attention.form("native", platforms=("cpu",), accepts=_accepts)

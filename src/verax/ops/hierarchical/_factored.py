@@ -90,8 +90,8 @@ def walk(x: Within, decays: Pair, flux: ResonanceFlux) -> tuple[Float[Array, "B 
     def chunk(states: Pair, step: tuple[Array, ...]) -> tuple[Pair, Array]:
         product, psi, *keep = step
         new, erased = product[..., :V], product[..., V:]
-        states = tuple(by[..., None, None] * state for by, state in zip(keep, states, strict=True))
-        found = tuple(map(unit, states))
+        states = keep[0][..., None, None] * states[0], keep[1][..., None, None] * states[1]
+        found = unit(states[0]), unit(states[1])
         fast, slow = (s + new - matmul(erased, r) for s, r in zip(states, found, strict=True))
         return mixed(fast, slow, psi), jnp.stack(found, axis=2)
 
@@ -105,8 +105,8 @@ def read(
 ) -> Float[Array, "B T H V"]:
     """Outputs, from what the tokens make without a state and the states that they read."""
     V = found.shape[-1]
-    outs = (inner[..., :V] + matmul(inner[..., V:], found[..., i, :, :]) for i in range(2))
-    return joined(sum(shares[..., i : i + 1] * out for i, out in enumerate(outs)))
+    fast, slow = (inner[..., :V] + matmul(inner[..., V:], found[..., i, :, :]) for i in range(2))
+    return joined(shares[..., :1] * fast + shares[..., 1:] * slow)
 
 
 @local_delta_rule.form("factored")

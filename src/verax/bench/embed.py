@@ -1,0 +1,166 @@
+"""Sentences to vectors: our encoder, and a loop over transformers as in sentence-transformers, on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from verax import builtin, checkpoint, models, progress
+from verax.bench.machine import fingerprint, measure_machine, num_cores
+from verax.bench.text import random_weights
+from verax.bench.timing import interleave
+from verax.embed.encoder import Encoder
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.train.encoder_paraphrases import pairs
+
+__all__ = ["bench_embed"]
+
+MINILM_L6: dict[str, Any] = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
+"""config.json of all-MiniLM-L6-v2, as far as it decides shapes."""
+
+MOST_JOINED = 6
+"""A text is one to so many generated sentences: lengths differ as they do in practice."""
+
+
+def bench_embed(
+    model: str | None,
+    *,
+    sentences: int,
+    batch_size: int,
+    runs: int,
+    warmup: int,
+    against: tuple[str, ...] = (),
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """Encode texts with our encoder and, interleaved, with others; a report as JSON holds it.
+
+    Args:
+        model: a checkpoint; random weights in all-MiniLM-L6-v2's shapes if None.
+        sentences: how many texts.
+        batch_size: of both sides.
+        runs: counted rounds. With `warmup` rounds before them.
+        against: `"transformers"` for its BertModel in batches that are sorted by length, pooled by the mean.
+        dtype: of both sides.
+    """
+    unknown = [name for name in against if name != "transformers"]
+    if unknown:
+        raise InvalidParameterError(f"against: expected transformers, got {unknown[0]!r}")
+    texts = _texts(sentences)
+    with _folder(model) as folder:
+        encoder = Encoder(folder, dtype=dtype)
+        lengths = encoder.token_counts(texts)
+        sides: dict[str, Callable[[], np.ndarray]] = {}
+        versions: dict[str, Any] = {}
+        if "transformers" in against:
+            theirs = _TransformersLoop(folder, dtype, encoder.max_length)
+            versions = theirs.versions()
+            sides["transformers"] = lambda: theirs.encode(texts, batch_size)
+        sides["verax"] = lambda: encoder.encode(texts, batch_size=batch_size, show_progress=False)
+        results = {name: run() for name, run in sides.items()}
+        compiled = encoder.num_compiled()
+        with progress.bar("measuring") as report:
+            samples = interleave(sides, runs=runs, warmup=warmup, report=report)
+    others = [name for name in sides if name != "verax"]
+    return {
+        "kind": "embed",
+        "machine": {**fingerprint(), **versions},
+        "measured": measure_machine(),
+        "settings": {
+            "model": model or "random weights, all-MiniLM-L6-v2 shapes",
+            "dtype": dtype,
+            "sentences": len(texts),
+            "tokens": sum(lengths),
+            "shortest": min(lengths),
+            "longest": max(lengths),
+            "batch_size": batch_size,
+            "runs": runs,
+            "warmup": warmup,
+        },
+        "compiled_during_runs": encoder.num_compiled() - compiled,
+        "sides": {name: side.to_dict(len(texts)) for name, side in samples.items()},
+        "ratios": {f"verax / {name}": samples["verax"].ratio_to(samples[name]) for name in others},
+        "largest_difference": max((float(np.abs(results["verax"] - results[n]).max()) for n in others), default=0.0),
+    }
+
+
+class _TransformersLoop:
+    """`SentenceTransformer.encode`, without that library: sorted, tokenised, padded, run, pooled, normalised."""
+
+    def __init__(self, folder: Path, dtype: str, max_length: int):
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise MissingDependencyError(
+                "comparing with transformers needs it and torch: pip install 'verax[parity]'"
+            ) from error
+        self._torch, self._max_length = torch, max_length
+        self._versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(num_cores())
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        model: Any = transformers.AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype))
+        self._model: Any = model.to(self._device).eval()
+
+    def versions(self) -> dict[str, Any]:
+        """What this side is made of."""
+        return {**self._versions, "torch_threads": self._torch.get_num_threads(), "torch_device": self._device}
+
+    def encode(self, texts: list[str], batch_size: int) -> np.ndarray:
+        """Normalised vectors, in order."""
+        torch = self._torch
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        found = []
+        with torch.inference_mode():
+            for begin in range(0, len(order), batch_size):
+                chosen = [texts[i] for i in order[begin : begin + batch_size]]
+                inputs = self._tokenizer(
+                    chosen, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
+                )
+                ids, mask = inputs["input_ids"].to(self._device), inputs["attention_mask"].to(self._device)
+                hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+                weights = mask[..., None].to(hidden.dtype)
+                pooled = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+                found.append(torch.nn.functional.normalize(pooled).float().cpu())
+        vectors = torch.cat(found).numpy()
+        return vectors[np.argsort(order)]
+
+
+def _texts(count: int) -> list[str]:
+    rng = Random(0)
+    sentences = (pair.first for _, pair in pairs("bench"))
+    return [" ".join(islice(sentences, rng.randint(1, MOST_JOINED))) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def _folder(model: str | None) -> Iterator[Path]:
+    """The checkpoint's folder; random weights with the built-in tokenizer, gone afterwards, if there is none."""
+    if model is not None:
+        yield checkpoint.resolve(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
+        architecture, config = models.encoder(MINILM_L6)
+        weights = random_weights(nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0))))  # pyright: ignore
+        yield checkpoint.save(weights, name, config=MINILM_L6, tokenizer_from=builtin.encoder())

@@ -1,0 +1,132 @@
+"""`verax embed`: sentences to vectors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verax.cli import options
+from verax.cli.lines import checked, read_lines
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["embed"]
+
+
+def embed(
+    sentences: Annotated[list[str] | None, typer.Argument(help="Sentences; standard input if left out.")] = None,
+    model: options.Model = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with one sentence a line.")] = None,
+    field: Annotated[
+        str | None, typer.Option(help="Lines are JSON objects: the sentence is in this field of each.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="A file that ends in .npy (float32 [n, D]) or .jsonl; JSONL to standard output if none.",
+        ),
+    ] = None,
+    normalize: Annotated[bool, typer.Option(help="Vectors of length 1.")] = True,
+    batch_size: Annotated[int, typer.Option(help="Most sentences in one call of the device.", min=1)] = 32,
+    max_length: Annotated[int | None, typer.Option(help="Tokens that are read of a sentence.")] = None,
+    dtype: options.Dtype = "float32",
+) -> None:
+    """Turn sentences into vectors, one for each line. JSONL has {"text": ..., "embedding": [...]} for each.
+
+    With --field, each line keeps the other fields of its object, and blank lines are left out.
+
+    Examples:
+
+        verax embed "A cat is asleep." "The cat sleeps."
+
+        verax embed --file sentences.txt --output vectors.npy
+
+        verax embed --model sentence-transformers/all-MiniLM-L6-v2 --file papers.jsonl --field title -o vectors.jsonl
+    """
+    write = _writer(output)
+    records = _records(sentences, file, field)
+    texts = [record[field or "text"] for record in records]
+    from verax.embed.encoder import Encoder
+
+    encoder = Encoder(model, dtype=dtype, max_length=max_length)
+    begin = time.perf_counter()
+    vectors = encoder.encode(texts, normalize=normalize, batch_size=batch_size)
+    seconds = time.perf_counter() - begin
+    write(records, vectors)
+    cut = f", {encoder.truncated} cut to {encoder.max_length} tokens" if encoder.truncated else ""
+    sys.stderr.write(
+        f"{len(texts)} sentences in {seconds:.2f} s, {len(texts) / seconds:,.0f} a second, "
+        f"vectors of {encoder.dimension}{cut}\n"
+    )
+
+
+def _records(sentences: list[str] | None, file: Path | None, field: str | None) -> list[dict[str, Any]]:
+    """An object for each sentence, in their order; without `field`, of the text alone."""
+    if sentences and file:
+        raise typer.BadParameter("give sentences or --file, not both")
+    if sentences and field:
+        raise typer.BadParameter("--field: it is for lines of a file or standard input")
+    if not sentences and file is None and sys.stdin.isatty():
+        raise typer.BadParameter('no sentence: give one as an argument, as in verax embed "A cat is asleep."')
+    # Blank lines are kept: a vector's number is its line's.
+    lines = checked(sentences, "sentence") if sentences else read_lines(file, "sentence", keep_blank=True)
+    if field is None:
+        return [{"text": line} for line in lines]
+    return [_object(line, number, field) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _object(line: str, number: int, field: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise typer.BadParameter(f"line {number}: not valid JSON: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        has = f"it has {', '.join(map(repr, record)) or 'none'}" if isinstance(record, dict) else "it is no object"
+        raise typer.BadParameter(f"line {number}: expected an object with a text in its field {field!r}; {has}")
+    return record
+
+
+def _writer(output: Path | None) -> Any:
+    """What writes (records, vectors); refused here, before the work, if it could not be written."""
+    if output is None:
+        return lambda records, vectors: _write_lines(sys.stdout, records, vectors)
+    if output.suffix not in (".npy", ".jsonl"):
+        raise typer.BadParameter(f"--output: {output}: expected a name that ends in .npy or .jsonl")
+    if not output.parent.is_dir() or output.is_dir():
+        problem = "it is a folder" if output.is_dir() else f"there is no folder {output.parent}"
+        raise typer.BadParameter(f"--output: {output}: {problem}")
+    return lambda records, vectors: _write_file(output, records, vectors)
+
+
+def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
+    """All of it, or nothing: written to one side, then renamed."""
+    import numpy as np
+
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    try:
+        if output.suffix == ".npy":
+            with partial.open("wb") as file:
+                np.save(file, vectors)
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                _write_lines(file, records, vectors)
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
+    for record, vector in zip(records, vectors, strict=True):
+        # As short as float32 numbers can be told apart: nine digits.
+        numbers = [float(f"{x:.9g}") for x in vector.tolist()]
+        file.write(json.dumps({**record, "embedding": numbers}, ensure_ascii=False) + "\n")

@@ -1,0 +1,200 @@
+"""BERT's encoder (Devlin et al., 2018, arXiv:1810.04805): the model of MiniLM, BGE, E5, GTE and most sentence encoders.
+
+Follows transformers' `BertModel`; module paths are the keys of its checkpoints. The pooler, which sentence encoders do
+not use, is left in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+from verax.errors import UnsupportedModelError
+from verax.nn import Embedding, LayerNorm, Linear
+
+__all__ = ["BertConfig", "BertModel"]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+"""By transformers' names."""
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes of the family, by the names of config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-12
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
+        """Read a config.json of `model_type` bert.
+
+        Raises:
+            UnsupportedModelError: for relative positions, a decoder, another activation, or a missing size.
+        """
+        missing = [key for key in _REQUIRED if key not in config]
+        if missing:
+            raise UnsupportedModelError(f"config.json of a bert model lacks {', '.join(missing)}")
+        positions = config.get("position_embedding_type") or "absolute"
+        if positions != "absolute" or config.get("is_decoder"):
+            what = "a decoder" if config.get("is_decoder") else f"position_embedding_type {positions!r}"
+            raise UnsupportedModelError(f"bert with {what} is not supported; only encoders with absolute positions are")
+        names = (*_REQUIRED, "hidden_act", "layer_norm_eps", "max_position_embeddings", "type_vocab_size")
+        read = cls(**{name: config[name] for name in names if name in config})
+        if read.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
+        if read.hidden_size % read.num_attention_heads:
+            raise UnsupportedModelError(
+                f"hidden_size {read.hidden_size} is not divisible by num_attention_heads {read.num_attention_heads}"
+            )
+        return read
+
+
+class BertEmbeddings(nnx.Module):
+    """Word, position and token-type embeddings, summed and normalised. One sentence is all of type 0."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D = config.hidden_size
+        self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
+        self.position_embeddings = Embedding(config.max_position_embeddings, D, dtype=dtype, rngs=rngs)
+        self.token_type_embeddings = Embedding(config.type_vocab_size, D, dtype=dtype, rngs=rngs)
+        self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        positions = self.position_embeddings(jnp.arange(tokens.shape[1]))
+        types = self.token_type_embeddings(jnp.zeros(1, jnp.int32))
+        return self.LayerNorm(self.word_embeddings(tokens) + positions + types)
+
+
+class BertSelfAttention(nnx.Module):
+    """Every token attends to all tokens of its sentence."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.query = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
+        self.key = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
+        self.value = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        q, k, v = (m(x).reshape(*x.shape[:2], self.heads, -1) for m in (self.query, self.key, self.value))
+        dtype = self.key.weight.get_value().dtype
+        return ops.attention(q, k.astype(dtype), v.astype(dtype), causal=False, segments=segments).reshape(x.shape)
+
+
+class BertOutput(nnx.Module):
+    """A projection, added to what came before and normalised."""
+
+    def __init__(self, size_in: int, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.dense = Linear(size_in, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T F"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.LayerNorm(self.dense(x) + residual)
+
+
+class BertAttention(nnx.Module):
+    """Attention with its output projection."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.self = BertSelfAttention(config, dtype=dtype, rngs=rngs)
+        self.output = BertOutput(config.hidden_size, config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.output(self.self(x, segments), x)
+
+
+class BertIntermediate(nnx.Module):
+    """First half of the feed-forward block."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.dense = Linear(config.hidden_size, config.intermediate_size, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        return self.activation(self.dense(x))
+
+
+class BertLayer(nnx.Module):
+    """Attention, then feed-forward, each normalised after the residual sum."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention = BertAttention(config, dtype=dtype, rngs=rngs)
+        self.intermediate = BertIntermediate(config, dtype=dtype, rngs=rngs)
+        self.output = BertOutput(config.intermediate_size, config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x = self.attention(x, segments)
+        return self.output(self.intermediate(x), x)
+
+
+class BertEncoder(nnx.Module):
+    """The layers."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.layer = nnx.List([BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+
+
+class BertModel(nnx.Module):
+    """Tokens to hidden states. All between matmuls is float32; their inputs are rounded to the weights' dtype."""
+
+    ignored_weights = (r"^(bert\.)?pooler\.", r"^cls\.", r"position_ids$")
+    """The pooler, heads of pre-training, and a constant that old checkpoints carry."""
+
+    depends_on_padding = False
+    """Whether a sentence's states change with what is padded to it or batched with it."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
+        self.encoder = BertEncoder(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
+        """Final hidden states of sentences that are padded on the right; those of padding mean nothing.
+
+        Args:
+            tokens: T is at most `max_position_embeddings`.
+            lengths: tokens of each sentence that are not padding. Nothing else depends on the padding.
+        """
+        # Sentence and padding as two segments: neither sees the other.
+        segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
+        x = self.embeddings(tokens)
+        for layer in self.encoder.layer:
+            x = layer(x, segments)
+        return x
+
+    @staticmethod
+    def aliases(wanted: Iterable[str], present: Iterable[str]) -> dict[str, str]:
+        """Other keys of the same weights: under `bert.` beside a head, and with the names of the first releases."""
+        present = set(present)
+        old = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+        found = {}
+        for key in wanted:
+            legacy = next((key.replace(*names) for names in old if names[0] in key), key)
+            names = (key, f"bert.{key}", legacy, f"bert.{legacy}")
+            found[key] = next((name for name in names if name in present), key)
+        return {key: name for key, name in found.items() if key != name}

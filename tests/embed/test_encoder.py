@@ -1,0 +1,191 @@
+"""`Encoder.encode`: the habits of sentence-transformers, buckets that compile once, padding that changes nothing."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
+from verax import Encoder
+from verax.embed.buckets import Buckets
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return Encoder(folder)
+
+
+SENTENCES = random_sentences(70, seed=1)
+
+
+@pytest.fixture(scope="module")
+def vectors(encoder):
+    return encoder.encode(SENTENCES, batch_size=8)
+
+
+def test_a_string_gives_a_vector_and_a_list_an_array(encoder):
+    one = encoder.encode("the cat sat")
+    many = encoder.encode(["the cat sat"])
+    assert (one.shape, many.shape) == ((48,), (1, 48))
+    assert one.dtype == many.dtype == np.float32
+    assert encoder.dimension == 48
+    np.testing.assert_array_equal(one, many[0])
+    np.testing.assert_allclose(np.linalg.norm(one), 1, atol=1e-6)
+
+
+def test_nothing_gives_nothing(encoder):
+    assert encoder.encode([]).shape == (0, 48)
+
+
+def test_any_iterable_of_texts_will_do(encoder):
+    expected = encoder.encode(["a cat", "a dog"])
+    for same in (("a cat", "a dog"), iter(["a cat", "a dog"]), np.asarray(["a cat", "a dog"])):
+        np.testing.assert_array_equal(encoder.encode(same), expected)
+
+
+def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder, vectors):
+    for i in (0, 7, 33, 69):
+        np.testing.assert_allclose(encoder.encode(SENTENCES[i]), vectors[i], atol=2e-6)
+    shuffled = np.random.default_rng(0).permutation(70)
+    again = encoder.encode([SENTENCES[i] for i in shuffled], batch_size=5)
+    np.testing.assert_allclose(again, vectors[shuffled], atol=2e-6)
+
+
+def test_unnormalised_vectors_point_the_same_way(encoder, vectors):
+    raw = encoder.encode(SENTENCES, normalize=False, batch_size=8)
+    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
+    assert lengths.std() > 0.01
+    np.testing.assert_allclose(raw / lengths, vectors, atol=2e-6)
+
+
+def test_an_empty_sentence_is_its_special_tokens(encoder):
+    assert np.isfinite(encoder.encode(["", "the cat"])).all()
+
+
+def test_long_sentences_are_cut_keep_their_end_token_and_are_counted(folder):
+    encoder = Encoder(folder, max_length=6)
+    got = encoder.encode(["the cat sat on the mat", "the cat", "the cat sat on a mat in a house"])
+    assert encoder.truncated == 2
+    np.testing.assert_array_equal(got[0], encoder.encode("the cat sat on"))
+    encoder.encode("the cat")
+    assert encoder.truncated == 0
+
+
+def test_nothing_compiles_after_warm_up_and_each_bucket_once(folder):
+    encoder = Encoder(folder, max_length=32)
+    encoder.encode(["a cat"] * 3, batch_size=4)
+    encoder.encode(["the dog ran"] * 4, normalize=False, batch_size=4)
+    assert encoder.num_compiled() == 1
+    encoder.warm_up(batch_size=4, show_progress=False)
+    buckets = encoder.num_compiled()
+    assert buckets == len(Buckets(4, 32).shapes) == 6
+    encoder.encode(SENTENCES, batch_size=4)
+    encoder.encode(SENTENCES[:7], batch_size=4, normalize=False)
+    assert encoder.num_compiled() == buckets
+
+
+@pytest.mark.parametrize(("batch_size", "max_length"), [(1, 5), (32, 512), (7, 100), (5, 16), (64, 33)])
+def test_buckets_hold_every_sentence_and_waste_at_most_half(batch_size, max_length):
+    buckets = Buckets(batch_size, max_length)
+    assert buckets.lengths[-1] == max_length
+    assert buckets.rows[-1] == batch_size
+    rng = np.random.default_rng(0)
+    ids = [list(rng.integers(1, 9, n)) for n in rng.integers(0, max_length + 1, 3 * batch_size + 1)]
+    seen = {}
+    for job in buckets.jobs(range(100, 100 + len(ids)), ids):
+        assert job.packed.shape in {(rows, 1 + length) for rows, length in buckets.shapes}
+        assert job.packed.shape[1] - 1 <= max(16, 2 * job.packed[:, 0].max())
+        assert not job.packed[len(job.members) :, 0].any()
+        seen |= {int(i): list(row[1 : 1 + row[0]]) for i, row in zip(job.members, job.packed, strict=False)}
+    assert seen == {100 + i: sentence for i, sentence in enumerate(ids)}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.encode(3), "sentences: expected a text or texts, got 3"),
+        (lambda e: e.encode(b"cat"), "sentences: expected a text or texts"),
+        (lambda e: e.encode(["cat", None]), "sentences: expected texts, got None at 1"),
+        (lambda e: e.encode(["cat", "\ud800"]), "sentences: not Unicode text at 1"),
+        (lambda e: e.encode("cat", batch_size=0), "batch_size: expected a whole number of at least 1, got 0"),
+    ],
+)
+def test_wrong_input_is_named(encoder, call, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        call(encoder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(dtype="float16"), "dtype: expected one of bfloat16, float32, got 'float16'"),
+        (dict(pooling="max"), "pooling: expected one of mean, cls, got 'max'"),
+        (dict(max_length=65), "max_length: expected 1 to the model's 64 positions, got 65"),
+        (dict(max_length=2), "max_length: 2 tokens leave none beside 2 special ones"),
+    ],
+)
+def test_wrong_options_are_named(folder, options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        Encoder(folder, **options)
+
+
+def test_keys_of_the_first_releases_load(tmp_path, encoder):
+    def first(key):
+        return "bert." + key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+    old = Encoder(tiny_encoder(tmp_path, rename=first))
+    np.testing.assert_array_equal(old.encode("the cat sat"), encoder.encode("the cat sat"))
+
+
+def test_the_files_of_sentence_transformers_decide_unless_told_otherwise(tmp_path):
+    tiny_encoder(tmp_path)
+    sentence_files(tmp_path, mode="cls", max_seq_length=9)
+    assert (Encoder(tmp_path).settings.pooling, Encoder(tmp_path).max_length) == ("cls", 9)
+    told = Encoder(tmp_path, pooling="mean", max_length=12)
+    assert (told.settings.pooling, told.max_length) == ("mean", 12)
+
+
+def test_the_newer_name_of_the_pooling_is_read(tmp_path):
+    tiny_encoder(tmp_path)
+    sentence_files(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    assert Encoder(tmp_path).settings.pooling == "cls"
+
+
+def test_what_is_not_supported_is_named(tmp_path):
+    tiny_encoder(tmp_path)
+    sentence_files(tmp_path, mode="max")
+    with pytest.raises(
+        UnsupportedModelError, match=r"pooling by pooling_mode_max_tokens is not supported; mean or cls"
+    ):
+        Encoder(tmp_path)
+    modules = tmp_path / "modules.json"
+    modules.write_text(json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]))
+    with pytest.raises(UnsupportedModelError, match=r"modules\.json: Dense is not supported"):
+        Encoder(tmp_path)
+    modules.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"modules\.json: expected a JSON list"):
+        Encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(model_type="roberta"), "model_type 'roberta'; text encoders supported are bert"),
+        (dict(position_embedding_type="relative_key"), "position_embedding_type 'relative_key'"),
+        (dict(hidden_act="mish"), "hidden_act 'mish' is not supported"),
+        (dict(num_attention_heads=5), "hidden_size 48 is not divisible by num_attention_heads 5"),
+    ],
+)
+def test_other_architectures_are_refused(folder, tmp_path, changes, message):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=message):
+        Encoder(tmp_path)
