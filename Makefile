@@ -24,9 +24,9 @@ test: $(VENV)/.installed-dev  ## Run every test that needs no GPU.
 	$(BIN)/python -m pytest -m "not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers.
-	@for test in tests/native/*_test.cc; do \
-	  program=build/native/$$(basename $$test .cc); \
-	  $(BIN)/python -m verax.ops.cpu.build $$program --program $$test --flags="$(SANITIZE)" && $$program || exit 1; \
+	@$(BIN)/python -m verax.ops.cpu.build build/native --flags="$(SANITIZE)" --programs tests/native/*_test.cc
+	@for program in $(patsubst tests/native/%.cc,build/native/%,$(wildcard tests/native/*_test.cc)); do \
+	  $$program || exit 1; \
 	done
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.

@@ -70,13 +70,13 @@ def headers() -> Path:
     raise BuildError("XLA's FFI headers were not found: jaxlib is not installed")
 
 
-def build(target: Path, *, flags: Sequence[str] = (), program: Path | None = None) -> list[str]:
+def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = ()) -> list[str]:
     """Compile the library into `target`, replacing it only when all went well.
 
     Args:
-        target: the library's path.
+        target: the library's path; with `programs`, a folder for them.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
-        program: a C++ file with a `main` that calls kernels: makes an executable of it, without FFI handlers.
+        programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
 
     Returns:
         The levels that it holds. A level whose flags the compiler does not know is left out.
@@ -97,25 +97,32 @@ def build(target: Path, *, flags: Sequence[str] = (), program: Path | None = Non
             if _compiles(cxx, level_flags, folder)
         }
         command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}" for level in levels)]
-        command += ["-I", str(SOURCES), "-c", *(("-isystem", str(headers())) if program is None else ())]
-        sources = sorted(SOURCES.glob("*.cc"))
-        if program is not None:
-            sources = [program, *(source for source in sources if not source.stem.endswith("_ffi"))]
+        command += ["-I", str(SOURCES), "-c", *(() if programs else ("-isystem", str(headers())))]
+        sources = [source for source in sorted(SOURCES.glob("*.cc")) if not (programs and source.stem.endswith("_ffi"))]
         units = {folder / f"{source.stem}.o": [str(source)] for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):
             for level, level_flags in {**levels, "portable": ("-DVERAX_PORTABLE",)}.items():
                 units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *level_flags, str(source)]
+        mains = {folder / f"{program.stem}.o": [str(program)] for program in programs}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(_run, ([*command, *more, "-o", str(unit)] for unit, more in units.items())))
-        # Beside the target, so that replacing it is one step: a process that has the old library keeps its file.
-        target.parent.mkdir(parents=True, exist_ok=True)
-        linked = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            _run([*cxx, *flags, *(() if program else ("-shared",)), "-pthread", *map(str, units), "-o", str(linked)])
-            os.replace(linked, target)
-        finally:
-            linked.unlink(missing_ok=True)
+            list(pool.map(_run, ([*command, *more, "-o", str(unit)] for unit, more in {**units, **mains}.items())))
+        link = [*cxx, *flags, "-pthread", *map(str, units)]
+        for main in mains:
+            _link([*link, str(main)], target / main.stem)
+        if not programs:
+            _link([*link, "-shared"], target)
     return [*levels, "portable"]
+
+
+def _link(command: list[str], target: Path) -> None:
+    # Beside the target, so that replacing it is one step: a process that has the old library keeps its file.
+    target.parent.mkdir(parents=True, exist_ok=True)
+    linked = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        _run([*command, "-o", str(linked)])
+        os.replace(linked, target)
+    finally:
+        linked.unlink(missing_ok=True)
 
 
 def _compiles(cxx: list[str], flags: Sequence[str], folder: Path) -> bool:
@@ -139,10 +146,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile verax's native CPU library.")
     parser.add_argument("target", nargs="?", type=Path, default=Path(__file__).with_name(library_name()))
     parser.add_argument("--flags", default="", help="more compiler flags, as one argument")
-    parser.add_argument("--program", type=Path, help="make an executable of this C++ file and the kernels instead")
+    parser.add_argument("--programs", type=Path, nargs="+", default=[], help="make executables of these C++ files")
     options = parser.parse_args()
     try:
-        levels = build(options.target, flags=shlex.split(options.flags), program=options.program)
+        levels = build(options.target, flags=shlex.split(options.flags), programs=options.programs)
     except BuildError as error:
         sys.stderr.write(f"verax: the native library was not built: {error}\n")
         return 1
