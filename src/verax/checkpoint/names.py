@@ -15,10 +15,10 @@ Rule = tuple[str, str | tuple[str, ...]]
 class NameTable:
     """Translates parameter names both ways.
 
-    A rule is a pair of dotted beginnings, the original's and diffusers': `("blocks.{i}.ffn.0", "blocks.{i}.ffn.net.0.proj")`.
-    `{i}` stands for one whole number, the same on both sides; what follows the beginning (`.weight`, `.bias`, or
-    nothing) is kept. The first rule whose beginning fits a name at a dot is the only one applied. A tuple on diffusers'
-    side names tensors whose rows, one below the other, are the original's single tensor.
+    A rule is a pair of dotted beginnings, the original's and diffusers': `("blocks.{i}.ffn.0",
+    "blocks.{i}.ffn.net.0.proj")`. `{i}` stands for one whole number, the same on both sides; what follows the beginning
+    (`.weight`, `.bias`, or nothing) is kept. The first rule whose beginning fits a name at a dot is the only one
+    applied. A tuple on diffusers' side names tensors whose rows, one below the other, are the original's one tensor.
     """
 
     def __init__(self, rules: Sequence[Rule]):
