@@ -1,6 +1,8 @@
 // The linear kernels without JAX, for the sanitisers: every level, odd shapes, buffers that end where the data ends.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -89,17 +91,38 @@ struct Case {
   }
 };
 
+// x as the kernels take it: see Weights in kernels/linear.h.
+std::vector<double> taken(const char* level, const Case& c, const std::vector<float>& x, int64_t M) {
+  std::vector<double> inputs(x.begin(), x.end());
+  if (c.kind == Weights::f32) return inputs;
+  const bool integers = std::strcmp(level, "avx512_bf16") == 0 && c.kind != Weights::bf16;
+  if (!integers) {
+    for (double& input : inputs) input = check::from_bf16(check::to_bf16(static_cast<float>(input)));
+    return inputs;
+  }
+  const int64_t together = c.kind == Weights::int4 ? c.group : 1024;
+  for (int64_t m = 0; m < M; ++m) {
+    for (int64_t k = 0; k < c.K; k += together) {
+      const auto begin = inputs.begin() + m * c.K + k, end = begin + std::min(together, c.K - k);
+      float peak = 0;
+      for (auto i = begin; i != end; ++i) peak = std::max(peak, static_cast<float>(std::fabs(*i)));
+      const float scale = peak / (c.kind == Weights::int4 ? 127 : 32767), factor = 1 / scale;
+      for (auto i = begin; i != end; ++i) *i = double{scale} * std::nearbyint(static_cast<float>(*i) * factor);
+    }
+  }
+  return inputs;
+}
+
 void check_case(const char* level, const Case& c) {
   for (const int64_t M : {0, 1, 2, 3, 5, 8, 17}) {
     const std::vector<float> x = check::normal(M * c.K, 2);
+    const std::vector<double> inputs = taken(level, c, x, M);
     const std::vector<float> y = c.run(x, M, 1);
     for (int64_t m = 0; m < M; ++m) {
       for (int64_t n = 0; n < c.N; ++n) {
         double exact = 0, size = 0;
         for (int64_t k = 0; k < c.K; ++k) {
-          const float input = x[m * c.K + k];
-          const double term = c.exact[n * c.K + k] *
-                              (c.kind == Weights::f32 ? input : check::from_bf16(check::to_bf16(input)));
+          const double term = c.exact[n * c.K + k] * inputs[m * c.K + k];
           exact += term, size += std::fabs(term);
         }
         check::that(std::fabs(y[m * c.N + n] - exact) <= 2e-6 * size + 1e-6,

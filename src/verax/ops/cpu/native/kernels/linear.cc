@@ -1,32 +1,16 @@
-// for each segment of 1,024 inputs:               (x's segment stays in the first cache level)
-//   for n in steps of C rows of W:                (they stream from memory, once)
-//     for m in steps of R rows of x:
-//       for each chunk of 32 inputs of the segment:
-//         R x C accumulators += x[m..m+R, chunk] . W[n..n+C, chunk]
-//       y[m..m+R, n..n+C] += the accumulators' sums
-//
-// With a scale for each group of inputs, a group's chunks are added up first and join the accumulator scaled.
+// A tile: for each chunk of 32 inputs of the segment, R x C accumulators += x[m..m+R, chunk] . W[n..n+C, chunk]. With a
+// scale for each group of inputs, a group's chunks are added up first and join the accumulator scaled.
 //
 // Each output has one accumulator register a segment, which takes the chunks in order, and segments are added in order.
-// So a row of y is the same to the last bit whatever other rows are computed beside it, and whichever thread does it.
-#include "linear.h"
+#include <type_traits>
 
+#include "linear_integers.h"
+#include "linear_steps.h"
 #include "vec.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
-
-constexpr int ROWS = 8;              // R at most: of x at a time
-constexpr int AHEAD = 4;             // rows of W that are asked for before their turn
-constexpr int64_t SEGMENT = 1024;    // inputs: 16 KiB of x in bfloat16 with 8 rows, of the 32 to 48 of a first level
-
-// C, rows of W at a time: sums are kept in registers, of which AVX2 has 16 and the others 32.
-#if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
-constexpr int columns_of(int rows) { return rows > 4 ? 1 : rows > 2 ? 2 : 4; }
-#else
-constexpr int columns_of(int rows) { return rows > 4 ? 2 : 4; }
-#endif
 
 // How each kind of weight is read. `Stored` is what x is packed to.
 struct F32Weights {
@@ -36,6 +20,9 @@ struct F32Weights {
   static Chunk weights(const Element* p) { return load_chunk(p); }
   static Chunk inputs(const Stored* p) { return load_chunk(p); }
   static void pack(Stored* to, const Chunk& from) { store_chunk(to, from); }
+  using Sum = F32;
+  static Sum none() { return zero(); }
+  static F32 total(Sum sum) { return sum; }
 };
 template <typename T>
 struct RoundedWeights {
@@ -45,9 +32,27 @@ struct RoundedWeights {
   static Bf16Chunk weights(const Element* p) { return load_bf16_chunk(p); }
   static Bf16Chunk inputs(const Stored* p) { return load_bf16_chunk(p); }
   static void pack(Stored* to, const Chunk& from) { store_bf16_chunk(to, to_bf16_chunk(from)); }
+  using Sum = F32;
+  static Sum none() { return zero(); }
+  static F32 total(Sum sum) { return sum; }
 };
 using Bf16Weights = RoundedWeights<bf16>;
+#ifdef VERAX_INTEGER_DOT
+// x in integers of 16 bits, whose largest is a segment's largest: an instruction widens 32 weights, where bfloat16 takes
+// five. A sum has at most 64 products of 2^22, so it is exact.
+struct Int8Weights {
+  using Element = int8_t;
+  using Stored = int16_t;
+  using Operand = Int16Chunk;
+  static Int16Chunk weights(const Element* p) { return load_int16_chunk(p); }
+  static Int16Chunk inputs(const Stored* p) { return load_int16_chunk(p); }
+  using Sum = I32;
+  static Sum none() { return no_sum(); }
+  static F32 total(Sum sum) { return to_f32(sum); }
+};
+#else
 using Int8Weights = RoundedWeights<int8_t>;
+#endif
 
 template <class Kind>
 void pack(const LinearTask& t) {
@@ -60,6 +65,45 @@ void pack(const LinearTask& t) {
       Kind::pack(to, load_chunk(from));
     }
   }
+}
+
+#ifdef VERAX_INTEGER_DOT
+// By how much a segment's integers of x are to be multiplied; they lie behind all integers.
+float* input_scales(const LinearTask& t, int64_t begin) {
+  auto* end = static_cast<int16_t*>(t.packed) + linear_packed_at(t, 0, t.K + CHUNK - 1);
+  return reinterpret_cast<float*>(end) + begin / SEGMENT * t.M;
+}
+
+template <>
+void pack<Int8Weights>(const LinearTask& t) {
+  auto* to = static_cast<int16_t*>(t.packed);
+  for (int64_t begin = 0; begin < t.K; begin += SEGMENT) {
+    const int64_t end = t.K - begin < SEGMENT ? t.K : begin + SEGMENT;
+    for (int64_t m = 0; m < t.M; ++m) {
+      const float scale = integer_scale(t.x + m * t.K + begin, end - begin, 32767);
+      input_scales(t, begin)[m] = scale;
+      const float factor = integer_factor(scale);
+      for (int64_t k = begin; k < end; k += CHUNK / 2) {
+        const __m512i wide = integers(t.x + m * t.K + k, end - k, factor);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + linear_packed_at(t, m, k) + k % CHUNK),
+                            _mm512_cvtsepi32_epi16(wide));
+      }
+      // A last chunk that is half full ends in zeros.
+      if ((end - 1) % CHUNK < CHUNK / 2) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + linear_packed_at(t, m, end - 1) + CHUNK / 2),
+                            _mm256_setzero_si256());
+      }
+    }
+  }
+}
+#endif
+
+template <class Kind>
+float input_scale([[maybe_unused]] const LinearTask& t, [[maybe_unused]] int64_t m, [[maybe_unused]] int64_t begin) {
+#ifdef VERAX_INTEGER_DOT
+  if (std::is_same_v<Kind, Int8Weights> && t.K) return input_scales(t, begin)[m];
+#endif
+  return 1;
 }
 
 float row_scale(const LinearTask& t, int64_t n) {
@@ -79,27 +123,48 @@ void group_scales(const LinearTask& t, int64_t first, int64_t count, float* to) 
   for (; i < count; ++i) to[i] = widen(from[i]);
 }
 
-// A segment of inputs, [begin, end), and where in W to look ahead: `next` is the place of this tile's first row and
-// input in what will be read soon.
-template <class Element>
-struct Segment {
-  int64_t begin, end;
-  const Element* next;
+template <class Kind, bool Grouped>
+struct Tile {
+  using Element = typename Kind::Element;
+  static constexpr int ROWS = 8;
+
+  // C, rows of W at a time: sums are kept in registers, of which AVX2 has 16 and the others 32.
+  static constexpr int columns(int rows) {
+#if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
+    return rows > 4 ? 1 : rows > 2 ? 2 : 4;
+#else
+    return rows > 4 ? 2 : 4;
+#endif
+  }
+  static constexpr int ahead(int) { return 4; }
+  static const void* at(const LinearTask& t, int64_t n, int64_t k) {
+    return static_cast<const Element*>(t.weights) + n * t.K + k;
+  }
+
+  template <int R, int C>
+  static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment);
 };
 
 // R rows of x from m on, C rows of W from n on. Grouped: chunks share scales by t.group inputs.
-template <class Kind, bool Grouped, int R, int C>
-void tile(const LinearTask& t, int64_t m, int64_t n, const Segment<typename Kind::Element>& segment) {
-  using Element = typename Kind::Element;
+template <class Kind, bool Grouped>
+template <int R, int C>
+void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
+  using Sum = std::conditional_t<Grouped, F32, typename Kind::Sum>;
   const int64_t row = t.K, size = segment.end - segment.begin;
   const auto* x = static_cast<const typename Kind::Stored*>(t.packed) + linear_packed_at(t, m, segment.begin);
   const auto* w = static_cast<const Element*>(t.weights) + n * row + segment.begin;
-  const auto* next = segment.next;
-  F32 sums[R][C];
+  const auto* next = static_cast<const Element*>(segment.next);
+  Sum sums[R][C];
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
-    for (int c = 0; c < C; ++c) sums[r][c] = zero();
+    for (int c = 0; c < C; ++c) {
+      if constexpr (Grouped) {
+        sums[r][c] = zero();
+      } else {
+        sums[r][c] = Kind::none();
+      }
+    }
 
   if constexpr (!Grouped) {
     int64_t k = 0;
@@ -134,9 +199,9 @@ void tile(const LinearTask& t, int64_t m, int64_t n, const Segment<typename Kind
     for (int64_t k = 0, g = 0; k < size; k += t.group, x += t.group * t.M, ++g) {
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) {
-        F32 parts[R];
+        typename Kind::Sum parts[R];
         VERAX_UNROLL
-        for (int r = 0; r < R; ++r) parts[r] = zero();
+        for (int r = 0; r < R; ++r) parts[r] = Kind::none();
         const auto* inputs = x;
         for (int64_t j = k; j < k + t.group; j += CHUNK, inputs += t.M * CHUNK) {
           const auto weights = Kind::weights(w + c * row + j);
@@ -145,7 +210,7 @@ void tile(const LinearTask& t, int64_t m, int64_t n, const Segment<typename Kind
           for (int r = 0; r < R; ++r) parts[r] = dot(parts[r], weights, Kind::inputs(inputs + r * CHUNK));
         }
         VERAX_UNROLL
-        for (int r = 0; r < R; ++r) sums[r][c] = fma(parts[r], broadcast(scales[c][g]), sums[r][c]);
+        for (int r = 0; r < R; ++r) sums[r][c] = fma(Kind::total(parts[r]), broadcast(scales[c][g]), sums[r][c]);
       }
     }
   }
@@ -153,74 +218,44 @@ void tile(const LinearTask& t, int64_t m, int64_t n, const Segment<typename Kind
   const bool first = segment.begin == 0, last = segment.end == t.K;
   for (int r = 0; r < R; ++r) {
     float* y = t.y + (m + r) * t.N + n;
+    const float scale = input_scale<Kind>(t, m + r, segment.begin);
+    F32 totals[C];
     float more[C];
-    sum_each(sums[r], more);
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
-      const float value = first ? more[c] : y[c] + more[c];
+      if constexpr (Grouped) {
+        totals[c] = sums[r][c];
+      } else {
+        totals[c] = Kind::total(sums[r][c]);
+      }
+    }
+    sum_each(totals, more);
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) {
+      const float value = first ? more[c] * scale : y[c] + more[c] * scale;
       y[c] = last && !Grouped ? value * row_scale(t, n + c) : value;
     }
   }
 }
 
-// C rows of W from n on, with R rows of x at a time and then the rest of them. More rows of either than fit into the
-// registers do not meet: all_columns sees to it, and they are not compiled.
-template <class Kind, bool Grouped, int R, int C>
-void some_rows(const LinearTask& t, int64_t m, int64_t n, const Segment<typename Kind::Element>& segment) {
-  if constexpr (C <= columns_of(R)) tile<Kind, Grouped, R, C>(t, m, n, segment);
-}
-
-template <class Kind, bool Grouped, int C>
-void all_rows(const LinearTask& t, int64_t n, const Segment<typename Kind::Element>& segment) {
-  int64_t m = 0;
-  for (; m + ROWS <= t.M; m += ROWS) some_rows<Kind, Grouped, ROWS, C>(t, m, n, segment);
-  switch (t.M - m) {
-    case 7: return some_rows<Kind, Grouped, 7, C>(t, m, n, segment);
-    case 6: return some_rows<Kind, Grouped, 6, C>(t, m, n, segment);
-    case 5: return some_rows<Kind, Grouped, 5, C>(t, m, n, segment);
-    case 4: return some_rows<Kind, Grouped, 4, C>(t, m, n, segment);
-    case 3: return some_rows<Kind, Grouped, 3, C>(t, m, n, segment);
-    case 2: return some_rows<Kind, Grouped, 2, C>(t, m, n, segment);
-    case 1: return some_rows<Kind, Grouped, 1, C>(t, m, n, segment);
-  }
-}
-
-template <class Kind, bool Grouped, int C>
-void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
-  const auto* w = static_cast<const typename Kind::Element*>(t.weights);
-  for (int64_t from = 0; from < t.K || from == 0; from += SEGMENT) {
-    const int64_t to = t.K - from < SEGMENT ? t.K : from + SEGMENT;
-    const auto place = [&](int64_t n) {
-      // Some rows on, or the first rows of the next segment; at the very end, what is at hand.
-      if (n + AHEAD + C <= end) return w + (n + AHEAD) * t.K + from;
-      const int64_t turn = n + AHEAD + C - end;
-      return to < t.K && begin + turn + C <= end ? w + (begin + turn) * t.K + to : w + n * t.K + from;
-    };
-    int64_t n = begin;
-    for (; n + C <= end; n += C) all_rows<Kind, Grouped, C>(t, n, {from, to, place(n)});
-    for (; n < end; ++n) all_rows<Kind, Grouped, 1>(t, n, {from, to, w + n * t.K + from});
-  }
-}
-
-template <class Kind, bool Grouped>
-void all_columns(const LinearTask& t, int64_t begin, int64_t end) {
-  switch (columns_of(t.M < ROWS ? static_cast<int>(t.M) : ROWS)) {
-    case 1: return in_steps<Kind, Grouped, 1>(t, begin, end);
-    case 2: return in_steps<Kind, Grouped, 2>(t, begin, end);
-    case 4: return in_steps<Kind, Grouped, 4>(t, begin, end);
-  }
-}
-
 }  // namespace
 
-void linear_pack(const LinearTask& t) { t.kind == Weights::f32 ? pack<F32Weights>(t) : pack<Bf16Weights>(t); }
+void linear_pack(const LinearTask& t) {
+  switch (t.kind) {
+    case Weights::f32: return pack<F32Weights>(t);
+    case Weights::bf16: return pack<Bf16Weights>(t);
+    case Weights::int8: return pack<Int8Weights>(t);
+    case Weights::int4: return linear_int4_pack(t);
+  }
+}
 
 void linear_columns(const LinearTask& t, int64_t begin, int64_t end) {
   switch (t.kind) {
-    case Weights::f32: return all_columns<F32Weights, false>(t, begin, end);
-    case Weights::bf16: return all_columns<Bf16Weights, false>(t, begin, end);
+    case Weights::f32: return linear_units<Tile<F32Weights, false>>(t, begin, end);
+    case Weights::bf16: return linear_units<Tile<Bf16Weights, false>>(t, begin, end);
     case Weights::int8:
-      return t.group ? all_columns<Int8Weights, true>(t, begin, end) : all_columns<Int8Weights, false>(t, begin, end);
+      return t.group ? linear_units<Tile<Int8Weights, true>>(t, begin, end)
+                     : linear_units<Tile<Int8Weights, false>>(t, begin, end);
     case Weights::int4: return linear_int4_columns(t, begin, end);
   }
 }

@@ -8,7 +8,9 @@
 namespace verax {
 
 // What W's rows are made of. The last two are multiplied by scales: one for a whole row, or one for each group of
-// `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against the others.
+// `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against the others; but where the processor
+// multiplies integers (the level avx512_bf16) x becomes integers, of 16 bits with a scale for each 1,024 inputs against
+// int8, of 8 bits with a scale for each group against int4.
 //   int8  [N, K] signed bytes
 //   int4  [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
 //         8 b + 2 j + h, plus 8; their scales are [N/16 rounded up, K / group, 16]
@@ -41,7 +43,7 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
 // reads on from one place, and rows of 4,096 inputs do not all begin in the same set of the first cache level.
 static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k) { return (k / 32 * t.M + m) * 32; }
 
-// Enough at every level: float32 where there is no bfloat16 dot product.
+// Enough at every level: float32 where there is no bfloat16 dot product, integers with their scales behind them.
 static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32 * 32) * 4; }
 
 // The kernels take as many rows of W at a time, and int4 is laid out in as many: pieces of work are multiples of it.
@@ -49,6 +51,8 @@ constexpr int64_t LINEAR_STEP = 16;
 
 // Fill `packed` from `x`.
 VERAX_DECLARE_KERNEL(linear_pack, const LinearTask& task)
+// The same for an int4 weight, which the former calls.
+VERAX_DECLARE_KERNEL(linear_int4_pack, const LinearTask& task)
 // Columns [begin, end) of y, which are rows of W, for all rows of x. `begin` is a multiple of LINEAR_STEP.
 VERAX_DECLARE_KERNEL(linear_columns, const LinearTask& task, int64_t begin, int64_t end)
 // The same of an int4 weight, which the former calls.

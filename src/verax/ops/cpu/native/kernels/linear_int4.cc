@@ -1,16 +1,16 @@
-// for each segment of 1,024 inputs:               (x's segment stays in the first cache level)
-//   for n in steps of C blocks of 16 rows of W:   (they stream from memory, once)
-//     for m in steps of R rows of x:
-//       for each group of inputs:
-//         for each cell of inputs: parts += W[16 rows, cell] * x[m..m+R, cell], a lane for each row of W
-//         sums += parts * the group's scales
-//       y[m..m+R, 16 rows] += sums
+// Lanes are rows of W: a tile takes C blocks of 16 rows, whose words lie side by side, so nothing is added up across
+// lanes and a group's scales are one register:
 //
-// A lane is an output, so nothing is added up across lanes and a group's scales are one register. Even and odd cells
-// have a part of their own, which halves the wait for an instruction's result. The order of additions is the same for
-// all R and C: a row of y does not depend on what is computed beside it.
-#include "linear.h"
+//   for each group of inputs:
+//     for each word of 8 inputs: parts += W[16 rows, word] * x[m..m+R, word], a lane for each row of W
+//     sums += parts * the group's scales
+//   y[m..m+R, 16 rows] += sums
+//
+// Processors that multiply integers get x in bytes, with a scale for each group; the others get float32.
+#include <cstring>
 
+#include "linear_integers.h"
+#include "linear_steps.h"
 #include "vec.h"
 
 namespace verax {
@@ -19,56 +19,7 @@ namespace {
 
 constexpr int BLOCK = 16;            // rows of W whose words lie side by side
 constexpr int WORDS = 2 * BLOCK;     // of 8 inputs
-constexpr int64_t SEGMENT = 1024;    // inputs
 constexpr int V = BLOCK / F32::lanes;
-constexpr int ROWS = V == 1 ? 8 : 2;  // R at most: sums are kept in registers
-
-#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
-using Stored = bf16;
-constexpr int DEPTH = 2;  // inputs in a cell: a pair for the dot product
-struct Words {
-  __m512i v;
-};
-inline Words load_words(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
-// parts[v] += the i-th cell of 16 rows times that of x, at `x`.
-inline void multiply(F32 (&parts)[V], const Words& cells, const Stored* x) {
-  int32_t pair;
-  std::memcpy(&pair, x, sizeof pair);
-  const __m512i inputs = _mm512_set1_epi32(pair);
-  parts[0] = {_mm512_dpbf16_ps(parts[0].v, reinterpret_cast<const __m512bh&>(cells.v),
-                               reinterpret_cast<const __m512bh&>(inputs))};
-}
-inline Words unpack(const Words& words, int i) {
-  // -8 to 7 as bfloat16, twice: the permutation looks at the index's low 5 bits, of which the value has 4.
-  const __m512i table = _mm512_broadcast_i64x4(
-      _mm256_setr_epi16(static_cast<short>(0xC100), static_cast<short>(0xC0E0), static_cast<short>(0xC0C0),
-                        static_cast<short>(0xC0A0), static_cast<short>(0xC080), static_cast<short>(0xC040),
-                        static_cast<short>(0xC000), static_cast<short>(0xBF80), 0, 0x3F80, 0x4000, 0x4040, 0x4080,
-                        0x40A0, 0x40C0, 0x40E0));
-  return {_mm512_permutexvar_epi16(_mm512_srli_epi16(words.v, 4 * i), table)};
-}
-#else
-using Stored = float;
-constexpr int DEPTH = 1;
-struct Words {
-  const uint32_t* at;
-};
-struct Cells {
-  F32 v[V];
-};
-inline Words load_words(const uint16_t* p) { return {reinterpret_cast<const uint32_t*>(p)}; }
-inline Cells unpack(const Words& words, int i) {
-  Cells cells;
-  VERAX_UNROLL
-  for (int v = 0; v < V; ++v) cells.v[v] = nibbles(words.at + v * F32::lanes, i / 2 * 4 + i % 2 * 16);
-  return cells;
-}
-inline void multiply(F32 (&parts)[V], const Cells& cells, const Stored* x) {
-  const F32 input = broadcast(*x);
-  VERAX_UNROLL
-  for (int v = 0; v < V; ++v) parts[v] = fma(cells.v[v], input, parts[v]);
-}
-#endif
 
 F32 load_scales(const LinearTask& t, int64_t at) {
   return t.half_scales ? load(static_cast<const half*>(t.scales) + at) : load(static_cast<const float*>(t.scales) + at);
@@ -87,108 +38,162 @@ void add_to(float* y, const F32 (&sums)[V], int64_t count, bool first) {
   if (count < BLOCK) std::memcpy(y, whole, count * sizeof(float));
 }
 
-// R rows of x from m on, C blocks of W from n on, inputs [begin, end). `next` is asked for meanwhile.
-template <int R, int C>
-void tile(const LinearTask& t, int64_t m, int64_t n, int64_t begin, int64_t end, const uint16_t* next) {
-  const int64_t block = t.K / 8 * WORDS, groups = t.K / t.group;
-  const auto* w = static_cast<const uint16_t*>(t.weights) + n * block;
-  F32 sums[R][C][V];
-  VERAX_UNROLL
-  for (int r = 0; r < R; ++r)
-    VERAX_UNROLL
-    for (int c = 0; c < C; ++c)
-      VERAX_UNROLL
-      for (int v = 0; v < V; ++v) sums[r][c][v] = zero();
+#ifdef VERAX_INTEGER_DOT
 
-  for (int64_t g = begin; g < end; g += t.group) {
-    F32 parts[R][C][2][V];
+// What a group's sum of (code) * (byte of x) is multiplied by, and what is added to it first: codes are values plus 8.
+struct Group {
+  float scale;
+  int32_t correction;
+};
+
+// They lie behind all bytes: [K / group, M].
+Group* input_groups(const LinearTask& t, int64_t k) {
+  return reinterpret_cast<Group*>(static_cast<int8_t*>(t.packed) + linear_packed_at(t, 0, t.K)) + k / t.group * t.M;
+}
+
+void pack(const LinearTask& t) {
+  // The dot product takes four inputs that are neighbours in a register: low halves of bytes, then high ones.
+  const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  auto* to = static_cast<int8_t*>(t.packed);
+  for (int64_t g = 0; g < t.K; g += t.group) {
+    for (int64_t m = 0; m < t.M; ++m) {
+      const float* x = t.x + m * t.K + g;
+      const float scale = integer_scale(x, t.group, 127), factor = integer_factor(scale);
+      int32_t sum = 0;
+      for (int64_t k = 0; k < t.group; k += 16) {
+        const __m512i wide = integers(x + k, 16, factor);
+        sum += _mm512_reduce_add_epi32(wide);
+        const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(wide), order);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + linear_packed_at(t, m, g + k) + (g + k) % CHUNK), bytes);
+      }
+      input_groups(t, g)[m] = {scale, -8 * sum};
+    }
+  }
+}
+
+// The sums of one group: R rows of x, C blocks of W.
+template <int R, int C>
+struct Parts {
+  __m512i v[R][C];
+  const Group* groups;
+
+  Parts(const LinearTask& t, int64_t m, int64_t g) : groups(input_groups(t, g) + m) {
+    VERAX_UNROLL
+    for (int r = 0; r < R; ++r)
+      VERAX_UNROLL
+      for (int c = 0; c < C; ++c) v[r][c] = _mm512_set1_epi32(groups[r].correction);
+  }
+  void add_word(const LinearTask& t, int64_t m, int64_t k, const uint16_t* w, int c) {
+    const auto* x = static_cast<const int8_t*>(t.packed) + linear_packed_at(t, m, k) + k % CHUNK;
+    const __m512i words = _mm512_loadu_si512(w), mask = _mm512_set1_epi8(15);
+    const __m512i low = _mm512_and_si512(words, mask), high = _mm512_and_si512(_mm512_srli_epi32(words, 4), mask);
+    VERAX_UNROLL
+    for (int r = 0; r < R; ++r) {
+      int32_t inputs[2];
+      std::memcpy(inputs, x + r * CHUNK, sizeof inputs);
+      v[r][c] = _mm512_dpbusd_epi32(v[r][c], low, _mm512_set1_epi32(inputs[0]));
+      v[r][c] = _mm512_dpbusd_epi32(v[r][c], high, _mm512_set1_epi32(inputs[1]));
+    }
+  }
+  F32 total(int r, int c, int) const {
+    return mul({_mm512_cvtepi32_ps(v[r][c])}, broadcast(groups[r].scale));
+  }
+};
+
+#else
+
+void pack(const LinearTask& t) {
+  auto* to = static_cast<float*>(t.packed);
+  for (int64_t k = 0; k < t.K; k += CHUNK) {
+    for (int64_t m = 0; m < t.M; ++m, to += CHUNK) {
+      store_bf16_chunk(to, to_bf16_chunk(load_chunk(t.x + m * t.K + k)));
+    }
+  }
+}
+
+// The sums of one group: R rows of x, C blocks of W. Even and odd inputs have a sum of their own, which halves the wait
+// for an instruction's result.
+template <int R, int C>
+struct Parts {
+  F32 v[R][C][V][2];
+
+  Parts(const LinearTask&, int64_t, int64_t) {
+    VERAX_UNROLL
+    for (int i = 0; i < R * C * V * 2; ++i) (&v[0][0][0][0])[i] = zero();
+  }
+  void add_word(const LinearTask& t, int64_t m, int64_t k, const uint16_t* w, int c) {
+    const auto* x = static_cast<const float*>(t.packed) + linear_packed_at(t, m, k) + k % CHUNK;
+    VERAX_UNROLL
+    for (int i = 0; i < 8; ++i)
+      VERAX_UNROLL
+      for (int b = 0; b < V; ++b) {
+        const F32 cells = nibbles(reinterpret_cast<const uint32_t*>(w) + b * F32::lanes, i / 2 * 4 + i % 2 * 16);
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) v[r][c][b][i % 2] = fma(cells, broadcast(x[r * CHUNK + i]), v[r][c][b][i % 2]);
+      }
+  }
+  F32 total(int r, int c, int b) const { return add(v[r][c][b][0], v[r][c][b][1]); }
+};
+
+#endif
+
+struct Int4Tile {
+  static constexpr int ROWS = V == 1 ? 8 : 2;  // R at most: sums are kept in registers
+  static constexpr int columns(int rows) { return V > 1 || rows > 4 ? 1 : rows > 2 ? 2 : 4; }
+  static constexpr int ahead(int columns) { return columns; }
+  static const void* at(const LinearTask& t, int64_t n, int64_t k) {
+    return static_cast<const uint16_t*>(t.weights) + (n * (t.K / 8) + k / 8) * WORDS;
+  }
+
+  // R rows of x from m on, C blocks of W from n on.
+  template <int R, int C>
+  static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
+    const int64_t block = t.K / 8 * WORDS, groups = t.K / t.group;
+    const auto* w = static_cast<const uint16_t*>(at(t, n, segment.begin));
+    const auto* next = static_cast<const uint16_t*>(segment.next);
+    F32 sums[R][C][V];
     VERAX_UNROLL
     for (int r = 0; r < R; ++r)
       VERAX_UNROLL
       for (int c = 0; c < C; ++c)
         VERAX_UNROLL
-        for (int v = 0; v < V; ++v) parts[r][c][0][v] = parts[r][c][1][v] = zero();
-    for (int64_t k = g; k < g + t.group; k += 8) {
-      const auto* x = static_cast<const Stored*>(t.packed) + linear_packed_at(t, m, k) + k % CHUNK;
+        for (int b = 0; b < V; ++b) sums[r][c][b] = zero();
+
+    for (int64_t g = segment.begin; g < segment.end; g += t.group) {
+      Parts<R, C> parts(t, m, g);
+      for (int64_t k = g; k < g + t.group; k += 8, w += WORDS, next += WORDS) {
+        VERAX_UNROLL
+        for (int c = 0; c < C; ++c) {
+          parts.add_word(t, m, k, w + c * block, c);
+          prefetch(next + c * block);
+        }
+      }
+      VERAX_UNROLL
+      for (int c = 0; c < C; ++c)
+        VERAX_UNROLL
+        for (int b = 0; b < V; ++b) {
+          const F32 scales = load_scales(t, ((n + c) * groups + g / t.group) * BLOCK + b * F32::lanes);
+          VERAX_UNROLL
+          for (int r = 0; r < R; ++r) sums[r][c][b] = fma(parts.total(r, c, b), scales, sums[r][c][b]);
+        }
+    }
+
+    VERAX_UNROLL
+    for (int r = 0; r < R; ++r)
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) {
-        const Words words = load_words(w + c * block + k / 8 * WORDS);
-        prefetch(next + c * block + (k - begin) / 8 * WORDS);
-        VERAX_UNROLL
-        for (int i = 0; i < 8 / DEPTH; ++i) {
-          const auto cells = unpack(words, i);
-          VERAX_UNROLL
-          for (int r = 0; r < R; ++r) multiply(parts[r][c][i % 2], cells, x + r * CHUNK + i * DEPTH);
-        }
-      }
-    }
-    VERAX_UNROLL
-    for (int c = 0; c < C; ++c)
-      VERAX_UNROLL
-      for (int v = 0; v < V; ++v) {
-        const F32 scales = load_scales(t, ((n + c) * groups + g / t.group) * BLOCK + v * F32::lanes);
-        VERAX_UNROLL
-        for (int r = 0; r < R; ++r) {
-          sums[r][c][v] = fma(add(parts[r][c][0][v], parts[r][c][1][v]), scales, sums[r][c][v]);
-        }
+        const int64_t column = (n + c) * BLOCK;
+        add_to(t.y + (m + r) * t.N + column, sums[r][c], t.N - column, segment.begin == 0);
       }
   }
-
-  VERAX_UNROLL
-  for (int r = 0; r < R; ++r)
-    VERAX_UNROLL
-    for (int c = 0; c < C; ++c) {
-      const int64_t column = (n + c) * BLOCK;
-      add_to(t.y + (m + r) * t.N + column, sums[r][c], t.N - column, begin == 0);
-    }
-}
-
-template <int C>
-void all_rows(const LinearTask& t, int64_t n, int64_t begin, int64_t end, const uint16_t* next) {
-  int64_t m = 0;
-  if constexpr (ROWS * C <= 8) {  // never more: see linear_int4_columns
-    for (; m + ROWS <= t.M; m += ROWS) tile<ROWS, C>(t, m, n, begin, end, next);
-  }
-  if constexpr (ROWS == 8) {
-    switch (t.M - m) {
-      case 7: return tile<7, C>(t, m, n, begin, end, next);
-      case 6: return tile<6, C>(t, m, n, begin, end, next);
-      case 5: return tile<5, C>(t, m, n, begin, end, next);
-      case 4: return tile<4, C>(t, m, n, begin, end, next);
-      case 3: return tile<3, C>(t, m, n, begin, end, next);
-      case 2: return tile<2, C>(t, m, n, begin, end, next);
-    }
-  }
-  if (t.M - m == 1) tile<1, C>(t, m, n, begin, end, next);
-}
-
-// Blocks [begin, end).
-template <int C>
-void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
-  const int64_t block = t.K / 8 * WORDS;
-  const auto* w = static_cast<const uint16_t*>(t.weights);
-  for (int64_t from = 0; from < t.K || from == 0; from += SEGMENT) {
-    const int64_t to = t.K - from < SEGMENT ? t.K : from + SEGMENT;
-    const auto place = [&](int64_t n, int64_t size) {
-      // The blocks after these, or the first ones of the next segment; at the very end, what is at hand.
-      if (n + 2 * size <= end) return w + (n + size) * block + from / 8 * WORDS;
-      return to < t.K ? w + begin * block + to / 8 * WORDS : w + n * block + from / 8 * WORDS;
-    };
-    int64_t n = begin;
-    for (; n + C <= end; n += C) all_rows<C>(t, n, from, to, place(n, C));
-    for (; n < end; ++n) all_rows<1>(t, n, from, to, place(n, 1));
-  }
-}
+};
 
 }  // namespace
 
+void linear_int4_pack(const LinearTask& t) { pack(t); }
+
 void linear_int4_columns(const LinearTask& t, int64_t begin, int64_t end) {
-  const int64_t first = begin / BLOCK, last = (end + BLOCK - 1) / BLOCK;
-  if constexpr (V == 1) {
-    if (t.M <= 2) return in_steps<4>(t, first, last);
-    if (t.M <= 4) return in_steps<2>(t, first, last);
-  }
-  in_steps<1>(t, first, last);
+  linear_units<Int4Tile>(t, begin / BLOCK, (end + BLOCK - 1) / BLOCK);
 }
 
 }  // namespace VERAX_LEVEL

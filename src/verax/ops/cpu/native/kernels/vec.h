@@ -244,6 +244,26 @@ inline F32 dot(F32 accumulator, const Chunk& a, const Chunk& b) {
   return accumulator;
 }
 
+#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE)
+#define VERAX_INTEGER_DOT 1
+
+// A register of int32 sums, and 32 integers of 16 bits.
+struct I32 {
+  __m512i v;
+};
+inline I32 no_sum() { return {_mm512_setzero_si512()}; }
+inline F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+struct Int16Chunk {
+  __m512i v;
+};
+inline Int16Chunk load_int16_chunk(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Int16Chunk load_int16_chunk(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline I32 dot(I32 accumulator, Int16Chunk a, Int16Chunk b) { return {_mm512_dpwssd_epi32(accumulator.v, a.v, b.v)}; }
+
+#endif
+
 #if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
 
 struct Bf16Chunk {
