@@ -21,8 +21,8 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
 
     The result stays float32, so that what lies between two matmuls (norms, residual sums, activations) is not rounded.
     With a quantised weight the inputs are rounded to bfloat16; integers and scales are exact. A CPU that multiplies
-    integers (AVX-512 VNNI) rounds them to integers instead: of 16 bits, with a scale for each 1,024 inputs, beside 8-bit
-    weights, and of 8 bits, with a scale for each group, beside 4-bit ones. Not finite inputs then give NaN.
+    integers (AVX-512 VNNI) rounds them to integers instead: of 16 bits, with a scale for each 1,024 inputs, beside
+    8-bit weights, and of 8 bits, with a scale for each group, beside 4-bit ones. Not finite inputs then give NaN.
     """
     if isinstance(weight, QuantizedWeight):
         x, weight = x.astype(jnp.bfloat16).astype(jnp.float32), weight.dequantize()
