@@ -1,0 +1,364 @@
+"""Parts of Wan's diffusion transformer (Wan Team, 2025, arXiv:2503.20314): attention, rotary positions, the block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from verax import ops
+from verax.errors import InvalidParameterError
+from verax.nn import LayerNorm, Linear, RMSNorm
+
+__all__ = [
+    "ATTENTION",
+    "Attend",
+    "Block",
+    "CrossKeys",
+    "Float32Linear",
+    "Head",
+    "ImageEmbedding",
+    "PatchEmbedding",
+    "Sequential",
+    "block_causal",
+    "gelu_tanh",
+    "normalize",
+    "rotary_tables",
+    "sinusoid",
+]
+
+Attend = Callable[[Array, Array, Array], Array]
+"""Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`; every query sees every key."""
+
+Rotary = tuple[Array, Array]
+
+CHUNK = 256
+"""Queries in a chunk of `chunked` attention: that of the reports whose memory tables it reproduces."""
+
+MAX_SCORES = 1 << 26
+"""Scores that attention without a fast form writes out at once; 256 MB."""
+
+
+def _standard(q: Array, k: Array, v: Array) -> Array:
+    return ops.attention.__wrapped__(q, k, v, causal=False)
+
+
+def _chunked(q: Array, k: Array, v: Array) -> Array:
+    B, T, N, H = q.shape
+    if T <= CHUNK:
+        return _standard(q, k, v)
+    n = -(-T // CHUNK)
+    whole = jnp.pad(q, ((0, 0), (0, n * CHUNK - T), (0, 0), (0, 0)))
+    out = lax.map(lambda chunk: _standard(chunk, k, v), whole.reshape(B, n, CHUNK, N, H).swapaxes(0, 1))
+    return out.swapaxes(0, 1).reshape(B, n * CHUNK, N, H)[:, :T]
+
+
+def _flash(q: Array, k: Array, v: Array) -> Array:
+    platform = jax.default_backend()
+    for form in reversed(ops.attention.forms.values()):
+        if form.name != "plain" and form.runs_on(platform) and form.accepts(q, k, v, causal=False):
+            return form.function(q, k, v, causal=False)
+    raise InvalidParameterError(
+        f"attention: 'flash' has no form on {platform} for {q.shape[2]} heads of size {q.shape[3]} in {k.dtype}; "
+        "'chunked' runs everywhere"
+    )
+
+
+def _auto(q: Array, k: Array, v: Array) -> Array:
+    form = ops.attention.select(q, k, v, causal=False)
+    if form.name == "plain" and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] > MAX_SCORES:
+        return _chunked(q, k, v)
+    return form.function(q, k, v, causal=False)
+
+
+ATTENTION: Mapping[str, Attend] = MappingProxyType(
+    {"auto": _auto, "standard": _standard, "chunked": _chunked, "flash": _flash}
+)
+"""Forms of attention by name.
+
+- `auto`: what `ops.attention` chooses, in chunks where that would write out many scores.
+- `standard`: all scores written out; memory is `O(T S)`.
+- `chunked`: the same, 256 queries at a time.
+- `flash`: a form of `ops.attention` with memory linear in T; an error where there is none.
+"""
+
+
+def block_causal(attend: Attend, block: int) -> Attend:
+    """Attention in which a query sees the keys of its own block of `block` tokens and of earlier blocks.
+
+    By ranges of keys, so that nothing is computed to be masked. The last block may be shorter.
+    """
+
+    def blockwise(q: Array, k: Array, v: Array) -> Array:
+        T = q.shape[1]
+        ends = [min(begin + block, T) for begin in range(0, T, block)]
+        return jnp.concatenate(
+            [attend(q[:, begin:end], k[:, :end], v[:, :end]) for begin, end in zip([0, *ends], ends, strict=False)],
+            axis=1,
+        )
+
+    return blockwise
+
+
+def rotary_tables(
+    frames: int, height: int, width: int, head_dim: int
+) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
+    """cos and signed sin for `rotate`, of tokens in the order (frame, row, column).
+
+    Of a head's pairs of numbers, two sixths (rounded down) turn with the row, as many with the column, and the rest
+    with the frame; each axis has the frequencies `10000 ^ -(i / pairs)` of its own.
+    """
+    across = head_dim // 6
+    axes = [(frames, head_dim // 2 - 2 * across), (height, across), (width, across)]
+    # Angles in float64, as both references have them: a late frame turns many times.
+    angles = [np.outer(np.arange(n), 10000.0 ** -(np.arange(pairs) / pairs)) for n, pairs in axes]
+
+    def table(function: Callable[[np.ndarray], np.ndarray]) -> Array:
+        parts = []
+        for axis, angle in enumerate(angles):
+            shape = [1, 1, 1, angle.shape[1]]
+            shape[axis] = angle.shape[0]
+            part = jnp.asarray(function(angle).astype(np.float32)).reshape(shape)
+            parts.append(jnp.broadcast_to(part, (frames, height, width, angle.shape[1])))
+        return jnp.concatenate(parts, -1).reshape(frames * height * width, -1)
+
+    cos, sin = table(np.cos), table(np.sin)
+    return jnp.repeat(cos, 2, axis=-1), jnp.stack([-sin, sin], axis=-1).reshape(cos.shape[0], -1)
+
+
+def rotate(x: Float[Array, "B T N H"], rotary: Rotary) -> Float[Array, "B T N H"]:
+    """Turn each pair of neighbours `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the interleaved convention."""
+    cos, sin = (table[:, None] for table in rotary)
+    swapped = x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+    return x * cos + swapped * sin
+
+
+def gelu_tanh(x: Array) -> Array:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def gelu_erf(x: Array) -> Array:
+    """GELU itself."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+class Sequential(nnx.List):
+    """Modules and functions applied in turn; a module's name is its place, as in PyTorch's `Sequential`."""
+
+    def __call__(self, x: Array) -> Array:
+        """The last one's result."""
+        for apply in self:
+            x = apply(x)
+        return x
+
+
+class Float32Linear(Linear):
+    """A linear layer whose inputs are not rounded, whatever the weight's dtype: of time, and of the head."""
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
+        """Map the last axis."""
+        bias = None if self.bias is None else self.bias[...]
+        return ops.linear(x, self.weight[...].astype(jnp.float32), bias)
+
+
+class PatchEmbedding(nnx.Module):
+    """A linear map of each patch, one frame deep, stored as the convolution that it is."""
+
+    def __init__(self, C: int, D: int, patch: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        shape = (D, C, 1, patch, patch)
+        self.weight = nnx.Param((C * patch**2) ** -0.5 * jax.random.normal(rngs.params(), shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(D, dtype))
+
+    def __call__(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F h w D"]:
+        """Latents to tokens."""
+        weight = self.weight[...]
+        B, F, hp, wp, C = latents.shape
+        p = weight.shape[-1]
+        patches = latents.reshape(B, F, hp // p, p, wp // p, p, C).transpose(0, 1, 2, 4, 6, 3, 5)
+        return ops.linear(patches.reshape(*patches.shape[:4], -1), weight.reshape(len(weight), -1), self.bias[...])
+
+
+class ImageEmbedding(nnx.Module):
+    """The image encoder's states to the model's width."""
+
+    def __init__(self, size_in: int, D: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        # PyTorch's default eps, unlike the other norms'.
+        norm_in, norm_out = (LayerNorm(size, eps=1e-5, dtype=dtype) for size in (size_in, D))
+        inner, outer = (Linear(size_in, size, bias=True, dtype=dtype, rngs=rngs) for size in (size_in, D))
+        self.proj = Sequential([norm_in, inner, gelu_erf, outer, norm_out])
+
+    def __call__(self, image: Float[Array, "B P I"]) -> Float[Array, "B P D"]:
+        """The image's part of the context."""
+        return self.proj(image)
+
+
+def sinusoid(timesteps: Num[Array, "B G"], size: int) -> Float[Array, "B G size"]:
+    """cos and then sin of `t / 10000 ^ (i / half)`, to float32's accuracy.
+
+    References take float64. Here the angle is reduced first: in turns, of which float32 holds `t` times the leading 12
+    bits exactly while t is a whole number below 4096, and only their fraction matters.
+    """
+    half = size // 2
+    turns = 10000.0 ** -(np.arange(half) / half) / (2 * np.pi)
+    unit = 2.0 ** (np.floor(np.log2(turns)) - 11)
+    leading = np.round(turns / unit) * unit
+    whole = jnp.floor(timesteps.astype(jnp.float32))[..., None]
+    part = timesteps.astype(jnp.float32)[..., None] - whole
+    exact = whole * leading.astype(np.float32)
+    angle = exact - jnp.floor(exact) + whole * (turns - leading).astype(np.float32) + part * turns.astype(np.float32)
+    return jnp.concatenate([jnp.cos(2 * np.pi * angle), jnp.sin(2 * np.pi * angle)], axis=-1)
+
+
+def normalize(
+    x: Float[Array, "B F h w D"], shift: Float[Array, "B #F D"], scale: Float[Array, "B #F D"], eps: float
+) -> Float[Array, "B F h w D"]:
+    """`layer_norm(x) (1 + scale) + shift`, in float32; shift and scale are those of a frame, or of all."""
+    D = x.shape[-1]
+    x = ops.layer_norm(x, jnp.ones(D, jnp.float32), jnp.zeros(D, jnp.float32), eps)
+    return x * (1 + _of_frames(scale)) + _of_frames(shift)
+
+
+def _of_frames(x: Float[Array, "B F D"]) -> Float[Array, "B F 1 1 D"]:
+    return x[:, :, None, None]
+
+
+class CrossKeys(NamedTuple):
+    """A layer's keys (normalised) and values of text and image, in the weights' dtype; one per prompt."""
+
+    k: Float[Array, "B S N H"]
+    v: Float[Array, "B S N H"]
+    k_img: Float[Array, "B P N H"] | None
+    v_img: Float[Array, "B P N H"] | None
+
+
+class Projections(nnx.Module):
+    """What both attentions of a block have: four projections, and norms of queries and keys over the whole width."""
+
+    def __init__(self, D: int, heads: int, *, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
+        linear = partial(Linear, D, D, bias=True, dtype=dtype, rngs=rngs)
+        self.heads = heads
+        self.q, self.k, self.v, self.o = linear(), linear(), linear(), linear()
+        self.norm_q, self.norm_k = RMSNorm(D, eps=eps, dtype=dtype), RMSNorm(D, eps=eps, dtype=dtype)
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Of the weights, and so of keys and values."""
+        return self.k.weight.get_value().dtype
+
+    def split(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        """Each head's part."""
+        return x.reshape(*x.shape[:2], self.heads, -1)
+
+
+class SelfAttention(Projections):
+    """Attention among all tokens, with queries and keys turned by their positions."""
+
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend) -> Float[Array, "B T D"]:
+        q = rotate(self.split(self.norm_q(self.q(x))), rotary)
+        k = rotate(self.split(self.norm_k(self.k(x))), rotary)
+        v = self.split(self.v(x))
+        return self.o(attend(q, k.astype(self.dtype), v.astype(self.dtype)).reshape(x.shape))
+
+
+class CrossAttention(Projections):
+    """Attention to the text and, beside it and with projections of its own, to the image; their results are added."""
+
+    def __init__(self, D: int, heads: int, *, image: bool, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(D, heads, eps=eps, dtype=dtype, rngs=rngs)
+        self.k_img = Linear(D, D, bias=True, dtype=dtype, rngs=rngs) if image else None
+        self.v_img = Linear(D, D, bias=True, dtype=dtype, rngs=rngs) if image else None
+        self.norm_k_img = RMSNorm(D, eps=eps, dtype=dtype) if image else None
+
+    def keys(self, text: Float[Array, "B S D"], image: Float[Array, "B P D"] | None) -> CrossKeys:
+        """What every step attends to: it does not depend on the time."""
+        k, v = self.split(self.norm_k(self.k(text))), self.split(self.v(text))
+        k_img = v_img = None
+        if image is not None and self.k_img and self.v_img and self.norm_k_img:
+            k_img = self.split(self.norm_k_img(self.k_img(image))).astype(self.dtype)
+            v_img = self.split(self.v_img(image)).astype(self.dtype)
+        return CrossKeys(k.astype(self.dtype), v.astype(self.dtype), k_img, v_img)
+
+    def __call__(self, x: Float[Array, "B T D"], keys: CrossKeys, attend: Attend) -> Float[Array, "B T D"]:
+        q = self.split(self.norm_q(self.q(x)))
+        out = attend(q, keys.k, keys.v)
+        if keys.k_img is not None and keys.v_img is not None:
+            out += attend(q, keys.k_img, keys.v_img)
+        return self.o(out.reshape(x.shape))
+
+
+class Block(nnx.Module):
+    """Self-attention, cross-attention and feed-forward on the float32 residual stream.
+
+    The first and the last are shifted, scaled and gated by the time's embedding, each frame's by its own time.
+    """
+
+    def __init__(self, D: int, F: int, heads: int, *, image: bool, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.eps = eps
+        self.modulation = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (1, 6, D), dtype))
+        self.self_attn = SelfAttention(D, heads, eps=eps, dtype=dtype, rngs=rngs)
+        self.norm3 = LayerNorm(D, eps=eps, dtype=dtype)
+        self.cross_attn = CrossAttention(D, heads, image=image, eps=eps, dtype=dtype, rngs=rngs)
+        inner, outer = (Linear(*sizes, bias=True, dtype=dtype, rngs=rngs) for sizes in ((D, F), (F, D)))
+        self.ffn = Sequential([inner, gelu_tanh, outer])
+
+    def __call__(
+        self,
+        x: Float[Array, "B F h w D"],
+        e0: Float[Array, "B #F 6 D"],
+        keys: CrossKeys,
+        rotary: Rotary,
+        attend: Attend,
+        attend_self: Attend,
+    ) -> Float[Array, "B F h w D"]:
+        """One layer.
+
+        Args:
+            x: the residual stream.
+            e0: the time's projection, of each frame or of all.
+            keys: of text and image.
+            rotary: cos and sin of each token.
+            attend: attention to keys of the context.
+            attend_self: attention among tokens.
+        """
+        B, *_, D = x.shape
+        shift, scale, gate, shift_ffn, scale_ffn, gate_ffn = jnp.moveaxis(_modulated(self.modulation, e0), 2, 0)
+        tokens = normalize(x, shift, scale, self.eps).reshape(B, -1, D)
+        x = x + _of_frames(gate) * self.self_attn(tokens, rotary, attend_self).reshape(x.shape)
+        x = x + self.cross_attn(self.norm3(x).reshape(B, -1, D), keys, attend).reshape(x.shape)
+        return x + _of_frames(gate_ffn) * self.ffn(normalize(x, shift_ffn, scale_ffn, self.eps))
+
+
+class Head(nnx.Module):
+    """The residual stream to each patch's numbers, after a norm that the time's embedding shifts and scales."""
+
+    def __init__(self, D: int, size_out: int, *, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.eps = eps
+        self.modulation = nnx.Param(D**-0.5 * jax.random.normal(rngs.params(), (1, 2, D), dtype))
+        self.head = Float32Linear(D, size_out, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F h w P"]:
+        """What `head.head` gives for each token."""
+        B, F, *_, D = x.shape
+        table = jnp.broadcast_to(_modulated(self.modulation, e[:, :, None]), (B, F, 2, D))
+
+        def frame(inputs: tuple[Array, Array]) -> Array:
+            tokens, of_frame = (part[:, None] for part in inputs)
+            return self.head(normalize(tokens, of_frame[:, :, 0], of_frame[:, :, 1], self.eps))[:, 0]
+
+        # A frame at a time. Else XLA:CPU's matmul library takes the last block's whole feed-forward and the head for
+        # one program, and writes each constant in it out at that size: 4 GB for 57 frames at 544 x 960.
+        return lax.map(frame, (x.swapaxes(0, 1), table.swapaxes(0, 1))).swapaxes(0, 1)
+
+
+def _modulated(table: nnx.Param[Array], e: Float[Array, "B F #M D"]) -> Float[Array, "B F M D"]:
+    return table[...].astype(jnp.float32) + e

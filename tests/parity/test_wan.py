@@ -1,0 +1,192 @@
+"""Wan's transformer against diffusers' SkyReelsV2Transformer3DModel and WanTransformer3DModel: random weights, through
+the table of names."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from verax.checkpoint.names_wan import TABLE  # noqa: E402
+from verax.models.wan import WanConfig, WanModel  # noqa: E402
+
+FRAMES, HEIGHT, WIDTH = 5, 6, 10
+WORDS = 512
+"""diffusers takes what is before the last 512 tokens of a context for the image."""
+
+SMALL = dict(
+    num_attention_heads=3,
+    attention_head_dim=12,
+    in_channels=16,
+    out_channels=16,
+    text_dim=20,
+    freq_dim=64,
+    ffn_dim=56,
+    num_layers=2,
+    rope_max_seq_len=32,
+)
+WIDE = dict(SMALL, num_attention_heads=1, attention_head_dim=128)
+IMAGE = dict(in_channels=36, image_dim=24)
+
+
+def with_image(sizes):
+    return dict(sizes, **IMAGE, added_kv_proj_dim=sizes["num_attention_heads"] * sizes["attention_head_dim"])
+
+
+def reference(sizes, kind="SkyReelsV2Transformer3DModel"):
+    """A model whose every parameter matters: norms away from 1, biases and modulation away from 0."""
+    torch.manual_seed(0)
+    model = getattr(diffusers, kind)(**sizes).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and "scale_shift_table" not in name:
+            weight.data.normal_(std=1.5 * weight[0].numel() ** -0.5)
+        else:
+            weight.data.normal_(mean=1.0 if "norm" in name and name.endswith("weight") else 0.0, std=0.3)
+    return model
+
+
+def load(model, dtype=jnp.float32):
+    """Our model with diffusers' weights; all of them, and no other."""
+    config = WanConfig.from_hf(dict(model.config, _class_name=type(model).__name__))
+    graph, state = nnx.split(nnx.eval_shape(lambda: WanModel(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    weights = {TABLE.to_original(name)[0]: weight.float().numpy() for name, weight in model.state_dict().items()}
+    filled = []
+    for path, leaf in nnx.to_flat_state(state):
+        weight = weights.pop(".".join(map(str, path)))
+        assert weight.shape == leaf.shape
+        filled.append((path, leaf.replace(jnp.asarray(weight, leaf.dtype))))
+    assert not weights
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def inputs(sizes, batch=2):
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    image = normal(batch, 11, sizes["image_dim"]) if "image_dim" in sizes else None
+    latents = normal(batch, FRAMES, HEIGHT, WIDTH, sizes["in_channels"])
+    return latents, normal(batch, WORDS, sizes["text_dim"]), image
+
+
+def theirs(model, latents, timesteps, text, image, **options):
+    dtype = next(model.parameters()).dtype
+    tensors = [torch.tensor(x).to(dtype) for x in (latents.transpose(0, 4, 1, 2, 3), text)]
+    with torch.no_grad():
+        out = model(
+            tensors[0],
+            torch.tensor(timesteps),
+            tensors[1],
+            None if image is None else torch.tensor(image).to(dtype),
+            **options,
+        )
+    return out.sample.float().numpy().transpose(0, 2, 3, 4, 1)
+
+
+@nnx.jit(static_argnames=("causal_block_size", "attention"))
+def ours(model, latents, timesteps, text, image, **options):
+    return model(latents, timesteps, model.encode_context(text, image), **options)
+
+
+def error(a, b):
+    """Largest error, in units of the mean size."""
+    return np.abs(a - b).max() / np.abs(b).mean()
+
+
+@pytest.mark.parametrize("sizes", [SMALL, WIDE, with_image(SMALL), with_image(WIDE)])
+def test_float32_is_that_of_diffusers(sizes):
+    model = reference(sizes)
+    latents, text, image = inputs(sizes)
+    timesteps = np.array([999, 216])
+    expected = theirs(model, latents, timesteps, text, image)
+    assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [SMALL, with_image(SMALL)])
+def test_float32_is_that_of_diffusers_wan(sizes):
+    model = reference(sizes, "WanTransformer3DModel")
+    latents, text, image = inputs(sizes)
+    # Small, as diffusers' angles of this model are float32 products, off by 3e-5 at a thousand.
+    timesteps = np.array([12, 7])
+    expected = theirs(model, latents, timesteps, text, image)
+    assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [SMALL, WIDE])
+def test_each_frame_has_its_own_time(sizes):
+    model = reference(sizes)
+    latents, text, image = inputs(sizes)
+    timesteps = np.array([[0, 12.5, 470, 988.75, 999], [999, 0, 0, 3, 640]])
+    expected = theirs(model, latents, timesteps, text, image, enable_diffusion_forcing=True)
+    assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
+
+
+@pytest.mark.parametrize("timesteps", [[[0, 20, 470, 988, 999]], [470]])
+def test_frames_per_second_are_told(timesteps):
+    model = reference(dict(SMALL, inject_sample_info=True))
+    model_ours = load(model)
+    timesteps = np.array(timesteps)
+    latents, text, image = inputs(SMALL, batch=1)
+    many = ours(
+        model_ours, *(np.repeat(x, 3, 0) for x in (latents, timesteps, text)), image, fps=jnp.array([16, 24, 30])
+    )
+    for i, index in enumerate([0, 1, 1]):
+        forcing = timesteps.ndim == 2
+        expected = theirs(model, latents, timesteps, text, image, fps=[index], enable_diffusion_forcing=forcing)
+        assert error(many[i : i + 1], expected) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [SMALL, with_image(WIDE)])
+def test_blocks_of_frames_see_earlier_blocks_only(sizes):
+    model = reference(sizes)
+    latents, text, image = inputs(sizes)
+    latents = latents[:, :4]
+    timesteps = np.array([[0, 20, 470, 988], [999, 0, 3, 640]])
+    model._set_ar_attention(2)
+    expected = theirs(model, latents, timesteps, text, image, enable_diffusion_forcing=True)
+    actual = ours(load(model), latents, timesteps, text, image, causal_block_size=2)
+    assert error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [dict(SMALL, num_layers=4), dict(with_image(WIDE), num_layers=4)])
+def test_bfloat16_is_no_further_from_float32_than_diffusers_bfloat16(sizes):
+    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
+    model = reference(sizes).to(torch.bfloat16)
+    latents, text, image = (None if x is None else _rounded(x) for x in inputs(sizes))
+    timesteps = np.array([968, 216])  # both of which bfloat16 holds
+    rounded, hidden = theirs_by_block(model, latents, timesteps, text, image)
+    truth, true_hidden = theirs_by_block(model.float(), latents, timesteps, text, image)
+    actual = ours(load(model, jnp.bfloat16), latents, timesteps, text, image)
+    actual_hidden = ours_by_block(load(model, jnp.bfloat16), latents, timesteps, text, image)
+    norm = np.linalg.norm
+    for mine, other, true in zip(actual_hidden, hidden, true_hidden, strict=True):
+        assert norm(mine.reshape(true.shape) - true) <= 1.1 * norm(other - true)
+    assert norm(actual - truth) <= 1.1 * norm(rounded - truth)
+
+
+def _rounded(x):
+    return np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
+
+
+def theirs_by_block(model, *arguments):
+    """The output, and what each block gives."""
+    hidden = []
+    hooks = [
+        block.register_forward_hook(lambda *call: hidden.append(call[2].float().numpy())) for block in model.blocks
+    ]
+    out = theirs(model, *arguments)
+    for hook in hooks:
+        hook.remove()
+    return out, hidden
+
+
+@nnx.jit
+def ours_by_block(model, latents, timesteps, text, image):
+    context, blocks = model.encode_context(text, image), model.blocks
+    x, (_, e0) = model.embed_latents(latents), model.embed_time(timesteps)
+    hidden = []
+    for i, keys in enumerate(context):
+        model.blocks = nnx.List([blocks[i]])
+        hidden.append(x := model.run_blocks(x, e0, (keys,)))
+    model.blocks = blocks
+    return hidden
