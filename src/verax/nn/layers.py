@@ -1,6 +1,8 @@
-"""Linear, Embedding and the norms: parameters as the checkpoint stores them, arithmetic by `verax.ops`."""
+"""Linear, Embedding, convolutions and norms: parameters as the checkpoint stores them, arithmetic by `verax.ops`."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
+from verax.ops.conv import Padding, Stride
 
-__all__ = ["Embedding", "LayerNorm", "Linear", "RMSNorm"]
+__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
@@ -45,6 +48,62 @@ class Embedding(nnx.Module):
     def attend(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Score each token against `x`."""
         return ops.linear(x, self.weight[...])
+
+
+def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array]:
+    """Fresh weights with the variance of PyTorch's: a third of one over the number of products in a sum."""
+    return nnx.Param((3 * math.prod(shape[1:])) ** -0.5 * jax.random.normal(rngs.params(), shape, dtype))
+
+
+class Conv2d(nnx.Module):
+    """Convolution of images with `weight [out, in, kh, kw]` and a bias; in the dtype of its input."""
+
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        kernel: tuple[int, int],
+        *,
+        stride: Stride = 1,
+        padding: Padding = 0,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.stride = stride
+        self.padding = padding
+        self.weight = _kernel(rngs, (size_out, size_in, *kernel), dtype)
+        self.bias = nnx.Param(jnp.zeros(size_out, dtype))
+
+    def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B Hout Wout O"]:
+        """Convolve each image."""
+        return ops.conv2d(x, self.weight[...], self.bias[...], stride=self.stride, padding=self.padding)
+
+
+class CausalConv3d(nnx.Module):
+    """Convolution of frames, none of which sees a later one, with `weight [out, in, kt, kh, kw]` and a bias."""
+
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        kernel: tuple[int, int, int],
+        *,
+        stride: Stride = 1,
+        padding: Padding = 0,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.stride = stride
+        self.padding = padding
+        self.weight = _kernel(rngs, (size_out, size_in, *kernel), dtype)
+        self.bias = nnx.Param(jnp.zeros(size_out, dtype))
+
+    def __call__(
+        self, x: Float[Array, "B T H W C"], before: Float[Array, "B P H W C"] | None = None
+    ) -> Float[Array, "B Tout Hout Wout O"]:
+        """Convolve frames, before which stand those of `before`; if None, `kt - 1` frames of zeros. `padding` is that
+        of each frame."""
+        return ops.conv3d(x, self.weight[...], self.bias[...], stride=self.stride, padding=self.padding, cache=before)
 
 
 class RMSNorm(nnx.Module):

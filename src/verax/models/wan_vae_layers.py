@@ -1,0 +1,220 @@
+"""Layers of Wan's video VAE (Wan Team, 2025, arXiv:2503.20314), each a causal function of a whole clip that can also be
+run on one chunk of frames after another.
+
+Follows `modules/vae.py` of Wan 2.1 and SkyReels-V2; attributes are the keys of their checkpoints. There, frames are fed
+one latent at a time with special cases for the first. Seen as functions of the whole clip the special cases are two:
+the first frame is neither doubled in time nor seen by the convolution that doubles the others, and it is kept as it is
+by the layers that halve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from verax import ops
+from verax.nn import CausalConv3d, Conv2d
+
+__all__ = ["AttentionBlock", "Downsample", "Head", "ResidualBlock", "Tails", "Upsample", "in_chunks"]
+
+
+class Tails:
+    """The last frames of what each causal layer was given, handed from one chunk of a clip to the next.
+
+    Layers ask in the order in which they run, which is the same for every chunk.
+
+    Attributes:
+        first: whether the chunk begins the clip.
+        kept: what to hand to the next chunk, once all layers have run.
+    """
+
+    def __init__(self, earlier: Sequence[Array] | None = None):
+        self.first = earlier is None
+        self.kept: list[Array] = []
+        self._earlier = iter(earlier or ())
+
+    def before(self, x: Float[Array, "B T H W C"], frames: int) -> Float[Array, "B P H W C"]:
+        """The `frames` frames that stand before the chunk `x`, zeros at the beginning; the last ones are kept."""
+        B, _, *pixel = x.shape
+        earlier = jnp.zeros((B, frames, *pixel), x.dtype) if self.first else next(self._earlier)
+        self.kept.append(jnp.concatenate([earlier, x[:, -frames:]], axis=1)[:, -frames:])
+        return earlier
+
+    def convolve(self, layer: CausalConv3d, x: Float[Array, "B T H W C"]) -> Float[Array, "B T Hout Wout O"]:
+        """A convolution of stride 1 in time, which sees the chunk before."""
+        frames = layer.weight.shape[2] - 1
+        if frames == 0:
+            return layer(x)
+        before = self.before(x, frames)
+        return layer(x, None if self.first else before)
+
+
+Network = Callable[[Float[Array, "B T H W C"], Tails], Float[Array, "B Tout Hout Wout O"]]
+
+
+def in_chunks(
+    network: Network, x: Float[Array, "B T H W C"], first: int, size: int
+) -> Float[Array, "B Tout Hout Wout O"]:
+    """Run a causal network over the first `first` frames, then over `size` frames at a time in one scan.
+
+    Memory is that of one chunk. `size` divides what follows the first frames.
+    """
+    tails = Tails()
+    y = network(x[:, :first], tails)
+    if first == x.shape[1]:
+        return y
+
+    def step(kept: tuple[Array, ...], frames: Array) -> tuple[tuple[Array, ...], Array]:
+        tails = Tails(kept)
+        out = network(frames, tails)
+        return tuple(tails.kept), out
+
+    B, T, *pixel = x.shape
+    chunks = jnp.moveaxis(x[:, first:].reshape(B, (T - first) // size, size, *pixel), 1, 0)
+    _, rest = jax.lax.scan(step, tuple(tails.kept), chunks)
+    return jnp.concatenate([y, jnp.moveaxis(rest, 0, 1).reshape(B, -1, *y.shape[2:])], axis=1)
+
+
+class ChannelNorm(nnx.Module):
+    """Each pixel divided by the root mean square of its channels, times `gamma`. Float32 out."""
+
+    def __init__(self, size: int, *, axes: int, dtype: DTypeLike):
+        self.gamma = nnx.Param(jnp.ones((size, *(1,) * axes), dtype))
+
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+        gamma = self.gamma[...].reshape(-1)
+        # The reference divides by the larger of the channels' L2 norm and 1e-12, then multiplies by sqrt(C).
+        return ops.rms_norm(x, gamma, 1e-24 / gamma.size)
+
+
+def _by_index(module: nnx.Module, layers: dict[int, nnx.Module]) -> None:
+    """Layers of a PyTorch `Sequential`, by their places in it: those between have no parameters."""
+    for index, layer in layers.items():
+        setattr(module, str(index), layer)
+
+
+class Layers(nnx.Module):
+    """Normalisations and convolutions by turns, each pair with SiLU between: `norm, SiLU, conv` from even places."""
+
+    def __init__(self, layers: dict[int, nnx.Module]):
+        self.pairs = tuple(zip(list(layers)[::2], list(layers)[1::2], strict=True))
+        _by_index(self, layers)
+
+    def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W O"]:
+        for norm, conv in self.pairs:
+            layer = getattr(self, str(conv))
+            x = jax.nn.silu(getattr(self, str(norm))(x)).astype(layer.weight.dtype)
+            x = tails.convolve(layer, x)
+        return x
+
+
+class ResidualBlock(nnx.Module):
+    """Two convolutions, each of what was normalised and put through SiLU; added to the input, which is float32."""
+
+    def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        def conv(size: int, kernel: int) -> CausalConv3d:
+            return CausalConv3d(size, size_out, (kernel, kernel, kernel), padding=kernel // 2, dtype=dtype, rngs=rngs)
+
+        self.residual = Layers(
+            {
+                0: ChannelNorm(size_in, axes=3, dtype=dtype),
+                2: conv(size_in, 3),
+                3: ChannelNorm(size_out, axes=3, dtype=dtype),
+                6: conv(size_out, 3),
+            }
+        )
+        self.shortcut = conv(size_in, 1) if size_in != size_out else None
+
+    def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W O"]:
+        """Map frames that stand next to those in `tails`."""
+        kept = x if self.shortcut is None else self.shortcut(x)
+        return kept + self.residual(x, tails)
+
+
+class Head(Layers):
+    """The network's last normalisation, SiLU and convolution."""
+
+    def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        conv = CausalConv3d(size_in, size_out, (3, 3, 3), padding=1, dtype=dtype, rngs=rngs)
+        super().__init__({0: ChannelNorm(size_in, axes=3, dtype=dtype), 2: conv})
+
+
+class AttentionBlock(nnx.Module):
+    """Attention with one head among the pixels of each frame, added to the input."""
+
+    def __init__(self, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.norm = ChannelNorm(size, axes=2, dtype=dtype)
+        self.to_qkv = Conv2d(size, 3 * size, (1, 1), dtype=dtype, rngs=rngs)
+        self.proj = Conv2d(size, size, (1, 1), dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W C"]:
+        """Map each frame by itself."""
+        B, T, H, W, C = x.shape
+        dtype = self.to_qkv.weight.dtype
+        qkv = self.to_qkv(self.norm(x).astype(dtype).reshape(B * T, H, W, C))
+        q, k, v = jnp.split(qkv.reshape(B * T, H * W, 1, 3 * C), 3, axis=-1)
+        seen = ops.attention(q, k, v, causal=False).astype(dtype)
+        return x + self.proj(seen.reshape(B * T, H, W, C)).reshape(x.shape)
+
+
+class Spatial(nnx.Module):
+    """The convolution of a resampling layer, by its place after the padding or the upsampling."""
+
+    def __init__(self, conv: Conv2d):
+        _by_index(self, {1: conv})
+
+    def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T Hout Wout O"]:
+        conv = getattr(self, "1")
+        y = conv(x.reshape(-1, *x.shape[2:]))
+        return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+class Downsample(nnx.Module):
+    """Half the height and width; with `time`, also one frame for each two after the first. Float32 out."""
+
+    def __init__(self, size: int, *, time: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.resample = Spatial(Conv2d(size, size, (3, 3), stride=2, padding=((0, 1), (0, 1)), dtype=dtype, rngs=rngs))
+        self.time_conv = CausalConv3d(size, size, (3, 1, 1), stride=(2, 1, 1), dtype=dtype, rngs=rngs) if time else None
+
+    def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout Hout Wout C"]:
+        """Map frames that stand next to those in `tails`."""
+        x = self.resample(x)
+        if self.time_conv is None:
+            return x
+        before = tails.before(x, 1)
+        if not tails.first:
+            return self.time_conv(x, before)
+        if x.shape[1] == 1:
+            return x
+        return jnp.concatenate([x[:, :1], self.time_conv(x[:, 1:], x[:, :1])], axis=1)
+
+
+class Upsample(nnx.Module):
+    """Twice the height and width with half the channels; with `time`, also two frames for each after the first."""
+
+    def __init__(self, size: int, *, time: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.resample = Spatial(Conv2d(size, size // 2, (3, 3), padding=1, dtype=dtype, rngs=rngs))
+        self.time_conv = CausalConv3d(size, 2 * size, (3, 1, 1), dtype=dtype, rngs=rngs) if time else None
+
+    def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout Hout Wout O"]:
+        """Map frames that stand next to those in `tails`."""
+        if self.time_conv is not None:
+            kept = int(tails.first)
+            later = self._doubled(self.time_conv, x[:, kept:], tails)
+            x = jnp.concatenate([x[:, :kept], later], axis=1)
+        return self.resample(jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3))
+
+    @staticmethod
+    def _doubled(layer: CausalConv3d, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout H W C"]:
+        """The convolution's two halves as even and odd frames."""
+        B, T, H, W, C = x.shape
+        if T == 0:
+            tails.before(x, layer.weight.shape[2] - 1)
+            return x
+        y = tails.convolve(layer, x).reshape(B, T, H, W, 2, C)
+        return jnp.moveaxis(y, 4, 2).reshape(B, 2 * T, H, W, C)
