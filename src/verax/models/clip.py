@@ -1,0 +1,200 @@
+"""CLIP's image encoder (Radford et al., 2021, arXiv:2103.00020): a vision transformer, run to its last layer but one.
+
+Wan's and SkyReels-V2's image-to-video models take OpenCLIP's ViT-H/14. Module paths are the keys of Wan's
+`models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth`; `checkpoint/names_clip.py` has transformers' names for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from verax import ops
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.nn import LayerNorm, Linear
+from verax.nn.layers import INIT_STD
+
+__all__ = ["CLIPVisionConfig", "CLIPVisionModel"]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+"""By transformers' names: OpenCLIP's and OpenAI's."""
+
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_OPTIONAL = ("image_size", "patch_size", "hidden_act", "layer_norm_eps")
+
+
+@dataclass(frozen=True)
+class CLIPVisionConfig:
+    """Sizes by the names of transformers' config.json; the defaults are ViT-H/14's, which has none in Wan's layout."""
+
+    hidden_size: int = 1280
+    intermediate_size: int = 5120
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 16
+    image_size: int = 224
+    """Height and width of an image."""
+    patch_size: int = 14
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image, P."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> CLIPVisionConfig:
+        """Read a config.json of `model_type` clip_vision_model.
+
+        Raises:
+            UnsupportedModelError: for another model or activation, a missing size, or sizes that do not divide.
+        """
+        if (kind := config.get("model_type", "clip_vision_model")) != "clip_vision_model":
+            raise UnsupportedModelError(
+                f"config.json has model_type {kind!r}; the image encoder supported is clip_vision_model"
+            )
+        # Left out of config.json, these two would be transformers' defaults, which are another model's.
+        missing = [key for key in (*_REQUIRED, "patch_size", "hidden_act") if key not in config]
+        if missing:
+            raise UnsupportedModelError(f"config.json of a clip_vision_model lacks {', '.join(missing)}")
+        for key in ("image_size", "patch_size"):
+            if not isinstance(config.get(key, 0), int):
+                raise UnsupportedModelError(f"{key} {config[key]} is not supported; images and patches are square")
+        read = cls(**{name: config[name] for name in (*_REQUIRED, *_OPTIONAL) if name in config})
+        if read.hidden_act not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
+        if (channels := config.get("num_channels", 3)) != 3:
+            raise UnsupportedModelError(f"num_channels {channels} is not supported; images have 3")
+        for whole, part in (("hidden_size", "num_attention_heads"), ("image_size", "patch_size")):
+            sizes = getattr(read, whole), getattr(read, part)
+            if sizes[0] % sizes[1]:
+                raise UnsupportedModelError(f"{whole} {sizes[0]} is not a multiple of {part} {sizes[1]}")
+        return read
+
+
+class PatchEmbedding(nnx.Module):
+    """Each patch of an image by one matrix, kept as a convolution's weight `[D, 3, p, p]`."""
+
+    def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.patch_size = config.patch_size
+        shape = (config.hidden_size, 3, config.patch_size, config.patch_size)
+        self.weight = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, dtype))
+
+    def __call__(self, pixels: Float[Array, "B H W 3"]) -> Float[Array, "B P D"]:
+        patches = ops.conv2d(pixels, self.weight[...], stride=self.patch_size)
+        return patches.reshape(len(pixels), -1, patches.shape[-1])
+
+
+class SelfAttention(nnx.Module):
+    """Every patch attends to all; queries, keys and values are the rows of one matrix."""
+
+    def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.to_qkv = Linear(D, 3 * D, bias=True, dtype=dtype, rngs=rngs)
+        self.proj = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        qkv = self.to_qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
+        dtype = self.to_qkv.weight.get_value().dtype
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1].astype(dtype), qkv[:, :, 2].astype(dtype)
+        return self.proj(ops.attention(q, k, v, causal=False).reshape(x.shape))
+
+
+class Activation(nnx.Module):
+    """An elementwise function that has a place among modules, which are counted."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+        return ACTIVATIONS[self.name](x)
+
+
+class AttentionBlock(nnx.Module):
+    """Attention, then feed-forward, each on the normalised sum so far and added to it."""
+
+    def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, F = config.hidden_size, config.intermediate_size
+        self.norm1 = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
+        self.attn = SelfAttention(config, dtype=dtype, rngs=rngs)
+        self.norm2 = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
+        self.mlp = nnx.List(
+            [
+                Linear(D, F, bias=True, dtype=dtype, rngs=rngs),
+                Activation(config.hidden_act),
+                Linear(F, D, bias=True, dtype=dtype, rngs=rngs),
+            ]
+        )
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = x + self.attn(self.norm1(x))
+        inner = self.norm2(x)
+        for step in self.mlp:
+            inner = step(inner)
+        return x + inner
+
+
+class VisionTransformer(nnx.Module):
+    """Patches behind a token of their own, with learnt positions, through the layers."""
+
+    def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, eps = config.hidden_size, config.layer_norm_eps
+        self.patch_embedding = PatchEmbedding(config, dtype=dtype, rngs=rngs)
+        self.cls_embedding = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (1, 1, D), dtype))
+        positions = (1, 1 + config.num_patches, D)
+        self.pos_embedding = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), positions, dtype))
+        self.pre_norm = LayerNorm(D, eps=eps, dtype=dtype)
+        self.transformer = nnx.List(
+            [AttentionBlock(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        )
+        self.post_norm = LayerNorm(D, eps=eps, dtype=dtype)
+
+    def __call__(self, pixels: Float[Array, "B H W 3"]) -> Float[Array, "B T D"]:
+        patches = self.patch_embedding(pixels)
+        first = jnp.broadcast_to(self.cls_embedding[...].astype(jnp.float32), (len(pixels), 1, patches.shape[-1]))
+        x = jnp.concatenate([first, patches], axis=1) + self.pos_embedding[...].astype(jnp.float32)
+        x = self.pre_norm(x)
+        for block in list(self.transformer)[:-1]:
+            x = block(x)
+        return x
+
+
+class CLIPVisionModel(nnx.Module):
+    """Images to one state for each patch. All between matmuls is float32; their inputs have the weights' dtype.
+
+    The last layer and `post_norm` are there so that a saved model is whole; nothing runs them.
+    """
+
+    ignored_weights = (r"^textual\.", r"^log_scale$", r"^visual\.head$", r"^visual_projection\.", r"position_ids$")
+    """Patterns of keys, in either layout: CLIP's text side, the projection to its space, and an old constant."""
+
+    def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.visual = VisionTransformer(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, pixels: Float[Array, "B H W 3"]) -> Float[Array, "B T D"]:
+        """The states before the last layer, float32 `[B, 1 + P, D]`: transformers' `hidden_states[-2]`.
+
+        Args:
+            pixels: normalised by CLIP's mean and standard deviation (`video.pictures`); H and W are `image_size`.
+
+        Raises:
+            InvalidParameterError: for images of another size.
+        """
+        size = self.config.image_size
+        if pixels.shape[1:3] != (size, size):
+            raise InvalidParameterError(f"pixels: expected images of {size} x {size}, got {pixels.shape[1:3]}")
+        return self.visual(pixels.astype(jnp.float32))

@@ -1,0 +1,181 @@
+"""UMT5's encoder (Chung et al., 2023, arXiv:2304.09151), the text encoder of Wan's and SkyReels-V2's video models.
+
+T5 (Raffel et al., 2020, arXiv:1910.10683) with a table of relative positions in every layer. Module paths are the keys
+of Wan's `models_t5_umt5-xxl-enc-bf16.pth`; `checkpoint/names_umt5.py` has transformers' names for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from verax.errors import UnsupportedModelError
+from verax.nn import Embedding, Linear, RMSNorm
+from verax.ops.attention import MASKED, exact_products
+
+__all__ = ["UMT5Config", "UMT5EncoderModel"]
+
+_REQUIRED = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+_OPTIONAL = ("relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon")
+
+
+@dataclass(frozen=True)
+class UMT5Config:
+    """Sizes by the names of transformers' config.json; the defaults are UMT5-XXL's, which has none in Wan's layout."""
+
+    vocab_size: int = 256384
+    d_model: int = 4096
+    d_kv: int = 64
+    """Size of a head."""
+    d_ff: int = 10240
+    num_layers: int = 24
+    num_heads: int = 64
+    relative_attention_num_buckets: int = 32
+    """Rows of a layer's table of positions: half for keys to the left, half for those to the right."""
+    relative_attention_max_distance: int = 128
+    """Tokens; keys at this distance and beyond share a row."""
+    layer_norm_epsilon: float = 1e-6
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> UMT5Config:
+        """Read a config.json of `model_type` umt5.
+
+        Raises:
+            UnsupportedModelError: for another model, another feed-forward block, or a missing size.
+        """
+        if (kind := config.get("model_type", "umt5")) != "umt5":
+            raise UnsupportedModelError(f"config.json has model_type {kind!r}; the text encoder supported is umt5")
+        if missing := [key for key in _REQUIRED if key not in config]:
+            raise UnsupportedModelError(f"config.json of a umt5 model lacks {', '.join(missing)}")
+        if (block := config.get("feed_forward_proj", "gated-gelu")) != "gated-gelu":
+            raise UnsupportedModelError(f"feed_forward_proj {block!r} is not supported; umt5 models have 'gated-gelu'")
+        read = cls(**{name: config[name] for name in (*_REQUIRED, *_OPTIONAL) if name in config})
+        exact = read.relative_attention_num_buckets // 4
+        if read.relative_attention_num_buckets % 4 or not 0 < exact < read.relative_attention_max_distance:
+            raise UnsupportedModelError(
+                f"relative_attention_num_buckets {read.relative_attention_num_buckets} is not supported: it must be a "
+                "multiple of 4, and a quarter of it less than relative_attention_max_distance "
+                f"{read.relative_attention_max_distance}"
+            )
+        return read
+
+
+def position_rows(config: UMT5Config, length: int) -> np.ndarray:
+    """Which row of a layer's table query t has for key s: int32 `[length, length]`, indexed `[t, s]`.
+
+    Each side has half of the rows. Near keys have a row for each distance; farther ones share the rows that are left,
+    whose widths grow by a constant factor up to the largest distance.
+    """
+    side = config.relative_attention_num_buckets // 2
+    exact = side // 2
+    offset = np.arange(length)[None, :] - np.arange(length)[:, None]
+    distance = np.abs(offset)
+    # In float32, as the reference: at the borders of rows another rounding would be another row.
+    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
+    ratio = ratio / np.float32(math.log(config.relative_attention_max_distance / exact))
+    far = np.minimum(exact + (ratio * np.float32(side - exact)).astype(np.int32), side - 1)
+    return (np.where(distance < exact, distance, far) + side * (offset > 0)).astype(np.int32)
+
+
+class RelativeEmbedding(nnx.Module):
+    """A number for each head by how far, and on which side, a key is from its query."""
+
+    def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.embedding = Embedding(config.relative_attention_num_buckets, config.num_heads, dtype=dtype, rngs=rngs)
+
+    def __call__(self, rows: Int[Array, "T T"]) -> Float[Array, "N T T"]:
+        return self.embedding(rows).transpose(2, 0, 1)
+
+
+class T5Attention(nnx.Module):
+    """Attention whose scores are not scaled, and have the positions' numbers added."""
+
+    def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.num_heads = config.num_heads
+        inner = config.num_heads * config.d_kv
+        self.q = Linear(config.d_model, inner, dtype=dtype, rngs=rngs)
+        self.k = Linear(config.d_model, inner, dtype=dtype, rngs=rngs)
+        self.v = Linear(config.d_model, inner, dtype=dtype, rngs=rngs)
+        self.o = Linear(inner, config.d_model, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], bias: Float[Array, "N T T"], real: Bool[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        dtype = self.q.weight.get_value().dtype
+        q, k, v = (m(x).astype(dtype).reshape(*x.shape[:2], self.num_heads, -1) for m in (self.q, self.k, self.v))
+        # Not `ops.attention`, which adds nothing to scores. Prompts are short: B N T T floats are tens of megabytes.
+        product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact_products(k))
+        scores = product("btnh,bsnh->bnts", q, k) + bias
+        weights = jax.nn.softmax(jnp.where(real[:, None, None, :], scores, MASKED), axis=-1)
+        return self.o(product("bnts,bsnh->btnh", weights.astype(dtype), v).reshape(*x.shape[:2], -1))
+
+
+class T5FeedForward(nnx.Module):
+    """Feed-forward with a gate: `fc2(fc1(x) * gelu(gate(x)))`, GELU by its tanh formula."""
+
+    def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, F = config.d_model, config.d_ff
+        self.gate = nnx.List([Linear(D, F, dtype=dtype, rngs=rngs)])
+        self.fc1 = Linear(D, F, dtype=dtype, rngs=rngs)
+        self.fc2 = Linear(F, D, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.fc2(self.fc1(x) * jax.nn.gelu(self.gate[0](x), approximate=True))
+
+
+class T5Block(nnx.Module):
+    """Attention, then feed-forward, each on the normalised sum so far and added to it."""
+
+    def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, eps = config.d_model, config.layer_norm_epsilon
+        self.norm1 = RMSNorm(D, eps=eps, dtype=dtype)
+        self.attn = T5Attention(config, dtype=dtype, rngs=rngs)
+        self.norm2 = RMSNorm(D, eps=eps, dtype=dtype)
+        self.ffn = T5FeedForward(config, dtype=dtype, rngs=rngs)
+        self.pos_embedding = RelativeEmbedding(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rows: Int[Array, "T T"], real: Bool[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
+        x = x + self.attn(self.norm1(x), self.pos_embedding(rows), real)
+        return x + self.ffn(self.norm2(x))
+
+
+class UMT5EncoderModel(nnx.Module):
+    """Tokens to hidden states. All between matmuls is float32; their inputs are rounded to the weights' dtype."""
+
+    ignored_weights = ()
+    """Patterns of keys, in either layout, that the file may have and the model does not need: none."""
+
+    def __init__(self, config: UMT5Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.token_embedding = Embedding(config.vocab_size, config.d_model, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List([T5Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon, dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
+        """Hidden states of prompts that are padded on the right; those of padding are zeros.
+
+        A prompt's states do not depend on T: it may be as short as the longest prompt.
+
+        Args:
+            tokens: any ids stand for padding.
+            lengths: tokens of each prompt that are not padding.
+        """
+        T = tokens.shape[1]
+        real = jnp.arange(T) < lengths[:, None]
+        rows = jnp.asarray(position_rows(self.config, T))
+        x = self.token_embedding(tokens)
+        for block in self.blocks:
+            x = block(x, rows, real)
+        return jnp.where(real[..., None], self.norm(x), 0.0)

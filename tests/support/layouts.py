@@ -1,0 +1,37 @@
+"""Weights of a PyTorch model into one of ours, by the table between their layouts."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+def spread(model, seed=0):
+    """Random weights in place of a torch model's own: of real spread, norms and tables included."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for key, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1 and "embed" not in key and "bias" not in key:
+            weight.data = 1.5 * noise * (weight.numel() / weight.shape[0]) ** -0.5
+        else:
+            weight.data = 0.5 * noise + ("norm" in key and key.endswith("weight"))
+    return model.eval()
+
+
+def from_torch(build, table, state, dtype=jnp.float32):
+    """`build()` holding a torch model's `state_dict`; every one of its parameters must be there, and no others."""
+    abstract = nnx.eval_shape(build)
+    parts = {}
+    for key, tensor in state.items():
+        name, part = table.to_original(key)
+        parts.setdefault(name, {})[part] = tensor.float().numpy()
+    whole = {name: np.concatenate([found[i] for i in sorted(found)]) for name, found in parts.items()}
+    graph, params = nnx.split(abstract)
+    filled = []
+    for path, leaf in nnx.to_flat_state(params):
+        array = whole.pop(".".join(map(str, path)))
+        assert array.size == leaf.size
+        filled.append((path, leaf.replace(jnp.asarray(array.reshape(leaf.shape), dtype))))
+    assert not whole, f"left over: {sorted(whole)}"
+    return nnx.merge(graph, nnx.from_flat_state(filled))
