@@ -1,0 +1,1 @@
+"""Video: prompts, pictures and clips in, frames and files out."""

@@ -1,0 +1,204 @@
+"""Clips and contact sheets into files, whole or not at all: written to one side, then renamed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from verax.errors import InvalidParameterError
+from verax.video.extra import needed
+
+__all__ = ["CRF", "check_path", "write_clip", "write_contact_sheet"]
+
+CRF = 18
+"""x264's constant rate factor: 0 loses nothing, 51 is worst; 18 is taken for visually lossless."""
+
+SUFFIXES = (".mp4", ".gif", ".webp", "")
+"""What is written; no suffix is a folder."""
+
+_FRAME = re.compile(r"frame_\d{5,}\.png")
+_BT709 = 1
+"""Code of that colour space, its primaries and its transfer, in H.264's tables: what players assume of HD video."""
+
+_TEXT_SIZE = 12
+"""Pixels; of a contact sheet's captions, as is the margin around its pictures."""
+
+
+def check_path(path: str | Path, *, name: str = "path") -> Path:
+    """The path, if a clip can be written there: asked before hours of work are done for it.
+
+    Raises:
+        InvalidParameterError: for another suffix, a missing parent folder, or something in the way.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidParameterError(
+            f"{name}: {path.name} has suffix {path.suffix}; clips are written as .mp4, .gif, .webp, or, without a "
+            "suffix, as a folder of .png"
+        )
+    _check_parent(path, name)
+    if path.suffix and path.is_dir():
+        raise InvalidParameterError(f"{name}: {path} is a folder")
+    if not path.suffix and path.exists():
+        foreign = not path.is_dir() or any(not _FRAME.fullmatch(found.name) for found in path.iterdir())
+        if foreign:
+            raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
+    return path
+
+
+def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: float, crf: int = CRF) -> Path:
+    """Write a clip in the format that the path's suffix says; the path. What was there is replaced.
+
+    Args:
+        frames: RGB.
+        path: ends in .mp4 (H.264, yuv420p), .gif, .webp (animated), or nothing: a folder of `frame_00000.png` on.
+        fps: frames per second. Not written into a folder.
+        crf: of .mp4, quality: 0 (lossless) to 51.
+
+    Raises:
+        InvalidParameterError: as `check_path`, and for frames, `fps` or `crf` out of range, or an odd size in .mp4.
+        MissingDependencyError: if PyAV (for .mp4) or Pillow is not installed.
+    """
+    path = check_path(path)
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+        raise InvalidParameterError(
+            f"frames: expected uint8 [frames, height, width, 3], got {frames.dtype} {list(frames.shape)}"
+        )
+    if not 0 < fps <= 1000:
+        raise InvalidParameterError(f"fps: expected more than 0 and at most 1000 frames per second, got {fps}")
+    suffix = path.suffix.lower()
+    if suffix == ".mp4":
+        if not 0 <= crf <= 51:
+            raise InvalidParameterError(f"crf: expected 0 (lossless) to 51, got {crf}")
+        if frames.shape[1] % 2 or frames.shape[2] % 2:
+            raise InvalidParameterError(
+                f"frames: .mp4 takes even heights and widths, got {frames.shape[1]} x {frames.shape[2]}; "
+                ".gif, .webp and folders take any"
+            )
+    with _beside(path) as partial:
+        if suffix == ".mp4":
+            _write_mp4(frames, partial, fps, crf)
+        elif suffix:
+            _write_animation(frames, partial, fps)
+        else:
+            partial.mkdir()
+            for i, frame in enumerate(frames):
+                needed("PIL.Image").fromarray(frame).save(partial / f"frame_{i:05}.png")
+    return path
+
+
+def write_contact_sheet(
+    pictures: Sequence[UInt8[np.ndarray, "H W 3"]],
+    path: str | Path,
+    *,
+    captions: Sequence[str] | None = None,
+    columns: int | None = None,
+) -> Path:
+    """Write pictures in rows into one .png, each with its caption below; the path.
+
+    Args:
+        pictures: of any sizes; each cell has the size of the largest.
+        path: ends in .png.
+        captions: one for each picture, broken into lines as wide as a cell.
+        columns: pictures in a row; about as many as rows if None.
+
+    Raises:
+        InvalidParameterError: for no pictures, another suffix, a missing folder, or a wrong number of captions.
+        MissingDependencyError: if Pillow is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise InvalidParameterError(f"path: a contact sheet is a .png, got {path.name}")
+    _check_parent(path, "path")
+    if not len(pictures) or (columns is not None and columns < 1):
+        raise InvalidParameterError(f"pictures: expected some, in at least one column, got {len(pictures)}")
+    if captions is not None and len(captions) != len(pictures):
+        raise InvalidParameterError(f"captions: expected {len(pictures)}, one for each picture, got {len(captions)}")
+    pil, drawing = needed("PIL.Image"), needed("PIL.ImageDraw")
+    font = needed("PIL.ImageFont").load_default(_TEXT_SIZE)
+    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+    texts = [_wrapped(caption, width, font.getlength) for caption in captions or [""] * len(pictures)]
+    line = _TEXT_SIZE + 4
+    below = line * max(map(len, texts))
+    columns = columns or int(np.ceil(len(pictures) ** 0.5))
+    rows = -(-len(pictures) // columns)
+    cell = (width + _TEXT_SIZE, height + below + _TEXT_SIZE)
+    sheet = pil.new("RGB", (columns * cell[0] + _TEXT_SIZE, rows * cell[1] + _TEXT_SIZE), "white")
+    pen = drawing.Draw(sheet)
+    for i, (picture, lines) in enumerate(zip(pictures, texts, strict=True)):
+        left, top = i % columns * cell[0] + _TEXT_SIZE, i // columns * cell[1] + _TEXT_SIZE
+        sheet.paste(pil.fromarray(picture), (left, top))
+        for number, text in enumerate(lines):
+            pen.text((left, top + height + number * line + 2), text, fill="black", font=font)
+    with _beside(path) as partial:
+        sheet.save(partial)
+    return path
+
+
+def _check_parent(path: Path, name: str) -> None:
+    if not path.parent.is_dir():
+        raise InvalidParameterError(f"{name}: there is no folder {path.parent}")
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of `path` if all goes well and is gone if not."""
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")
+    try:
+        yield partial
+        if path.is_dir():  # which no rename can replace unless it is empty
+            path.rename(replaced)
+        partial.replace(path)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
+    finally:
+        shutil.rmtree(replaced, ignore_errors=True)
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        partial.unlink(missing_ok=True)
+
+
+def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:
+    av = needed("av")
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": str(crf)}
+        context = stream.codec_context
+        context.colorspace = context.color_primaries = context.color_trc = _BT709
+        for frame in frames:
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace=_BT709)))
+        container.mux(stream.encode())
+
+
+def _write_animation(frames: np.ndarray, path: Path, fps: float) -> None:
+    # Files count time in steps of 10 ms (GIF) and 1 ms: frames last one step more or less, so that the whole is right.
+    step = 10 if path.suffix.lower() == ".gif" else 1
+    ends = np.round(np.arange(len(frames) + 1) * 1000 / fps / step).astype(int) * step
+    first, *rest = (needed("PIL.Image").fromarray(frame) for frame in frames)
+    first.save(path, save_all=True, append_images=rest, duration=np.diff(ends).tolist(), loop=0)
+
+
+def _wrapped(text: str, width: int, length: Callable[[str], float]) -> list[str]:
+    """Lines of whole words, each at most `width` wide if a word is."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and length(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines

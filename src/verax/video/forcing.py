@@ -1,0 +1,86 @@
+"""Diffusion forcing: frames of one clip at different noise levels, the earlier ones ahead of the later.
+
+As in SkyReels-V2 (2025), `generate_timestep_matrix`. Latent frames go in blocks. Block 0 takes a step in
+every round; block i follows `ar_step` steps behind block i - 1 until that is done, and then goes on by itself. With
+`ar_step` 0 all go together. Frames that are given (a picture, the end of an earlier clip) count as done from the start.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from verax.errors import InvalidParameterError
+
+__all__ = ["ForcingSchedule", "forcing_schedule"]
+
+_NOT_STARTED = 999
+"""The timestep that the model is told of frames that are noise and wait for their turn."""
+
+
+class ForcingSchedule(NamedTuple):
+    """What each of `R` rounds does with each of `F` latent frames."""
+
+    timesteps: Int32[np.ndarray, "R F"]
+    """What the model is told."""
+    row: Int32[np.ndarray, "R F"]
+    """Which row of the solver's table, where `update` is set."""
+    update: Bool[np.ndarray, "R F"]
+    """Frames that take a step."""
+
+
+def forcing_schedule(
+    frames: int,
+    timesteps: Int32[np.ndarray, "N"],
+    *,
+    ar_step: int = 0,
+    causal_block_size: int = 1,
+    prefix: int = 0,
+    fixed: bool = True,
+) -> ForcingSchedule:
+    """The rounds of a clip.
+
+    Args:
+        frames: latent frames, a multiple of `causal_block_size`.
+        timesteps: of a run of N steps.
+        ar_step: how many steps a block is behind the one before it; 0 for all together.
+        causal_block_size: latent frames in a block.
+        prefix: latent frames at the beginning that are given.
+        fixed: leave all of them as they are. If False, as in diffusers, only those that fill whole blocks: others are
+            taken for noise.
+
+    Raises:
+        InvalidParameterError: if a size is out of range, or the frames cannot be cut into blocks.
+    """
+    if isinstance(ar_step, bool) or not isinstance(ar_step, int) or ar_step < 0:
+        raise InvalidParameterError(f"ar_step: expected a whole number of at least 0, got {ar_step!r}")
+    if isinstance(causal_block_size, bool) or not isinstance(causal_block_size, int) or causal_block_size < 1:
+        raise InvalidParameterError(
+            f"causal_block_size: expected a whole number of at least 1, got {causal_block_size!r}"
+        )
+    if frames % causal_block_size:
+        raise InvalidParameterError(
+            f"causal_block_size: {frames} latent frames in a window cannot be cut into blocks of {causal_block_size}"
+        )
+    N = len(timesteps)
+    blocks, done = frames // causal_block_size, prefix // causal_block_size
+    # A block's count is the number of its last step, 0 before the first; N + 1 says that it was done before.
+    told = np.concatenate([[_NOT_STARTED], timesteps, [0]]).astype(np.int32)
+    counts = np.zeros(blocks, np.int32)
+    counts[:done] = N + 1
+    rounds, updates = [], []
+    while (counts < N).any():
+        after = np.empty_like(counts)
+        for i in range(blocks):
+            goes_alone = i == 0 or counts[i - 1] >= N
+            after[i] = np.clip(counts[i] + 1 if goes_alone else after[i - 1] - ar_step, 0, N + 1)
+        rounds.append(after)
+        updates.append((after != counts) & (after <= N))
+        counts = after
+    matrix = np.repeat(np.array(rounds, np.int32).reshape(-1, blocks), causal_block_size, axis=1)
+    update = np.repeat(np.array(updates, bool).reshape(-1, blocks), causal_block_size, axis=1)
+    if fixed:
+        matrix[:, :prefix], update[:, :prefix] = N + 1, False
+    return ForcingSchedule(told[matrix], np.clip(matrix - 1, 0, N - 1), update)

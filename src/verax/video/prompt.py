@@ -1,0 +1,72 @@
+"""Prompts to token ids, as Wan's and SkyReels-V2's pipelines make them: cleaned, then padded to 512."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from jaxtyping import Int
+
+from verax.errors import CheckpointError
+from verax.video.extra import needed
+
+__all__ = ["PROMPT_TOKENS", "PromptTokenizer", "clean"]
+
+PROMPT_TOKENS = 512
+"""Tokens of every prompt, padding included: the transformer's cross-attention sees them all."""
+
+
+def clean(prompt: str) -> str:
+    """Text with broken encodings mended, HTML entities resolved (twice), and each run of white space as one space.
+
+    Raises:
+        MissingDependencyError: if ftfy is not installed.
+    """
+    return " ".join(html.unescape(html.unescape(needed("ftfy").fix_text(prompt))).split())
+
+
+class PromptTokenizer:
+    """A text encoder's tokenizer.json, giving ids of one length."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, length: int = PROMPT_TOKENS, pad_token: str = "<pad>"):
+        """Take over a tokenizer; its truncation and padding are replaced.
+
+        Raises:
+            CheckpointError: if it has no `pad_token`.
+        """
+        pad = backend.token_to_id(pad_token)
+        if pad is None:
+            raise CheckpointError(f"the text encoder's tokenizer has no token {pad_token!r} to pad with")
+        backend.enable_truncation(length)
+        backend.enable_padding(length=length, pad_id=pad, pad_token=pad_token)
+        self._backend = backend
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, *, length: int = PROMPT_TOKENS) -> PromptTokenizer:
+        """Read a folder's tokenizer.json.
+
+        Raises:
+            CheckpointError: if it is missing or damaged, or has no token `<pad>`.
+        """
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path}: no such file; transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes one"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error
+        return cls(backend, length=length)
+
+    def __call__(self, prompts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+        """Ids of cleaned prompts, int32, padded on the right, and how many of each are not padding.
+
+        A longer prompt loses its end, but not the token that marks the end.
+        """
+        found = self._backend.encode_batch([clean(prompt) for prompt in prompts])
+        tokens = np.array([encoding.ids for encoding in found], np.int32)
+        return tokens, np.array([sum(encoding.attention_mask) for encoding in found], np.int32)

@@ -1,0 +1,129 @@
+"""UniPC for flow matching: a predictor-corrector whose every coefficient is known before the run.
+
+Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models" (2023), with what
+the video models use: order 2, B(h) = expm1(-h), prediction of the clean clip, first order in the first and last step. A
+step takes the velocity v that the model sees in the sample x, and is linear in what it combines:
+
+    clean      = x - sigma v
+    corrected  = keep x + a last + b newest + c older + d clean        (the corrector, which redoes the step before)
+    x'         = e corrected + f clean + g newest                      (the predictor)
+
+where `last` is the corrected sample one step ago, and `newest` and `older` are the clean clips one and two steps ago.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int
+
+__all__ = ["UniPCState", "UniPCTable", "start", "step", "tabulate"]
+
+
+class UniPCTable(NamedTuple):
+    """The coefficients of each of `N` steps, by the letters above."""
+
+    sigma: Float32[np.ndarray, "N"]
+    keep: Float32[np.ndarray, "N"]
+    a: Float32[np.ndarray, "N"]
+    b: Float32[np.ndarray, "N"]
+    c: Float32[np.ndarray, "N"]
+    d: Float32[np.ndarray, "N"]
+    e: Float32[np.ndarray, "N"]
+    f: Float32[np.ndarray, "N"]
+    g: Float32[np.ndarray, "N"]
+
+
+class UniPCState(NamedTuple):
+    """What goes from step to step. Frames are the axis that may be at different steps."""
+
+    sample: Float32[Array, "B F h w C"]
+    last: Float32[Array, "B F h w C"]
+    newest: Float32[Array, "B F h w C"]
+    older: Float32[Array, "B F h w C"]
+
+
+def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> UniPCTable:
+    """Coefficients for a grid of falling noise levels that ends at 0, worked out in float64.
+
+    Args:
+        sigmas: the grid.
+        overwritten: do as both published diffusion-forcing pipelines do: their solver remembers the first sample by
+            reference, the loop writes the first step's result over it, and so the second step's corrector starts
+            from that result in place of the noise.
+    """
+    sigma = sigmas.astype(np.float64)
+    N = len(sigma) - 1
+    with np.errstate(divide="ignore"):  # half the log signal-to-noise ratio; infinite at the end
+        ratio = np.log(1 - sigma) - np.log(sigma)
+    rows = np.zeros((len(UniPCTable._fields), N))
+    for i in range(N):
+        order = 1 if i in (0, N - 1) else 2
+        keep, a, b, c, d = 1.0, 0.0, 0.0, 0.0, 0.0
+        if i > 0:
+            keep = 0.0
+            a, b, c, d = _correct(sigma, ratio, i, order=1 if i == 1 else 2)
+        if i == 1 and overwritten:
+            keep, a = a, 0.0
+        rows[:, i] = (sigma[i], keep, a, b, c, d, *_predict(sigma, ratio, i, order))
+    return UniPCTable(*rows.astype(np.float32))
+
+
+def _predict(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[float, float, float]:
+    """Step `i`'s e, f, g: from the noise of `i` to that of `i + 1`."""
+    h = ratio[i + 1] - ratio[i]
+    weight = (1 - sigma[i + 1]) * np.expm1(-h)
+    slope = 0.0 if order == 1 else 0.5 * h / (ratio[i - 1] - ratio[i])
+    return sigma[i + 1] / sigma[i], -weight * (1 - slope), -weight * slope
+
+
+def _correct(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[float, float, float, float]:
+    """Step `i`'s a, b, c, d: from the noise of `i - 1` to that of `i` again, now that the model has looked there."""
+    h = ratio[i] - ratio[i - 1]
+    weight = (1 - sigma[i]) * np.expm1(-h)
+    if order == 1:
+        older, new = 0.0, 0.5
+    else:
+        r = (ratio[i - 2] - ratio[i - 1]) / h
+        # The moments that the two slopes have to meet: B(h) times h^k phi_k(h), for k of 2 and 3.
+        second = np.expm1(-h) / -h - 1
+        third = second / -h - 0.5
+        moments = np.array([second, 2 * third]) / np.expm1(-h)
+        slope, new = np.linalg.solve(np.array([[1.0, 1.0], [r, 1.0]]), moments)
+        older = slope / r
+    return sigma[i] / sigma[i - 1], -weight * (1 - older - new), -weight * older, -weight * new
+
+
+def start(noise: Float32[Array, "B F h w C"]) -> UniPCState:
+    """The state before the first step."""
+    # Separate arrays: a program that donates its state cannot take one buffer twice.
+    return UniPCState(noise, *(jnp.zeros_like(noise) for _ in range(3)))
+
+
+def step(
+    table: UniPCTable,
+    index: Int[Array, ""] | Int[Array, "F"],
+    state: UniPCState,
+    velocity: Float32[Array, "B F h w C"],
+    update: Bool[Array, "F"] | None = None,
+) -> UniPCState:
+    """One step.
+
+    Args:
+        table: the run's coefficients.
+        index: which step this is, counted from 0: of all frames, or of each frame.
+        state: as `start` or the step before left it.
+        velocity: what the model gives for `state.sample`.
+        update: frames that this step is for; the rest of the state stays as it is. All frames if None.
+    """
+    sigma, keep, a, b, c, d, e, f, g = (jnp.asarray(column)[index].reshape(-1, 1, 1, 1) for column in table)
+    clean = state.sample - sigma * velocity
+    corrected = keep * state.sample + a * state.last + b * state.newest + c * state.older + d * clean
+    after = UniPCState(e * corrected + f * clean + g * state.newest, corrected, clean, state.newest)
+    if update is None:
+        return after
+    chosen = update.reshape(-1, 1, 1, 1)
+    return jax.tree.map(lambda new, old: jnp.where(chosen, new, old), after, state)

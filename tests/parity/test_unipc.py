@@ -1,0 +1,123 @@
+"""UniPC, its noise levels and the diffusion-forcing schedule against diffusers."""
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+
+from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing import (  # noqa: E402
+    SkyReelsV2DiffusionForcingPipeline,
+)
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler  # noqa: E402
+
+from verax.video import unipc  # noqa: E402
+from verax.video.forcing import forcing_schedule  # noqa: E402
+from verax.video.sigmas import noise_levels  # noqa: E402
+
+SHAPE = (1, 3, 2, 5, 4)  # B F h w C
+STEPS = [1, 2, 3, 8, 30, 50]
+SHIFTS = [1.0, 3.0, 5.0, 8.0]
+
+
+def scheduler(grid, steps, shift):
+    """Diffusers' scheduler; on the original's grid, by handing it that grid's formula."""
+    settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    if grid == "diffusers":
+        made = UniPCMultistepScheduler(**settings, flow_shift=shift)
+        made.set_timesteps(steps)
+    else:
+        made = UniPCMultistepScheduler(**settings, flow_shift=1.0)
+        even = np.linspace(float(np.float32(0.999)), 0, steps + 1)[:-1]
+        made.set_timesteps(sigmas=shift * even / (1 + (shift - 1) * even))
+    return made
+
+
+def velocity(sample, timestep):
+    """A stand-in for the model: not linear, and changing with time."""
+    return np.tanh(1.3 * sample + timestep / 700) - 0.4 * sample[..., ::-1]
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("grid", ["skyreels", "diffusers"])
+def test_noise_levels_and_timesteps_are_the_references(grid, steps, shift):
+    theirs = scheduler(grid, steps, shift)
+    ours = noise_levels(steps, shift, grid)
+    np.testing.assert_array_equal(ours.sigmas, theirs.sigmas.numpy())
+    np.testing.assert_array_equal(ours.timesteps, theirs.timesteps.numpy())
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("grid", ["skyreels", "diffusers"])
+def test_every_step_is_that_of_diffusers(grid, steps, shift):
+    theirs = scheduler(grid, steps, shift)
+    levels = noise_levels(steps, shift, grid)
+    table = unipc.tabulate(levels.sigmas)
+    advance = jax.jit(unipc.step)
+    noise = np.random.default_rng(steps).normal(size=SHAPE).astype(np.float32)
+    state, expected = unipc.start(jax.numpy.asarray(noise)), torch.from_numpy(noise)
+    for i, timestep in enumerate(theirs.timesteps):
+        # Both are given what the model says of the reference's sample, so that each step is compared by itself.
+        seen = velocity(expected.numpy(), float(timestep)).astype(np.float32)
+        state = advance(table, np.int32(i), state, seen)
+        expected = theirs.step(torch.from_numpy(seen), timestep, expected, return_dict=False)[0]
+        np.testing.assert_allclose(state.sample, expected.numpy(), atol=1e-5, err_msg=f"step {i}")
+
+
+def diffusers_matrix(frames, timesteps, ar_step, prefix, block):
+    pipe = SkyReelsV2DiffusionForcingPipeline.__new__(SkyReelsV2DiffusionForcingPipeline)
+    matrix, index, mask, intervals = pipe.generate_timestep_matrix(
+        frames, torch.from_numpy(timesteps), frames, ar_step, prefix, block
+    )
+    assert set(intervals) == {(0, frames)}
+    return matrix.numpy(), index.numpy(), mask.numpy()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 30])
+@pytest.mark.parametrize(
+    ("frames", "ar_step", "prefix", "block"),
+    [
+        (25, 0, 0, 1),
+        (7, 0, 1, 1),
+        (25, 5, 0, 5),
+        (25, 5, 5, 5),
+        (12, 2, 3, 3),
+        (12, 2, 4, 3),
+        (6, 1, 0, 1),
+        (6, 40, 0, 2),
+        (1, 0, 0, 1),
+    ],
+)
+def test_forcing_schedules_are_those_of_diffusers(frames, ar_step, prefix, block, steps):
+    timesteps = noise_levels(steps, 8.0, "diffusers").timesteps
+    matrix, index, mask = diffusers_matrix(frames, timesteps, ar_step, prefix, block)
+    ours = forcing_schedule(frames, timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix, fixed=False)
+    np.testing.assert_array_equal(ours.timesteps, matrix)
+    np.testing.assert_array_equal(ours.update, mask)
+    np.testing.assert_array_equal(ours.row[mask], index[mask] - 1)
+
+
+@pytest.mark.parametrize("overwritten", [True, False])
+def test_frames_at_different_steps_go_as_one_scheduler_each(overwritten):
+    frames, block, ar_step, prefix = 6, 2, 2, 2
+    levels = noise_levels(7, 5.0, "diffusers")
+    table = unipc.tabulate(levels.sigmas, overwritten=overwritten)
+    schedule = forcing_schedule(frames, levels.timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix)
+    theirs = [scheduler("diffusers", 7, 5.0) for _ in range(frames)]
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=(2, frames, 3, 2, 4)).astype(np.float32)
+    state, expected = unipc.start(jax.numpy.asarray(noise)), torch.from_numpy(noise.copy())
+    advance = jax.jit(unipc.step)
+    for timesteps, index, update in zip(*schedule, strict=True):
+        seen = velocity(expected.numpy(), timesteps[None, :, None, None, None]).astype(np.float32)
+        state = advance(table, index, state, seen, update)
+        for f in np.flatnonzero(update):
+            # Diffusers' pipeline hands its scheduler a view, and writes the result over it.
+            said, view = torch.from_numpy(seen[:, f]), expected[:, f]
+            sample = view if overwritten else view.clone()
+            expected[:, f] = theirs[f].step(said, torch.tensor(timesteps[f]), sample, return_dict=False)[0]
+        np.testing.assert_allclose(state.sample, expected.numpy(), atol=1e-5)
+    np.testing.assert_array_equal(state.sample[:, :prefix], noise[:, :prefix])

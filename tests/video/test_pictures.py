@@ -1,0 +1,207 @@
+"""Pictures and clips in, and files out: what is read is what was written, and nothing is left half-written."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.video import extra
+from verax.video.files import check_path, write_clip, write_contact_sheet
+from verax.video.pictures import crop_to_aspect, read_clip, read_image, resize, to_signed, to_uint8
+
+
+def picture(height=21, width=34, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def clip(frames=7, height=48, width=64):
+    """A smooth coloured gradient that moves, which lossy formats can keep."""
+    t, y, x = np.meshgrid(np.arange(frames), np.arange(height), np.arange(width), indexing="ij")
+    channels = 60 + 2 * x + 5 * t, 200 - 3 * y, 40 + x + y + 3 * t
+    return np.stack(channels, axis=-1).clip(0, 255).astype(np.uint8)
+
+
+def psnr(a, b):
+    return 10 * np.log10(255**2 / np.mean((a.astype(float) - b) ** 2))
+
+
+def test_an_image_is_the_same_from_a_path_pillow_and_arrays(tmp_path):
+    expected = picture()
+    Image.fromarray(expected).save(tmp_path / "a.png")
+    floats = expected / np.float32(255)
+    for image in (tmp_path / "a.png", str(tmp_path / "a.png"), Image.fromarray(expected), expected, floats):
+        np.testing.assert_array_equal(read_image(image), expected)
+
+
+def test_images_are_turned_upright_and_made_rgb(tmp_path):
+    upright = picture()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    Image.fromarray(np.rot90(upright)).save(tmp_path / "a.png", exif=exif)
+    np.testing.assert_array_equal(read_image(tmp_path / "a.png"), upright)
+    grey = Image.fromarray(upright[..., 0])
+    np.testing.assert_array_equal(read_image(grey), np.repeat(upright[..., :1], 3, axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("nothing.png", "start: there is no file nothing.png"),
+        (__file__, r"start: .*test_pictures.py cannot be read as a picture"),
+        (np.zeros((4, 4)), r"start: expected an array \[height, width, 3\], got one of shape \[4, 4\]"),
+        (np.full((4, 4, 3), 1.5), "floats in 0..1, got 1.5 to 1.5"),
+        (np.full((4, 4, 3), np.nan), "floats in 0..1, got nan"),
+        (np.zeros((4, 4, 3), int), "got int64"),
+        (3, "expected a path, a PIL.Image or an array .*, got int"),
+    ],
+)
+def test_what_is_no_image_is_said(image, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        read_image(image, name="start")
+
+
+@pytest.mark.parametrize(("name", "least"), [("a.mp4", 38), ("a.gif", 30), ("a.webp", 34), ("a", np.inf)])
+def test_a_clip_is_read_as_it_was_written(name, least, tmp_path):
+    frames = clip()
+    with np.errstate(divide="ignore"):
+        path = write_clip(frames, tmp_path / name, fps=24)
+        read, fps = read_clip(path)
+        assert read.shape == frames.shape
+        assert psnr(read, frames) >= least
+    assert fps == (None if name == "a" else pytest.approx(24, rel=0.01))
+    assert [found.name for found in tmp_path.iterdir()] == [name]
+
+
+def test_crf_trades_quality_for_size(tmp_path):
+    frames = np.stack([picture(48, 64, seed) for seed in range(5)])
+    best, worst = (write_clip(frames, tmp_path / f"{crf}.mp4", fps=16, crf=crf) for crf in (5, 45))
+    assert best.stat().st_size > 2 * worst.stat().st_size
+    assert psnr(read_clip(best)[0], frames) > psnr(read_clip(worst)[0], frames)
+
+
+def test_a_clip_is_a_list_of_images_or_an_array_too():
+    frames = clip(3)
+    np.testing.assert_array_equal(read_clip(frames)[0], frames)
+    np.testing.assert_array_equal(read_clip([Image.fromarray(frame) for frame in frames])[0], frames)
+    with pytest.raises(InvalidParameterError, match="video: has no frames"):
+        read_clip([])
+    with pytest.raises(InvalidParameterError, match="video: frames differ in size"):
+        read_clip([picture(), picture(5, 5)])
+
+
+@pytest.mark.parametrize("name", ["test_pictures.py", "nothing.mp4", "nothing.gif"])
+def test_what_is_no_clip_is_said(name, tmp_path):
+    path = __file__ if name.endswith(".py") else tmp_path / name
+    with pytest.raises(InvalidParameterError, match=r"cannot be read as a video|there is no file"):
+        read_clip(path)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.webp", "a"])
+def test_an_interrupted_write_leaves_what_was_there(name, tmp_path, monkeypatch):
+    write_clip(clip(2), tmp_path / name, fps=8)
+    before = read_clip(tmp_path / name)[0]
+
+    class Interrupting(np.ndarray):
+        def __iter__(self):
+            yield from list(np.asarray(self))[:1]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_clip(clip(3).view(Interrupting), tmp_path / name, fps=8)
+    assert [found.name for found in tmp_path.iterdir()] == [name]
+    np.testing.assert_array_equal(read_clip(tmp_path / name)[0], before)
+    write_clip(clip(3), tmp_path / name, fps=8)
+    assert len(read_clip(tmp_path / name)[0]) == 3
+
+
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "b.mp4").mkdir()
+    for name, message in {
+        "a.avi": "suffix .avi; clips are written as .mp4, .gif, .webp",
+        "no/a.mp4": "there is no folder",
+        "mine": "holds other things than frames",
+        "b.mp4": "is a folder",
+    }.items():
+        with pytest.raises(InvalidParameterError, match=message):
+            check_path(tmp_path / name)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    ("frames", "options", "message"),
+    [
+        (clip(2).astype(float), {}, "frames: expected uint8"),
+        (clip(0), {}, "frames: expected uint8"),
+        (clip(2, 47), {}, "even heights and widths, got 47 x 64"),
+        (clip(2), {"fps": 0}, "fps: expected more than 0"),
+        (clip(2), {"crf": 60}, "crf: expected 0"),
+    ],
+)
+def test_what_cannot_be_a_video_is_refused(frames, options, message, tmp_path):
+    with pytest.raises(InvalidParameterError, match=message):
+        write_clip(frames, tmp_path / "a.mp4", **{"fps": 8, **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_contact_sheet_has_every_picture_over_its_caption(tmp_path):
+    pictures = [picture(seed=seed) for seed in range(5)]
+    captions = ["one", "a caption that is far too long for its cell", "", "four", "five"]
+    sheet = read_image(write_contact_sheet(pictures, tmp_path / "a.png", captions=captions, columns=3))
+    places = [find(sheet, wanted) for wanted in pictures]
+    assert [column for _, column in places] == [places[0][1], places[1][1], places[2][1], *[p[1] for p in places[:2]]]
+    rows = [row for row, _ in places]
+    assert rows[0] == rows[1] == rows[2] < rows[3] == rows[4]
+    below = sheet[rows[0] + 21 : rows[3]]
+    assert [below[:, c : c + 34].min() < 128 for _, c in places[:3]] == [True, True, False]
+
+
+def find(sheet, wanted):
+    h, w = wanted.shape[:2]
+    windows = np.lib.stride_tricks.sliding_window_view(sheet, (h, w), axis=(0, 1))[:, :, 0, :1, :8]
+    found = np.argwhere((windows == wanted[:1, :8, 0]).all((2, 3)))
+    assert len(found) == 1
+    row, column = found[0]
+    np.testing.assert_array_equal(sheet[row : row + h, column : column + w], wanted)
+    return row, column
+
+
+def test_a_contact_sheet_wants_as_many_captions_as_pictures(tmp_path):
+    with pytest.raises(InvalidParameterError, match="captions: expected 2"):
+        write_contact_sheet([picture()] * 2, tmp_path / "a.png", captions=["one"])
+
+
+@pytest.mark.parametrize(("shape", "kept"), [((101, 90), (51, 90)), ((61, 301), (61, 107)), ((17, 30), (17, 30))])
+def test_a_crop_is_the_middle_and_has_the_aspect(shape, kept):
+    image = picture(*shape)
+    cropped = crop_to_aspect(image, 17, 30)
+    assert cropped.shape == (*kept, 3)
+    top, left = (round((whole - part) / 2) for whole, part in zip(shape, kept, strict=True))
+    np.testing.assert_array_equal(cropped, image[top : top + kept[0], left : left + kept[1]])
+
+
+def test_clips_are_resized_frame_by_frame():
+    frames = clip(3)
+    resized = resize(frames, 30, 26)
+    np.testing.assert_array_equal(resized[1], resize(frames[1], 30, 26))
+    assert np.abs(resized.astype(float) - resize(frames, 30, 26, method="bicubic")).max() > 0
+
+
+def test_pixels_become_signed_and_come_back():
+    every = np.arange(256, dtype=np.uint8).repeat(3).reshape(1, 16, 16, 3)
+    assert to_signed(every).min() == -1
+    assert to_signed(every).max() == 1
+    np.testing.assert_array_equal(to_uint8(to_signed(every)), every)
+    np.testing.assert_array_equal(to_uint8(np.full((1, 1, 3), 1.2)), 255)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    for module in ("av", "PIL.Image"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=r"PyAV is not installed: pip install 'verax\[video\]'"):
+        extra.needed("av")
+    with pytest.raises(MissingDependencyError, match="Pillow is not installed"):
+        read_image("a.png")
