@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ SINGLE = "model.safetensors"
 
 INDEX = "model.safetensors.index.json"
 """Which file has which weight, if they are in many."""
+
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
 
 class TensorFile(Protocol):
@@ -113,6 +116,13 @@ class Checkpoint:
         generation = folder / "generation_config.json"
         return cls(folder, config, read_json(generation) if generation.is_file() else {}, _open_files(folder))
 
+    def with_files(self, files: Mapping[str, TensorFile]) -> Checkpoint:
+        """The same checkpoint with the weights of these keys from other files."""
+        every = {**self._files, **files}
+        return Checkpoint(
+            self.folder, self.config, self.generation_config, every, packed=self.packed, metadata=self.metadata
+        )
+
     def names(self) -> list[str]:
         """Every weight's key."""
         return [*(name for name in self._files if name not in self._parts and name not in self.packed), *self.packed]
@@ -185,13 +195,53 @@ def read_json(path: Path, kind: type = dict) -> Any:
     return value
 
 
+def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
+    """Each weight's file, of those of one name: `stem.safetensors`, else those of its index, else all numbered ones.
+
+    Returns:
+        nothing, if there is none of these.
+
+    Raises:
+        CheckpointError: naming the file that is missing or damaged.
+    """
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        opened = SafetensorsFile(single)
+        return dict.fromkeys(opened.tensors, opened)
+    if index.is_file():
+        return _open_indexed(index)
+    shards = [(path, found) for path in sorted(folder.glob("*.safetensors")) if (found := _SHARD.fullmatch(path.name))]
+    shards = [(path, found) for path, found in shards if found["stem"] == stem]
+    for path, found in shards:
+        names = [f"{stem}-{i:05}-of-{found['count']}.safetensors" for i in range(1, int(found["count"]) + 1)]
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            raise CheckpointError(f"{folder}: {', '.join(absent[:10])} missing, which {path.name} is one of a set with")
+    return open_together([path for path, _ in shards])
+
+
+def open_together(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
+    """Each weight's file, of several that no index goes with.
+
+    Raises:
+        CheckpointError: naming a file that is missing or damaged, or two that have the same weight.
+    """
+    files: dict[str, SafetensorsFile] = {}
+    for path in paths:
+        opened = SafetensorsFile(path)
+        for name in opened.tensors:
+            if name in files:
+                raise CheckpointError(
+                    f"{path}: {name} is in {files[name].path.name} too, and no index says which counts"
+                )
+            files[name] = opened
+    return files
+
+
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     """Each weight's file. As in transformers, one file goes before an index, and either before files of other names."""
-    if (folder / SINGLE).is_file():
-        single = SafetensorsFile(folder / SINGLE)
-        return dict.fromkeys(single.tensors, single)
-    if (folder / INDEX).is_file():
-        return _open_indexed(folder)
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        return open_stem(folder, "model")
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         pickled = sorted(path.name for kind in ("bin", "pth", "pt") for path in folder.glob(f"*.{kind}"))
@@ -200,28 +250,19 @@ def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
             f"{folder}: no safetensors files{only}; weights that are published as pytorch_model.bin alone have to be "
             "converted: transformers.AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
         )
-    files: dict[str, SafetensorsFile] = {}
-    for path in paths:
-        opened = SafetensorsFile(path)
-        for name in opened.tensors:
-            if name in files:
-                raise CheckpointError(
-                    f"{path}: {name} is in {files[name].path.name} too, and no {INDEX} says which counts"
-                )
-            files[name] = opened
-    return files
+    return open_together(paths)
 
 
-def _open_indexed(folder: Path) -> dict[str, SafetensorsFile]:
-    index = folder / INDEX
+def _open_indexed(index: Path) -> dict[str, SafetensorsFile]:
+    folder = index.parent
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index}: expected a weight_map from keys to file names")
     absent = sorted({name for name in weight_map.values() if not (folder / name).is_file()})
     if absent:
-        raise CheckpointError(f"{folder}: {', '.join(absent)} missing, which {INDEX} names")
+        raise CheckpointError(f"{folder}: {', '.join(absent)} missing, which {index.name} names")
     opened = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
     for key, name in weight_map.items():
         if key not in opened[name].tensors:
-            raise CheckpointError(f"{folder / name}: {key} missing, which {INDEX} says is there")
+            raise CheckpointError(f"{folder / name}: {key} missing, which {index.name} says is there")
     return {key: opened[name] for key, name in weight_map.items()}

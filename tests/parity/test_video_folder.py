@@ -1,0 +1,202 @@
+"""Folders that diffusers saves: read by the original's names, converted both ways bit for bit, loaded by diffusers."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, SkyReelsV2Transformer3DModel, UniPCMultistepScheduler, WanTransformer3DModel
+from safetensors.torch import load_file
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from verax.checkpoint.video_convert import convert
+from verax.checkpoint.video_folder import VideoFolder
+
+SIZES = dict(num_attention_heads=2, attention_head_dim=12, text_dim=16, freq_dim=256, ffn_dim=32, num_layers=2)
+IMAGE = dict(in_channels=36, out_channels=16, image_dim=16, added_kv_proj_dim=24)
+CLIP = dict(hidden_size=16, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=28)
+
+
+def reset(module, seed):
+    """Weights with spread, of the module's own dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module.eval()
+
+
+def models(kind):
+    torch.manual_seed(0)
+    if kind == "wan":
+        transformer = WanTransformer3DModel(**SIZES, **IMAGE, rope_max_seq_len=32)
+        vision = CLIPVisionModel
+    else:
+        more = IMAGE if kind == "i2v" else dict(in_channels=16, out_channels=16, inject_sample_info=True)
+        transformer = SkyReelsV2Transformer3DModel(**SIZES, **more, rope_max_seq_len=32)
+        vision = CLIPVisionModelWithProjection
+    levels = dict(dim_mult=[1, 1, 2], temperal_downsample=[False, True]) if kind == "df" else {}
+    found = {
+        "transformer": transformer,
+        "vae": AutoencoderKLWan(base_dim=8, z_dim=16, num_res_blocks=1, **levels),
+        "text_encoder": UMT5EncoderModel(
+            UMT5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+        ).bfloat16(),
+    }
+    if kind != "df":
+        found["image_encoder"] = vision(CLIPVisionConfig(**CLIP, patch_size=14, projection_dim=8, hidden_act="gelu"))
+    return {name: reset(model, seed) for seed, (name, model) in enumerate(found.items())}
+
+
+PIPELINES = {
+    "i2v": "SkyReelsV2ImageToVideoPipeline",
+    "df": "SkyReelsV2DiffusionForcingPipeline",
+    "wan": "WanImageToVideoPipeline",
+}
+
+
+def save_folder(folder, kind):
+    for name, model in models(kind).items():
+        model.save_pretrained(folder / name)
+    UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=7.0).save_pretrained(
+        folder / "scheduler"
+    )
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "tokenizer" / "spiece.model").write_bytes(b"\0\1\2")
+    if kind != "df":
+        (folder / "image_processor").mkdir()
+        (folder / "image_processor" / "preprocessor_config.json").write_text('{"crop_size": 28}')
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES[kind]}))
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param) / "diffusers"
+    save_folder(path, request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def there(folder):
+    """The same in the original layout."""
+    return convert(VideoFolder(folder), folder.parent / "original", "original")
+
+
+@pytest.fixture(scope="module")
+def back(there):
+    """And back in diffusers'."""
+    return convert(VideoFolder(there), there.parent / "again", "diffusers")
+
+
+def weights(folder):
+    """All of a folder's parts by name, as stored."""
+    return {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
+
+
+def assert_equal(got, expected):
+    assert set(got) == set(expected)
+    for name, tensor in expected.items():
+        assert (name, got[name].dtype, got[name].shape) == (name, tensor.dtype, tensor.shape)
+        assert torch.equal(got[name], tensor), name
+
+
+def test_there_and_back_every_bit_is_the_same(folder, there, back, tmp_path):
+    again = convert(VideoFolder(back), tmp_path / "third", "original")
+    expected, got = weights(folder), weights(back)
+    assert set(got) == set(expected)
+    for path, tensors in expected.items():
+        # transformers 5 saves CLIPVisionModel without the prefix that published files have.
+        bare = "image_encoder" in path and not any(name.startswith("vision_model.") for name in tensors)
+        assert_equal({name.removeprefix("vision_model." if bare else ""): t for name, t in got[path].items()}, tensors)
+    for path, tensors in weights(there).items():
+        assert_equal(weights(again)[path], tensors)
+
+
+def test_there_and_back_all_else_is_the_same(folder, back):
+    assert (back / "tokenizer/spiece.model").read_bytes() == (folder / "tokenizer/spiece.model").read_bytes()
+    configs = [path.relative_to(folder) for path in folder.glob("*/*config.json")]
+    assert len(configs) >= 4
+    for path in configs:
+        ours, theirs = (json.loads((at / path).read_text()) for at in (back, folder))
+        assert all(key.startswith("_") or ours[key] == theirs[key] for key in theirs), path
+    assert VideoFolder(back).pipeline == VideoFolder(folder).pipeline
+
+
+def test_diffusers_loads_what_is_converted_back(folder, back):
+    wan = VideoFolder(folder).pipeline.startswith("Wan")
+    transformer = WanTransformer3DModel if wan else SkyReelsV2Transformer3DModel
+    for name, kind in {"transformer": transformer, "vae": AutoencoderKLWan}.items():
+        model = kind.from_config(kind.load_config(back / name))
+        model.load_state_dict(load_file(back / name / "diffusion_pytorch_model.safetensors"), strict=True)
+        assert_equal(model.state_dict(), load_file(folder / name / "diffusion_pytorch_model.safetensors"))
+    ours, theirs = (UMT5EncoderModel.from_pretrained(at / "text_encoder", dtype="auto") for at in (back, folder))
+    assert_equal(ours.state_dict(), theirs.state_dict())
+    if (folder / "image_encoder").is_dir():
+        kind = CLIPVisionModel if wan else CLIPVisionModelWithProjection
+        ours, theirs = (kind.from_pretrained(at / "image_encoder") for at in (back, folder))
+        assert_equal(ours.state_dict(), theirs.state_dict())
+
+
+def test_weights_have_the_originals_names_and_arrangement(folder):
+    opened = VideoFolder(folder)
+    checkpoint = opened.checkpoint("transformer")
+    stored = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    for ours, theirs in {
+        "blocks.1.self_attn.q.weight": "blocks.1.attn1.to_q.weight",
+        "blocks.0.cross_attn.o.bias": "blocks.0.attn2.to_out.0.bias",
+        "blocks.0.norm3.weight": "blocks.0.norm2.weight",
+        "blocks.1.modulation": "blocks.1.scale_shift_table",
+        "head.modulation": "scale_shift_table",
+    }.items():
+        np.testing.assert_array_equal(checkpoint.read(ours), stored[theirs].numpy())
+    text = opened.checkpoint("text_encoder")
+    stored = load_file(folder / "text_encoder" / "model.safetensors")
+    assert text.read("token_embedding.weight").dtype == ml_dtypes.bfloat16
+    assert (
+        text.read("norm.weight").tobytes()
+        == stored["encoder.final_layer_norm.weight"].view(torch.uint8).numpy().tobytes()
+    )
+    if "image_encoder" not in opened:
+        return
+    image = opened.checkpoint("image_encoder")
+    assert image.shape("visual.cls_embedding") == image.read("visual.cls_embedding").shape == (1, 1, 16)
+    assert image.shape("visual.pos_embedding") == image.read("visual.pos_embedding").shape == (1, 5, 16)
+    stored = {
+        key.removeprefix("vision_model."): value.numpy()
+        for key, value in load_file(folder / "image_encoder" / "model.safetensors").items()
+    }
+    qkv = [stored[f"encoder.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    np.testing.assert_array_equal(image.read("visual.transformer.1.attn.to_qkv.weight"), np.concatenate(qkv))
+
+
+def test_the_originals_pth_files_give_the_same_weights(there, tmp_path):
+    plain = VideoFolder(there)
+    shutil.copytree(there, tmp_path / "pickled")
+    names = [name for name in ("vae", "text_encoder", "image_encoder") if name in plain]
+    for path in (tmp_path / "pickled").glob("*.safetensors"):
+        if not path.name.startswith("diffusion"):
+            more = {"textual.token.weight": torch.ones(2), "log_scale": torch.ones(())} if "clip" in path.name else {}
+            torch.save({**load_file(path), **more}, path.with_suffix(".pth"))
+            path.unlink()
+    pickled = VideoFolder(tmp_path / "pickled")
+    for name in names:
+        ours, expected = pickled.checkpoint(name), plain.checkpoint(name)
+        assert sorted(ours.names()) == sorted(expected.names())
+        for key in expected.names():
+            assert ours.read(key).tobytes() == expected.read(key).tobytes(), key
+        assert pickled.config(name) == plain.config(name)
+
+
+def test_a_dtype_rounds_all_but_the_vae(folder, back, tmp_path):
+    half = weights(convert(VideoFolder(folder), tmp_path / "half", "diffusers", dtype="bfloat16"))
+    for path, tensors in weights(back).items():
+        assert_equal(half[path], tensors if path.startswith("vae") else {k: t.bfloat16() for k, t in tensors.items()})
