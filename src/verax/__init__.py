@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from verax.text.llm import LLM
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.sampling_params import SamplingParams
+    from verax.video.pipeline import VideoPipeline
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "VideoPipeline",
     "__version__",
     "checkpoint",
     "models",
@@ -34,6 +36,7 @@ _HOMES = {
     "Logprob": "verax.text.outputs",
     "RequestOutput": "verax.text.outputs",
     "SamplingParams": "verax.text.sampling_params",
+    "VideoPipeline": "verax.video.pipeline",
 }
 _MODULES = ("checkpoint", "models", "ops")
 

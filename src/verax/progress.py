@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["Report", "bar"]
+__all__ = ["Report", "bar", "shown"]
 
 Report = Callable[..., None]
 """`report(done, total, note="")`."""
+
+
+def shown() -> bool:
+    """Whether bars are to be seen: stderr is a terminal."""
+    return Console(stderr=True).is_terminal
 
 
 @contextlib.contextmanager
@@ -23,8 +28,7 @@ def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Rep
         enabled: False for none at all.
         count: show done/total (for things), rather than a percentage (for bytes).
     """
-    console = Console(stderr=True)
-    if not (enabled and console.is_terminal):
+    if not (enabled and shown()):
         yield lambda done, total, note="": None
         return
     amount = MofNCompleteColumn() if count else TaskProgressColumn()
@@ -35,6 +39,6 @@ def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Rep
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=None, note="")
         yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)

@@ -3,11 +3,13 @@
 import json
 import shutil
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, SkyReelsV2Transformer3DModel, UniPCMultistepScheduler, WanTransformer3DModel
+from flax import nnx
 from safetensors.torch import load_file
 from transformers import (
     CLIPVisionConfig,
@@ -17,8 +19,15 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from verax.checkpoint.load import load_module
 from verax.checkpoint.video_convert import convert
 from verax.checkpoint.video_folder import VideoFolder
+from verax.models.clip import CLIPVisionConfig as ClipConfig
+from verax.models.clip import CLIPVisionModel as Clip
+from verax.models.umt5 import UMT5Config as OurUMT5Config
+from verax.models.umt5 import UMT5EncoderModel as OurUMT5
+from verax.models.wan import WanConfig, WanModel
+from verax.models.wan_vae import WanVae, WanVaeConfig
 
 SIZES = dict(num_attention_heads=2, attention_head_dim=12, text_dim=16, freq_dim=256, ffn_dim=32, num_layers=2)
 IMAGE = dict(in_channels=36, out_channels=16, image_dim=16, added_kv_proj_dim=24)
@@ -200,3 +209,24 @@ def test_a_dtype_rounds_all_but_the_vae(folder, back, tmp_path):
     half = weights(convert(VideoFolder(folder), tmp_path / "half", "diffusers", dtype="bfloat16"))
     for path, tensors in weights(back).items():
         assert_equal(half[path], tensors if path.startswith("vae") else {k: t.bfloat16() for k, t in tensors.items()})
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_the_models_load_from_either_layout(layout, folder, there):
+    opened = VideoFolder(folder if layout == "diffusers" else there)
+    kinds = {
+        "vae": (WanVaeConfig, WanVae),
+        "text_encoder": (OurUMT5Config, OurUMT5),
+        "image_encoder": (ClipConfig, Clip),
+    }
+    if layout == "diffusers":
+        kinds["transformer"] = (WanConfig, WanModel)
+    for name, (config, model) in kinds.items():
+        if name not in opened:
+            continue
+        checkpoint, read = opened.checkpoint(name), config.from_hf(opened.config(name))
+        abstract = nnx.eval_shape(lambda model=model, read=read: model(read, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+        loaded = load_module(abstract, checkpoint, dtype=jnp.float32, ignore=getattr(model, "ignored_weights", ()))
+        for path, leaf in nnx.to_flat_state(nnx.state(loaded, nnx.Param)):
+            key = ".".join(map(str, path))
+            np.testing.assert_array_equal(leaf[...], checkpoint.read(key).astype(np.float32))

@@ -1,0 +1,188 @@
+"""Noise to latents: the loop over steps as one program, whatever the number of steps.
+
+A step is the transformer, guidance and the solver. Which timestep, which coefficients, which frames and whether the
+blocks run at all is looked up in tables, so that text to video, diffusion forcing and TeaCache are one loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32
+
+from verax.models.wan import WanConfig, WanContext, WanModel
+from verax.video import unipc
+from verax.video.forcing import ForcingSchedule
+from verax.video.programs import Component, Program, Weights
+from verax.video.sigmas import NoiseLevels
+
+__all__ = ["Carry", "Conditions", "Denoiser", "Tables", "tables"]
+
+ROWS = 64
+"""Tables are filled up to a multiple of this, so that another number of steps is no other program."""
+
+
+class Tables(NamedTuple):
+    """What each of a run's rounds looks up; rows beyond the last are never read."""
+
+    solver: unipc.UniPCTable
+    timesteps: Int32[np.ndarray, "R *F"]
+    row: Int32[np.ndarray, "R *F"]
+    update: Bool[np.ndarray, "R F"] | None
+    computed: Bool[np.ndarray, "R"]
+
+
+def tables(
+    levels: NoiseLevels,
+    forcing: ForcingSchedule | None = None,
+    computed: Bool[np.ndarray, "R"] | None = None,
+    *,
+    overwritten: bool = False,
+) -> Tables:
+    """The tables of a run.
+
+    Args:
+        levels: its noise levels.
+        forcing: what each latent frame does in each round; None for all frames together.
+        computed: rounds in which the blocks run; all if None.
+        overwritten: see `unipc.tabulate`.
+    """
+    solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
+    if forcing is None:
+        rounds = len(levels.timesteps)
+        forcing_rows = levels.timesteps, np.arange(rounds, dtype=np.int32), None
+    else:
+        rounds = len(forcing.timesteps)
+        forcing_rows = forcing
+    if computed is None:
+        computed = np.ones(rounds, bool)
+    return jax.tree.map(_filled, Tables(solver, *forcing_rows, computed))
+
+
+def _filled(rows: np.ndarray) -> np.ndarray:
+    return np.concatenate([rows, np.zeros((-len(rows) % ROWS, *rows.shape[1:]), rows.dtype)])
+
+
+class Conditions(NamedTuple):
+    """What a run is told besides its noise; nothing here changes from round to round."""
+
+    context: WanContext
+    """Of the prompt and, with guidance, of the negative prompt in a second row."""
+    channels: Float32[Array, "1 F h w E"] | None
+    """Image to video: channels behind the latents', see `Stages.condition`."""
+    fps: Int32[np.ndarray, "1"] | None
+    """For a model that is told."""
+    guidance_scale: Float32[np.ndarray, ""]
+    given: Bool[np.ndarray, "F"] | None
+    """Diffusion forcing: frames that were given, where the model is shown them with noise; else None."""
+    added_noise: Int32[np.ndarray, ""]
+    """How much noise, in timesteps."""
+    key: Array
+    """Of that noise."""
+
+
+class Carry(NamedTuple):
+    """What goes from round to round."""
+
+    solver: unipc.UniPCState
+    residual: Float32[Array, "G F h w D"] | None
+    """With TeaCache, what the blocks added when they last ran, with and without the prompt; else None."""
+
+
+class Denoiser:
+    """The loop, for one transformer."""
+
+    def __init__(self, transformer: Component[WanModel]):
+        self._transformer = transformer
+        options = ("guidance", "causal_block_size", "attention")
+        self.program = Program(self._rounds, options=options, donate=(1,))
+        """Of weights, carry, tables, conditions, and the first round and the one after the last to run."""
+
+    def start(self, noise: Float32[Array, "1 F h w C"], *, guided: bool, cached: bool) -> Carry:
+        """What goes into the first round.
+
+        Args:
+            noise: and, where frames are given, those in their places.
+            guided: whether there is a second row.
+            cached: whether some rounds leave the blocks out.
+        """
+        _, F, h, w, _ = noise.shape
+        config: WanConfig = self._transformer.config
+        size = (1 + guided, F, h // config.patch, w // config.patch, config.dim)
+        return Carry(unipc.start(noise), jnp.zeros(size, jnp.float32) if cached else None)
+
+    def _rounds(
+        self,
+        weights: Weights,
+        carry: Carry,
+        tables: Tables,
+        conditions: Conditions,
+        begin: Int32[Array, ""],
+        end: Int32[Array, ""],
+        *,
+        guidance: str | None,
+        causal_block_size: int | None,
+        attention: str,
+    ) -> Carry:
+        model = self._transformer.module(weights)
+        fps = conditions.fps
+
+        def velocity(
+            x: Float32[Array, "G F h w C"], told: Int32[Array, "*F"], rows: WanContext, residual: Any, computed: Any
+        ) -> tuple[Array, Any]:
+            """Of some rows, and what the blocks added."""
+            G = x.shape[0]
+            timesteps = jnp.broadcast_to(told, (G, *told.shape))
+            e, e0 = model.embed_time(timesteps, None if fps is None else jnp.broadcast_to(fps, (G,)))
+            before = model.embed_latents(x)
+
+            def run() -> Array:
+                return model.run_blocks(before, e0, rows, causal_block_size=causal_block_size, attention=attention)
+
+            if residual is None:
+                after = run()
+            else:
+                after = jax.lax.cond(computed, run, lambda: before + residual)
+                residual = after - before
+            return model.unembed(after, e), residual
+
+        def one_round(i: Array, carry: Carry) -> Carry:
+            solver, residual = carry
+            computed = jnp.asarray(tables.computed)[i]
+            told, x = jnp.asarray(tables.timesteps)[i], solver.sample
+            if conditions.given is not None:
+                told, x = _with_noise(told, x, conditions, i)
+            if conditions.channels is not None:
+                x = jnp.concatenate([x, conditions.channels], axis=-1)
+            if guidance == "sequential":
+                # One row after the other through one copy of the model in the program.
+                def one_row(row: tuple[Any, Any]) -> tuple[Array, Any]:
+                    context, added = jax.tree.map(lambda a: a[None], row)
+                    return jax.tree.map(lambda a: a[0], velocity(x, told, context, added, computed))
+
+                found, residual = jax.lax.map(one_row, (conditions.context, residual))
+            else:
+                rows = 1 if guidance is None else 2
+                x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
+                found, residual = velocity(x, told, conditions.context, residual, computed)
+            if guidance is not None:
+                wanted, unwanted = found[:1], found[1:]
+                found = unwanted + conditions.guidance_scale * (wanted - unwanted)
+            update = None if tables.update is None else jnp.asarray(tables.update)[i]
+            return Carry(unipc.step(tables.solver, jnp.asarray(tables.row)[i], solver, found, update), residual)
+
+        return jax.lax.fori_loop(begin, end, one_round, carry)
+
+
+def _with_noise(
+    told: Int32[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
+) -> tuple[Int32[Array, "F"], Float32[Array, "1 F h w C"]]:
+    """What the model is told and shown where frames were given: less than clean, which hides a seam."""
+    given = jnp.asarray(conditions.given)
+    amount = jnp.float32(0.001) * conditions.added_noise
+    noise = jax.random.normal(jax.random.fold_in(conditions.key, i), sample.shape, sample.dtype)
+    shown = (1 - amount) * sample + amount * noise
+    return jnp.where(given, conditions.added_noise, told), jnp.where(given[:, None, None, None], shown, sample)

@@ -1,0 +1,85 @@
+"""The models of a checkpoint's folder, described and checked at once, their weights read when they are first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from verax import checkpoint, progress
+from verax.checkpoint.video_folder import VideoFolder
+from verax.errors import UnsupportedModelError
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan import WanConfig, WanModel
+from verax.models.wan_vae import WanVae, WanVaeConfig
+from verax.video.programs import Component
+
+__all__ = ["Components", "load_components"]
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+class Components(NamedTuple):
+    """A checkpoint's models."""
+
+    text_encoder: Component[UMT5EncoderModel]
+    image_encoder: Component[CLIPVisionModel] | None
+    transformer: Component[WanModel]
+    vae: Component[WanVae]
+
+
+def load_components(
+    folder: VideoFolder, dtype: DTypeLike, *, keep_encoders: bool | None, show_progress: bool
+) -> Components:
+    """Describe a folder's models.
+
+    Args:
+        folder: of either layout.
+        dtype: of the transformer's and the encoders' weights. The VAE's are float32.
+        keep_encoders: whether text and image encoder stay on the device; by their size if None.
+        show_progress: bars while weights are read.
+
+    Raises:
+        CheckpointError: if a part is missing.
+        UnsupportedModelError: if verax has no such model, or the parts do not fit each other.
+    """
+
+    def component(
+        name: str, what: str, make: Callable[..., M], config: Any, kind: DTypeLike, keep: bool | None
+    ) -> Component[M]:
+        def load(abstract: M) -> M:
+            with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
+                ignored: tuple[str, ...] = getattr(make, "ignored_weights", ())
+                opened = folder.checkpoint(name)
+                return checkpoint.load_module(abstract, opened, dtype=kind, ignore=ignored, progress=report)
+
+        return Component(what, lambda: make(config, dtype=kind, rngs=nnx.Rngs(0)), load, keep=keep)
+
+    transformer = WanConfig.from_hf(folder.config("transformer"))
+    vae = WanVaeConfig.from_hf(folder.config("vae"))
+    text = UMT5Config.from_hf(folder.config("text_encoder"))
+    image = None
+    if transformer.image_dim is not None:
+        image = CLIPVisionConfig.from_hf(folder.config("image_encoder"))
+        _same("image_dim", transformer.image_dim, "the image encoder's hidden_size", image.hidden_size)
+    _same("text_dim", transformer.text_dim, "the text encoder's d_model", text.d_model)
+    _same("output channels", transformer.out_dim, "the VAE's z_dim", vae.z_dim)
+    more = 0 if image is None else vae.z_dim + vae.frames_per_latent
+    _same("input channels", transformer.in_dim, "what a clip's latents and condition have", vae.z_dim + more)
+    return Components(
+        component("text_encoder", "text encoder", UMT5EncoderModel, text, dtype, keep_encoders),
+        None
+        if image is None
+        else component("image_encoder", "image encoder", CLIPVisionModel, image, dtype, keep_encoders),
+        component("transformer", "transformer", WanModel, transformer, dtype, True),
+        component("vae", "video VAE", WanVae, vae, jnp.float32, True),
+    )
+
+
+def _same(ours: str, one: int, theirs: str, other: int) -> None:
+    if one != other:
+        raise UnsupportedModelError(f"the transformer's {ours}, {one}, should be {theirs}, {other}")

@@ -1,0 +1,69 @@
+"""What a run gives, and what it tells while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from verax.errors import InvalidParameterError
+from verax.video import files
+
+__all__ = ["Callback", "VideoOutput", "VideoProgress"]
+
+
+@dataclass(frozen=True)
+class VideoProgress:
+    """Where a run is."""
+
+    stage: str
+    """"text", "image", "encode", "denoise" or "decode"."""
+    done: int
+    total: int
+    segment: int
+    segments: int
+    seconds: float
+    """Since the stage began."""
+    latents: np.ndarray | None = None
+    """Of the segment, float32 `[1, 16, F, h, w]` as diffusers has them; while denoising."""
+    frames: np.ndarray | None = None
+    """Of the segment, uint8 `[T, height, width, 3]`; once it is decoded."""
+
+
+Callback = Callable[[VideoProgress], bool | None]
+"""Told of every step and stage; the run ends early, with what is finished, if it returns False."""
+
+
+@dataclass(frozen=True)
+class VideoOutput:
+    """A clip."""
+
+    frames: np.ndarray
+    """uint8 `[T, height, width, 3]`; float32 from 0 to 1 for "np"; float32 `[1, 16, F, h, w]` for "latent"."""
+    fps: int
+    seed: int
+    complete: bool = True
+    """False if the callback ended the run."""
+    steps: int = 0
+    """Rounds of all segments."""
+    computed: int = 0
+    """Those of them that ran the transformer's blocks."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of each stage."""
+
+    def save(self, path: str | Path, *, crf: int = files.CRF) -> Path:
+        """Write the clip: .mp4, .gif, .webp, or a folder of png for a name without suffix; whole or not at all.
+
+        Args:
+            path: where to.
+            crf: of .mp4: 0 loses nothing, 51 is worst.
+
+        Raises:
+            InvalidParameterError: if there is nothing to write, or the name's suffix is none of these.
+        """
+        if self.frames.ndim != 4 or len(self.frames) == 0:
+            raise InvalidParameterError("save: latents and empty clips cannot be written as pictures")
+        frames = self.frames if self.frames.dtype == np.uint8 else np.round(self.frames * 255).astype(np.uint8)
+        return files.write_clip(frames, path, fps=self.fps, crf=crf)

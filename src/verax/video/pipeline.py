@@ -1,0 +1,217 @@
+"""`VideoPipeline`: text, pictures and clips in, frames out, with the habits of the PyTorch pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float32
+
+from verax import models
+from verax._compat import enable_compilation_cache
+from verax.checkpoint.video_folder import VideoFolder
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.models.wan import WanConfig
+from verax.models.wan_vae import WanVaeConfig
+from verax.video import pictures
+from verax.video.denoise import Denoiser
+from verax.video.load import load_components
+from verax.video.outputs import Callback, VideoOutput
+from verax.video.prompt import PromptTokenizer
+from verax.video.request import Grid, make_request
+from verax.video.run import Run
+from verax.video.settings import read_settings
+from verax.video.stages import Stages
+
+__all__ = ["VideoPipeline"]
+
+KEPT_PROMPTS = 16
+"""Prompts whose states are kept, so that asking again needs no text encoder."""
+
+
+class VideoPipeline:
+    """SkyReels-V2 and Wan2.1: text to video, image to video, diffusion forcing.
+
+    Example:
+        >>> pipe = VideoPipeline.from_pretrained("SkyReels-V2-I2V-1.3B-540P")
+        >>> clip = pipe("The cat turns its head.", image="cat.png")
+        >>> clip.save("cat.mp4")
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        reference: str | None = None,
+        kind: str | None = None,
+        keep_encoders: bool | None = None,
+        show_progress: bool = True,
+    ):
+        """Open a checkpoint's folder; see `from_pretrained`."""
+        if dtype not in models.DTYPES:
+            raise InvalidParameterError(f"dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
+        enable_compilation_cache()
+        opened = VideoFolder(folder)
+        self.reference = "skyreels" if reference is None else reference
+        shift = float(opened.scheduler.get("flow_shift", 1.0))
+        self.settings = read_settings(opened.path, opened.pipeline, shift, kind=kind, reference=self.reference)
+        self._show_progress = show_progress
+        found = load_components(opened, models.DTYPES[dtype], keep_encoders=keep_encoders, show_progress=show_progress)
+        self.stages = Stages(**found._asdict(), decode_dtype=models.DTYPES[dtype])
+        self.denoiser = Denoiser(found.transformer)
+        transformer: WanConfig = found.transformer.config
+        vae: WanVaeConfig = found.vae.config
+        self.grid = Grid(
+            frames_per_latent=vae.frames_per_latent,
+            pixels_per_latent=vae.pixels_per_latent,
+            pixels_per_token=vae.pixels_per_latent * transformer.patch,
+            channels=vae.z_dim,
+            text_width=transformer.text_dim,
+        )
+        if (self.settings.kind == "i2v") != (transformer.image_dim is not None):
+            raise InvalidParameterError(
+                f"kind: {self.settings.kind} does not fit this transformer, whose image_dim is {transformer.image_dim}"
+            )
+        self._tokenizer = PromptTokenizer.from_folder(opened.tokenizer, length=self.settings.text_tokens)
+        self._states: dict[str, Float32[Array, "1 T D"]] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | None = None,
+        *,
+        dtype: str = "bfloat16",
+        reference: str | None = None,
+        kind: str | None = None,
+        keep_encoders: bool | None = None,
+        show_progress: bool = True,
+    ) -> VideoPipeline:
+        """Open a checkpoint. Weights are read when they are first used.
+
+        Args:
+            model: a folder in the original's or diffusers' layout.
+            dtype: `"bfloat16"`, or `"float32"`, of weights and of what is multiplied; all else is float32.
+            reference: whose rules, where the two PyTorch pipelines differ: `"skyreels"` (the original's, and the
+                default, less its slips) or `"diffusers"`.
+            kind: `"t2v"`, `"i2v"` or `"df"` (diffusion forcing), where the folder does not say: the original's 14B
+                models for text and for forcing differ in nothing but their folders' names.
+            keep_encoders: whether text and image encoder stay on the device between calls; if None, when they are
+                small. UMT5-XXL is not: its 11 GB are given back after the prompt is read.
+            show_progress: bars, if stderr is a terminal.
+
+        Raises:
+            CheckpointError: if the checkpoint is missing, damaged, or does not fit its configuration.
+            UnsupportedModelError: if verax has no such model.
+            InvalidParameterError: if an argument makes no sense, with its name.
+        """
+        if model is None:
+            raise CheckpointError("there is no built-in video model yet: name a folder of SkyReels-V2 or Wan2.1")
+        return cls(
+            model,
+            dtype=dtype,
+            reference=reference,
+            kind=kind,
+            keep_encoders=keep_encoders,
+            show_progress=show_progress,
+        )
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        image: Any = None,
+        last_image: Any = None,
+        video: Any = None,
+        negative_prompt: str | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        shift: float | None = None,
+        fps: int | None = None,
+        seed: int = 42,
+        latents: Any = None,
+        prompt_embeds: Any = None,
+        negative_prompt_embeds: Any = None,
+        output_type: str = "video",
+        callback: Callback | None = None,
+        cache: str | None = None,
+        cache_threshold: float = 0.2,
+        guidance: str = "batch",
+        ar_step: int = 0,
+        causal_block_size: int | None = None,
+        causal_attention: bool | None = None,
+        overlap_history: int | None = None,
+        addnoise_condition: int = 0,
+        base_num_frames: int | None = None,
+        attention: str = "auto",
+    ) -> VideoOutput:
+        """Make a clip. What is None is as the checkpoint says (`settings`).
+
+        Args:
+            prompt: what is to be seen; a list has one for each segment of a long clip, the last for all that follow.
+            image: the first frame: a path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).
+            last_image: the last frame, likewise; diffusion forcing only.
+            video: a clip to go on from: a path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only.
+                The result begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.
+            negative_prompt: what is not to be seen; of no account where `guidance_scale` is 1 or less.
+            height, width: of a frame, multiples of 16. If both are None and the picture is upright, so is the clip.
+            num_frames: 4n + 1. More than `base_num_frames` are made in segments.
+            num_inference_steps: of the solver.
+            guidance_scale: how far to go from the negative prompt towards the prompt.
+            shift: of the noise levels, see `sigmas.noise_levels`.
+            fps: of the file, and what a model that asks is told.
+            seed: of the noise. The same seed gives the same clip.
+            latents: noise to begin with, `[1, 16, F, height / 8, width / 8]`; of the first segment.
+            prompt_embeds, negative_prompt_embeds: states `[1, tokens, width]` in place of prompts.
+            output_type: `"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.
+            callback: told of every step, see `VideoProgress`; the run ends if it returns False.
+            cache: `"teacache"` to leave out the transformer's blocks in steps that change little.
+            cache_threshold: see `teacache.computed_steps`.
+            guidance: `"batch"` for prompt and negative prompt together, `"sequential"` for one after the other, in less
+                memory.
+            ar_step: diffusion forcing: how many steps a block is behind the one before it; 0 for all together.
+            causal_block_size: diffusion forcing: latent frames in a block; every segment must be whole blocks.
+            causal_attention: whether a block sees earlier blocks only. No released model was trained for it; diffusers
+                does it whenever there are blocks, and so does `reference="diffusers"`.
+            overlap_history: frames that segments share, 4n + 1.
+            addnoise_condition: diffusion forcing: timesteps of noise, of 1000, in which frames that are given are shown
+                to the model: 20 hides seams.
+            base_num_frames: frames of a segment.
+            attention: a form of `wan_layers.ATTENTION`.
+
+        Raises:
+            InvalidParameterError: naming the argument that does not fit, and what would; before any device work.
+        """
+        given = {name: value for name, value in locals().items() if name != "self"}
+        for name in ("image", "last_image"):
+            if given[name] is not None:
+                given[name] = pictures.read_image(given[name], name=name)
+        if video is not None:
+            given["video"] = pictures.read_clip(video)[0]
+        request = make_request(self.settings, self.grid, self.reference, **given)
+        return Run(
+            request,
+            settings=self.settings,
+            grid=self.grid,
+            reference=self.reference,
+            stages=self.stages,
+            denoiser=self.denoiser,
+            text=self._text,
+            show_progress=self._show_progress,
+        ).serve()
+
+    def _text(self, prompt: str) -> Float32[Array, "1 T D"]:
+        """A prompt's states, from the last few if it was among them."""
+        states = self._states.pop(prompt, None)
+        if states is None:
+            tokens, lengths = self._tokenizer([prompt])
+            states = self.stages.text(np.asarray(tokens), np.asarray(lengths))
+        self._states[prompt] = states
+        while len(self._states) > KEPT_PROMPTS:
+            del self._states[next(iter(self._states))]
+        return states

@@ -1,0 +1,107 @@
+"""What a checkpoint is best asked for: its kind, and defaults for what a request leaves out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from verax.errors import CheckpointError, InvalidParameterError
+
+__all__ = ["FILE", "KINDS", "REFERENCES", "RESOLUTIONS", "VideoSettings", "read_settings"]
+
+FILE = "verax.json"
+"""In a checkpoint's folder: fields of `VideoSettings`, for a model that is not of the published sizes."""
+
+KINDS = ("t2v", "i2v", "df")
+"""Text to video, image to video, diffusion forcing."""
+
+REFERENCES = ("skyreels", "diffusers")
+"""PyTorch pipelines whose rules can be asked for where they differ."""
+
+RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
+"""Height and width, by the names of the published models."""
+
+_FRAMES = {"540P": 97, "720P": 121}
+"""Frames that the published models are trained on."""
+
+ENGLISH = (
+    "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
+    "gray, worst quality, low quality, JPEG compression residue, ugly, incomplete, extra fingers, poorly drawn hands, "
+    "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
+    "legs, many people in the background, walking backwards"
+)
+CHINESE = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
+)
+"""What SkyReels-V2's commands ask not to see: in English, and for diffusion forcing in Wan's Chinese."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """Defaults of a checkpoint."""
+
+    kind: str = "t2v"
+    height: int = 544
+    width: int = 960
+    num_frames: int = 97
+    """Frames of a clip, and of a segment of a longer one."""
+    num_inference_steps: int = 30
+    guidance_scale: float = 6.0
+    shift: float = 8.0
+    fps: int = 24
+    negative_prompt: str = ENGLISH
+    text_tokens: int = 512
+    """Rows of a prompt's states, padding included: all of them are attended to."""
+    needs_image: bool = True
+    """Whether image to video is all that an image-to-video model was trained for."""
+
+
+def read_settings(folder: Path, pipeline: str, shift: float, *, kind: str | None, reference: str) -> VideoSettings:
+    """The defaults of a checkpoint.
+
+    Args:
+        folder: its folder: the settings in its `verax.json`, if it has one, are preferred to all others.
+        pipeline: the name of diffusers' pipeline for it.
+        shift: of its scheduler; 1 says nothing, as the published converter leaves it at that.
+        kind: what the caller says that it is; None to go by the pipeline.
+        reference: one of `REFERENCES`.
+
+    Raises:
+        CheckpointError: if `verax.json` has something else in it.
+        InvalidParameterError: if there is no such kind or reference.
+    """
+    if kind is not None and kind not in KINDS:
+        raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if reference not in REFERENCES:
+        raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {reference!r}")
+    if kind is None:
+        kind = "df" if "DiffusionForcing" in pipeline else "i2v" if "ImageToVideo" in pipeline else "t2v"
+    size = "720P" if "720P" in folder.name.upper() else "540P"
+    negative = CHINESE if kind == "df" else ENGLISH
+    settings = VideoSettings(
+        kind=kind,
+        height=RESOLUTIONS[size][0],
+        width=RESOLUTIONS[size][1],
+        num_frames=_FRAMES[size],
+        shift=shift if shift != 1 else VideoSettings.shift,
+        negative_prompt="" if reference == "diffusers" else negative,
+    )
+    return replace(settings, **_own(folder / FILE))
+
+
+def _own(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    known = {field.name: type(field.default) for field in fields(VideoSettings)}
+    for name, value in found.items() if isinstance(found, dict) else [("it", found)]:
+        if name not in known or not (isinstance(value, known[name]) or (known[name] is float and type(value) is int)):
+            raise CheckpointError(f"{path}: {name} is {value!r}; expected an object with some of {', '.join(known)}")
+    return found

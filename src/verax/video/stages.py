@@ -1,0 +1,142 @@
+"""The stages of a run other than the loop over steps, each one program: encoders, VAE, what the transformer is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+from verax.models.clip import CLIPVisionModel
+from verax.models.umt5 import UMT5EncoderModel
+from verax.models.wan import WanContext, WanModel
+from verax.models.wan_vae import WanVae
+from verax.video.programs import Component, Program, Weights
+
+__all__ = ["Stages"]
+
+MASK_CHANNELS = 4
+"""Of an image-to-video condition: one for each frame that a latent stands for."""
+
+PIXELS_AT_ONCE = 1 << 20
+"""Pixels of frames that the VAE works on together. Its widest activations take some 400 bytes a pixel, so that this is
+half a gigabyte; fewer make the machine wait for itself."""
+
+
+class Stages:
+    """Programs over the models of a checkpoint. Results stay on the device."""
+
+    def __init__(
+        self,
+        *,
+        text_encoder: Component[UMT5EncoderModel],
+        image_encoder: Component[CLIPVisionModel] | None,
+        transformer: Component[WanModel],
+        vae: Component[WanVae],
+        decode_dtype: Any,
+    ):
+        """Make them.
+
+        Args:
+            text_encoder, image_encoder, transformer, vae: the models; `vae` with float32 weights.
+            decode_dtype: of the VAE's weights when it decodes. It always encodes in float32: what a clip is conditioned
+                on is worth more digits than what is looked at.
+        """
+        self.text_encoder, self.image_encoder = text_encoder, image_encoder
+        self.transformer, self.vae = transformer, vae
+
+        def context(weights: Weights, text: Array, image: Array | None) -> WanContext:
+            return transformer.module(weights).encode_context(text, image)
+
+        def time(weights: Weights, timesteps: Array, fps: Array | None) -> tuple[Array, Array]:
+            fps = None if fps is None else jnp.broadcast_to(fps, timesteps.shape[:1])
+            return transformer.module(weights).embed_time(timesteps, fps)
+
+        def encode(weights: Weights, frames: Array, *, chunk: int) -> Array:
+            return vae.module(weights).encode(_colours(frames), chunk=chunk)
+
+        def condition(weights: Weights, picture: Array, *, frames: int, chunk: int) -> Array:
+            module = vae.module(weights)
+            clip = jnp.zeros((1, frames, *picture.shape[1:]), jnp.float32).at[:, 0].set(_colours(picture))
+            latents = module.encode(clip, chunk=chunk)
+            mask = jnp.zeros((*latents.shape[:-1], MASK_CHANNELS), jnp.float32).at[:, 0].set(1.0)
+            return jnp.concatenate([mask, latents], axis=-1)
+
+        def decode(weights: Weights, latents: Array, *, chunk: int) -> Array:
+            weights = tuple(weight.astype(decode_dtype) for weight in weights)
+            return vae.module(weights).decode(latents, chunk=chunk)
+
+        def finish(frames: Array) -> Array:
+            return jnp.round((frames[0] + 1) * 127.5).astype(jnp.uint8)
+
+        def noise(key: Array, *, shape: tuple[int, ...]) -> Array:
+            return jax.random.normal(key, shape, jnp.float32)
+
+        self.text_program = Program(lambda w, tokens, lengths: text_encoder.module(w)(tokens, lengths))
+        self.image_program = None
+        if image_encoder is not None:
+            self.image_program = Program(lambda w, pixels: image_encoder.module(w)(pixels))
+        self.context_program = Program(context)
+        self.time_program = Program(time)
+        self.encode_program = Program(encode, options=("chunk",))
+        self.condition_program = Program(condition, options=("frames", "chunk"))
+        self.decode_program = Program(decode, options=("chunk",))
+        self._finish = Program(finish)
+        self._noise = Program(noise, options=("shape",))
+
+    def text(self, tokens: Int32[np.ndarray, "1 T"], lengths: Int32[np.ndarray, "1"]) -> Float32[Array, "1 T D"]:
+        """A prompt's states."""
+        with self.text_encoder.weights() as weights:
+            return jax.block_until_ready(self.text_program(weights, tokens, lengths))
+
+    def image(self, pixels: Float32[np.ndarray, "1 H W 3"]) -> Float32[Array, "1 P D"]:
+        """A picture's states, of pixels as the image encoder takes them."""
+        assert self.image_encoder is not None
+        assert self.image_program is not None
+        with self.image_encoder.weights() as weights:
+            return jax.block_until_ready(self.image_program(weights, pixels))
+
+    def context(self, text: Float32[Array, "G T D"], image: Float32[Array, "G P I"] | None) -> WanContext:
+        """What every layer's cross-attention sees of prompts and picture."""
+        with self.transformer.weights() as weights:
+            return self.context_program(weights, text, image)
+
+    def encode(self, frames: UInt8[np.ndarray, "1 T H W 3"] | Float[Array, "1 T H W 3"]) -> Float32[Array, "1 F h w C"]:
+        """A clip's latents; of bytes, or of colours from -1 to 1."""
+        with self.vae.weights() as weights:
+            return self.encode_program(weights, frames, chunk=self._chunk(*frames.shape[2:4]))
+
+    def condition(self, picture: UInt8[np.ndarray, "1 H W 3"], frames: int) -> Float32[Array, "1 F h w E"]:
+        """What an image-to-video transformer is shown of a clip's first frame.
+
+        4 channels that are 1 in the first latent frame and 0 after it, then the latents of a clip of the picture and
+        grey: 0, half way between black and white.
+        """
+        with self.vae.weights() as weights:
+            return self.condition_program(weights, picture, frames=frames, chunk=self._chunk(*picture.shape[1:3]))
+
+    def decode(self, latents: Float32[Array, "1 F h w C"]) -> Float32[Array, "1 T H W 3"]:
+        """A clip's colours, from -1 to 1."""
+        pixels = self.vae.config.pixels_per_latent
+        with self.vae.weights() as weights:
+            chunk = self._chunk(latents.shape[2] * pixels, latents.shape[3] * pixels)
+            return self.decode_program(weights, latents, chunk=chunk)
+
+    def finish(self, frames: Float32[Array, "1 T H W 3"]) -> UInt8[Array, "T H W 3"]:
+        """Colours to bytes."""
+        return self._finish(frames)
+
+    def noise(self, seed: int, segment: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+        """A segment's noise: the same on every machine and whatever came before."""
+        return self._noise(jax.random.fold_in(jax.random.key(seed), segment), shape=shape)
+
+    def _chunk(self, height: int, width: int) -> int:
+        """Latents that the VAE takes together."""
+        return max(1, PIXELS_AT_ONCE // (self.vae.config.frames_per_latent * height * width))
+
+
+def _colours(frames: Array) -> Array:
+    """Bytes 0 to 255 as -1 to 1; what is float already is that."""
+    return frames.astype(jnp.float32) / 127.5 - 1 if frames.dtype == jnp.uint8 else frames

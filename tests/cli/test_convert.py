@@ -1,0 +1,114 @@
+"""`verax convert`: either layout to either, whole or not at all."""
+
+import json
+import os
+
+import ml_dtypes
+import pytest
+
+from tests.support.video_folder import CONFIG, SHAPES, VAE, tensors, write_original
+from verax.checkpoint import video_convert
+from verax.checkpoint.video_folder import VideoFolder
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_original(tmp_path / "source")
+
+
+def test_there_and_back(run, source, tmp_path):
+    done = run("convert", source, tmp_path / "there", "--to", "diffusers")
+    assert done.status == 0
+    assert "MB in the layout of diffusers" in done.out
+    done = run("convert", tmp_path / "there", tmp_path / "back", "--to", "original")
+    assert done.status == 0
+    assert (tmp_path / "back" / f"{VAE}.safetensors").is_file()
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {name: config[name] for name in CONFIG} == CONFIG
+    opened = VideoFolder(tmp_path / "back")
+    for part in SHAPES:
+        checkpoint = opened.checkpoint(part)
+        assert {name: checkpoint.read(name).tobytes() for name in checkpoint.names()} == {
+            name: array.tobytes() for name, array in tensors(part).items()
+        }
+    assert sorted(os.listdir(tmp_path)) == ["back", "source", "there"]
+
+
+def test_a_dtype_rounds_the_transformer_and_leaves_the_vae(run, source, tmp_path):
+    assert run("convert", source, tmp_path / "half", "--to", "diffusers", "--dtype", "bfloat16").status == 0
+    opened = VideoFolder(tmp_path / "half")
+    for part in SHAPES:
+        checkpoint = opened.checkpoint(part)
+        for name, array in tensors(part).items():
+            expected = array if part == "vae" else array.astype(ml_dtypes.bfloat16)
+            assert checkpoint.read(name).tobytes() == expected.tobytes()
+
+
+def test_large_weights_are_written_in_numbered_files(source, tmp_path):
+    target = video_convert.convert(VideoFolder(source), tmp_path / "out", "diffusers", max_shard_bytes=300)
+    folder = target / "transformer"
+    index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == sorted(set(index["weight_map"].values()))
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in tensors("transformer").values())
+    checkpoint = VideoFolder(target).checkpoint("transformer")
+    for name, array in tensors("transformer").items():
+        assert checkpoint.read(name).tobytes() == array.tobytes()
+
+
+def test_progress_reaches_the_end(source, tmp_path):
+    calls = []
+    video_convert.convert(VideoFolder(source), tmp_path / "out", "diffusers", progress=lambda *now: calls.append(now))
+    total = sum(array.nbytes for part in SHAPES for array in tensors(part).values())
+    assert calls == sorted(calls)
+    assert calls[-1] == (total, total)
+
+
+def test_an_existing_target_is_replaced_only_when_asked(run, source, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "mine").write_text("x")
+    done = run("convert", source, target, "--to", "diffusers")
+    assert (done.status, done.err.count("\n")) == (1, 1)
+    assert "exists already" in done.err
+    assert os.listdir(target) == ["mine"]
+    assert run("convert", source, target, "--to", "diffusers", "--force").status == 0
+    assert not (target / "mine").exists()
+    assert VideoFolder(target).layout == "diffusers"
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+@pytest.mark.parametrize("place", [".", ".."])
+def test_the_model_itself_is_not_overwritten(place, run, source):
+    done = run("convert", source, source / place, "--to", "diffusers", "--force")
+    assert done.status == 1
+    assert "that is the model itself" in done.err
+    assert (source / "config.json").is_file()
+
+
+def test_a_failure_on_the_way_leaves_nothing_behind(source, tmp_path):
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    (tmp_path / "target").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        video_convert.convert(VideoFolder(source), tmp_path / "target", "diffusers", force=True, progress=stop)
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+    assert os.listdir(tmp_path / "target") == []
+
+
+def test_what_is_missing_is_told_before_anything_is_written(run, source, tmp_path):
+    (source / f"{VAE}.safetensors").unlink()
+    done = run("convert", source, tmp_path / "out", "--to", "diffusers")
+    assert (done.status, done.err.count("\n")) == (1, 1)
+    assert f"expected {VAE}.pth" in done.err
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+def test_nonsense_is_refused_in_one_line(run, source, tmp_path):
+    for options in (["--to", "comfy"], ["--to", "original", "--dtype", "int8"]):
+        done = run("convert", source, tmp_path / "out", *options)
+        assert (done.status, done.err.count("\n")) == (1, 1)
+        assert "expected" in done.err

@@ -1,0 +1,140 @@
+"""Tiny video models in diffusers' layout: every part random with spread, so that an error anywhere shows."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan import WanConfig, WanModel
+from verax.models.wan_vae import WanVae, WanVaeConfig
+
+SIZES = dict(
+    num_attention_heads=2,
+    attention_head_dim=12,
+    text_dim=16,
+    freq_dim=256,
+    ffn_dim=32,
+    num_layers=2,
+    patch_size=(1, 2, 2),
+)
+IMAGE = dict(in_channels=36, out_channels=16, image_dim=20, added_kv_proj_dim=24)
+PLAIN = dict(in_channels=16, out_channels=16)
+KINDS: dict[str, dict[str, Any]] = {
+    "t2v": PLAIN,
+    "i2v": IMAGE,
+    "df": dict(**PLAIN, inject_sample_info=True),
+}
+WORDS = ("a", "red", "blue", "green", "circle", "square", "floats", "left", "right", "over", "gradient", "static")
+PIPELINES = {kind: f"SkyReelsV2{name}Pipeline" for kind, name in (("t2v", ""), ("i2v", "ImageToVideo"))}
+PIPELINES["df"] = "SkyReelsV2DiffusionForcingPipeline"
+VAE = dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True])
+TEXT = dict(vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu")
+VISION = dict(
+    hidden_size=20,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=14,
+    hidden_act="gelu",
+)
+
+
+def word_tokenizer() -> Tokenizer:
+    """A word for a token; `</s>` ends a text, as in UMT5."""
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return tokenizer
+
+
+def video_folder(kind: str, folder: Path, **settings: Any) -> Path:
+    """A checkpoint of verax's own modules, made without torch. `settings` go into verax.json."""
+    parts: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "transformer": (
+            WanModel,
+            WanConfig,
+            {"_class_name": "SkyReelsV2Transformer3DModel", **SIZES, **KINDS[kind]},
+        ),
+        "vae": (WanVae, WanVaeConfig, {"_class_name": "AutoencoderKLWan", **VAE}),
+        "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT}),
+    }
+    if kind == "i2v":
+        parts["image_encoder"] = (CLIPVisionModel, CLIPVisionConfig, {"model_type": "clip_vision_model", **VISION})
+    rng = np.random.default_rng(0)
+    for name, (model, config, fields) in parts.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(fields))
+        made = partial(model, config.from_hf(fields))
+        module = nnx.eval_shape(lambda made=made: made(rngs=nnx.Rngs(0)))
+        weights = {
+            ".".join(map(str, path)): _random(rng, leaf.shape) for path, leaf in nnx.to_flat_state(nnx.state(module))
+        }
+        stem = "model" if "encoder" in name else "diffusion_pytorch_model"
+        save_file(weights, folder / name / f"{stem}.safetensors")
+    for name, fields in (
+        ("model_index.json", {"_class_name": PIPELINES[kind]}),
+        ("scheduler/scheduler_config.json", {"flow_shift": 5.0}),
+        ("verax.json", settings),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(fields))
+    (folder / "tokenizer").mkdir()
+    word_tokenizer().save(str(folder / "tokenizer/tokenizer.json"))
+    return folder
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    fan = np.prod(shape[1:]) if len(shape) > 1 else 9.0
+    return (rng.normal(size=shape) * fan**-0.5 + (len(shape) == 1)).astype(np.float32)
+
+
+def diffusers_pipeline(kind: str, folder: Path) -> Any:
+    """A pipeline of diffusers, random, saved to `folder`. `kind` is t2v, i2v or df."""
+    diffusers, transformers = (import_module(name) for name in ("diffusers", "transformers"))
+    torch = import_module("torch")
+    torch.manual_seed(0)
+    parts = {
+        "tokenizer": transformers.PreTrainedTokenizerFast(
+            tokenizer_object=word_tokenizer(), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        ),
+        "text_encoder": transformers.UMT5EncoderModel(transformers.UMT5Config(**TEXT)),
+        "transformer": diffusers.SkyReelsV2Transformer3DModel(**SIZES, **KINDS[kind]),
+        "vae": diffusers.AutoencoderKLWan(**VAE),
+        "scheduler": diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+        ),
+    }
+    if kind == "i2v":
+        vision = transformers.CLIPVisionConfig(**VISION, projection_dim=8)
+        parts["image_encoder"] = transformers.CLIPVisionModelWithProjection(vision)
+        parts["image_processor"] = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
+    for part in parts.values():
+        if isinstance(part, torch.nn.Module):
+            _spread(part)
+    made = getattr(diffusers, PIPELINES[kind])(**parts)
+    made.save_pretrained(folder)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def _spread(module: Any) -> None:
+    for name, weight in module.named_parameters():
+        if weight.ndim > 1 and "scale_shift_table" not in name and "gamma" not in name:
+            fan = 4 if "shared" in name else weight[0].numel()
+            weight.data.normal_(std=fan**-0.5)
+        else:
+            weight.data.normal_(mean=float(name.endswith("weight") or "gamma" in name), std=0.2)
+    module.eval().requires_grad_(False)
