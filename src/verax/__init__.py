@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from verax.text.llm import LLM
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.sampling_params import SamplingParams
+    from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
 
 __version__ = "0.1.0"
@@ -22,7 +23,9 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "VideoOutput",
     "VideoPipeline",
+    "VideoProgress",
     "__version__",
     "checkpoint",
     "models",
@@ -36,7 +39,9 @@ _HOMES = {
     "Logprob": "verax.text.outputs",
     "RequestOutput": "verax.text.outputs",
     "SamplingParams": "verax.text.sampling_params",
+    "VideoOutput": "verax.video.outputs",
     "VideoPipeline": "verax.video.pipeline",
+    "VideoProgress": "verax.video.outputs",
 }
 _MODULES = ("checkpoint", "models", "ops")
 

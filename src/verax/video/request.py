@@ -101,7 +101,7 @@ def make_request(settings: VideoSettings, grid: Grid, reference: str, **given: A
         InvalidParameterError: naming the argument that does not fit, and what would.
     """
     size = {"height": settings.height, "width": settings.width}
-    picture = given["image"]
+    picture = given["image"] if given["video"] is None else given["video"][0]
     if picture is not None and given["height"] is None and given["width"] is None:
         tall = picture.shape[0] > picture.shape[1]
         if tall != (settings.height > settings.width):
@@ -122,7 +122,7 @@ def make_request(settings: VideoSettings, grid: Grid, reference: str, **given: A
     _check_choices(request)
     _check_numbers(request, grid)
     _check_kind(request, settings)
-    _check_arrays(request, grid, settings)
+    _check_arrays(request, grid, reference)
     return request
 
 
@@ -192,11 +192,15 @@ def _check_kind(request: VideoRequest, settings: VideoSettings) -> None:
         raise InvalidParameterError("image: this model is for image to video, and needs the first frame")
     if request.image is not None and request.video is not None:
         raise InvalidParameterError("image: give it or video, not both: each is how the clip begins")
+    if request.video is not None and len(request.video) < request.overlap_history:
+        raise InvalidParameterError(
+            f"video: has {len(request.video)} frames, fewer than overlap_history, {request.overlap_history}"
+        )
     if request.cache is not None and request.cache_threshold == 0:
         raise InvalidParameterError("cache_threshold: expected a number above 0, got 0")
 
 
-def _check_arrays(request: VideoRequest, grid: Grid, settings: VideoSettings) -> None:
+def _check_arrays(request: VideoRequest, grid: Grid, reference: str) -> None:
     if (request.prompt is None) == (request.prompt_embeds is None):
         raise InvalidParameterError("prompt: give it or prompt_embeds, one of the two")
     if request.prompt is not None and not request.prompts:
@@ -210,6 +214,15 @@ def _check_arrays(request: VideoRequest, grid: Grid, settings: VideoSettings) ->
             raise InvalidParameterError(f"{name}: expected an array [1, tokens, {grid.text_width}], got shape {shape}")
     sizes = request.segments(grid)
     extra = [0] * (len(sizes) - 1) + [int(request.last_image is not None)]
+    if (
+        reference == "diffusers"
+        and len(sizes) > 1
+        and grid.latents(request.overlap_history) % request.causal_block_size
+    ):
+        raise InvalidParameterError(
+            f"overlap_history: {grid.latents(request.overlap_history)} latent frames are not whole blocks of "
+            f"{request.causal_block_size} (causal_block_size), which diffusers would cut off"
+        )
     for size, more in zip(sizes, extra, strict=True):
         if (size + more) % request.causal_block_size:
             raise InvalidParameterError(

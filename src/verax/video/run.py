@@ -102,7 +102,7 @@ class Run:
         channels, given, ending = self._encode(picture)
         for segment, size in enumerate(self._sizes):
             self._segment = segment
-            last = self._segment == len(self._sizes) - 1
+            last = segment == len(self._sizes) - 1
             context = stages.context(texts[min(segment, len(texts) - 1)], states)
             latents = self._denoise(size, given, ending if last else None, context, channels)
             fresh = latents[:, self._overlap :] if segment else latents
@@ -225,9 +225,9 @@ class Run:
             context=context,
             channels=channels,
             fps=fps,
-            guidance_scale=np.float32(request.guidance_scale),
+            guidance_scale=np.array(request.guidance_scale, np.float32),
             given=np.arange(sample.shape[1]) < prefix if noisy else None,
-            added_noise=np.int32(request.addnoise_condition),
+            added_noise=np.array(request.addnoise_condition, np.int32),
             key=jax.random.fold_in(jax.random.key(request.seed + 1), self._segment),
         )
         options: dict[str, Any] = {
@@ -243,10 +243,9 @@ class Run:
                 # Numbers as arrays: a program's arguments.
                 bounds = np.int32(begin), np.int32(begin + each)
                 carry = self._denoiser.program(weights, carry, looked_up, conditions, *bounds, **options)
-                latents = jax.block_until_ready(carry.solver.sample)
-                step(begin + each, latents=latents)
+                step(begin + each, latents=jax.block_until_ready(carry.solver.sample))
         self._rounds, self._computed = self._rounds + rounds, self._computed + computed
-        return latents if ending is None else latents[:, :size]
+        return carry.solver.sample if ending is None else carry.solver.sample[:, :size]
 
     def _tables(self, size: int, prefix: int, frames: int, fps: Any) -> tuple[Tables, int]:
         """What a segment's rounds look up, and how many there are."""

@@ -1,0 +1,283 @@
+"""`VideoPipeline` beyond parity: what it refuses, compiles, forgets, repeats, and tells while it runs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tiny_video import video_folder
+from verax import VideoPipeline
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.video import unipc
+from verax.video.sigmas import noise_levels
+
+SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            made[kind] = video_folder(kind, tmp_path_factory.mktemp(kind), height=16, width=32, num_frames=9)
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def pipes(folders):
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            made[kind] = VideoPipeline.from_pretrained(folders(kind), dtype="float32")
+        return made[kind]
+
+    return get
+
+
+def picture(height=40, width=60, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_defaults_are_those_of_the_checkpoint_and_frames_are_bytes(pipes):
+    clip = pipes("t2v")("a red circle", num_inference_steps=2)
+    assert clip.frames.shape == (9, 16, 32, 3)
+    assert clip.frames.dtype == np.uint8
+    assert (clip.fps, clip.seed, clip.steps, clip.computed, clip.complete) == (24, 42, 2, 2, True)
+
+
+def test_an_upright_picture_makes_an_upright_clip(pipes):
+    clip = pipes("i2v")("a red circle", image=picture(60, 40), num_inference_steps=1)
+    assert clip.frames.shape == (9, 32, 16, 3)
+
+
+def test_a_seed_is_a_clip(pipes):
+    first, again, other = (pipes("t2v")("a red circle", seed=seed, **SIZE).frames for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_a_second_call_compiles_nothing_whatever_its_prompt_seed_and_number_of_steps(pipes):
+    pipe = pipes("i2v")
+    pipe("a red circle", image=picture(), **SIZE)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    changed = {**SIZE, "num_inference_steps": 7}
+    pipe("a blue square floats left", image=picture(seed=3), seed=5, guidance_scale=3.0, shift=3.0, **changed)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("kind", ["t2v", "df"])
+def test_a_callback_sees_every_step_and_changes_nothing(pipes, kind):
+    seen = []
+    told = pipes(kind)("a red circle", callback=seen.append, **SIZE)
+    silent = pipes(kind)("a red circle", **SIZE)
+    np.testing.assert_allclose(told.frames.astype(int), silent.frames, atol=1)
+    steps = [one for one in seen if one.stage == "denoise"]
+    assert [one.done for one in steps] == [1, 2, 3]
+    assert all(one.total == 3 and one.latents.shape == (1, 16, 3, 2, 4) for one in steps)
+    np.testing.assert_array_equal(seen[-1].frames, told.frames)
+
+
+def test_a_callback_that_says_false_ends_the_run_with_the_segments_that_are_done(pipes):
+    options: dict[str, Any] = dict(SIZE, num_frames=17, base_num_frames=9, overlap_history=5)
+    whole = pipes("df")("a red circle", **options)
+    stopped = pipes("df")(
+        "a red circle", callback=lambda now: not (now.segment == 1 and now.stage == "denoise"), **options
+    )
+    assert (whole.complete, stopped.complete) == (True, False)
+    assert len(stopped.frames) == 9
+    np.testing.assert_allclose(stopped.frames.astype(int), whole.frames[:9], atol=1)
+
+
+def test_sequential_guidance_is_the_same_clip(pipes):
+    both, turns = (
+        pipes("df")("a red circle", guidance=how, output_type="np", **SIZE) for how in ("batch", "sequential")
+    )
+    np.testing.assert_allclose(both.frames, turns.frames, atol=1e-4)
+
+
+def test_guidance_of_one_is_the_prompt_alone(pipes):
+    alone = pipes("t2v")("a red circle", guidance_scale=1.0, output_type="np", **SIZE)
+    other = pipes("t2v")("a red circle", guidance_scale=1.0, negative_prompt="static", output_type="np", **SIZE)
+    np.testing.assert_array_equal(alone.frames, other.frames)
+
+
+def test_encoders_are_given_back_and_read_again(folders):
+    pipe = VideoPipeline.from_pretrained(folders("i2v"), dtype="float32", keep_encoders=False)
+    first = pipe("a red circle", image=picture(), **SIZE)
+    assert not pipe.stages.text_encoder.loaded
+    assert not pipe.stages.image_encoder.loaded
+    assert pipe.stages.transformer.loaded
+    np.testing.assert_array_equal(first.frames, pipe("a red circle", image=picture(), **SIZE).frames)
+
+
+def step_by_step(pipe, noise, computed, guidance_scale):
+    """Text to video as a loop over steps, in which some reuse what the blocks added last."""
+    levels = noise_levels(len(computed), pipe.settings.shift, "skyreels")
+    table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(noise.transpose(0, 2, 3, 4, 1)))
+    prompts = [pipe._text(prompt) for prompt in ("a red circle", pipe.settings.negative_prompt)]
+    component = pipe.stages.transformer
+    with component.weights() as weights:
+        model = component.module(weights)
+        contexts, added = [model.encode_context(prompt) for prompt in prompts], [None, None]
+        for i, timestep in enumerate(levels.timesteps):
+            found = []
+            e, e0 = model.embed_time(jnp.array([timestep]))
+            for side, context in enumerate(contexts):
+                x = model.embed_latents(state.sample)
+                if computed[i]:
+                    added[side] = model.run_blocks(x, e0, context) - x
+                found.append(model.unembed(x + added[side], e))
+            velocity = found[1] + guidance_scale * (found[0] - found[1])
+            state = unipc.step(table, jnp.int32(i), state, velocity)
+    return np.asarray(state.sample).transpose(0, 4, 1, 2, 3)
+
+
+@pytest.mark.parametrize("guidance", ["batch", "sequential"])
+def test_teacache_reuses_what_the_blocks_added_last(pipes, guidance):
+    pipe = pipes("t2v")
+    noise = np.random.default_rng(0).normal(size=(1, 16, 3, 2, 4)).astype(np.float32)
+    options: dict[str, Any] = dict(SIZE, num_inference_steps=8, latents=noise, output_type="latent", guidance=guidance)
+    plain = pipe("a red circle", guidance_scale=3.0, **options)
+    cached = pipe("a red circle", guidance_scale=3.0, cache="teacache", cache_threshold=1e9, **options)
+    assert (plain.computed, cached.steps, cached.computed) == (8, 8, 5)
+    np.testing.assert_allclose(plain.frames, step_by_step(pipe, noise, [True] * 8, 3.0), atol=1e-4)
+    np.testing.assert_allclose(cached.frames, step_by_step(pipe, noise, [True] * 5 + [False] * 3, 3.0), atol=1e-4)
+    assert np.abs(plain.frames - cached.frames).max() > 1e-2
+
+
+def test_teacache_works_with_frames_at_different_steps(pipes):
+    clip = pipes("df")(
+        "a red circle", cache="teacache", cache_threshold=1e9, ar_step=2, **dict(SIZE, num_inference_steps=8)
+    )
+    assert (clip.steps, clip.computed) == (8 + 2 * 2, 5)
+
+
+def test_long_clips_go_on_from_their_own_frames(pipes):
+    clip = pipes("df")(
+        ["a red circle", "a blue square"], **dict(SIZE, num_frames=21, base_num_frames=9), overlap_history=5
+    )
+    assert clip.frames.shape == (21, 16, 32, 3)
+    assert clip.steps == 3 * 4
+    short = pipes("df")("a red circle", **SIZE)
+    np.testing.assert_array_equal(clip.frames[:9], short.frames)
+
+
+def test_a_users_clip_is_gone_on_from(pipes):
+    given = np.random.default_rng(0).integers(0, 256, (11, 16, 32, 3), np.uint8)
+    clip = pipes("df")("a red circle", video=given, overlap_history=5, **SIZE)
+    np.testing.assert_array_equal(clip.frames[:11], given)
+    assert len(clip.frames) == 11 + 9 - 5
+    # What came before the overlap is not looked at.
+    other = np.concatenate([given[:6] // 2, given[6:]])
+    np.testing.assert_array_equal(
+        clip.frames[11:], pipes("df")("a red circle", video=other, overlap_history=5, **SIZE).frames[11:]
+    )
+
+
+def test_noise_on_what_is_given_is_the_same_for_a_seed(pipes):
+    options: dict[str, Any] = dict(SIZE, image=picture(), addnoise_condition=50)
+    first, again, other = (pipes("df")("a red circle", seed=seed, **options).frames for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    plain = pipes("df")("a red circle", seed=1, **dict(options, addnoise_condition=0)).frames
+    assert (first != plain).any()
+
+
+def test_a_picture_in_a_block_stays_as_it_was_given(pipes):
+    pipe = pipes("df")
+    options: dict[str, Any] = dict(SIZE, image=picture(), ar_step=1, causal_block_size=3, output_type="latent")
+    latents = pipe("a red circle", **options).frames
+    alone = pipe("a red circle", **dict(options, num_inference_steps=1)).frames
+    np.testing.assert_array_equal(latents[:, :, 0], alone[:, :, 0])
+    assert (latents[:, :, 1:] != alone[:, :, 1:]).any()
+
+
+def test_references_differ_in_their_noise_levels(folders, pipes):
+    theirs = VideoPipeline.from_pretrained(folders("t2v"), dtype="float32", reference="diffusers")
+    options: dict[str, Any] = dict(SIZE, negative_prompt="static", output_type="np")
+    ours = pipes("t2v")("a red circle", **options).frames
+    assert np.abs(ours - theirs("a red circle", **options).frames).max() > 1e-4
+
+
+def test_bfloat16_is_near_float32(folders, pipes):
+    low = VideoPipeline.from_pretrained(folders("i2v"))
+    options: dict[str, Any] = dict(SIZE, image=picture(), output_type="np")
+    error = np.abs(low("a red circle", **options).frames - pipes("i2v")("a red circle", **options).frames)
+    assert 0 < error.mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("t2v", {"num_frames": 10}, r"num_frames: expected 4n \+ 1, got 10; nearest 9 or 13"),
+        ("t2v", {"height": 100}, r"height: expected a multiple of 16, got 100; nearest 96 or 112"),
+        ("t2v", {"width": 0}, r"width: expected a multiple of 16, got 0; nearest 16"),
+        ("t2v", {"num_inference_steps": 0}, "num_inference_steps: expected a whole number of at least 1, got 0"),
+        ("t2v", {"shift": -1.0}, r"shift: expected a number of at least 0, got -1\.0"),
+        ("t2v", {"output_type": "pil"}, "output_type: expected one of video, np, latent, got 'pil'"),
+        ("t2v", {"cache": "magcache"}, "cache: expected one of None, teacache, got 'magcache'"),
+        ("t2v", {"attention": "quick"}, "attention: expected one of auto, .*got 'quick'"),
+        ("t2v", {"image": picture()}, "image: this model is for text alone"),
+        ("t2v", {"ar_step": 5}, "ar_step: needs a model for diffusion forcing"),
+        ("t2v", {"num_frames": 17}, "num_frames: longer than base_num_frames, 9, needs a model for diffusion forcing"),
+        ("t2v", {"latents": np.zeros((1, 16, 3, 9, 9))}, r"latents: .*\[1, 16, 3, 2, 4\], got \(1, 16, 3, 9, 9\)"),
+        ("t2v", {"prompt_embeds": np.zeros((1, 512, 16))}, "prompt: give it or prompt_embeds, one of the two"),
+        ("i2v", {}, "image: this model is for image to video, and needs the first frame"),
+        ("i2v", {"image": "no such.png"}, "image: there is no file no such.png"),
+        ("i2v", {"image": __file__}, "image: .*test_pipeline.py cannot be read as a picture"),
+        ("df", {"causal_block_size": 2}, "causal_block_size: 3 latent frames in a segment cannot be cut"),
+        ("df", {"overlap_history": 4}, r"overlap_history: expected 4n \+ 1, got 4; nearest 1 or 5"),
+        (
+            "df",
+            {"num_frames": 17, "overlap_history": 9},
+            "overlap_history: 3 latent frames, which is all of a segment's 3",
+        ),
+        ("df", {"video": picture()[None], "overlap_history": 5}, "video: has 1 frames, fewer than overlap_history, 5"),
+        ("df", {"addnoise_condition": 2000}, "addnoise_condition: expected at most 1000, got 2000"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        pipes(kind)("a red circle", **options)
+
+
+def test_there_must_be_a_prompt(pipes):
+    with pytest.raises(InvalidParameterError, match="prompt: give it or prompt_embeds"):
+        pipes("t2v")()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, got 'int8'"),
+        ({"reference": "comfy"}, "reference: expected one of skyreels, diffusers, got 'comfy'"),
+        ({"kind": "v2v"}, "kind: expected one of t2v, i2v, df, got 'v2v'"),
+        ({"kind": "i2v"}, "kind: i2v does not fit this transformer"),
+    ],
+)
+def test_wrong_ways_to_open_a_checkpoint_are_refused(folders, options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        VideoPipeline.from_pretrained(folders("t2v"), **options)
+
+
+def test_parts_that_do_not_fit_each_other_are_refused(tmp_path):
+    folder = video_folder("t2v", tmp_path / "odd")
+    config = folder / "text_encoder/config.json"
+    config.write_text(config.read_text().replace('"d_model": 16', '"d_model": 24'))
+    with pytest.raises(UnsupportedModelError, match="text_dim, 16, should be the text encoder's d_model, 24"):
+        VideoPipeline.from_pretrained(folder)
+
+
+def test_settings_that_are_none_are_refused(tmp_path):
+    folder = video_folder("t2v", tmp_path / "odd", frames=9)
+    with pytest.raises(CheckpointError, match=r"verax.json: frames is 9; expected .* num_frames"):
+        VideoPipeline.from_pretrained(folder)
