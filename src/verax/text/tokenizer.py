@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from verax.checkpoint import Checkpoint
+from verax.checkpoint.tokenizer_file import read_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError
 from verax.text import chat_template
 
@@ -62,15 +63,7 @@ class Tokenizer:
             CheckpointError: naming the file that is missing or damaged.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path}: no such file; transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes one"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error
+        backend = read_tokenizer(folder)
         # Left there by training or fine-tuning; transformers turns them off in each call as well.
         backend.no_truncation()
         backend.no_padding()

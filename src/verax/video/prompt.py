@@ -10,6 +10,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
+from verax.checkpoint.tokenizer_file import read_tokenizer
 from verax.errors import CheckpointError
 from verax.video.extra import needed
 
@@ -51,16 +52,7 @@ class PromptTokenizer:
         Raises:
             CheckpointError: if it is missing or damaged, or has no token `<pad>`.
         """
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path}: no such file; transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes one"
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error
-        return cls(backend, length=length)
+        return cls(read_tokenizer(folder), length=length)
 
     def __call__(self, prompts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
         """Ids of cleaned prompts, int32, padded on the right, and how many of each are not padding.
