@@ -51,8 +51,8 @@ def theirs_frames(theirs, noises, monkeypatch, *, image=None, last_image=None, *
     """Frames of diffusers' pipeline, whose noise is handed to it where it would draw it."""
     queue = [torch.from_numpy(np.array(one)) for one in noises]
     monkeypatch.setattr(f"{type(theirs).__module__}.randn_tensor", lambda *_, **__: queue.pop(0))
-    images: dict[str, Any] = {"image": image, "last_image": last_image}
-    images: dict[str, Any] = {name: PIL.fromarray(array) for name, array in images.items() if array is not None}
+    arrays = {"image": image, "last_image": last_image}
+    images = {name: PIL.fromarray(array) for name, array in arrays.items() if array is not None}
     found = theirs(output_type="np", **images, **SIZE, **PROMPTS, **options)
     assert not queue
     frames = np.asarray(found.frames[0])

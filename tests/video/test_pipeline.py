@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
@@ -66,9 +67,12 @@ def test_a_second_call_compiles_nothing_whatever_its_prompt_seed_and_number_of_s
     pipe = pipes("i2v")
     pipe("a red circle", image=picture(), **SIZE)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
-    )
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     changed = {**SIZE, "num_inference_steps": 7}
     pipe("a blue square floats left", image=picture(seed=3), seed=5, guidance_scale=3.0, shift=3.0, **changed)
     assert compiled == []
@@ -114,6 +118,7 @@ def test_encoders_are_given_back_and_read_again(folders):
     pipe = VideoPipeline.from_pretrained(folders("i2v"), dtype="float32", keep_encoders=False)
     first = pipe("a red circle", image=picture(), **SIZE)
     assert not pipe.stages.text_encoder.loaded
+    assert pipe.stages.image_encoder is not None
     assert not pipe.stages.image_encoder.loaded
     assert pipe.stages.transformer.loaded
     np.testing.assert_array_equal(first.frames, pipe("a red circle", image=picture(), **SIZE).frames)
@@ -223,6 +228,8 @@ def test_bfloat16_is_near_float32(folders, pipes):
         ("t2v", {"width": 0}, r"width: expected a multiple of 16, got 0; nearest 16"),
         ("t2v", {"num_inference_steps": 0}, "num_inference_steps: expected a whole number of at least 1, got 0"),
         ("t2v", {"shift": -1.0}, r"shift: expected a number of at least 0, got -1\.0"),
+        ("t2v", {"resolution": "480P"}, "resolution: expected one of 540P, 720P, got '480P'"),
+        ("t2v", {"resolution": "540P", "height": 64}, "resolution: give it, or height and width, not both"),
         ("t2v", {"output_type": "pil"}, "output_type: expected one of video, np, latent, got 'pil'"),
         ("t2v", {"cache": "magcache"}, "cache: expected one of None, teacache, got 'magcache'"),
         ("t2v", {"attention": "quick"}, "attention: expected one of auto, .*got 'quick'"),
@@ -281,3 +288,26 @@ def test_settings_that_are_none_are_refused(tmp_path):
     folder = video_folder("t2v", tmp_path / "odd", frames=9)
     with pytest.raises(CheckpointError, match=r"verax.json: frames is 9; expected .* num_frames"):
         VideoPipeline.from_pretrained(folder)
+
+
+def test_lora_files_change_the_weights_by_their_factors(folders, pipes, tmp_path):
+    rng = np.random.default_rng(0)
+    up, down = (rng.normal(size=shape).astype(np.float32) for shape in ((24, 2), (2, 24)))
+    name = "blocks.0.self_attn.q"
+    save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, tmp_path / "style.safetensors")
+    changed = VideoPipeline.from_pretrained(
+        folders("t2v"), dtype="float32", lora={tmp_path / "style.safetensors": 0.5}
+    ).stages.transformer
+    plain = pipes("t2v").stages.transformer
+    with changed.weights() as ours, plain.weights() as theirs:
+        got, before = (
+            np.asarray(component.module(weights).blocks[0].self_attn.q.weight[...])
+            for component, weights in ((changed, ours), (plain, theirs))
+        )
+    np.testing.assert_allclose(got - before, 0.5 * up @ down, atol=1e-5)
+
+
+def test_a_lora_file_for_another_model_is_refused_at_once(folders, tmp_path):
+    save_file({"blocks.7.ffn.0.lora_A.weight": np.zeros((2, 24), np.float32)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="no weight of the transformer for blocks"):
+        VideoPipeline.from_pretrained(folders("t2v"), lora=tmp_path / "other.safetensors")

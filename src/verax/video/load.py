@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from verax import checkpoint, progress
+from verax.checkpoint.checkpoint import Checkpoint
+from verax.checkpoint.lora import with_lora
 from verax.checkpoint.video_folder import VideoFolder
 from verax.errors import UnsupportedModelError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
@@ -33,7 +36,13 @@ class Components(NamedTuple):
 
 
 def load_components(
-    folder: VideoFolder, dtype: DTypeLike, *, keep_encoders: bool | None, show_progress: bool
+    folder: VideoFolder,
+    dtype: DTypeLike,
+    *,
+    keep_encoders: bool | None,
+    offload: bool,
+    lora: Mapping[Path, float],
+    show_progress: bool,
 ) -> Components:
     """Describe a folder's models.
 
@@ -41,10 +50,12 @@ def load_components(
         folder: of either layout.
         dtype: of the transformer's and the encoders' weights. The VAE's are float32.
         keep_encoders: whether text and image encoder stay on the device; by their size if None.
+        offload: whether all weights wait in the host's memory while they are not used.
+        lora: files that change the transformer's weights, each with a factor.
         show_progress: bars while weights are read.
 
     Raises:
-        CheckpointError: if a part is missing.
+        CheckpointError: if a part is missing, or a LoRA file does not fit the transformer.
         UnsupportedModelError: if verax has no such model, or the parts do not fit each other.
     """
 
@@ -54,10 +65,14 @@ def load_components(
         def load(abstract: M) -> M:
             with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
                 ignored: tuple[str, ...] = getattr(make, "ignored_weights", ())
-                opened = folder.checkpoint(name)
+                opened = open_part(name)
                 return checkpoint.load_module(abstract, opened, dtype=kind, ignore=ignored, progress=report)
 
-        return Component(what, lambda: make(config, dtype=kind, rngs=nnx.Rngs(0)), load, keep=keep)
+        return Component(what, lambda: make(config, dtype=kind, rngs=nnx.Rngs(0)), load, keep=keep, offload=offload)
+
+    def open_part(name: str) -> Checkpoint:
+        opened = folder.checkpoint(name)
+        return with_lora(opened, lora) if name == "transformer" and lora else opened
 
     transformer = WanConfig.from_hf(folder.config("transformer"))
     vae = WanVaeConfig.from_hf(folder.config("vae"))
@@ -68,6 +83,8 @@ def load_components(
         _same("image_dim", transformer.image_dim, "the image encoder's hidden_size", image.hidden_size)
     _same("text_dim", transformer.text_dim, "the text encoder's d_model", text.d_model)
     _same("output channels", transformer.out_dim, "the VAE's z_dim", vae.z_dim)
+    if lora:
+        open_part("transformer")  # now rather than after minutes of reading the prompt
     more = 0 if image is None else vae.z_dim + vae.frames_per_latent
     _same("input channels", transformer.in_dim, "what a clip's latents and condition have", vae.z_dim + more)
     return Components(

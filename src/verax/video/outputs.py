@@ -26,6 +26,8 @@ class VideoProgress:
     segments: int
     seconds: float
     """Since the stage began."""
+    fps: int
+    """Of the clip."""
     latents: np.ndarray | None = None
     """Of the segment, float32 `[1, 16, F, h, w]` as diffusers has them; while denoising."""
     frames: np.ndarray | None = None

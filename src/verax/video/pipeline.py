@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
-from verax import models
+from verax import models, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video_folder import VideoFolder
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, RequestRefusedError
 from verax.models.wan import WanConfig
 from verax.models.wan_vae import WanVaeConfig
 from verax.video import pictures
 from verax.video.denoise import Denoiser
 from verax.video.load import load_components
+from verax.video.memory import StageMemory, free_memory, refusal
 from verax.video.outputs import Callback, VideoOutput
 from verax.video.prompt import PromptTokenizer
-from verax.video.request import Grid, make_request
+from verax.video.request import Grid, VideoRequest, make_request
 from verax.video.run import Run
 from verax.video.settings import read_settings
 from verax.video.stages import Stages
 
 __all__ = ["VideoPipeline"]
+
+Lora = str | Path | Sequence[str | Path] | Mapping[Any, float] | None
+"""A LoRA file, several, or files with a factor for each."""
 
 KEPT_PROMPTS = 16
 """Prompts whose states are kept, so that asking again needs no text encoder."""
@@ -47,7 +55,9 @@ class VideoPipeline:
         dtype: str = "bfloat16",
         reference: str | None = None,
         kind: str | None = None,
+        lora: Lora = None,
         keep_encoders: bool | None = None,
+        offload: bool = False,
         show_progress: bool = True,
     ):
         """Open a checkpoint's folder; see `from_pretrained`."""
@@ -59,7 +69,17 @@ class VideoPipeline:
         shift = float(opened.scheduler.get("flow_shift", 1.0))
         self.settings = read_settings(opened.path, opened.pipeline, shift, kind=kind, reference=self.reference)
         self._show_progress = show_progress
-        found = load_components(opened, models.DTYPES[dtype], keep_encoders=keep_encoders, show_progress=show_progress)
+        if offload and jax.default_backend() == "cpu":
+            warnings.warn("offload: a CPU has one memory; nothing to move", stacklevel=3)
+            offload = False
+        found = load_components(
+            opened,
+            models.DTYPES[dtype],
+            keep_encoders=keep_encoders,
+            offload=offload,
+            lora=_factors(lora),
+            show_progress=show_progress,
+        )
         self.stages = Stages(**found._asdict(), decode_dtype=models.DTYPES[dtype])
         self.denoiser = Denoiser(found.transformer)
         transformer: WanConfig = found.transformer.config
@@ -86,7 +106,9 @@ class VideoPipeline:
         dtype: str = "bfloat16",
         reference: str | None = None,
         kind: str | None = None,
+        lora: Lora = None,
         keep_encoders: bool | None = None,
+        offload: bool = False,
         show_progress: bool = True,
     ) -> VideoPipeline:
         """Open a checkpoint. Weights are read when they are first used.
@@ -98,8 +120,11 @@ class VideoPipeline:
                 default, less its slips) or `"diffusers"`.
             kind: `"t2v"`, `"i2v"` or `"df"` (diffusion forcing), where the folder does not say: the original's 14B
                 models for text and for forcing differ in nothing but their folders' names.
+            lora: a LoRA file (safetensors; diffusers', PEFT's or kohya's names), several, or files with a factor for
+                each. They change the transformer's weights as these are read.
             keep_encoders: whether text and image encoder stay on the device between calls; if None, when they are
                 small. UMT5-XXL is not: its 11 GB are given back after the prompt is read.
+            offload: whether weights wait in the host's memory while they are not used. On a CPU nothing but a warning.
             show_progress: bars, if stderr is a terminal.
 
         Raises:
@@ -114,7 +139,9 @@ class VideoPipeline:
             dtype=dtype,
             reference=reference,
             kind=kind,
+            lora=lora,
             keep_encoders=keep_encoders,
+            offload=offload,
             show_progress=show_progress,
         )
 
@@ -128,6 +155,7 @@ class VideoPipeline:
         negative_prompt: str | None = None,
         height: int | None = None,
         width: int | None = None,
+        resolution: str | None = None,
         num_frames: int | None = None,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
@@ -160,6 +188,7 @@ class VideoPipeline:
                 The result begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.
             negative_prompt: what is not to be seen; of no account where `guidance_scale` is 1 or less.
             height, width: of a frame, multiples of 16. If both are None and the picture is upright, so is the clip.
+            resolution: `"540P"` (544 x 960) or `"720P"` (720 x 1280) in their place.
             num_frames: 4n + 1. More than `base_num_frames` are made in segments.
             num_inference_steps: of the solver.
             guidance_scale: how far to go from the negative prompt towards the prompt.
@@ -186,14 +215,37 @@ class VideoPipeline:
 
         Raises:
             InvalidParameterError: naming the argument that does not fit, and what would; before any device work.
+            RequestRefusedError: if the memory that is free does not hold it, with what it would hold.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
+        request = self._request(given)
+        self._check_memory(request)
+        return self._run(request).serve()
+
+    def plan(self, prompt: str | Sequence[str] | None = None, **options: Any) -> list[StageMemory]:
+        """The memory that each stage of a request will need; compiles its programs, and runs and reads nothing.
+
+        Args:
+            prompt, options: as for the call.
+
+        Raises:
+            InvalidParameterError: as the call.
+        """
+        names = inspect.signature(type(self).__call__).parameters
+        if unknown := set(options) - set(names):
+            raise InvalidParameterError(f"{', '.join(sorted(unknown))}: not an option of a request")
+        defaults = {name: parameter.default for name, parameter in names.items() if name != "self"}
+        return self._plan(self._request({**defaults, "prompt": prompt, **options}))
+
+    def _request(self, given: dict[str, Any]) -> VideoRequest:
         for name in ("image", "last_image"):
             if given[name] is not None:
                 given[name] = pictures.read_image(given[name], name=name)
-        if video is not None:
-            given["video"] = pictures.read_clip(video)[0]
-        request = make_request(self.settings, self.grid, self.reference, **given)
+        if given["video"] is not None:
+            given["video"] = pictures.read_clip(given["video"])[0]
+        return make_request(self.settings, self.grid, self.reference, **given)
+
+    def _run(self, request: VideoRequest) -> Run:
         return Run(
             request,
             settings=self.settings,
@@ -203,7 +255,21 @@ class VideoPipeline:
             denoiser=self.denoiser,
             text=self._text,
             show_progress=self._show_progress,
-        ).serve()
+        )
+
+    def _plan(self, request: VideoRequest) -> list[StageMemory]:
+        with progress.bar("compiling", enabled=self._show_progress, count=False):
+            return self._run(request).plan()
+
+    def _check_memory(self, request: VideoRequest) -> None:
+        free = free_memory(self.stages)
+        if free is None:
+            return
+        why = refusal(
+            request, self.grid, self._plan(request), free, lambda change: self._plan(replace(request, **change))
+        )
+        if why is not None:
+            raise RequestRefusedError(why)
 
     def _text(self, prompt: str) -> Float32[Array, "1 T D"]:
         """A prompt's states, from the last few if it was among them."""
@@ -215,3 +281,11 @@ class VideoPipeline:
         while len(self._states) > KEPT_PROMPTS:
             del self._states[next(iter(self._states))]
         return states
+
+
+def _factors(lora: Lora) -> dict[Path, float]:
+    """Files and their factors."""
+    if isinstance(lora, Mapping):
+        return {Path(path): float(factor) for path, factor in lora.items()}
+    files = [] if lora is None else [lora] if isinstance(lora, str | Path) else lora
+    return {Path(path): 1.0 for path in files}

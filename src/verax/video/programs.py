@@ -26,7 +26,15 @@ Weights = tuple[Array, ...]
 class Component(Generic[M]):
     """A model: shapes from the start, weights from the first use to the last."""
 
-    def __init__(self, name: str, make: Callable[[], M], load: Callable[[M], M], *, keep: bool | None = None):
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], M],
+        load: Callable[[M], M],
+        *,
+        keep: bool | None = None,
+        offload: bool = False,
+    ):
         """Describe it.
 
         Args:
@@ -34,6 +42,7 @@ class Component(Generic[M]):
             make: gives the module, with any weights; traced for its shapes.
             load: fills a module that has shapes only with weights.
             keep: whether weights stay on the device between uses; by their size (`KEPT`) if None.
+            offload: whether they wait in the host's memory instead, from their first use on.
         """
         self.name = name
         self._abstract = nnx.eval_shape(make)
@@ -41,8 +50,10 @@ class Component(Generic[M]):
         self._graph, state = nnx.split(self._abstract)
         leaves, self._treedef = jax.tree.flatten(state)
         self.shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        self.keep = self.size <= KEPT if keep is None else keep
+        self.keep = not offload and (self.size <= KEPT if keep is None else keep)
+        self._offload = offload
         self._weights: Weights | None = None
+        self._waiting: Weights | None = None
 
     @property
     def size(self) -> int:
@@ -57,9 +68,13 @@ class Component(Generic[M]):
     @contextlib.contextmanager
     def weights(self) -> Iterator[Weights]:
         """Its weights, read if they are not there; given back afterwards unless they are to be kept."""
+        if self._weights is None and self._waiting is not None:
+            self._weights = in_memory(self._waiting, "device")
         if self._weights is None:
             # A flat tuple is what programs take: the module exists only while tracing.
             self._weights = tuple(jax.tree.leaves(nnx.state(self._load(self._abstract))))
+            if self._offload:
+                self._waiting = in_memory(self._weights, "pinned_host")
         try:
             yield self._weights
         finally:
@@ -74,6 +89,11 @@ class Component(Generic[M]):
     def module(self, weights: Weights) -> M:
         """The module of these weights; for use inside a program."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, weights))
+
+
+def in_memory(weights: Weights, kind: str) -> Weights:
+    """Copies of arrays in another memory of their device: `device`, or `pinned_host`, its host's."""
+    return tuple(jax.device_put(weight, weight.sharding.with_memory_kind(kind)) for weight in weights)
 
 
 class Memory(NamedTuple):
@@ -111,6 +131,15 @@ class Program:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Run it, compiled now if it has not met these shapes and options."""
         return self._get(arguments, options)(*arguments)
+
+    @property
+    def count(self) -> int:
+        """How many times it was compiled."""
+        return len(self._compiled)
+
+    def results(self, *arguments: Any, **options: Any) -> Any:
+        """Shapes of what a call with these arguments, or with shapes in place of arrays, will give."""
+        return self._get(arguments, options).out_info
 
     def memory(self, *arguments: Any, **options: Any) -> Memory:
         """What a call with these arguments, or with shapes in place of arrays, will need."""

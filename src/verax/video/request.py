@@ -13,7 +13,7 @@ from verax.errors import InvalidParameterError
 from verax.models.wan_layers import ATTENTION
 from verax.video.outputs import Callback
 from verax.video.segments import segment_sizes
-from verax.video.settings import VideoSettings
+from verax.video.settings import RESOLUTIONS, VideoSettings
 
 __all__ = ["Grid", "VideoRequest", "make_request"]
 
@@ -78,6 +78,15 @@ class VideoRequest:
         return self.guidance_scale > 1
 
     @property
+    def program_options(self) -> dict[str, Any]:
+        """What makes another program of the loop over steps."""
+        return {
+            "guidance": self.guidance if self.guided else None,
+            "causal_block_size": self.causal_block_size if self.causal_attention else None,
+            "attention": self.attention,
+        }
+
+    @property
     def prompts(self) -> tuple[str, ...]:
         """One for each segment; the last also for those after it."""
         return () if self.prompt is None else (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
@@ -100,15 +109,14 @@ def make_request(settings: VideoSettings, grid: Grid, reference: str, **given: A
     Raises:
         InvalidParameterError: naming the argument that does not fit, and what would.
     """
-    size = {"height": settings.height, "width": settings.width}
     picture = given["image"] if given["video"] is None else given["video"][0]
-    if picture is not None and given["height"] is None and given["width"] is None:
-        tall = picture.shape[0] > picture.shape[1]
-        if tall != (settings.height > settings.width):
-            size = {"height": settings.width, "width": settings.height}
+    height, width = _size(given.pop("resolution"), settings, given)
+    if given["height"] is None and given["width"] is None:
+        height, width = _as_upright_as(picture, height, width)
     blocks = given["causal_block_size"]
     defaults = {
-        **size,
+        "height": height,
+        "width": width,
         **{name: getattr(settings, name) for name in ("num_inference_steps", "guidance_scale", "shift", "fps")},
         "num_frames": settings.num_frames,
         "base_num_frames": settings.num_frames,
@@ -124,6 +132,24 @@ def make_request(settings: VideoSettings, grid: Grid, reference: str, **given: A
     _check_kind(request, settings)
     _check_arrays(request, grid, reference)
     return request
+
+
+def _size(resolution: str | None, settings: VideoSettings, given: dict[str, Any]) -> tuple[int, int]:
+    """Height and width if neither is given."""
+    if resolution is None:
+        return settings.height, settings.width
+    if given["height"] is not None or given["width"] is not None:
+        raise InvalidParameterError("resolution: give it, or height and width, not both")
+    if str(resolution).upper() not in RESOLUTIONS:
+        raise InvalidParameterError(f"resolution: expected one of {', '.join(RESOLUTIONS)}, got {resolution!r}")
+    return RESOLUTIONS[str(resolution).upper()]
+
+
+def _as_upright_as(picture: np.ndarray | None, height: int, width: int) -> tuple[int, int]:
+    """A size, turned if a picture `[H, W, 3]` is upright where it is not, or the other way round."""
+    if picture is None or (picture.shape[0] > picture.shape[1]) == (height > width):
+        return height, width
+    return width, height
 
 
 def _check_choices(request: VideoRequest) -> None:

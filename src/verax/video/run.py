@@ -18,6 +18,7 @@ from verax.models.wan import WanConfig
 from verax.video import pictures
 from verax.video.denoise import Conditions, Denoiser, Tables, tables
 from verax.video.forcing import ForcingSchedule, forcing_schedule
+from verax.video.memory import StageMemory, plan_memory
 from verax.video.outputs import VideoOutput, VideoProgress
 from verax.video.request import Grid, VideoRequest
 from verax.video.settings import VideoSettings
@@ -118,6 +119,24 @@ class Run:
                 frames = self._decode(latents, skip=request.overlap_history if segment else self._shared)
                 if not last:
                     given = stages.encode(frames[:, -request.overlap_history :])
+
+    def plan(self) -> list[StageMemory]:
+        """The memory of each stage, see `plan_memory`; nothing runs."""
+        request = self._request
+        size = max(self._sizes)
+        begins = request.image is not None or request.video is not None or len(self._sizes) > 1
+        prefix = int(begins and self._settings.kind == "df")
+        fps = np.array([request.fps], np.int32) if self._config.inject_sample_info else None
+        looked_up, _ = self._tables(size, prefix, size + (request.last_image is not None), fps, planned=True)
+        return plan_memory(
+            request,
+            looked_up,
+            settings=self._settings,
+            grid=self._grid,
+            reference=self._reference,
+            stages=self._stages,
+            denoiser=self._denoiser,
+        )
 
     @property
     def _overlap(self) -> int:
@@ -230,25 +249,22 @@ class Run:
             added_noise=np.array(request.addnoise_condition, np.int32),
             key=jax.random.fold_in(jax.random.key(request.seed + 1), self._segment),
         )
-        options: dict[str, Any] = {
-            "guidance": request.guidance if request.guided else None,
-            "causal_block_size": request.causal_block_size if request.causal_attention else None,
-            "attention": request.attention,
-        }
         computed = int(looked_up.computed[:rounds].sum())
-        carry = self._denoiser.start(sample, guided=request.guided, cached=computed < rounds)
+        carry = self._denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
         each = 1 if request.callback is not None or self._shows else rounds
         with self._stage("denoise", rounds) as step, stages.transformer.weights() as weights:
             for begin in range(0, rounds, each):
                 # Numbers as arrays: a program's arguments.
                 bounds = np.int32(begin), np.int32(begin + each)
-                carry = self._denoiser.program(weights, carry, looked_up, conditions, *bounds, **options)
+                carry = self._denoiser.program(
+                    weights, carry, looked_up, conditions, *bounds, **request.program_options
+                )
                 step(begin + each, latents=jax.block_until_ready(carry.solver.sample))
         self._rounds, self._computed = self._rounds + rounds, self._computed + computed
         return carry.solver.sample if ending is None else carry.solver.sample[:, :size]
 
-    def _tables(self, size: int, prefix: int, frames: int, fps: Any) -> tuple[Tables, int]:
-        """What a segment's rounds look up, and how many there are."""
+    def _tables(self, size: int, prefix: int, frames: int, fps: Any, *, planned: bool = False) -> tuple[Tables, int]:
+        """What a segment's rounds look up, and how many there are; if `planned`, without the transformer's say."""
         request = self._request
         levels = noise_levels(request.num_inference_steps, request.shift, self._reference)
         forcing = None
@@ -266,7 +282,7 @@ class Run:
             told = forcing.timesteps
             if request.addnoise_condition:
                 told = np.where(np.arange(frames) < prefix, np.int32(request.addnoise_condition), told)
-        computed = self._computed_rounds(told, fps) if request.cache else None
+        computed = self._computed_rounds(told, fps) if request.cache and not planned else None
         overwritten = self._settings.kind == "df" and self._reference == "diffusers"
         return tables(levels, forcing, computed, overwritten=overwritten), len(told)
 
@@ -330,6 +346,7 @@ class Run:
                     segment=self._segment,
                     segments=len(self._sizes),
                     seconds=seconds,
+                    fps=self._request.fps,
                     latents=None if latents is None else _diffusers_layout(np.asarray(latents)),
                     frames=frames,
                 )

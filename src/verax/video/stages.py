@@ -106,7 +106,7 @@ class Stages:
     def encode(self, frames: UInt8[np.ndarray, "1 T H W 3"] | Float[Array, "1 T H W 3"]) -> Float32[Array, "1 F h w C"]:
         """A clip's latents; of bytes, or of colours from -1 to 1."""
         with self.vae.weights() as weights:
-            return self.encode_program(weights, frames, chunk=self._chunk(*frames.shape[2:4]))
+            return self.encode_program(weights, frames, chunk=self.chunk(*frames.shape[2:4]))
 
     def condition(self, picture: UInt8[np.ndarray, "1 H W 3"], frames: int) -> Float32[Array, "1 F h w E"]:
         """What an image-to-video transformer is shown of a clip's first frame.
@@ -115,13 +115,13 @@ class Stages:
         grey: 0, half way between black and white.
         """
         with self.vae.weights() as weights:
-            return self.condition_program(weights, picture, frames=frames, chunk=self._chunk(*picture.shape[1:3]))
+            return self.condition_program(weights, picture, frames=frames, chunk=self.chunk(*picture.shape[1:3]))
 
     def decode(self, latents: Float32[Array, "1 F h w C"]) -> Float32[Array, "1 T H W 3"]:
         """A clip's colours, from -1 to 1."""
         pixels = self.vae.config.pixels_per_latent
         with self.vae.weights() as weights:
-            chunk = self._chunk(latents.shape[2] * pixels, latents.shape[3] * pixels)
+            chunk = self.chunk(latents.shape[2] * pixels, latents.shape[3] * pixels)
             return self.decode_program(weights, latents, chunk=chunk)
 
     def finish(self, frames: Float32[Array, "1 T H W 3"]) -> UInt8[Array, "T H W 3"]:
@@ -132,7 +132,7 @@ class Stages:
         """A segment's noise: the same on every machine and whatever came before."""
         return self._noise(jax.random.fold_in(jax.random.key(seed), segment), shape=shape)
 
-    def _chunk(self, height: int, width: int) -> int:
+    def chunk(self, height: int, width: int) -> int:
         """Latents that the VAE takes together."""
         return max(1, PIXELS_AT_ONCE // (self.vae.config.frames_per_latent * height * width))
 

@@ -1,0 +1,121 @@
+"""The memory plan: what the run will use, and what is said when it is too much."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.tiny_video import video_folder
+from verax import VideoPipeline
+from verax.errors import RequestRefusedError
+from verax.video.memory import StageMemory, refusal
+from verax.video.programs import Component
+from verax.video.request import Grid, make_request
+from verax.video.settings import VideoSettings
+
+PICTURE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
+OPTIONS: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=1, image=PICTURE)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    return VideoPipeline.from_pretrained(video_folder("i2v", tmp_path_factory.mktemp("i2v")), dtype="float32")
+
+
+def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
+    plan = pipe.plan("a red circle", **OPTIONS)
+    assert [one.stage for one in plan] == ["text", "image", "encode", "denoise", "decode"]
+    assert not pipe.stages.transformer.loaded
+    denoise = plan[3]
+    assert denoise.weights == pipe.stages.transformer.size
+    assert denoise.others == sum(
+        one.size for one in (pipe.stages.text_encoder, pipe.stages.image_encoder, pipe.stages.vae)
+    )
+    assert denoise.work > 4 * 16 * 3 * 2 * 4 * 4  # the solver's four arrays
+    stages = pipe.stages
+    programs = (
+        pipe.denoiser.program,
+        *(stages.text_program, stages.image_program, stages.context_program),
+        *(stages.condition_program, stages.decode_program),
+    )
+    counts = [program.count for program in programs]
+    assert counts == [1] * 6
+    pipe("a red circle", **OPTIONS)
+    assert [program.count for program in programs] == counts
+
+
+def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipe, monkeypatch):
+    monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: 5000)
+    seen = []
+    with pytest.raises(RequestRefusedError, match=r"memory: \w+ needs .* MB .*; neither fewer nor smaller"):
+        pipe("a red circle", callback=seen.append, **OPTIONS)
+    assert seen == []
+
+
+GRID = Grid(frames_per_latent=4, pixels_per_latent=8, pixels_per_token=16, channels=16, text_width=8)
+
+
+def request(**options):
+    names = VideoPipeline.__call__.__annotations__
+    given: dict[str, Any] = {name: None for name in names if name != "return"}
+    plain = dict(seed=1, output_type="video", cache_threshold=0.2, guidance="batch", ar_step=0, addnoise_condition=0)
+    given.update(prompt="a", attention="standard", **plain)
+    return make_request(VideoSettings(kind="df"), GRID, "skyreels", **{**given, **options})
+
+
+def plan_of(asked, change):
+    """Work in proportion to frames, pixels and rows, and 30 times that with the standard form of attention."""
+    asked = SimpleNamespace(**{**vars(asked), **change})
+    latents = GRID.latents(min(asked.num_frames, asked.base_num_frames))
+    work = latents * asked.height * asked.width * (2 if asked.guidance == "batch" else 1)
+    return [StageMemory("denoise", 1000, 500, work * (30 if asked.attention == "standard" else 1))]
+
+
+def test_a_refusal_names_only_what_would_fit():
+    asked = request(num_frames=97, height=160, width=320)
+    whole = 25 * 160 * 320
+    why = refusal(asked, GRID, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
+    assert why is not None
+    assert "memory: denoise needs 76.80 MB" in why
+    assert "attention='flash' (2.56 MB)" in why
+    assert "num_frames=1 " in why
+    assert "height=" in why
+    assert "sequential" not in why
+    assert "offload" not in why
+    assert refusal(asked, GRID, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change)) is None
+
+
+def test_segments_become_shorter_and_models_wait_elsewhere():
+    asked = request(num_frames=197, base_num_frames=97, height=160, width=320, attention="auto")
+    plan = plan_of(asked, {})
+    why = refusal(asked, GRID, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
+    assert why is not None
+    assert "guidance='sequential'" in why
+    assert "base_num_frames=85 " in why
+    assert "offload=True" in why
+
+
+def test_offloaded_weights_wait_in_the_hosts_memory():
+    reads = []
+
+    def load(module):
+        reads.append(1)
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    component = Component("linear", lambda: nnx.Linear(4, 4, rngs=nnx.Rngs(0)), load, offload=True)
+    expected = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(load(None)))]
+    for _ in range(2):
+        with component.weights() as weights:
+            for got, want in zip(weights, expected, strict=True):
+                assert got.sharding.memory_kind == "device"
+                np.testing.assert_array_equal(got, want)
+        assert not component.loaded
+    assert len(reads) == 2
+
+
+def test_a_cpu_says_that_it_has_nowhere_to_offload_to(tmp_path):
+    with pytest.warns(UserWarning, match="offload: a CPU has one memory"):
+        VideoPipeline.from_pretrained(video_folder("t2v", tmp_path / "t2v"), offload=True)
