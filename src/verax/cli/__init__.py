@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import verax
-from verax.cli import bench, chat, convert, demo, embed, generate, info, quantize, train
+from verax.cli import bench, chat, convert, demo, embed, generate, info, quantize, train, video
 from verax.errors import VeraxError
 
 __all__ = ["app", "main"]
@@ -31,7 +31,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate.generate, chat.chat, embed.embed, info.info, demo.demo, quantize.quantize, convert.convert):
+for command in (
+    generate.generate,
+    chat.chat,
+    video.video,
+    embed.embed,
+    info.info,
+    demo.demo,
+    quantize.quantize,
+    convert.convert,
+):
     app.command()(command)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")

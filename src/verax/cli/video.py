@@ -1,0 +1,203 @@
+"""`verax video`: a prompt, a picture or a clip to a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verax.cli import options
+from verax.cli.lines import checked
+
+if TYPE_CHECKING:
+    from verax.video.memory import StageMemory
+    from verax.video.outputs import VideoOutput, VideoProgress
+
+__all__ = ["video"]
+
+_FORCING = "Diffusion forcing"
+_SPEED = "Speed and memory"
+
+
+def _option(help_text: str, *, panel: str | None = None, names: Sequence[str] = (), **more: Any) -> Any:
+    """An option; a name with dashes is also taken with underscores, as the reports' commands have it."""
+    spelled = [one for name in names for one in dict.fromkeys((name, "--" + name[2:].replace("-", "_")))]
+    return typer.Option(*spelled, help=help_text, rich_help_panel=panel, **more)
+
+
+def video(
+    prompt: Annotated[
+        list[str],
+        _option("What is to be seen; again for each segment.", names=["--prompt"], show_default=False),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="A name that ends in .mp4, .gif or .webp, or a folder for png.")
+    ] = Path("video.mp4"),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", "--model-id", "--model_id", help="A folder of SkyReels-V2 or Wan2.1, of either layout."
+        ),
+    ] = None,
+    image: Annotated[str | None, _option("A picture: the first frame.")] = None,
+    negative_prompt: Annotated[
+        str | None, _option("What is not to be seen.", names=["--negative-prompt"], show_default="checkpoint's")
+    ] = None,
+    resolution: Annotated[str | None, _option("540P or 720P.", show_default="checkpoint's")] = None,
+    height: Annotated[int | None, _option("Of a frame, in pixels.", show_default="checkpoint's")] = None,
+    width: Annotated[int | None, _option("Of a frame, in pixels.", show_default="checkpoint's")] = None,
+    num_frames: Annotated[int | None, _option("4n + 1.", names=["--num-frames"], show_default="checkpoint's")] = None,
+    inference_steps: Annotated[
+        int | None,
+        _option("Of the solver.", names=["--inference-steps", "--num-inference-steps"], show_default="checkpoint's"),
+    ] = None,
+    guidance_scale: Annotated[
+        float | None,
+        _option("How closely to follow the prompt.", names=["--guidance-scale"], show_default="checkpoint's"),
+    ] = None,
+    shift: Annotated[float | None, _option("More: more steps at high noise.", show_default="checkpoint's")] = None,
+    fps: Annotated[int | None, _option("Frames per second.", show_default="checkpoint's")] = None,
+    seed: Annotated[int, _option("The same seed gives the same clip.")] = 42,
+    reference: Annotated[str | None, _option("skyreels or diffusers: whose rules, where they differ.")] = None,
+    kind: Annotated[str | None, _option("t2v, i2v or df.", show_default="as the folder says")] = None,
+    lora: Annotated[list[str] | None, _option("FILE or FILE:FACTOR; can be repeated.")] = None,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Write each segment beside the output as soon as it is finished.")
+    ] = False,
+    last_image: Annotated[
+        str | None, _option("A picture: the last frame.", names=["--last-image", "--end-image"], panel=_FORCING)
+    ] = None,
+    clip: Annotated[
+        str | None, _option("A clip to go on from.", names=["--video", "--video-path"], panel=_FORCING)
+    ] = None,
+    base_num_frames: Annotated[
+        int | None, _option("Frames of a segment.", names=["--base-num-frames"], panel=_FORCING)
+    ] = None,
+    overlap_history: Annotated[
+        int | None, _option("Frames that segments share.", names=["--overlap-history"], panel=_FORCING)
+    ] = None,
+    addnoise_condition: Annotated[
+        int, _option("Noise on given frames; 20 hides seams.", names=["--addnoise-condition"], panel=_FORCING)
+    ] = 0,
+    ar_step: Annotated[int, _option("Steps between blocks.", names=["--ar-step"], panel=_FORCING)] = 0,
+    causal_block_size: Annotated[
+        int | None, _option("Latent frames in a block.", names=["--causal-block-size"], panel=_FORCING)
+    ] = None,
+    cache: Annotated[str | None, _option("teacache: leave out steps that change little.", panel=_SPEED)] = None,
+    teacache: Annotated[
+        bool, typer.Option("--teacache", help="The same as --cache teacache.", rich_help_panel=_SPEED)
+    ] = False,
+    cache_threshold: Annotated[
+        float, _option("More leaves out more.", names=["--cache-threshold", "--teacache-thresh"], panel=_SPEED)
+    ] = 0.2,
+    guidance: Annotated[str, _option("batch, or sequential for less memory.", panel=_SPEED)] = "batch",
+    attention: Annotated[str, _option("auto, standard, chunked or flash.", panel=_SPEED)] = "auto",
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Keep weights in the host's memory meanwhile.", rich_help_panel=_SPEED),
+    ] = False,
+    dtype: options.Dtype = "bfloat16",
+    plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
+) -> None:
+    """Make a video of a prompt; from a picture or a clip, if one is given.
+
+    Examples:
+
+        verax video --model SkyReels-V2-I2V-1.3B-540P --image cat.png --prompt "The cat turns its head." -o cat.mp4
+
+        verax video -m SkyReels-V2-DF-1.3B-540P --prompt "A street" --prompt "Rain begins" --num-frames 257
+    """
+    from verax.video import files
+    from verax.video.pipeline import VideoPipeline
+
+    checked(prompt)
+    files.check_path(output, name="--output")
+    request: dict[str, Any] = dict(
+        image=image,
+        last_image=last_image,
+        video=clip,
+        negative_prompt=negative_prompt,
+        resolution=resolution,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        num_inference_steps=inference_steps,
+        guidance_scale=guidance_scale,
+        shift=shift,
+        fps=fps,
+        seed=seed,
+        ar_step=ar_step,
+        causal_block_size=causal_block_size,
+        overlap_history=overlap_history,
+        addnoise_condition=addnoise_condition,
+        base_num_frames=base_num_frames,
+        cache="teacache" if teacache else cache,
+        cache_threshold=cache_threshold,
+        guidance=guidance,
+        attention=attention,
+    )
+    pipe = VideoPipeline.from_pretrained(
+        model, dtype=dtype, reference=reference, kind=kind, lora=_factors(lora or []), offload=offload
+    )
+    begin = time.perf_counter()
+    planned = pipe.plan(prompt, **request)
+    if plan:
+        typer.echo(_table(planned))
+        return
+    seconds = time.perf_counter() - begin
+    sys.stderr.write(f"memory: {_summary_of_plan(planned)}; programs ready in {seconds:.1f} s\n")
+    made = pipe(prompt, callback=_previews(output) if preview else None, **request)
+    written = made.save(output)
+    sys.stderr.write(_summary(made))
+    typer.echo(written)
+
+
+def _factors(lora: list[str]) -> dict[str, float]:
+    """Of FILE or FILE:FACTOR."""
+    found: dict[str, float] = {}
+    for one in lora:
+        file, colon, factor = one.rpartition(":")
+        try:
+            found.update({file: float(factor)} if colon else {one: 1.0})
+        except ValueError:
+            found[one] = 1.0  # a colon of the file's name
+    return found
+
+
+def _previews(output: Path) -> Any:
+    """A callback that writes each segment beside the output."""
+    from verax.video import files
+
+    def write(now: VideoProgress) -> None:
+        if now.stage == "decode" and now.frames is not None and now.segments > 1:
+            path = output.with_name(f"{output.stem}-segment-{now.segment + 1}{output.suffix}")
+            files.write_clip(now.frames, path, fps=now.fps)
+            sys.stderr.write(f"segment {now.segment + 1} of {now.segments}: {path}\n")
+
+    return write
+
+
+def _summary_of_plan(stages: list[StageMemory]) -> str:
+    from verax.video.memory import amount, largest
+
+    parts = ", ".join(f"{stage.stage} {amount(stage.peak)}" for stage in stages)
+    return f"{amount(largest(stages).peak)} at most ({parts})"
+
+
+def _table(stages: list[StageMemory]) -> str:
+    from verax.video.memory import amount
+
+    heads = ("stage", "weights", "other models", "work", "together")
+    rows = [(stage.stage, *map(amount, (stage.weights, stage.others, stage.work, stage.peak))) for stage in stages]
+    return "\n".join(f"{row[0]:13}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in (heads, *rows))
+
+
+def _summary(made: VideoOutput) -> str:
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in made.seconds.items())
+    steps = f"{made.computed} of {made.steps} steps computed, {made.seconds['denoise'] / made.steps:.2f} s a step"
+    count, height, width, _ = made.frames.shape
+    return f"{count} frames of {height} x {width}: {stages}; {steps}\n"

@@ -1,0 +1,119 @@
+"""`verax video`: flags of both spellings, files whole or not at all, one line for each error."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.support.tiny_video import video_folder
+from verax.video import files
+
+STAGES = ["stage", "text", "image", "encode", "denoise", "decode"]
+
+PIL = pytest.importorskip("PIL.Image")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        kind: video_folder(kind, tmp_path_factory.mktemp(kind), height=16, width=32, num_frames=9)
+        for kind in ("i2v", "df")
+    }
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("picture") / "in.png"
+    PIL.fromarray(np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)).save(path)
+    return path
+
+
+def test_the_reports_flags_make_a_file_and_say_what_it_took(run, folders, picture, tmp_path):
+    out = tmp_path / "out.gif"
+    done = run(
+        *("video", "--model_id", folders["i2v"], "--image", picture, "--prompt", "a red circle"),
+        *("--guidance_scale", "5.0", "--shift", "3.0", "--fps", "8", "--seed", "1", "--inference_steps", "2"),
+        *("--num_frames", "9", "--height", "16", "--width", "32", "-o", out, "--dtype", "float32"),
+    )
+    assert (done.status, done.out.strip()) == (0, str(out))
+    with PIL.open(out) as written:
+        assert (written.size, getattr(written, "n_frames", 1)) == ((32, 16), 9)
+    assert "memory: " in done.err
+    assert "9 frames of 16 x 32" in done.err
+    assert "2 of 2 steps computed" in done.err
+
+
+def test_a_long_clip_is_previewed_in_segments_and_says_which_steps_were_computed(run, folders, tmp_path):
+    weights = {"lora_A": (2, 24), "lora_B": (24, 2)}
+    lora = {f"blocks.0.self_attn.q.{name}.weight": np.ones(shape, np.float32) for name, shape in weights.items()}
+    save_file(lora, tmp_path / "style.safetensors")
+    out = tmp_path / "out.webp"
+    done = run(
+        *("video", "-m", folders["df"], "--prompt", "a red circle", "--prompt", "a blue square", "--preview"),
+        *("--num-frames", "13", "--base-num-frames", "9", "--overlap-history", "5", "--inference-steps", "7"),
+        *("--teacache", "--teacache_thresh", "1e9", "--lora", f"{tmp_path / 'style.safetensors'}:0.5"),
+        *("-o", out, "--dtype", "float32"),
+    )
+    assert (done.status, done.out.strip()) == (0, str(out))
+    assert "10 of 14 steps computed" in done.err
+    counts = {}
+    for path in tmp_path.glob("*.webp"):
+        with PIL.open(path) as written:
+            counts[path.name] = getattr(written, "n_frames", 1)
+    assert counts == {"out.webp": 13, "out-segment-1.webp": 9, "out-segment-2.webp": 4}
+
+
+def test_a_plan_writes_nothing(run, folders, picture, tmp_path):
+    done = run(
+        *("video", "-m", folders["i2v"], "--image", picture, "--prompt", "a red circle", "--plan"),
+        *("-o", tmp_path / "out.gif", "--dtype", "float32"),
+    )
+    assert done.status == 0
+    assert [line.split()[0] for line in done.out.splitlines()] == STAGES
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_what_was_there(run, folders, picture, tmp_path, monkeypatch):
+    out = tmp_path / "out.gif"
+    out.write_bytes(b"before")
+
+    def interrupted(frames, path, fps):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "_write_animation", interrupted)
+    done = run(
+        *("video", "-m", folders["i2v"], "--image", picture, "--prompt", "a red circle", "--inference-steps", "2"),
+        *("-o", out, "--dtype", "float32"),
+    )
+    assert done.status == 130
+    assert list(tmp_path.iterdir()) == [out]
+    assert out.read_bytes() == b"before"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num_frames", "10"), "num_frames: expected 4n + 1, got 10; nearest 9 or 13"),
+        (("--height", "100"), "height: expected a multiple of 16, got 100; nearest 96 or 112"),
+        (("--resolution", "480P"), "resolution: expected one of 540P, 720P, got '480P'"),
+        (("--resolution", "540P", "--height", "64"), "resolution: give it, or height and width, not both"),
+        (("--image", "missing.png"), "image: there is no file missing.png"),
+        (("--image", __file__), "cannot be read as a picture"),
+        (("-o", "out.avi"), "--output: "),
+        (("-o", "no/such/out.gif"), "--output: there is no folder no/such"),
+        (("--ar_step", "2"), "ar_step: needs a model for diffusion forcing"),
+        (("--lora", "missing.safetensors:0.5"), "missing.safetensors: no such file"),
+        (("-m", "no/such"), "no/such: no such folder"),
+        (("--prompt", ""), "prompt 2: it is empty"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(run, folders, picture, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    done = run(
+        *("video", "-m", folders["i2v"], "--image", picture, "--prompt", "a red circle", "--dtype", "float32"),
+        *arguments,
+    )
+    assert done.status in (1, 2)
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
