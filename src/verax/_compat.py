@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = ["JAXLIB", "compilation_cache", "compiler_options", "enable_compilation_cache", "make_mesh"]
+__all__ = [
+    "JAXLIB",
+    "compilation_cache",
+    "compiler_options",
+    "empty_compilation_cache",
+    "enable_compilation_cache",
+    "make_mesh",
+]
 
 
 def _version(text: str) -> tuple[int, int, int]:
@@ -66,6 +76,23 @@ def enable_compilation_cache() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home is no reason to refuse work
         return
-    jax.config.update(_CACHE, str(folder))
+    _set_cache(str(folder))
+
+
+@contextlib.contextmanager
+def empty_compilation_cache() -> Iterator[None]:
+    """Compile into a cache of one's own, empty at first and gone afterwards: to measure what a first run costs."""
+    before = compilation_cache()
+    with tempfile.TemporaryDirectory(prefix="verax-cache-") as folder:
+        _set_cache(folder)
+        try:
+            yield
+        finally:
+            _set_cache(before)
+
+
+def _set_cache(folder: str | None) -> None:
+    jax.config.update(_CACHE, folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax_cache.reset_cache()  # JAX keeps the folder of its first compilation otherwise

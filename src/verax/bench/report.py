@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from verax.bench import delta_page
+from verax.bench import delta_page, video_page
 
 __all__ = ["markdown", "write"]
 
@@ -21,6 +21,7 @@ def markdown(result: dict[str, Any]) -> str:
         "quality": _quality_page,
         "delta": delta_page.page,
         "embed": _embed_page,
+        "video": video_page.page,
     }[result["kind"]]
     return "\n".join([*page(result), "", _about(result), ""])
 
@@ -149,6 +150,7 @@ def _about(result: dict[str, Any]) -> str:
         "jax",
         "jaxlib",
         "torch",
+        "diffusers",
         "transformers",
         "llama_cpp_python",
     )
@@ -195,6 +197,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
         "delta": lambda: settings["operations"],
         "quality": lambda: [Path(settings["model"]).name.lower()],
         "embed": lambda: [settings["dtype"]],
+        "video": lambda: _video_name(result),
     }[result["kind"]]()
     what = [re.sub("[^a-z0-9]+", "-", part) for part in what]
     name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])
@@ -203,3 +206,10 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     return path
+
+
+def _video_name(result: dict[str, Any]) -> list[str]:
+    settings = result["settings"]
+    frames = "-".join(map(str, settings["frames"]))
+    what = settings["stages"] if result["cases"] else ["memory"]
+    return [settings["size"], *what, settings["dtype"], f"{frames}x{settings['height']}x{settings['width']}"]

@@ -255,6 +255,60 @@ def delta(
         plot(result, path.with_suffix(".png"))
 
 
+@app.command("video")
+def video(
+    size: Annotated[str, typer.Option(help="1.3b, 14b or tiny: image to video of that size.")] = "1.3b",
+    stage: Annotated[
+        str, typer.Option(help="transformer, vae, text, several with commas, or all.")
+    ] = "transformer,vae",
+    frames: Annotated[str, typer.Option(help="Frames of the clip, 4n + 1; a case each.")] = "9",
+    height: Annotated[int, typer.Option(help="Pixels, divisible by 16.")] = 272,
+    width: Annotated[int, typer.Option(help="Pixels, divisible by 16.")] = 480,
+    attention: Annotated[str, typer.Option(help="Form that the transformer is timed with.")] = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help="Forms whose memory is told, which needs no run: auto,chunked,standard,flash.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of transformer and text encoder; all.", min=1)] = None,
+    runs: Annotated[int, typer.Option(help="Counted rounds; 0 for memory only.", min=0)] = 3,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    against: Annotated[str | None, typer.Option(help="diffusers: run it too, interleaved.")] = None,
+    dtype: options.Dtype = "bfloat16",
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Stages of SkyReels-V2's pipeline with random weights in its real sizes, beside diffusers with the same.
+
+    Examples:
+
+        verax bench video --against diffusers
+
+        verax bench video --runs 0 --memory auto,chunked,standard --frames 57 --height 544 --width 960
+    """
+    from verax.bench.video import bench_video
+    from verax.bench.video_work import STAGES
+
+    counts = frames.split(",")
+    if not all(count.isdigit() for count in counts):
+        raise typer.BadParameter(f"--frames: expected numbers such as 9,17,57, got {frames!r}")
+    if runs == 0 and not memory:
+        raise typer.BadParameter("--runs 0: nothing would be measured; with --memory it is memory only")
+    result = bench_video(
+        size=size,
+        stages=STAGES if stage == "all" else stage.split(","),
+        frames=[int(count) for count in counts],
+        height=height,
+        width=width,
+        dtype=dtype,
+        attention=attention,
+        memory=memory.split(",") if memory else (),
+        layers=layers,
+        runs=runs,
+        warmup=warmup,
+        against=against.split(",") if against else (),
+    )
+    _show(result, output, as_json)
+
+
 def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> Path | None:
     """Print a result; the path of its JSON, if it is written too."""
     from verax.bench.report import markdown, write

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 from verax.models.clip import CLIPVisionModel
 from verax.models.umt5 import UMT5EncoderModel
 from verax.models.wan import WanContext, WanModel
-from verax.models.wan_vae import WanVae
+from verax.models.wan_vae import WanVae, WanVaeConfig
 from verax.video.programs import Component, Program, Weights
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "latents_at_once"]
 
 MASK_CHANNELS = 4
 """Of an image-to-video condition: one for each frame that a latent stands for."""
@@ -134,7 +134,11 @@ class Stages:
 
     def chunk(self, height: int, width: int) -> int:
         """Latents that the VAE takes together."""
-        return max(1, PIXELS_AT_ONCE // (self.vae.config.frames_per_latent * height * width))
+        return latents_at_once(self.vae.config, height, width)
+
+def latents_at_once(config: WanVaeConfig, height: int, width: int) -> int:
+    """Latents that the VAE takes together, of a clip of this height and width in pixels."""
+    return max(1, PIXELS_AT_ONCE // (config.frames_per_latent * height * width))
 
 
 def _colours(frames: Array) -> Array:

@@ -1,0 +1,81 @@
+"""The comparison of `verax bench video` for readers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["page"]
+
+COLUMNS = (
+    "stage",
+    "frames",
+    "side",
+    "median s",
+    "P10-P90 s",
+    "GFLOP/s",
+    "of the limit",
+    "verax is",
+    "compile s",
+    "from cache s",
+    "pays",
+    "apart",
+)
+TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
+
+
+def page(result: dict[str, Any]) -> list[str]:
+    """Markdown: what was done, a table of times, a table of memory."""
+    settings = result["settings"]
+    layers = f", {settings['layers']} layers" if settings["layers"] else ""
+    lines = [
+        f"# Video: {settings['size']} image to video{layers}, {settings['height']} x {settings['width']}, "
+        f"{settings['dtype']}",
+    ]
+    if result["cases"]:
+        lines += [
+            "",
+            f"Random weights, the same on both sides. {settings['runs']} rounds after {settings['warmup']} warm-up; "
+            f"the sides take turns in a round. Attention: {settings['attention']}. CPU kernels: "
+            f"{settings['cpu_level'] or 'none'}. A step with guidance is two forward passes. Compiling includes "
+            "tracing; 'pays' are the calls after which ours, compiling included, took less time. The limit is the "
+            "measured rate of matmuls. 'Apart' is the root mean square of the difference over that of diffusers'.",
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+            "|" + "---|" * len(COLUMNS),
+        ]
+        lines += [_row(case, name) for case in result["cases"] for name in case["sides"]]
+    if result["memory"]:
+        lines += [
+            "",
+            "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included:",
+            "",
+            "| frames | attention | GB | weights | temporary |",
+            "|---|---|---|---|---|",
+        ]
+        for row in result["memory"]:
+            start = f"| {row['frames']} | {row['attention']} |"
+            if "left_out" in row:
+                lines.append(f"{start} left out: {row['left_out']} | | |")
+                continue
+            lines.append(f"{start} {row['peak_gb']:.1f} | {row['weights_gb']:.1f} | {row['temporary_gb']:.1f} |")
+    return lines
+
+
+def _row(case: dict[str, Any], name: str) -> str:
+    side = case["sides"][name]
+    cells = [TITLES[case["stage"]], str(case["frames"]), name, f"{side['median_s']:.2f}"]
+    cells += [f"{side['p10_s']:.2f}-{side['p90_s']:.2f}", f"{side['rate'] / 1e9:.0f}"]
+    if name == "verax":
+        cells += [f"{100 * case['fraction_of_limit']:.0f}%"]
+        cells += [f"{case['ratio']:.2f}x" if "ratio" in case else ""]
+        cells += [f"{case['compile_s']:.1f}", f"{case['compile_cached_s']:.1f}"]
+        cells += [_calls(case), f"{case['difference']:.1e}" if "difference" in case else ""]
+    else:
+        cells += [""] * 6
+    return "| " + " | ".join(cells) + " |"
+
+
+def _calls(case: dict[str, Any]) -> str:
+    if "break_even" not in case:
+        return ""
+    return "never" if case["break_even"] is None else f"after {case['break_even']}"
