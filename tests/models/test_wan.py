@@ -183,6 +183,20 @@ def test_forms_of_attention_agree(form, T, S):
     np.testing.assert_allclose(ATTENTION[form](q, k, v), expected, atol=2e-6)
 
 
+def test_chunks_need_no_more_memory_in_many_layers_than_in_few():
+    shapes = [jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for length in (2000, 8, 8)]
+
+    def temporary(layers):
+        def run(q, k, v):
+            for _ in range(layers):
+                q = q + ATTENTION["chunked"](q, k, v)
+            return q
+
+        return jax.jit(run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(6) < 1.2 * temporary(2)
+
+
 def test_block_causal_attention_is_that_under_a_mask():
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((1, 13, 2, 6)) for _ in range(3))
