@@ -18,6 +18,7 @@ from verax.ops.short_convolution import short_convolution
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.delta  # isort: skip
+import verax.ops.cpu.gemm  # isort: skip
 import verax.ops.cpu.hierarchical  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.norm  # isort: skip

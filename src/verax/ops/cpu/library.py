@@ -24,6 +24,7 @@ HANDLERS = (
     "verax_attention",
     "verax_conv",
     "verax_delta",
+    "verax_gemm",
     "verax_hierarchical",
     "verax_hierarchical_read",
     "verax_linear",

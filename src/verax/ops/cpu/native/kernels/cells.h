@@ -75,6 +75,18 @@ using Int8Cells = Singles<int8_t>;
 #endif
 using F32Cells = Singles<float>;
 
+// One chunk as cells of each kind.
+inline void to_cells(Bf16Cells, float* to, const bf16* from) {
+  store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), load_bf16_chunk(from));
+}
+inline void to_cells(Bf16Cells, float* to, const float* from) {
+  store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), to_bf16_chunk(load_chunk(from)));
+}
+template <class Element>
+inline void to_cells(F32Cells, float* to, const Element* from) {
+  store_chunk(to, load_chunk(from));
+}
+
 // Sums are kept in registers: ROWS x COLUMNS of them, beside the operands. AVX2 has 16 registers, the others 32.
 constexpr int ROWS = 6;
 #if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))

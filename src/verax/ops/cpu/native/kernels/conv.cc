@@ -63,18 +63,6 @@ inline float cell_of(Pairs, const bf16* from, int64_t stride, int64_t left) {
 }
 #endif
 
-// One chunk as cells of each kind.
-inline void to_cells(Bf16Cells, float* to, const bf16* from) {
-  store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), load_bf16_chunk(from));
-}
-inline void to_cells(Bf16Cells, float* to, const float* from) {
-  store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), to_bf16_chunk(load_chunk(from)));
-}
-template <class Element>
-inline void to_cells(F32Cells, float* to, const Element* from) {
-  store_chunk(to, load_chunk(from));
-}
-
 // Whole chunks: what follows in `to` is overwritten.
 template <class Kind, class Element>
 inline void copy(float* to, const Element* from, int64_t count) {

@@ -1,0 +1,36 @@
+// y[M, N] = x[M, K] . W[N, K]^T + bias for many rows M, bound by arithmetic.
+#pragma once
+
+#include <cstdint>
+
+#include "../levels.h"
+
+namespace verax {
+
+// x and W are bfloat16, products are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
+struct GemmTask {
+  int64_t M, N, K;
+  const uint16_t *x, *weight;
+  const float* bias;  // null, or [N]
+  float* y;
+};
+
+// Rows [m, m + rows) and columns [n, n + columns) of y.
+struct GemmBlock {
+  int64_t m, rows, n, columns;
+};
+
+constexpr int64_t GEMM_DEPTH_STEP = 32, GEMM_COLUMN_STEP = 16;
+
+// Values of K that are multiplied at a time: so many of 48 columns, as bfloat16, fill three quarters of a 48 KB cache.
+constexpr int64_t GEMM_DEPTH = 384;
+
+// Most columns of W that are packed beside each other.
+constexpr int64_t GEMM_STRIP = 48;
+
+// Of the memory that a block works in: cells of x and of a strip of W, each 4 bytes. Enough at every level.
+inline int64_t gemm_scratch_bytes(int64_t rows) { return 4 * (GEMM_DEPTH * (rows + GEMM_STRIP) + 16); }
+
+VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, void* scratch)
+
+}  // namespace verax
