@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verax import checkpoint, models, ops
+    from verax import checkpoint, compare, models, ops
     from verax.embed.encoder import Encoder
     from verax.text.llm import LLM
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
@@ -28,6 +28,7 @@ __all__ = [
     "VideoProgress",
     "__version__",
     "checkpoint",
+    "compare",
     "models",
     "ops",
 ]
@@ -43,7 +44,7 @@ _HOMES = {
     "VideoPipeline": "verax.video.pipeline",
     "VideoProgress": "verax.video.outputs",
 }
-_MODULES = ("checkpoint", "models", "ops")
+_MODULES = ("checkpoint", "compare", "models", "ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import verax
-from verax.cli import bench, chat, convert, demo, embed, generate, info, quantize, train, video
+from verax.cli import bench, chat, compare, convert, demo, embed, generate, info, quantize, train, video
 from verax.errors import VeraxError
 
 __all__ = ["app", "main"]
@@ -44,6 +44,7 @@ for command in (
     app.command()(command)
 app.add_typer(train.app, name="train")
 app.add_typer(bench.app, name="bench")
+app.add_typer(compare.app, name="compare")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,27 @@
+"""Two implementations of one model, held against each other layer by layer."""
+
+from verax.compare.align import Alignment, align
+from verax.compare.comparison import Comparison, Row
+from verax.compare.jax_side import gradients_jax, trace_jax
+from verax.compare.recorder import Watch, tap
+from verax.compare.run import Case, Side, compare, compare_case
+from verax.compare.torch_side import gradients_torch, trace_torch
+from verax.compare.trace import Trace
+
+__all__ = [
+    "Alignment",
+    "Case",
+    "Comparison",
+    "Row",
+    "Side",
+    "Trace",
+    "Watch",
+    "align",
+    "compare",
+    "compare_case",
+    "gradients_jax",
+    "gradients_torch",
+    "tap",
+    "trace_jax",
+    "trace_torch",
+]

@@ -1,0 +1,238 @@
+"""Which array of one trace is which of the other: by name, by a table between names, and last by shape and order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verax.checkpoint.names import NameTable
+from verax.compare.layout import Layout, find_layout
+from verax.compare.trace import Entry, Trace, split_call
+from verax.errors import CheckpointError
+
+__all__ = ["Alignment", "Names", "Pair", "align", "translator"]
+
+Names = NameTable | Mapping[str, str] | Sequence[NameTable]
+"""Between our names and the reference's: tables, of which the first that knows a name counts, or a dict.
+
+A dict's keys and values are beginnings of our and the reference's names, with `{i}` for a number, as in `NameTable`.
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Arrays of both sides that should be equal.
+
+    Attributes:
+        ours, reference: their names: one each, or several on one side, that together are the other's.
+        layout: how ours is arranged in the reference's shape.
+        by: how they were matched: `name`, `table`, or `shape and order`.
+        axis: along which several are put together.
+    """
+
+    ours: tuple[str, ...]
+    reference: tuple[str, ...]
+    layout: Layout
+    by: str
+    axis: int = 0
+
+    def load(self, ours: Trace, reference: Trace) -> tuple[np.ndarray, np.ndarray]:
+        """Both arrays, in the reference's arrangement."""
+        return self.layout.apply(_together(ours, self.ours, self.axis)), self.load_reference(reference)
+
+    def load_reference(self, reference: Trace) -> np.ndarray:
+        """The reference's array."""
+        return _together(reference, self.reference, self.axis)
+
+    def __str__(self) -> str:
+        shapes = f" ({self.layout})" if str(self.layout) else ""
+        return f"{' + '.join(self.ours)} = {' + '.join(self.reference)}{shapes}"
+
+
+@dataclass
+class Alignment:
+    """Pairs in the order of our run, and what is left."""
+
+    pairs: list[Pair]
+    unlike: list[tuple[str, str, str]] = field(default_factory=list)
+    """Names that belong together, and why their arrays cannot be compared."""
+    ours_only: list[str] = field(default_factory=list)
+    reference_only: list[str] = field(default_factory=list)
+
+    @property
+    def guessed(self) -> list[Pair]:
+        """Pairs that only shape and order speak for: for a person to confirm."""
+        return [pair for pair in self.pairs if pair.by == "shape and order"]
+
+
+def translator(names: Names | None) -> Callable[[str], tuple[tuple[str, ...], str]]:
+    """A function of our path to the reference's, of which several are put together along the last axis, and how."""
+    if names is None:
+        tables: list[NameTable] = []
+    elif isinstance(names, NameTable):
+        tables = [names]
+    elif isinstance(names, Mapping):
+        tables = [NameTable(list(names.items()))]
+    else:
+        tables = list(names)
+
+    def translate(path: str) -> tuple[tuple[str, ...], str]:
+        for table in tables:
+            try:
+                return table.to_diffusers(path), "table"
+            except CheckpointError:
+                continue
+        return (path,), "name"
+
+    return translate
+
+
+def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: bool = False) -> Alignment:
+    """Match two traces.
+
+    Args:
+        ours: of the JAX side.
+        reference: of the PyTorch side.
+        names: tables between our names and the reference's, where they differ.
+        guess: match what is left by shape, in the order of the two runs.
+    """
+    translate = translator(names)
+    calls, theirs = _by_path(ours), _by_path(reference)
+    found: dict[str, Pair] = {}
+    result = Alignment([])
+    used: set[str] = set()
+    for path, own in calls.items():
+        paths, by = translate(path)
+        if not all(other in theirs for other in paths):
+            continue
+        if len(paths) > 1:
+            pairs = _of_several(ours, own, [theirs[other] for other in paths], reference, by)
+        else:
+            pairs = _of_calls(ours, own, theirs[paths[0]], reference, by)
+        if pairs is None:
+            shapes = [
+                " and ".join(str(list(trace.entries[name].shape)) for name in group)
+                for trace, group in ((ours, own), (reference, [name for other in paths for name in theirs[other]]))
+            ]
+            result.unlike.append((path, " + ".join(paths), f"{shapes[0]} is no arrangement of {shapes[1]}"))
+            used |= {name for other in paths for name in theirs[other]}
+            continue
+        for pair in pairs:
+            found[pair.ours[-1]] = pair
+            used |= set(pair.reference)
+    matched = {name for pair in found.values() for name in pair.ours}
+    unlike = {path for path, _, _ in result.unlike}
+    left = [name for name in ours if name not in matched and split_call(name)[0] not in unlike]
+    rest = [name for name in reference if name not in used]
+    if guess:
+        for mine, other, layout in _by_shape(ours, left, reference, rest):
+            found[mine] = Pair((mine,), (other,), layout, "shape and order")
+        matched = {pair.reference[0] for pair in found.values()}
+        left, rest = [n for n in left if n not in found], [n for n in rest if n not in matched]
+    result.pairs = [found[name] for name in ours if name in found]
+    result.ours_only, result.reference_only = left, rest
+    return result
+
+
+def _by_path(trace: Trace) -> dict[str, list[str]]:
+    paths: dict[str, list[str]] = {}
+    for name in trace:
+        paths.setdefault(split_call(name)[0], []).append(name)
+    return paths
+
+
+def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, by: str) -> list[Pair] | None:
+    """Call with call; or one side's many calls, put together, with the other's one."""
+    if len(own) == len(theirs):
+        pairs = []
+        for mine, other in zip(own, theirs, strict=True):
+            layout = find_layout(ours.entries[mine].shape, reference.entries[other].shape)
+            if layout is None:
+                return None
+            pairs.append(Pair((mine,), (other,), layout, by))
+        return pairs
+    if len(own) > 1 and len(theirs) > 1:
+        return None
+    found = [
+        Pair(tuple(own), tuple(theirs), layout, by, axis)
+        for axis, shapes in _joined(ours, own, reference, theirs)
+        if (layout := find_layout(*shapes)) and not layout.repeated
+    ]
+    return sorted(found, key=lambda pair: (pair.layout.moves, pair.layout.ambiguous))[:1] or None
+
+
+def _of_several(ours: Trace, own: list[str], theirs: list[list[str]], reference: Trace, by: str) -> list[Pair] | None:
+    """Our one module with several of the reference's, whose results stand beside each other in the last axis."""
+    if any(len(calls) != len(own) for calls in theirs):
+        return None
+    pairs = []
+    for mine, *others in zip(own, *theirs, strict=True):
+        shape = _shape(reference, others, -1)
+        layout = None if shape is None else find_layout(ours.entries[mine].shape, shape)
+        if layout is None:
+            return None
+        pairs.append(Pair((mine,), tuple(others), layout, by, -1))
+    return pairs
+
+
+def _joined(
+    ours: Trace, own: list[str], reference: Trace, theirs: list[str]
+) -> Iterable[tuple[int, tuple[tuple[int, ...], tuple[int, ...]]]]:
+    many = (ours.entries[own[0]] if len(own) > 1 else reference.entries[theirs[0]]).shape
+    for axis in range(len(many)):
+        shapes = _shape(ours, own, axis), _shape(reference, theirs, axis)
+        if shapes[0] is not None and shapes[1] is not None:
+            yield axis, (shapes[0], shapes[1])
+
+
+def _shape(trace: Trace, names: Sequence[str], axis: int) -> tuple[int, ...] | None:
+    """Of arrays put together along an axis; None where they do not fit."""
+    shapes = [trace.entries[name].shape for name in names]
+    if len(shapes) == 1:
+        return shapes[0]
+    others = {(len(shape), *shape[:axis], *shape[axis % len(shape) + 1 :]) for shape in shapes if shape}
+    if len(others) != 1 or not all(shapes):
+        return None
+    whole = list(shapes[0])
+    whole[axis] = sum(shape[axis] for shape in shapes)
+    return tuple(whole)
+
+
+def _together(trace: Trace, names: Sequence[str], axis: int) -> np.ndarray:
+    return trace[names[0]] if len(names) == 1 else np.concatenate([trace[name] for name in names], axis=axis)
+
+
+def _by_shape(ours: Trace, left: list[str], reference: Trace, rest: list[str]) -> list[tuple[str, str, Layout]]:
+    """The longest common subsequence of two lists, in which arrays are alike if one can be arranged as the other.
+
+    Among equally long ones, that in which most last components of names are equal.
+    """
+    layouts = [[_alike(ours.entries[mine], reference.entries[other]) for other in rest] for mine in left]
+    best = np.zeros((len(left) + 1, len(rest) + 1))
+
+    def score(i: int, j: int) -> float:
+        same = left[i].rsplit(".", 1)[-1] == rest[j].rsplit(".", 1)[-1]
+        return 1 + (0.5 / (1 + min(len(left), len(rest))) if same else 0)
+
+    for i in range(len(left) - 1, -1, -1):
+        for j in range(len(rest) - 1, -1, -1):
+            best[i, j] = max(best[i + 1, j], best[i, j + 1])
+            if layouts[i][j] is not None:
+                best[i, j] = max(best[i, j], best[i + 1, j + 1] + score(i, j))
+    matches, i, j = [], 0, 0
+    while i < len(left) and j < len(rest):
+        layout = layouts[i][j]
+        if layout is not None and best[i, j] == best[i + 1, j + 1] + score(i, j):
+            matches.append((left[i], rest[j], layout))
+            i, j = i + 1, j + 1
+        elif best[i, j] == best[i + 1, j]:
+            i += 1
+        else:
+            j += 1
+    return matches
+
+
+def _alike(mine: Entry, other: Entry) -> Layout | None:
+    return find_layout(mine.shape, other.shape)

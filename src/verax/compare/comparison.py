@@ -1,0 +1,211 @@
+"""The result of a comparison: errors by layer, and what they say."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any
+
+from verax.compare.align import Alignment, Pair
+from verax.compare.metrics import Errors, measure, noise
+from verax.compare.trace import OUTPUT, Trace
+
+__all__ = ["MAX_RATIO", "MAX_REL", "Comparison", "Row", "measure_rows"]
+
+MAX_REL = 1e-4
+"""Bound on the relative L2 error of every layer in float32, where none is given."""
+
+MAX_RATIO = 1.1
+"""Bound on the error ratio of the output at a lower precision."""
+
+JUMP = 8.0
+"""An error so many times that of all layers before it stands out. Rounding grows by less from layer to layer."""
+
+
+@dataclass
+class Row:
+    """One layer, or one parameter's gradient.
+
+    Attributes:
+        name, reference: what the two sides call it.
+        dtype, reference_dtype: on each side.
+        errors: of ours against the reference, errors of earlier layers included.
+        layout: how ours was arranged in the reference's shape; empty if it was not.
+        by: how the two names were matched.
+        own: the layer's own errors, made on the reference's activations; None without `inject`.
+        against_truth: relative L2 errors of ours and of the reference against the reference in float32, at a lower
+            precision.
+    """
+
+    name: str
+    reference: str
+    dtype: str
+    reference_dtype: str
+    errors: Errors
+    layout: str = ""
+    by: str = "name"
+    own: Errors | None = None
+    against_truth: tuple[float, float] | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Our error over the reference's, both against float32. Below 1, ours is the nearer to the truth."""
+        if self.against_truth is None:
+            return None
+        ours, theirs = self.against_truth
+        return ours / theirs if theirs else (1.0 if ours == 0 else math.inf)
+
+
+@dataclass
+class Comparison:
+    """Rows in the order in which our layers finished, so that what is inside a block stands before it."""
+
+    title: str
+    rows: list[Row]
+    alignment: Alignment
+    dtype: str = "float32"
+    max_rel: float | None = None
+    """The bound that was asked for; None for the usual ones."""
+    gradients: list[Row] = field(default_factory=list)
+    gradients_only: tuple[list[str], list[str]] = ([], [])
+    """Parameters of which only our, or only the reference's, side has a gradient."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What was run, with versions."""
+
+    @property
+    def output(self) -> Row | None:
+        """What the whole call gave."""
+        return next((row for row in self.rows if row.name == OUTPUT), None)
+
+    @property
+    def bound(self) -> float | None:
+        """On each layer's relative L2 error; None at a lower precision, where the error ratio decides."""
+        return self.max_rel if self.max_rel is not None else MAX_REL if self.dtype == "float32" else None
+
+    @property
+    def first(self) -> Row | None:
+        """The first layer whose error stands out from those before it: where to look."""
+        trend = 0.0
+        for row in self.rows:
+            error, usual = row.errors.l2, noise(row.dtype, row.reference_dtype)
+            if row.against_truth is not None:
+                error, theirs = row.against_truth
+                if not error <= 2 * max(theirs, usual / 4):
+                    return row
+            elif not error <= JUMP * max(trend, usual):
+                return row
+            trend = max(trend, error)
+        return None
+
+    @property
+    def faults(self) -> list[Row]:
+        """Layers whose own error stands out; empty without `inject`."""
+        own = [(row, row.own.l2) for row in self.rows if row.own is not None]
+        finite = [error for _, error in own if math.isfinite(error) and error > 0]
+        usual = statistics.median(finite) if finite else 0.0
+        return [row for row, error in own if not error <= JUMP * max(usual, noise(row.dtype, row.reference_dtype))]
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the two sides do not count as equal; empty if they do."""
+        found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.unlike]
+        if self.output is None:
+            found.append("the outputs could not be compared")
+        for what, rows in (("", self.rows), ("gradient of ", self.gradients)):
+            if self.bound is not None and (over := [row for row in rows if not row.errors.l2 <= self.bound]):
+                worst = max(over, key=lambda row: math.inf if math.isnan(row.errors.l2) else row.errors.l2)
+                found.append(
+                    f"{what}{over[0].name}: relative L2 error {over[0].errors.l2:.1e} is over {self.bound:.0e}"
+                    + (
+                        f", as are {len(over) - 1} others, up to {worst.errors.l2:.1e} at {worst.name}"
+                        * (len(over) > 1)
+                    )
+                )
+        output = self.output
+        if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:
+            found.append(f"the output's error against float32 is {output.ratio:.2f} times the reference's")
+        if any(self.gradients_only):
+            found.append(f"gradients on one side only: {', '.join(chain(*self.gradients_only))}")
+        return found
+
+    @property
+    def passed(self) -> bool:
+        """Whether the two sides count as equal."""
+        return not self.failures
+
+    @property
+    def dtypes(self) -> dict[tuple[str, str], int]:
+        """How many layers have which dtype on our side and on the reference's."""
+        counts: dict[tuple[str, str], int] = {}
+        for row in self.rows:
+            key = (row.dtype, row.reference_dtype)
+            counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: infinite and undefined numbers are None."""
+
+        def row(row: Row) -> dict[str, Any]:
+            fields = asdict(row) | {"errors": row.errors._asdict(), "own": row.own._asdict() if row.own else None}
+            return _plain(fields | {"ratio": row.ratio})
+
+        first = self.first
+        return {
+            "kind": "comparison",
+            "title": self.title,
+            "passed": self.passed,
+            "failures": self.failures,
+            "dtype": self.dtype,
+            "max_rel": self.bound,
+            "first": first.name if first else None,
+            "faults": [row.name for row in self.faults],
+            "about": self.about,
+            "rows": list(map(row, self.rows)),
+            "gradients": list(map(row, self.gradients)),
+            "guessed": [str(pair) for pair in self.alignment.guessed],
+            "ours_only": self.alignment.ours_only,
+            "reference_only": self.alignment.reference_only,
+        }
+
+
+def measure_rows(
+    pairs: Sequence[Pair], ours: Trace, reference: Trace, truth: Trace | None = None, own: Trace | None = None
+) -> list[Row]:
+    """A row for each pair.
+
+    Args:
+        pairs: of `align`.
+        ours, reference: the traces.
+        truth: the reference's in float32, with the same names.
+        own: ours again, each layer on the reference's activations.
+    """
+    rows = []
+    for pair in pairs:
+        mine, other = pair.load(ours, reference)
+        row = Row(
+            name=pair.ours[0],
+            reference=" + ".join(pair.reference),
+            dtype=ours.entries[pair.ours[0]].dtype,
+            reference_dtype=reference.entries[pair.reference[0]].dtype,
+            errors=measure(mine, other),
+            layout=str(pair.layout),
+            by=pair.by,
+        )
+        if truth is not None and all(name in truth for name in pair.reference):
+            exact = pair.load_reference(truth)
+            row.against_truth = measure(mine, exact).l2, measure(other, exact).l2
+        if own is not None and all(name in own for name in pair.ours):
+            row.own = measure(pair.load(own, reference)[0], other)
+        rows.append(row)
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return list(map(_plain, value)) if isinstance(value, tuple | list) else value

@@ -1,0 +1,169 @@
+"""Traces and gradients of Flax NNX modules and of plain JAX functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from verax.compare.recorder import Recorder, Watch, recording
+from verax.compare.trace import OUTPUT, Trace
+from verax.errors import InvalidParameterError
+
+__all__ = ["gradients_jax", "trace_jax"]
+
+Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
+"""What to go on with in place of a value, by its name and shape; None for the value itself."""
+
+
+def trace_jax(
+    model: Any,
+    *args: Any,
+    call: Callable[..., Any] | None = None,
+    watch: Iterable[Watch] = (),
+    inputs: Iterable[str] = (),
+    folder: str | Path | None = None,
+    jit: bool = False,
+    replace: Replace | None = None,
+    **kwargs: Any,
+) -> Trace:
+    """Run a model and keep what each of its modules gave.
+
+    Of a tuple or another structure, the first array counts. Modules may stand in lists and run several times; loops
+    (`lax.scan`, `lax.map`) run step by step, so that modules inside them are recorded once a step. Inside `vmap` and
+    `jit` values are recorded by a host callback.
+
+    Args:
+        model: a Flax NNX module, or a function with taps.
+        args: its arguments; NumPy arrays become JAX arrays.
+        call: `call(model, *args, **kwargs)`, for more than the module's own call.
+        watch: functions to record beside the modules.
+        inputs: patterns of paths of modules whose first argument is recorded too, as `PATH.input`.
+        folder: where to stream the arrays to; None keeps them in memory.
+        jit: compile the run as one program, as users run it, instead of operation by operation.
+        replace: what modules are to hand on in place of their own results. Not with `jit`.
+        kwargs: the call's.
+    """
+    if jit and replace is not None:
+        raise InvalidParameterError("jit: values can be replaced only in a run that is not compiled")
+    trace = Trace(folder)
+
+    def record(name: str, x: Any, axes: Sequence[int] | None) -> Any:
+        leaves, treedef = jax.tree.flatten(x)
+        first = next((i for i, leaf in enumerate(leaves) if _is_floats(leaf)), None)
+        if first is None:
+            return x
+        array = leaves[first]
+        kept = array if axes is None else jnp.transpose(array, axes)
+        if isinstance(array, jax.core.Tracer):
+            jax.debug.callback(partial(_add, trace, name), kept)
+            return x
+        name = trace.add(name, np.asarray(kept))
+        other = None if replace is None else replace(name, kept.shape)
+        if other is None:
+            return x
+        given = jnp.asarray(other).astype(array.dtype)
+        leaves[first] = given if axes is None else jnp.transpose(given, np.argsort(axes))
+        return jax.tree.unflatten(treedef, leaves)
+
+    recorder = Recorder(trace, record, inputs)
+    args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
+    function = partial(call, model) if call is not None else model
+    with recording(recorder, watch), _patched(model, recorder):
+        if jit:
+            result = jax.jit(function)(*args, **kwargs)
+            jax.effects_barrier()
+        else:
+            with jax.disable_jit():
+                result = function(*args, **kwargs)
+                jax.effects_barrier()
+        record(OUTPUT, result, None)
+    trace.save()
+    return trace
+
+
+def gradients_jax(
+    model: nnx.Module, *args: Any, cotangent: np.ndarray, call: Callable[..., Any] | None = None, **kwargs: Any
+) -> dict[str, np.ndarray]:
+    """Gradients of `sum(output * cotangent)` by each float parameter, under the parameter's name.
+
+    Args:
+        model: the module.
+        args: the call's.
+        cotangent: as many numbers as the output's first array has, in its order.
+        call: as in `trace_jax`.
+        kwargs: the call's.
+    """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
+
+    def loss(params: Any) -> jax.Array:
+        module = nnx.merge(graph, params, rest)
+        result = module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
+        output = next(leaf for leaf in jax.tree.leaves(result) if _is_floats(leaf))
+        return jnp.sum(output.astype(jnp.float32) * jnp.asarray(cotangent, jnp.float32).reshape(output.shape))
+
+    found = jax.jit(jax.grad(loss))(params)
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(found)}
+
+
+def _add(trace: Trace, name: str, value: Any) -> None:
+    trace.add(name, np.asarray(value))
+
+
+def _is_floats(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _to_jax(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+@contextlib.contextmanager
+def _patched(model: Any, recorder: Recorder) -> Iterator[None]:
+    """While the model runs: the calls of its modules' classes report to the recorder."""
+    paths: dict[int, str] = {}
+    classes: list[type] = []
+    if isinstance(model, nnx.Module):
+        for path, node in nnx.iter_graph(model):
+            kind = type(node)
+            if path and isinstance(node, nnx.Pytree) and callable(node) and id(node) not in paths:
+                paths[id(node)] = ".".join(map(str, path))
+                classes.append(kind)
+    running: list[int] = []
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            path = paths.get(id(self))
+            # A class that calls its parent's method is one module all the same.
+            if path is None or (running and running[-1] == id(self)):
+                return original(self, *args, **kwargs)
+            running.append(id(self))
+            try:
+                with recorder.module(path):
+                    if args and recorder.wants_input():
+                        args = (recorder.value("input", args[0]), *args[1:])
+                    result = original(self, *args, **kwargs)
+                    return recorder.value("", result)
+            finally:
+                running.pop()
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for kind in dict.fromkeys(classes):
+            own = "__call__" in vars(kind)
+            original = kind.__call__
+            kind.__call__ = wrapped(original)
+            if own:
+                stack.callback(setattr, kind, "__call__", original)
+            else:
+                stack.callback(delattr, kind, "__call__")
+        yield

@@ -1,0 +1,79 @@
+"""A comparison's plots, as SVG text that a page can hold."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+
+from verax.compare.comparison import Comparison, Row
+from verax.plots import pyplot
+
+__all__ = ["error_plots"]
+
+FLOOR = 1e-9
+"""Where zero errors are drawn on a logarithmic axis."""
+
+SIDE, OTHER, BOUND, MARK = "#1f77b4", "#ff7f0e", "#888888", "#d62728"
+
+
+def error_plots(result: Comparison) -> dict[str, str]:
+    """SVG by caption: errors by layer, and those of gradients where there are any.
+
+    Raises:
+        MissingDependencyError: without matplotlib.
+    """
+    plots = {"Errors by layer, in the order of the run": _by_layer(result)}
+    if result.gradients:
+        series = [("relative L2 error", SIDE, "o", [row.errors.l2 for row in result.gradients])]
+        plots["Errors of gradients by parameter"] = _draw(result.gradients, series, result.bound)
+    return plots
+
+
+def _by_layer(result: Comparison) -> str:
+    rows = result.rows
+    series = [("relative L2 error", SIDE, "o", [row.errors.l2 for row in rows])]
+    if any(row.against_truth for row in rows):
+        pairs = [row.against_truth or (math.nan, math.nan) for row in rows]
+        series = [
+            ("ours against float32", SIDE, "o", [ours for ours, _ in pairs]),
+            ("the reference against float32", OTHER, "s", [theirs for _, theirs in pairs]),
+        ]
+    if any(row.own for row in rows):
+        own = [row.own.l2 if row.own else math.nan for row in rows]
+        series.append(("the layer's own, on the reference's activations", OTHER, "v", own))
+    marked = [row for row in (result.first, *result.faults) if row is not None]
+    return _draw(rows, series, result.bound, [rows.index(row) for row in marked])
+
+
+def _draw(
+    rows: Sequence[Row],
+    series: Sequence[tuple[str, str, str, list[float]]],
+    bound: float | None,
+    marked: Sequence[int] = (),
+) -> str:
+    plt = pyplot()
+    with plt.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "verax"}):
+        figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
+        size = 5 if len(rows) <= 60 else 3
+        for label, color, marker, values in series:
+            at = [(i, max(v, FLOOR)) for i, v in enumerate(values) if math.isfinite(v)]
+            axes.plot(*zip(*at, strict=True), color=color, marker=marker, ms=size, lw=0.8, label=label) if at else None
+        for i in sorted(set(marked)):
+            axes.axvline(i, color=MARK, lw=1, ls=":")
+            axes.annotate(rows[i].name, (i, 1), xycoords=("data", "axes fraction"), color=MARK, rotation=90, va="top")
+        if bound is not None:
+            axes.axhline(bound, color=BOUND, lw=1, ls="--", label=f"bound {bound:.0e}")
+        axes.set_yscale("log")
+        axes.set_ylabel("relative error")
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_xlim(-0.5, len(rows) - 0.5)
+        step = max(1, math.ceil(len(rows) / 60))
+        shown = range(0, len(rows), step)
+        axes.set_xticks(list(shown), [rows[i].name for i in shown], rotation=90, fontsize=6 if step == 1 else 5)
+        axes.legend(loc="lower right", fontsize=8)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    svg = out.getvalue()
+    return svg[svg.index("<svg") :]

@@ -1,0 +1,289 @@
+"""One comparison from beginning to end: the reference runs, then ours, then what the errors are."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from verax import progress
+from verax.compare.align import Alignment, Names, Pair, align, translator
+from verax.compare.comparison import Comparison, Row, measure_rows
+from verax.compare.jax_side import gradients_jax, trace_jax
+from verax.compare.layout import Layout, find_layout
+from verax.compare.metrics import measure
+from verax.compare.recorder import Watch
+from verax.compare.torch_side import gradients_torch, round_like, trace_torch
+from verax.compare.trace import OUTPUT, Trace
+from verax.errors import InvalidParameterError
+
+__all__ = ["Case", "Side", "compare", "compare_case"]
+
+VANISHING = 1e-4
+"""A gradient so much smaller than the median of all is measured against that median."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model and the call that is compared.
+
+    Attributes:
+        model: a module, or a function with taps.
+        args, kwargs: of the call; NumPy arrays become the side's own.
+        call: `call(model, *args, **kwargs)`, for more than the model's own call.
+        watch: functions to record beside the modules.
+        inputs: patterns of paths of modules whose input is recorded too.
+    """
+
+    model: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    call: Callable[..., Any] | None = None
+    watch: tuple[Watch, ...] = ()
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compare.
+
+    Attributes:
+        title: for the report.
+        reference, ours: each side in a dtype, `"float32"` or `"bfloat16"`; made when it is needed, and dropped after.
+        names: between our names and the reference's.
+        about: for the report.
+    """
+
+    title: str
+    reference: Callable[[str], Side]
+    ours: Callable[[str], Side]
+    names: Names | None = None
+    about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def compare(
+    reference: Any,
+    ours: Any,
+    *args: Any,
+    names: Names | None = None,
+    title: str = "comparison",
+    inject: bool = False,
+    backward: bool = False,
+    guess: bool = True,
+    max_rel: float | None = None,
+) -> Comparison:
+    """Compare a PyTorch model with a JAX one, layer by layer.
+
+    Args:
+        reference: an `nn.Module`, a function of tensors with taps, or a `Side`.
+        ours: a Flax NNX module, a function of arrays with taps, or a `Side`.
+        args: NumPy arrays that both are called with, where they are no `Side` with arguments of its own.
+        names: between our names and the reference's, where they differ: a dict of beginnings, `{i}` for a number.
+        title: for the report.
+        inject: run ours a second time with each layer on the reference's activations, so that errors are located.
+        backward: compare gradients of a weighted sum of the output by each parameter too.
+        guess: match what names do not by shape and order; `result.alignment.guessed` is to be looked at.
+        max_rel: bound on each layer's relative L2 error; 1e-4 if None.
+
+    Raises:
+        InvalidParameterError: if there is nothing to compare, or no modules to take gradients of.
+        MissingDependencyError: where torch is not installed.
+
+    Example:
+        >>> result = compare(torch_mlp, nnx_mlp, x, names={"layers.{i}": "net.{i}"})
+        >>> result.passed, result.first
+    """
+
+    def side(given: Any) -> Callable[[str], Side]:
+        made = given if isinstance(given, Side) else Side(given, args)
+        return lambda dtype: made
+
+    case = Case(title, side(reference), side(ours), names)
+    return compare_case(case, inject=inject, backward=backward, guess=guess, max_rel=max_rel)
+
+
+def compare_case(
+    case: Case,
+    *,
+    dtype: str = "float32",
+    inject: bool = False,
+    backward: bool = False,
+    guess: bool = False,
+    max_rel: float | None = None,
+    folder: str | Path | None = None,
+    confirm: Callable[[Alignment], None] = lambda alignment: None,
+) -> Comparison:
+    """Run a case. At most one model is in memory at a time, and beside it one array of the traces.
+
+    Args:
+        case: what to compare.
+        dtype: of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights rounded
+            to `dtype`: the truth about both sides.
+        inject, backward, guess, max_rel: as in `compare`.
+        folder: where traces are kept; None keeps them only while this runs.
+        confirm: called with the alignment before anything is measured; it may raise.
+
+    Raises:
+        InvalidParameterError: as in `compare`.
+    """
+    with tempfile.TemporaryDirectory() as scratch, progress.bar("comparing") as report:
+        home = Path(scratch if folder is None else folder)
+        low = dtype != "float32"
+        stages = 2 + low + inject + 2 * backward
+        done = iter(range(stages + 1))
+
+        def stage(what: str) -> None:
+            report(next(done), stages, what)
+
+        stage("PyTorch")
+        side = case.reference(dtype)
+        reference = _trace_torch(side, home / "reference")
+        theirs: dict[str, np.ndarray] = {}
+        cotangent = _cotangent(reference) if backward else np.zeros(0)
+        if backward:
+            stage("PyTorch, backwards")
+            theirs = _gradients(gradients_torch, side, cotangent)
+        truth = None
+        if low:
+            stage("PyTorch in float32")
+            exact = case.reference("float32")
+            round_like(exact.model, side.model)
+            truth = _trace_torch(exact, home / "truth")
+            del exact
+        del side
+        stage("JAX")
+        side = case.ours(dtype)
+        ours = _trace_jax(side, home / "ours")
+        alignment = align(ours, reference, case.names, guess=guess)
+        if not alignment.pairs:
+            raise InvalidParameterError(
+                f"names: nothing on one side has a name of the other's: ours has {_some(ours)}, the reference "
+                f"{_some(reference)}; give a table of names, or match by shape"
+            )
+        confirm(alignment)
+        own = None
+        if inject:
+            stage("JAX on PyTorch's activations")
+            own = _trace_jax(side, home / "own", _injection(alignment.pairs, reference))
+        rows = measure_rows(alignment.pairs, ours, reference, truth, own)
+        result = Comparison(case.title, rows, alignment, dtype, max_rel, about=dict(case.about))
+        if backward:
+            stage("JAX, backwards")
+            output = next(pair for pair in alignment.pairs if pair.ours == (OUTPUT,))
+            mine = _gradients(gradients_jax, side, output.layout.invert(cotangent))
+            result.gradients, result.gradients_only = _gradient_rows(mine, theirs, case.names)
+        return result
+
+
+def _trace_torch(side: Side, folder: Path) -> Trace:
+    return trace_torch(
+        side.model, *side.args, call=side.call, watch=side.watch, inputs=side.inputs, folder=folder, **side.kwargs
+    )
+
+
+def _trace_jax(
+    side: Side, folder: Path, replace: Callable[[str, tuple[int, ...]], np.ndarray | None] | None = None
+) -> Trace:
+    return trace_jax(
+        side.model,
+        *side.args,
+        call=side.call,
+        watch=side.watch,
+        inputs=side.inputs,
+        folder=folder,
+        replace=replace,
+        **side.kwargs,
+    )
+
+
+def _some(trace: Trace) -> str:
+    names = list(trace)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _injection(pairs: list[Pair], reference: Trace) -> Callable[[str, tuple[int, ...]], np.ndarray | None]:
+    """The reference's arrays in our arrangement, by our names."""
+    single = {pair.ours[0]: pair for pair in pairs if len(pair.ours) == 1}
+
+    def replace(name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        pair = single.get(name)
+        if pair is None or pair.layout.source != shape:
+            return None
+        return pair.layout.invert(pair.load_reference(reference))
+
+    return replace
+
+
+def _cotangent(reference: Trace) -> np.ndarray:
+    """Weights of the output's numbers: random, or an error of one sign would cancel one of the other."""
+    shape = reference.entries[OUTPUT].shape
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def _gradients(function: Callable[..., dict[str, np.ndarray]], side: Side, cotangent: np.ndarray) -> Any:
+    if not isinstance(side.model, nnx.Module) and not hasattr(side.model, "named_parameters"):
+        raise InvalidParameterError("backward: gradients need modules with parameters on both sides, not functions")
+    return function(side.model, *side.args, cotangent=cotangent, call=side.call, **side.kwargs)
+
+
+def _gradient_rows(
+    ours: dict[str, np.ndarray], reference: dict[str, np.ndarray], names: Names | None
+) -> tuple[list[Row], tuple[list[str], list[str]]]:
+    translate = translator(names)
+    rows, used, alone = [], set(), []
+    usual = statistics.median(map(_size, reference.values())) if reference else 0.0
+    for name, mine in ours.items():
+        paths, by = translate(name)
+        if not all(path in reference for path in paths):
+            paths = tuple(_torch_name(path) for path in paths)
+        if not all(path in reference for path in paths):
+            # Nothing depends on it, and PyTorch then has none.
+            if np.any(mine):
+                alone.append(name)
+            continue
+        used |= set(paths)
+        other = np.concatenate([reference[path] for path in paths]) if len(paths) > 1 else reference[paths[0]]
+        layout = _kernel_layout(name, mine.shape, other.shape) or find_layout(mine.shape, other.shape)
+        if layout is None:
+            raise InvalidParameterError(
+                f"names: {name} of shape {list(mine.shape)} is not {' + '.join(paths)} of shape {list(other.shape)}"
+            )
+        errors = measure(layout.apply(mine), other)
+        if (size := _size(other)) < VANISHING * usual:
+            # Rounding is all that there is of it: the bias of attention's keys has a gradient of zero.
+            errors = errors._replace(l2=errors.l2 * size / usual, max_rel=errors.max_abs / usual)
+        dtypes = mine.dtype.name, other.dtype.name
+        rows.append(Row(name, " + ".join(paths), *dtypes, errors, layout=str(layout), by=by))
+    rest = [name for name in reference if name not in used and np.any(reference[name])]
+    return rows, (alone, rest)
+
+
+def _size(x: np.ndarray) -> float:
+    """Root mean square."""
+    return math.sqrt(np.mean(np.square(x, dtype=np.float64)))
+
+
+_FLAX = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+"""What Flax's own layers call a parameter, and PyTorch's."""
+
+
+def _torch_name(path: str) -> str:
+    module, _, last = path.rpartition(".")
+    return f"{module}.{_FLAX.get(last, last)}" if module else _FLAX.get(last, last)
+
+
+def _kernel_layout(name: str, source: tuple[int, ...], target: tuple[int, ...]) -> Layout | None:
+    """Flax's kernels are `[*window, in, out]`, PyTorch's weights `[out, in, *window]`: also where both are square."""
+    if name.rpartition(".")[2] != "kernel" or len(source) < 2:
+        return None
+    n = len(source)
+    axes = (n - 1, n - 2, *range(n - 2))
+    return Layout(source, target, axes) if tuple(source[axis] for axis in axes) == target else None

@@ -1,0 +1,104 @@
+"""Which array is which: by name, table, or shape and order; and how it is arranged."""
+
+import numpy as np
+import pytest
+
+from verax.checkpoint.names import NameTable
+from verax.compare import Trace, align
+from verax.compare.layout import find_layout
+from verax.compare.metrics import measure
+
+
+def trace(**shapes):
+    made = Trace()
+    for name, shape in shapes.items():
+        made.add(name.replace("_", "."), np.zeros(shape, np.float32))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "rearrange"),
+    [
+        ((2, 3, 4), (2, 3, 4), lambda x: x),
+        ((2, 3, 4, 5, 6), (2, 60, 6), lambda x: x.reshape(2, 60, 6)),
+        ((2, 3, 4, 5, 6), (2, 6, 3, 4, 5), lambda x: x.transpose(0, 4, 1, 2, 3)),
+        ((2, 7, 4, 5), (2, 4, 7, 5), lambda x: x.transpose(0, 2, 1, 3)),
+        ((7, 5), (1, 7, 5), lambda x: x[None]),
+        ((2, 12, 5), (2, 5, 3, 4), lambda x: x.transpose(0, 2, 1).reshape(2, 5, 3, 4)),
+    ],
+)
+def test_arrangements_are_found_by_shape_and_undone(source, target, rearrange):
+    layout = find_layout(source, target)
+    x = np.arange(np.prod(source)).reshape(source)
+    np.testing.assert_array_equal(layout.apply(x), rearrange(x))
+    np.testing.assert_array_equal(layout.invert(layout.apply(x)), x)
+    assert not layout.ambiguous
+    assert bool(str(layout)) == (source != target)
+
+
+def test_what_is_repeated_is_compared_with_each_of_its_copies():
+    layout = find_layout((1, 4), (2, 3, 4))
+    x = np.arange(4.0)[None]
+    np.testing.assert_array_equal(layout.apply(x), np.broadcast_to(x, (2, 3, 4)))
+    np.testing.assert_array_equal(layout.invert(layout.apply(x)), x)
+
+
+def test_equal_sizes_alone_are_no_arrangement():
+    assert find_layout((2, 6), (3, 4)) is None
+    assert find_layout((2, 6), (2, 5)) is None
+
+
+def test_an_arrangement_that_is_not_the_only_one_says_so():
+    layout = find_layout((2, 3, 3, 5), (2, 5, 3, 3))
+    assert layout.ambiguous
+    assert layout.axes == (0, 3, 1, 2)
+    assert str(layout).endswith("?")
+
+
+def test_names_tables_and_several_results_beside_each_other():
+    ours = trace(blocks_3_attn_qkv=(2, 12), blocks_3_norm=(2, 4), head=(1, 2), only=(9,))
+    reference = trace(layer_3_q=(2, 4), layer_3_k=(2, 4), layer_3_v=(2, 4), layer_3_norm=(2, 4), head=(2, 1), more=(3,))
+    qkv = NameTable([("blocks.{i}.attn.qkv", tuple(f"layer.{{i}}.{x}" for x in "qkv"))])
+    found = align(ours, reference, [qkv, NameTable([("blocks.{i}", "layer.{i}")])])
+    assert [(pair.ours, pair.reference, pair.by) for pair in found.pairs] == [
+        (("blocks.3.attn.qkv",), ("layer.3.q", "layer.3.k", "layer.3.v"), "table"),
+        (("blocks.3.norm",), ("layer.3.norm",), "table"),
+        (("head",), ("head",), "name"),
+    ]
+    assert (found.ours_only, found.reference_only) == (["only"], ["more"])
+
+
+def test_many_calls_of_one_side_are_put_together():
+    ours, reference = Trace(), Trace()
+    whole = np.random.default_rng(0).standard_normal((2, 12, 5))
+    for frame in range(3):
+        ours.add("head", whole.reshape(2, 3, 2, 2, 5)[:, frame : frame + 1])
+    reference.add("head", whole)
+    (pair,) = align(ours, reference).pairs
+    assert measure(*pair.load(ours, reference)).l2 == 0
+
+
+def test_a_name_with_another_shape_is_told():
+    found = align(trace(a=(2, 3), b=(2,)), trace(a=(2, 4), b=(2,)))
+    assert [pair.ours for pair in found.pairs] == [("b",)]
+    assert found.unlike == [("a", "a", "[2, 3] is no arrangement of [2, 4]")]
+
+
+def test_what_is_left_is_matched_by_shape_in_order_and_marked():
+    ours = trace(first=(2, 8), act=(2, 3), second=(2, 4), out=(2, 4))
+    reference = trace(fc1=(2, 8), fc2=(2, 4), out=(2, 4))
+    found = align(ours, reference, guess=True)
+    assert [(pair.ours[0], pair.reference[0]) for pair in found.guessed] == [("first", "fc1"), ("second", "fc2")]
+    assert found.ours_only == ["act"]
+    assert align(ours, reference).guessed == []
+
+
+def test_errors_are_those_of_their_definitions():
+    reference = np.array([1.0, -2.0, 3.0, -2.0])
+    errors = measure(reference + np.array([0, 0.5, 0, 0]), reference)
+    assert errors.max_abs == 0.5
+    assert errors.max_rel == 0.25
+    assert errors.l2 == pytest.approx(0.5 / 18**0.5)
+    assert measure(2 * reference, reference).cosine == pytest.approx(1)
+    assert not measure(reference * np.nan, reference).finite
+    assert measure(reference, 0 * reference).l2 == np.inf

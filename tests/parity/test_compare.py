@@ -1,0 +1,93 @@
+"""A planted error is found at the layer where it was planted, in a language model against transformers."""
+
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from verax import ops
+from verax.compare import align, trace_jax, trace_torch
+from verax.compare.cases import text_case
+from verax.compare.comparison import Comparison, measure_rows
+from verax.compare.run import _injection
+
+LAYER = "model.layers.1"
+
+
+class Text:
+    """The reference's trace, and runs of our model against it."""
+
+    def __init__(self, folder):
+        case = text_case("random", folder, tokens=9)
+        side = case.reference("float32")
+        self.reference = self._trace(trace_torch, side)
+        self.ours = case.ours("float32")
+
+    def run(self):
+        ours = self._trace(trace_jax, self.ours)
+        alignment = align(ours, self.reference)
+        own = self._trace(trace_jax, self.ours, replace=_injection(alignment.pairs, self.reference))
+        return Comparison("text", measure_rows(alignment.pairs, ours, self.reference, own=own), alignment)
+
+    @staticmethod
+    def _trace(trace, side, **options):
+        return trace(side.model, *side.args, call=side.call, watch=side.watch, inputs=side.inputs, **options)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return Text(tmp_path_factory.mktemp("random"))
+
+
+def found(result):
+    """What an error is traced to: from the errors that grow, and from each layer's own."""
+    assert not result.passed
+    return result.first.name, [row.name for row in result.faults]
+
+
+def test_without_an_error_nothing_stands_out(text):
+    result = text.run()
+    assert result.passed
+    assert result.first is None
+    assert result.faults == []
+    assert {f"{LAYER}.self_attn.rotary_q", f"{LAYER}.self_attn.o_proj.input", f"{LAYER}.mlp.down_proj", LAYER} <= {
+        row.name for row in result.rows
+    }
+
+
+def test_a_wrong_epsilon_is_located(text, monkeypatch):
+    monkeypatch.setattr(text.ours.model.model.layers[1].post_attention_layernorm, "eps", 1e-3)
+    assert found(text.run()) == (f"{LAYER}.post_attention_layernorm", [f"{LAYER}.post_attention_layernorm"])
+
+
+def test_a_swapped_rotary_half_is_located(text, monkeypatch):
+    monkeypatch.setattr(ops, "apply_rotary", lambda x, cos, sin, plain=ops.apply_rotary: plain(x, cos, -sin))
+    first, faults = found(text.run())
+    assert first == "model.layers.0.self_attn.rotary_q"
+    assert faults == [f"model.layers.{i}.self_attn.rotary_{x}" for i in range(3) for x in "qk"]
+
+
+def test_a_bfloat16_cast_in_one_norm_is_located(text, monkeypatch):
+    layer = text.ours.model.model.layers[1]
+    norm = layer.input_layernorm
+
+    class Rounded(type(norm)):
+        def __call__(self, x):
+            return super().__call__(x).astype(jnp.bfloat16).astype(jnp.float32)
+
+    rounded = Rounded(norm.weight.shape[0], eps=norm.eps, dtype=jnp.float32)
+    rounded.weight[...] = norm.weight[...]
+    monkeypatch.setattr(layer, "input_layernorm", rounded)
+    assert found(text.run()) == (f"{LAYER}.input_layernorm", [f"{LAYER}.input_layernorm"])
+
+
+def test_a_transposed_weight_is_located(text):
+    weight = text.ours.model.model.layers[1].self_attn.o_proj.weight
+    weight[...] = weight[...].T
+    try:
+        result = text.run()
+    finally:
+        weight[...] = weight[...].T
+    # It ends the attention, whose own result it therefore is.
+    assert found(result) == (f"{LAYER}.self_attn.o_proj", [f"{LAYER}.self_attn.o_proj"])
