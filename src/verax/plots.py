@@ -9,8 +9,11 @@ from verax.errors import MissingDependencyError
 __all__ = ["pyplot"]
 
 
-def pyplot() -> Any:
+def pyplot(extra: str = "train") -> Any:
     """`matplotlib.pyplot`, drawing into files only.
+
+    Args:
+        extra: the one that installs it for what is being done; errors name it.
 
     Raises:
         MissingDependencyError: without matplotlib.
@@ -21,5 +24,5 @@ def pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise MissingDependencyError("the plot needs matplotlib: pip install 'verax[train]'") from error
+        raise MissingDependencyError(f"the plot needs matplotlib: pip install 'verax[{extra}]'") from error
     return pyplot

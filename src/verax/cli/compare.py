@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from verax.cli import options
+from verax.cli.compare_videos import videos
 from verax.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ app = typer.Typer(help="Compare with PyTorch, layer by layer.", no_args_is_help=
 @app.callback()
 def _group() -> None:
     """Compare with PyTorch, layer by layer: verax compare text|video|embed|MODEL."""
+
+
+app.command()(videos)
 
 
 @app.command("model")

@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from verax.errors import InvalidParameterError
 from verax.video.extra import needed
 
-__all__ = ["CRF", "check_path", "write_clip", "write_contact_sheet"]
+__all__ = ["CRF", "beside", "check_path", "write_clip", "write_contact_sheet"]
 
 CRF = 18
 """x264's constant rate factor: 0 loses nothing, 51 is worst; 18 is taken for visually lossless."""
@@ -83,7 +83,7 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
                 f"frames: .mp4 takes even heights and widths, got {frames.shape[1]} x {frames.shape[2]}; "
                 ".gif, .webp and folders take any"
             )
-    with _beside(path) as partial:
+    with beside(path) as partial:
         if suffix == ".mp4":
             _write_mp4(frames, partial, fps, crf)
         elif suffix:
@@ -138,7 +138,7 @@ def write_contact_sheet(
         sheet.paste(pil.fromarray(picture), (left, top))
         for number, text in enumerate(lines):
             pen.text((left, top + height + number * line + 2), text, fill="black", font=font)
-    with _beside(path) as partial:
+    with beside(path) as partial:
         sheet.save(partial)
     return path
 
@@ -149,8 +149,8 @@ def _check_parent(path: Path, name: str) -> None:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `path` if all goes well and is gone if not."""
+def beside(path: Path) -> Iterator[Path]:
+    """A path to write to, file or folder, which takes the place of `path` if all goes well and is gone if not."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")
     try:
