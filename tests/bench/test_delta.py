@@ -75,7 +75,7 @@ def small():
         patch.setattr(delta_gated, "SIZE", 16)
         patch.setattr(delta_gated, "DECODE", (3, 2, 16))
         patch.setattr(delta_side, "SHORTEST", 0.0)
-        patch.setattr(bench, "measure_machine", lambda: LIMITS)
+        patch.setattr("verax.bench.machine.measure_machine", lambda: LIMITS)
         yield
 
 

@@ -22,7 +22,7 @@ def run(**changes):
 
 @pytest.fixture(autouse=True)
 def _no_measurement_of_the_machine(monkeypatch):
-    monkeypatch.setattr(bench, "measure_machine", lambda: LIMITS)
+    monkeypatch.setattr("verax.bench.machine.measure_machine", lambda: LIMITS)
 
 
 def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
@@ -40,7 +40,7 @@ def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
     assert written.name.endswith("-ops-linear.json")  # beside those of other operations, not over them
     assert written.with_suffix(".md").read_text().count("| int4-32, ") == 2
     assert markdown(result).startswith("# Operations")
-    assert cases["bfloat16, 1 rows"]["products"] == 2 * 256 * 48
+    assert cases["bfloat16, 1 rows"]["flops"] == 2 * 256 * 48
 
 
 def test_attention_and_cache_writes_are_cases_too(monkeypatch):
@@ -54,7 +54,7 @@ def test_attention_and_cache_writes_are_cases_too(monkeypatch):
     result = run(operations=["attention"])
     kinds = [case["operation"] for case in result["cases"]]
     assert kinds == ["attention", "paged_decode_attention", "paged_attention", "write_pages"]
-    assert result["cases"][0]["products"] == 4 * 2 * 20 * 20 * 16
+    assert result["cases"][0]["flops"] == 4 * 2 * 20 * 20 * 16
     assert all(case["runs"] in case["sides"] for case in result["cases"])
     assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
 
@@ -68,10 +68,10 @@ def test_convolutions_are_cases_too(monkeypatch):
     monkeypatch.setattr(bench, "conv_cases", lambda torch: small)
     whole, first, image = run(operations=["conv"])["cases"]
     assert [whole["operation"], image["operation"]] == ["conv3d", "conv2d"]
-    assert whole["products"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)
-    assert first["products"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
+    assert whole["flops"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)
+    assert first["flops"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
     assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
-    assert image["products"] == 2 * (2 * 3 * 5) * (2 * 9)
+    assert image["flops"] == 2 * (2 * 3 * 5) * (2 * 9)
     assert all({case["runs"], "plain"} <= set(case["sides"]) for case in (whole, first, image))
 
 

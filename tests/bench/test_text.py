@@ -11,6 +11,7 @@ from verax import cli
 from verax.bench import text
 from verax.bench.report import markdown, write
 from verax.bench.text import Workload, bench_text, founding, nano_vllm
+from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 
 
@@ -55,6 +56,23 @@ def test_the_result_counts_what_was_done(result):
     assert side["rate"] == 10 / side["median_s"]
 
 
+def test_what_our_side_did_is_counted_against_the_limit(result, folder):
+    work = result["work"]
+    shapes = [Checkpoint.open(folder).shape(name) for name in Checkpoint.open(folder).names()]
+    matrices = sum(
+        shape[0] * shape[1] for shape in shapes if len(shape) == 2
+    )  # the embedding is the head: all multiply
+    assert work["flops"] == 2 * matrices * (8 + 10)
+    assert work["steps"] == 6
+    assert work["bytes_moved"] == pytest.approx(6e9 * result["start_up"]["weights_gb"])
+    assert 0 < work["fraction_of_limit"] == pytest.approx(work["limit_s"] / result["sides"]["verax"]["median_s"])
+
+
+def test_steps_are_those_of_the_longest_answer_or_of_all_in_turn():
+    workload = Workload("founding", ((5,), (6,), (7,)), (4, 6, 5), 0.7)
+    assert [workload.steps(n) for n in (1, 2, 3)] == [15, 8, 6]
+
+
 def test_the_split_adds_up_to_the_step(result):
     split = result["decode_step"]
     assert sum(split["parts_ms"].values()) == pytest.approx(split["whole_ms"])
@@ -78,8 +96,6 @@ def test_ratios_appear_when_there_are_two_sides(result):
 
 def test_without_a_model_the_weights_are_random_in_the_real_shapes(monkeypatch):
     monkeypatch.setattr(text, "QWEN3_0_6B", {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512})
-    from verax.checkpoint import Checkpoint
-
     with text._weights(None, "bfloat16") as folder:
         opened = Checkpoint.open(folder)
         assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)

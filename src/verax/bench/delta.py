@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from verax import progress
+from verax.bench.core import Benchmark
 from verax.bench.delta_gated import decode_cases, gated_cases
 from verax.bench.delta_lam import encoder_cases, layer_cases, rule_cases
 from verax.bench.delta_peers import find_peers
 from verax.bench.delta_side import measure
-from verax.bench.machine import fingerprint, measure_machine
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 
@@ -60,7 +60,7 @@ def bench_delta(
             raise InvalidParameterError(f"{what}: expected {', '.join(known)}, got {unknown[0]!r}")
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder, progress.bar("measuring") as report:
         peers = find_peers(against, Path(folder), without=without)
-        machine, cases = measure_machine(), []
+        benchmark, cases = Benchmark("delta"), []
         chosen = {name: CONFIGURATIONS[name] for name in configurations}
         makers = {
             "rule": lambda: rule_cases(chosen, peers),
@@ -74,7 +74,7 @@ def bench_delta(
                 cases.append(
                     measure(
                         case,
-                        machine,
+                        benchmark.limits,
                         platform=jax.default_backend(),
                         runs=runs,
                         warmup=warmup,
@@ -83,19 +83,12 @@ def bench_delta(
                         ),
                     )
                 )
-    return {
-        "kind": "delta",
-        "machine": {**fingerprint(), **peers.versions},
-        "measured": machine,
-        "settings": {
-            "operations": list(sections),
-            "configurations": list(configurations),
-            "against": list(peers.names),
-            "runs": runs,
-            "warmup": warmup,
-            "cpu_level": library.level(),
-        },
-        "skipped": peers.skipped,
-        "cython_s": peers.cython_s,
-        "cases": cases,
+    settings = {
+        "operations": list(sections),
+        "configurations": list(configurations),
+        "against": list(peers.names),
+        "runs": runs,
+        "warmup": warmup,
+        "cpu_level": library.level(),
     }
+    return benchmark.result(settings, peers.versions, skipped=peers.skipped, cython_s=peers.cython_s, cases=cases)

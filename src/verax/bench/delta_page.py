@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verax import plots
+from verax.bench.lines import outliers, rounds
 
 __all__ = ["page", "plot"]
 
@@ -44,7 +45,7 @@ def page(result: dict[str, Any]) -> list[str]:
     lines = [
         f"# The delta rule beside PyTorch, on {platform}",
         "",
-        f"{settings['runs']} rounds after {settings['warmup']} warm-up; the sides take turns in a round. CPU kernels: "
+        f"{rounds(result)}; the sides take turns in a round. CPU kernels: "
         f"{settings['cpu_level'] or 'none'}. Every side's outputs were on that device, in the same shapes. Error is "
         "the root mean square of the difference from float64 over that of the result. GFLOP are products by formula, "
         "of the form that a side runs. The limit is those at the measured rate, or what has to be moved at the "
@@ -57,6 +58,9 @@ def page(result: dict[str, Any]) -> list[str]:
         lines += ["|" + "---|" * len(COLUMNS)]
         for case in cases:
             lines += [_row(case, name, side) for name, side in case["sides"].items()]
+        for case in cases:
+            sides = {f"{case['case']}, {name}": side for name, side in case["sides"].items()}
+            lines += outliers(sides, unit=1e3, name="ms")
         reasons = {f"{name}: {why}" for case in cases for name, why in case["skipped"].items()}
         lines += ["", *(f"Left out: {reason}" for reason in sorted(reasons))] if reasons else []
     lines += [""] if result["skipped"] or result["cython_s"] else []

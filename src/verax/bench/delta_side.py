@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from verax.bench.core import limit_seconds
 from verax.bench.machine import peak_growth
 from verax.bench.timing import Samples, interleave
 from verax.errors import VeraxError
@@ -159,11 +160,7 @@ def measure(
 
 
 def _numbers(case: Case, side: Side, samples: Samples, machine: Mapping[str, float]) -> dict[str, Any]:
-    """The limit is what has to be moved at the measured bandwidth, or the products at the measured rate if longer."""
-    limit = max(
-        case.bytes_moved / (1e9 * machine["memory_bandwidth_gb_per_s"]),
-        side.flops / (1e9 * machine[f"matmul_{side.dtypes[0]}_gflop_per_s"]),
-    )
+    limit = limit_seconds(machine, bytes_moved=case.bytes_moved, flops=side.flops, dtype=side.dtypes[0])
     return {
         **samples.to_dict(side.flops),
         "flops": side.flops,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin, checkpoint, models, progress
-from verax.bench.machine import fingerprint, measure_machine, num_cores
+from verax.bench.core import Benchmark, product_weights
+from verax.bench.machine import num_cores
 from verax.bench.text import random_weights
 from verax.bench.timing import interleave
 from verax.embed.encoder import Encoder
@@ -65,9 +67,10 @@ def bench_embed(
     unknown = [name for name in against if name != "transformers"]
     if unknown:
         raise InvalidParameterError(f"against: expected transformers, got {unknown[0]!r}")
-    texts = _texts(sentences)
+    texts, benchmark = _texts(sentences), Benchmark("embed")
     with _folder(model) as folder:
         encoder = Encoder(folder, dtype=dtype)
+        weights = product_weights(checkpoint.Checkpoint.open(folder), tables="embeddings")
         lengths = encoder.token_counts(texts)
         sides: dict[str, Callable[[], np.ndarray]] = {}
         versions: dict[str, Any] = {}
@@ -76,16 +79,17 @@ def bench_embed(
             versions = theirs.versions()
             sides["transformers"] = lambda: theirs.encode(texts, batch_size)
         sides["verax"] = lambda: encoder.encode(texts, batch_size=batch_size, show_progress=False)
-        results = {name: run() for name, run in sides.items()}
+        begin = time.perf_counter()
+        results = {"verax": sides["verax"]()}
+        first_s = time.perf_counter() - begin
+        results |= {name: run() for name, run in sides.items() if name != "verax"}
         compiled = encoder.num_compiled()
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
     others = [name for name in sides if name != "verax"]
-    return {
-        "kind": "embed",
-        "machine": {**fingerprint(), **versions},
-        "measured": measure_machine(),
-        "settings": {
+    size = 2 if dtype == "bfloat16" else 4
+    return benchmark.result(
+        {
             "model": model or "random weights, all-MiniLM-L6-v2 shapes",
             "dtype": dtype,
             "sentences": len(texts),
@@ -96,11 +100,19 @@ def bench_embed(
             "runs": runs,
             "warmup": warmup,
         },
-        "compiled_during_runs": encoder.num_compiled() - compiled,
-        "sides": {name: side.to_dict(len(texts)) for name, side in samples.items()},
-        "ratios": {f"verax / {name}": samples["verax"].ratio_to(samples[name]) for name in others},
-        "largest_difference": max((float(np.abs(results["verax"] - results[n]).max()) for n in others), default=0.0),
-    }
+        versions,
+        first_s=first_s,
+        compiled_during_runs=encoder.num_compiled() - compiled,
+        sides={name: side.to_dict(len(texts)) for name, side in samples.items()},
+        ratios={f"verax / {name}": samples["verax"].ratio_to(samples[name]) for name in others},
+        work=benchmark.against_limit(
+            samples["verax"].median,
+            bytes_moved=-(-len(texts) // batch_size) * size * weights,
+            flops=2 * weights * sum(lengths),
+            dtype=dtype,
+        ),
+        largest_difference=max((float(np.abs(results["verax"] - results[n]).max()) for n in others), default=0.0),
+    )
 
 
 class _TransformersLoop:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +23,26 @@ import psutil
 import verax
 from verax._compat import JAXLIB, compilation_cache
 
-__all__ = ["fingerprint", "measure_bandwidth", "measure_machine", "num_cores", "peak_growth", "peak_memory"]
+__all__ = [
+    "fingerprint",
+    "measure_bandwidth",
+    "measure_machine",
+    "num_cores",
+    "peak_device_memory",
+    "peak_growth",
+    "peak_memory",
+]
 
 READ_BYTES = 1 << 29
 """Read once a repetition: far more than any cache holds."""
 
 MATMUL_SIZE = 2048
+
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "XLA_FLAGS", "VERAX_CPU_LIBRARY")
+"""Environment variables that decide on threads and code, told where they are set."""
+
+GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
+"""What nvidia-smi is asked for."""
 
 
 def num_cores() -> int:
@@ -35,8 +51,9 @@ def num_cores() -> int:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Versions, processor, memory and devices, for a reader who compares results."""
-    return {
+    """Versions, processor, clocks, threads, memory and devices, for a reader who compares results."""
+    platform_name = jax.default_backend()
+    facts = {
         "verax": verax.__version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -47,10 +64,39 @@ def fingerprint() -> dict[str, Any]:
         "cores": num_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
-        "platform": jax.default_backend(),
+        "platform": platform_name,
         "devices": [f"{device.device_kind} ({device})" for device in jax.devices()],
         "compilation_cache": compilation_cache() or "off until a model is loaded",
+        "environment": {name: os.environ[name] for name in THREAD_SETTINGS if name in os.environ},
     }
+    if clocks := _cpu_clocks():
+        facts["cpu_mhz"] = clocks
+    if platform_name == "gpu" and (gpus := _gpu_facts()):
+        facts["gpus"] = gpus
+    return facts
+
+
+def _cpu_clocks() -> dict[str, int]:
+    """MHz of the cores now, and at most; empty where the system does not tell."""
+    try:
+        clocks = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        clocks = None
+    told = {} if clocks is None else {"now": round(clocks.current), "most": round(clocks.max)}
+    return {name: value for name, value in told.items() if value}
+
+
+def _gpu_facts() -> list[dict[str, str]]:
+    """Of each NVIDIA GPU, what nvidia-smi tells; empty where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        command = [program, f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(GPU_FACTS, map(str.strip, line.split(",")), strict=False)) for line in lines]
 
 
 def measure_machine() -> dict[str, float]:
@@ -102,6 +148,14 @@ def peak_memory() -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_device_memory() -> int | None:
+    """Most bytes that this process has held on JAX's first device; None on a CPU, or where the device does not tell."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return None
+    return (device.memory_stats() or {}).get("peak_bytes_in_use")
 
 
 @contextlib.contextmanager

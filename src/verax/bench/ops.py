@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops, progress
-from verax.bench.machine import fingerprint, measure_machine, num_cores
+from verax.bench.core import Benchmark
+from verax.bench.machine import num_cores
 from verax.bench.ops_attention import Case, attention_cases
 from verax.bench.ops_conv import conv_cases
 from verax.bench.timing import interleave
@@ -71,7 +72,7 @@ def bench_ops(
         if unknown:
             raise InvalidParameterError(f"{name}: expected {', '.join(known)}, got {unknown[0]!r}")
     torch = _torch() if "torch" in against else None
-    measured, cases = measure_machine(), []
+    benchmark, cases = Benchmark("ops"), []
     groups = {
         "linear": lambda: _linear_cases(size_in, size_out, rows, weights, torch),
         "attention": lambda: attention_cases(torch),
@@ -80,23 +81,18 @@ def bench_ops(
     with progress.bar("measuring") as report:
         for operation in operations:
             for case in groups[operation]():
-                cases.append(_measure(case, measured, runs, warmup))
+                cases.append(_measure(case, benchmark, runs, warmup))
                 report(len(cases), None, f"{case.operation}, {case.name}")
     versions = {} if torch is None else {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
-    return {
-        "kind": "ops",
-        "machine": {**fingerprint(), **versions},
-        "measured": measured,
-        "settings": {
-            "operations": list(operations),
-            "size_in": size_in,
-            "size_out": size_out,
-            "runs": runs,
-            "warmup": warmup,
-            "cpu_level": library.level(),
-        },
-        "cases": cases,
+    settings = {
+        "operations": list(operations),
+        "size_in": size_in,
+        "size_out": size_out,
+        "runs": runs,
+        "warmup": warmup,
+        "cpu_level": library.level(),
     }
+    return benchmark.result(settings, versions, cases=cases)
 
 
 def _linear_cases(
@@ -119,24 +115,14 @@ def _linear_cases(
             yield Case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
 
 
-def _measure(case: Case, measured: Mapping[str, float], runs: int, warmup: int) -> dict[str, Any]:
-    """Time one case. Its limit is one read of its bytes at the measured bandwidth, or the products if longer."""
+def _measure(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[str, Any]:
     samples = interleave(case.sides, runs=runs, warmup=warmup)
-    limit = max(
-        case.bytes_moved / (1e9 * measured["memory_bandwidth_gb_per_s"]),
-        case.products / (1e9 * measured[f"matmul_{case.dtype}_gflop_per_s"]),
-    )
     ours = samples[case.chosen]
     return {
         "operation": case.operation,
         "case": case.name,
         "runs": case.chosen,
-        "bytes_moved": case.bytes_moved,
-        "products": case.products,
-        "gb_per_s": case.bytes_moved / ours.median / 1e9,
-        "gflop_per_s": case.products / ours.median / 1e9,
-        "limit_s": limit,
-        "fraction_of_limit": limit / ours.median,
+        **benchmark.against_limit(ours.median, bytes_moved=case.bytes_moved, flops=case.products, dtype=case.dtype),
         "sides": {name: side.to_dict(case.bytes_moved) for name, side in samples.items()},
         "ratios": {name: ours.ratio_to(side) for name, side in samples.items() if name != case.chosen},
     }

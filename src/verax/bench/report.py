@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from verax.bench import delta_page, video_page
+from verax.bench.lines import noise_line, outliers, rounds
 
 __all__ = ["markdown", "write"]
+
+
+PEAKS = {"host": "host_peak_gb", "device": "device_peak_gb"}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -32,7 +36,7 @@ def _text_page(result: dict[str, Any]) -> list[str]:
         f"# Text: {settings['workload']}, {settings['model']}, {precision(settings)}",
         "",
         f"{settings['requests']} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
-        f"temperature {settings['temperature']}; {settings['runs']} runs after {settings['warmup']} warm-up.",
+        f"temperature {settings['temperature']}; {rounds(result)}.",
         "",
         "| side | median s | P10-P90 s | tokens/s |",
         "|---|---|---|---|",
@@ -41,15 +45,13 @@ def _text_page(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {name} | {side['median_s']:.2f} | {side['p10_s']:.2f}-{side['p90_s']:.2f} | {side['rate']:.1f} |"
         )
-    if result["ratios"]:
-        lines += ["", "Ratios are medians over the rounds of the ratio within a round.", ""]
-        lines += [f"- {name}: {ratio:.2f}x" for name, ratio in result["ratios"].items()]
+    lines += [*outliers(result["sides"]), *_ratios(result), *_work(result)]
     lines += [
         "",
         f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s"
         + (f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else "")
         + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
-        f"during the runs. Cache: {start['kv_cache']}. Peak memory of the process {result['peak_memory_gb']:.2f} GB.",
+        f"during the runs. Cache: {start['kv_cache']}.",
     ]
     if "decode_step" in result:
         lines += _split_table(result["decode_step"])
@@ -62,9 +64,9 @@ def _embed_page(result: dict[str, Any]) -> list[str]:
         f"# Embeddings: {settings['model']}, {settings['dtype']}",
         "",
         f"{settings['sentences']} sentences of {settings['shortest']} to {settings['longest']} tokens "
-        f"({settings['tokens']} in all), {settings['batch_size']} at once; {settings['runs']} runs after "
-        f"{settings['warmup']} warm-up, tokenizer included. {result['compiled_during_runs']} programs compiled during "
-        "the runs.",
+        f"({settings['tokens']} in all), {settings['batch_size']} at once; {rounds(result)}, tokenizer included. The "
+        f"first run, which compiled, took {result['first_s']:.1f} s; {result['compiled_during_runs']} programs "
+        "compiled afterwards.",
         "",
         "| side | median s | P10-P90 s | sentences/s |",
         "|---|---|---|---|",
@@ -73,9 +75,8 @@ def _embed_page(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {name} | {side['median_s']:.3f} | {side['p10_s']:.3f}-{side['p90_s']:.3f} | {side['rate']:.0f} |"
         )
+    lines += [*outliers(result["sides"]), *_ratios(result), *_work(result)]
     if result["ratios"]:
-        lines += ["", "Ratios are medians over the rounds of the ratio within a round.", ""]
-        lines += [f"- {name}: {ratio:.2f}x" for name, ratio in result["ratios"].items()]
         lines += ["", f"Largest difference of two vectors' numbers: {result['largest_difference']:.1e}."]
     return lines
 
@@ -88,8 +89,8 @@ def _ops_page(result: dict[str, Any]) -> list[str]:
         "# Operations",
         "",
         f"The weight of linear is {settings['size_out']} x {settings['size_in']}. CPU kernels: "
-        f"{settings['cpu_level'] or 'none'}. {settings['runs']} rounds after {settings['warmup']} warm-up; the forms "
-        "take turns in a round. GB/s counts what has to be moved once, as it is stored. The limit is that at the "
+        f"{settings['cpu_level'] or 'none'}. {rounds(result)}; the forms take turns "
+        "in a round. GB/s counts what has to be moved once, as it is stored. The limit is that at the "
         "measured bandwidth, or the products at the measured rate. The last columns: how many times faster than that "
         "form.",
         "",
@@ -104,7 +105,13 @@ def _ops_page(result: dict[str, Any]) -> list[str]:
             f"| {1e3 * side['p10_s']:.2f}-{1e3 * side['p90_s']:.2f} | {case['gb_per_s']:.1f} "
             f"| {case['gflop_per_s']:.0f} | {100 * case['fraction_of_limit']:.0f}% | " + " | ".join(ratios) + " |"
         )
-    return lines
+    return lines + [
+        line
+        for case in cases
+        for line in outliers(
+            {f"{case['operation']}, {case['case']}, {case['runs']}": case["sides"][case["runs"]]}, unit=1e3, name="ms"
+        )
+    ]
 
 
 def _quality_page(result: dict[str, Any]) -> list[str]:
@@ -155,7 +162,36 @@ def _about(result: dict[str, Any]) -> str:
         "llama_cpp_python",
     )
     about = ", ".join(f"{name} {machine[name]}" for name in shown if name in machine)
-    return f"Machine: {about}." + (f" Measured: {limits}." if limits else "") + f" {result.get('date', '')}"
+    memory = result.get("memory", {})
+    peaks = [f"{where} {memory[key]:.2f} GB" for where, key in PEAKS.items() if memory.get(key) is not None]
+    parts = (
+        f"Machine: {about}.",
+        f"Measured: {limits}." if limits else "",
+        f"Peak memory of the process: {', '.join(peaks)}." if peaks else "",
+        noise_line(result["noise"]) if "noise" in result else "",
+        result.get("date", ""),
+    )
+    return " ".join(part for part in parts if part)
+
+
+def _ratios(result: dict[str, Any]) -> list[str]:
+    if not result["ratios"]:
+        return []
+    lines = ["", "Ratios are medians over the rounds of the ratio within a round.", ""]
+    return [*lines, *(f"- {name}: {ratio:.2f}x" for name, ratio in result["ratios"].items())]
+
+
+def _work(result: dict[str, Any]) -> list[str]:
+    """What our side did at least, against the machine's limits."""
+    if "work" not in result:
+        return []
+    work = result["work"]
+    return [
+        "",
+        f"verax read {work['bytes_moved'] / 1e9:.1f} GB of weights and did {work['flops'] / 1e12:.3g} TFLOP of "
+        f"products with them (attention left out): {work['gb_per_s']:.1f} GB/s, {work['gflop_per_s']:.0f} GFLOP/s, "
+        f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
+    ]
 
 
 def precision(settings: dict[str, Any]) -> str:

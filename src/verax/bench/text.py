@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from verax import checkpoint, progress
-from verax.bench.machine import fingerprint, measure_machine, peak_growth, peak_memory
+from verax.bench.core import Benchmark, product_weights
+from verax.bench.machine import peak_growth
 from verax.bench.timing import interleave
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
@@ -78,6 +80,10 @@ class Workload:
         """Length of the longest text."""
         return max(len(p) + m for p, m in zip(self.prompts, self.max_tokens, strict=True))
 
+    def steps(self, max_num_seqs: int) -> int:
+        """Steps that an engine needs at least, with so many sequences in each."""
+        return max(*self.max_tokens, math.ceil(self.new_tokens / max_num_seqs), 1)
+
     def params(self) -> list[SamplingParams]:
         """Sampling of each prompt: temperature only, no end of text."""
         return [SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True) for m in self.max_tokens]
@@ -133,6 +139,7 @@ def bench_text(
     unknown = [name for name in against if name not in PEERS]
     if unknown:
         raise InvalidParameterError(f"against: expected {' or '.join(PEERS)}, got {unknown[0]!r}")
+    benchmark = Benchmark("text")
     with _weights(model, dtype) as folder, contextlib.ExitStack() as closing:
         opened = checkpoint.Checkpoint.open(folder)
         workload = make_workload(causal_lm(opened.config)[1].vocab_size)
@@ -176,25 +183,26 @@ def bench_text(
         compiled = runner.num_compiled()
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
-        result: dict[str, Any] = {
-            "kind": "text",
-            "machine": {**fingerprint(), **versions},
-            "measured": measure_machine(),
-            "settings": {
-                "model": model or "random weights, Qwen3-0.6B shapes",
-                "dtype": dtype,
-                "quantization": quantization,
-                "kv_cache_dtype": kv_cache_dtype,
-                "workload": workload.name,
-                "requests": len(workload.prompts),
-                "prompt_tokens": workload.prompt_tokens,
-                "new_tokens": workload.new_tokens,
-                "temperature": workload.temperature,
-                "runs": runs,
-                "warmup": warmup,
-                "max_num_seqs": runner.config.max_num_seqs,
-            },
-            "start_up": {
+        settings = {
+            "model": model or "random weights, Qwen3-0.6B shapes",
+            "dtype": dtype,
+            "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
+            "workload": workload.name,
+            "requests": len(workload.prompts),
+            "prompt_tokens": workload.prompt_tokens,
+            "new_tokens": workload.new_tokens,
+            "temperature": workload.temperature,
+            "runs": runs,
+            "warmup": warmup,
+            "max_num_seqs": runner.config.max_num_seqs,
+        }
+        steps = workload.steps(runner.config.max_num_seqs)
+        per_token = 2 * product_weights(opened, tables=None if module.lm_head is None else "embed_tokens")
+        result = benchmark.result(
+            settings,
+            versions,
+            start_up={
                 "load_s": load_seconds,
                 "weights_gb": runner.weight_bytes / 1e9,
                 "load_peak_gb": (loading() or 0) / 1e9 or None,
@@ -203,12 +211,20 @@ def bench_text(
                 "programs": len(runner.shapes),
                 "compiled_during_runs": runner.num_compiled() - compiled,
             },
-            "sides": {name: side.to_dict(workload.new_tokens) for name, side in samples.items()},
-            "ratios": {
+            sides={name: side.to_dict(workload.new_tokens) for name, side in samples.items()},
+            ratios={
                 f"verax / {name}": samples["verax"].ratio_to(side) for name, side in samples.items() if name != "verax"
             },
-            "peak_memory_gb": (peak_memory() or 0) / 1e9,
-        }
+            work={
+                "steps": steps,
+                **benchmark.against_limit(
+                    samples["verax"].median,
+                    bytes_moved=steps * runner.weight_bytes,
+                    flops=per_token * (workload.prompt_tokens + workload.new_tokens),
+                    dtype=dtype,
+                ),
+            },
+        )
         if split:
             from verax.bench.split import decode_split
 

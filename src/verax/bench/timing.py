@@ -8,14 +8,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Samples", "interleave"]
+__all__ = ["ENOUGH_RUNS", "Samples", "interleave"]
+
+ENOUGH_RUNS = 10
+"""Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
+
+MOST_WARMUP = 5
+"""Rounds after which counting begins, steady or not."""
+
+STEADY = 0.9
+"""A side is still warming up while a round takes less than this share of the one before."""
+
+FENCE = 1.5
+"""Quartile distances beyond the quartiles where an outlier begins (Tukey, Exploratory Data Analysis, 1977)."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of each counted run of one side, in the order of the rounds."""
+    """Seconds of each counted run of one side, in the order of the rounds; and of those before, which do not count."""
 
     seconds: tuple[float, ...]
+    warmup: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
@@ -25,6 +38,13 @@ class Samples:
     def percentile(self, q: float) -> float:
         """The q-th percentile, in seconds."""
         return float(np.percentile(self.seconds, q))
+
+    @property
+    def outliers(self) -> tuple[float, ...]:
+        """The runs beyond Tukey's fences, in seconds. They count like every other: a median hardly feels them."""
+        low, high = self.percentile(25), self.percentile(75)
+        reach = FENCE * (high - low)
+        return tuple(s for s in self.seconds if not low - reach <= s <= high + reach)
 
     def ratio_to(self, other: Samples) -> float:
         """How many times faster than `other`: the median over rounds of the ratio within a round."""
@@ -38,6 +58,8 @@ class Samples:
             "p90_s": self.percentile(90),
             "rate": work / self.median,
             "seconds": list(self.seconds),
+            "outliers": list(self.outliers),
+            "warmup_seconds": list(self.warmup),
         }
 
 
@@ -49,24 +71,31 @@ def interleave(
     loops: Mapping[str, int] | None = None,
     report: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Samples]:
-    """Time each side `runs` times after `warmup` rounds that are not counted.
+    """Time each side `runs` times, after `warmup` rounds that are not counted and on until no side gets faster.
 
     A side must have finished its work when it returns: it returns host data, not arrays that are still being computed.
     A side named in `loops` is called so many times in each round, and its time is a call's mean.
+
+    A round in which some side is 10% faster than in the round before is warm-up too, up to `MOST_WARMUP` rounds;
+    without any `warmup`, counting begins at once.
     """
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    total = (runs + warmup) * len(sides)
-    done = 0
-    for round_number in range(warmup + runs):
-        for name, run in sides.items():
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    first = warmup  # round that counts
+    last = 0
+    while last < first + runs:
+        for done, (name, run) in enumerate(sides.items(), start=1):
             calls = (loops or {}).get(name, 1)
             begin = time.perf_counter()
             for _ in range(calls):
                 run()
-            seconds = (time.perf_counter() - begin) / calls
-            if round_number >= warmup:
-                taken[name].append(seconds)
-            done += 1
+            times[name].append((time.perf_counter() - begin) / calls)
             if report is not None:
-                report(done, total, f"{name} {seconds:.2f} s")
-    return {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
+                report(last * len(sides) + done, (first + runs) * len(sides), f"{name} {times[name][-1]:.2f} s")
+        last += 1
+        if 0 < first == last - 1 and last <= MOST_WARMUP and any(_faster(taken) for taken in times.values()):
+            first = last
+    return {name: Samples(tuple(taken[first:]), tuple(taken[:first])) for name, taken in times.items()}
+
+
+def _faster(taken: list[float]) -> bool:
+    return taken[-1] < STEADY * taken[-2]
