@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verax.cli import options
+from verax.cli import bench_compare, options
 
 if TYPE_CHECKING:
     from verax.bench.text import Workload
@@ -19,6 +19,9 @@ __all__ = ["app"]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")]
 
 app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_args_is_help=True)
+
+
+app.command("compare")(bench_compare.compare)
 
 
 @app.callback()

@@ -1,0 +1,187 @@
+"""Two results of the same benchmark: which sides became slower or faster, and how sure that is.
+
+The effect is the ratio of the medians, new over old. Its interval is the percentile bootstrap (Efron and Tibshirani, An
+Introduction to the Bootstrap, 1993, chapter 13): the stored runs of each result are drawn anew, with replacement.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verax.errors import InvalidParameterError
+
+__all__ = ["compare_results", "page", "read_result"]
+
+RESAMPLES = 10_000
+"""Of the bootstrap: the ends of a 95% interval are then good to a percent of its length."""
+
+PEERS = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers")
+"""How the names of sides begin that are not ours: their change is that of the machine, or of their versions."""
+
+NAMES = ("section", "operation", "case", "name")
+"""What names an entry of a list, as far as it has them."""
+
+SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_cpp_python")
+"""Facts of the machine that have to agree, or the difference may be theirs."""
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A benchmark's JSON.
+
+    Raises:
+        InvalidParameterError: if it is none.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidParameterError(f"{path}: not JSON: {error}") from error
+    if not isinstance(result, dict) or "kind" not in result or not list(_series(result)):
+        raise InvalidParameterError(f"{path}: no timed result of verax bench; expected the .json that --output wrote")
+    return result
+
+
+def compare_results(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    threshold: float = 0.05,
+    confidence: float = 0.95,
+) -> dict[str, Any]:
+    """Set each side of one result against the same side of the other.
+
+    A side is `slower` (`faster`) if the whole interval of the ratio is more than `threshold` above (below) 1, `same` if
+    it is within the threshold on both sides, and else `undecided`. It is undecided too where the runs are too few for
+    the confidence: even the greatest difference would come about by chance too often (a permutation test's smallest p).
+
+    Args:
+        old, new: results of the same kind.
+        threshold: relative change of time that matters.
+        confidence: of the interval.
+
+    Raises:
+        InvalidParameterError: if the results are of different kinds, or have no side in common.
+    """
+    if not 0 <= threshold < 1:
+        raise InvalidParameterError(f"threshold: expected a share from 0 to less than 1, got {threshold}")
+    if not 0 < confidence < 1:
+        raise InvalidParameterError(f"confidence: expected a share between 0 and 1, got {confidence}")
+    if old["kind"] != new["kind"]:
+        raise InvalidParameterError(f"new: expected a result of bench {old['kind']}, got one of bench {new['kind']}")
+    before, after = dict(_series(old)), dict(_series(new))
+    common = [name for name in before if name in after]
+    if not common:
+        raise InvalidParameterError(f"new: none of its sides is in old, which has {', '.join(map(' / '.join, before))}")
+    rows = []
+    for name in common:
+        ratio, low, high = _ratio(before[name], after[name], confidence)
+        rows.append(
+            {
+                "name": " / ".join(name),
+                "ours": not name[-1].startswith(PEERS),
+                "old_s": float(np.median(before[name])),
+                "new_s": float(np.median(after[name])),
+                "runs": [len(before[name]), len(after[name])],
+                "ratio": ratio,
+                "low": low,
+                "high": high,
+                "verdict": _verdict(before[name], after[name], low, high, threshold, confidence),
+            }
+        )
+    return {
+        "kind": "compare",
+        "of": old["kind"],
+        "threshold": threshold,
+        "confidence": confidence,
+        "dates": [old.get("date"), new.get("date")],
+        "rows": rows,
+        "regressions": [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"],
+        "only_in_old": [" / ".join(name) for name in before if name not in after],
+        "only_in_new": [" / ".join(name) for name in after if name not in before],
+        "differing": _differing(old, new),
+    }
+
+
+def _series(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[float]]]:
+    """Every timed side within a result: the names on the way to it, and the seconds of its runs."""
+    if isinstance(value, Mapping):
+        seconds = value.get("seconds")
+        if isinstance(seconds, list) and seconds:
+            yield path, seconds
+        for key, inner in value.items():
+            yield from _series(inner, path if key in ("sides", "cases") else (*path, key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            named = [str(inner[key]) for key in NAMES if key in inner] if isinstance(inner, Mapping) else []
+            yield from _series(inner, (*path, ", ".join(named) or str(number)))
+
+
+def _ratio(old: Sequence[float], new: Sequence[float], confidence: float) -> tuple[float, float, float]:
+    """The ratio of the medians, new over old, and the ends of its interval."""
+    rng = np.random.default_rng(0)  # the same files give the same verdict
+    medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
+    low, high = np.quantile(medians[0] / medians[1], [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(np.median(new) / np.median(old)), float(low), float(high)
+
+
+def _verdict(
+    old: Sequence[float], new: Sequence[float], low: float, high: float, threshold: float, confidence: float
+) -> str:
+    if 2 / math.comb(len(old) + len(new), len(old)) > 1 - confidence:
+        return "undecided"
+    if low > 1 + threshold:
+        return "slower"
+    if high < 1 - threshold:
+        return "faster"
+    return "same" if 1 - threshold <= low and high <= 1 + threshold else "undecided"
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Settings, and facts of the machine, that are not the same."""
+    found = {}
+    for part, names in (("machine", SAME), ("settings", None)):
+        before, after = old.get(part, {}), new.get(part, {})
+        for name in names or sorted({*before, *after} - {"runs", "warmup"}):
+            if before.get(name) != after.get(name):
+                found[name] = [before.get(name), after.get(name)]
+    for part, result in (("old", old), ("new", new)):
+        if result.get("noise", {}).get("busy"):
+            found[f"noise of {part}"] = ["quiet", "busy"]
+    return found
+
+
+def page(comparison: Mapping[str, Any]) -> str:
+    """The comparison as Markdown, for a terminal or a pull request."""
+    percent = f"{100 * comparison['confidence']:g}%"
+    rows, bad = comparison["rows"], comparison["regressions"]
+    counts = {
+        verdict: sum(row["ours"] and row["verdict"] == verdict for row in rows)
+        for verdict in ("slower", "faster", "same", "undecided")
+    }
+    lines = [
+        f"## bench {comparison['of']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower"),
+        "",
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        + f" of our sides, beyond {100 * comparison['threshold']:g}% at {percent} confidence.",
+        "",
+        f"| side | old ms | new ms | new / old | {percent} interval | runs | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        verdict = f"**{row['verdict']}**" if row["name"] in bad else row["verdict"]
+        lines.append(
+            f"| {row['name']} | {1e3 * row['old_s']:.4g} | {1e3 * row['new_s']:.4g} | {row['ratio']:.3f} "
+            f"| {row['low']:.3f}-{row['high']:.3f} | {row['runs'][0]}, {row['runs'][1]} "
+            f"| {verdict if row['ours'] else f'{verdict} (not ours)'} |"
+        )
+    for label, names in (("Only in old", comparison["only_in_old"]), ("Only in new", comparison["only_in_new"])):
+        lines += ["", f"{label}: {'; '.join(names)}."] if names else []
+    if comparison["differing"]:
+        told = "; ".join(f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items())
+        lines += ["", f"Not the same in both, so the difference may be theirs: {told}."]
+    return "\n".join([*lines, ""])
