@@ -1,18 +1,12 @@
 """Arguments that do not fit are refused by name. Annotations are not checked here: users have no checker either."""
 
 import jax.numpy as jnp
-import jaxtyping
 import pytest
 
 from verax import ops
 from verax.errors import InvalidParameterError
 
-
-@pytest.fixture(autouse=True)
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def arrays(**changes):

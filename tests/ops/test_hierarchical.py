@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -17,14 +16,6 @@ from verax.errors import InvalidParameterError
 from verax.ops.hierarchical import orthogonality_loss
 
 FLUX = flux()
-
-
-@pytest.fixture
-def unchecked():
-    """Without the tests' own type checker, as a user runs it."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def published(x, rule="hierarchical_delta_rule", form="factored", **options):

@@ -1,14 +1,13 @@
 """The delta rule beside the PyTorch forms that people have: transformers' and, where installed, fla's plain ones."""
 
-import importlib.util
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support.delta import HOUSEHOLDERS, inputs
 from verax import ops
+from verax.bench.delta_peers import plain_fla
+from verax.errors import MissingDependencyError
 
 torch = pytest.importorskip("torch")
 
@@ -27,16 +26,10 @@ def assert_same(ours, theirs):
 
 
 def plain_forms(family):
-    """fla's `naive.py` of a family of ops, from its file: the package itself needs Triton to import."""
-    spec = importlib.util.find_spec("fla")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("flash-linear-attention is not installed")
-    pytest.importorskip("einops")
-    path = Path(spec.submodule_search_locations[0], "ops", *family.split("."), "naive.py")
-    module_spec = importlib.util.spec_from_file_location(f"fla_naive_{family.replace('.', '_')}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    return module
+    try:
+        return plain_fla(family)
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
