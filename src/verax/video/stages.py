@@ -136,6 +136,7 @@ class Stages:
         """Latents that the VAE takes together."""
         return latents_at_once(self.vae.config, height, width)
 
+
 def latents_at_once(config: WanVaeConfig, height: int, width: int) -> int:
     """Latents that the VAE takes together, of a clip of this height and width in pixels."""
     return max(1, PIXELS_AT_ONCE // (config.frames_per_latent * height * width))
