@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
+from verax.checkpoint.host_memory import HostMemory
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
@@ -27,9 +28,6 @@ _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 M = TypeVar("M", bound=nnx.Module)
 QUANTIZED_AT_ONCE = 1 << 22
 """Weights: rounding them takes some thirty bytes each, of which an output head of 150 million would make gigabytes."""
-
-_ALIGNMENT = 64
-"""Bytes; what XLA asks of memory that it does not allocate itself."""
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 
@@ -81,15 +79,17 @@ def load_module(
 
     total = sum(map(checkpoint.size, sources.values()))
     done = 0
-    loaded = {}
+    loaded, memory = {}, HostMemory()
     # In the order of the files, which disks and the kernel's read-ahead like best.
     for name, source in sorted(sources.items(), key=lambda item: checkpoint.place(item[1])):
         weight = checkpoint.read(source)
         if isinstance(weight, np.ndarray):
             if (precision := precisions[name]) is not None:
-                weight = _quantized(name, weight, dtypes[name], *precision)
+                weight = _quantized(name, weight, dtypes[name], *precision, memory)
             else:
-                weight = _place(weight, dtypes[name], places[name])
+                weight = _place(weight, dtypes[name], places[name], memory)
+        else:
+            weight = jax.tree.map(lambda part: jax.device_put(memory.copy(part, part.dtype)), weight)
         loaded[name] = weight
         checkpoint.release(source)
         done += checkpoint.size(source)
@@ -99,7 +99,9 @@ def load_module(
     return nnx.merge(graph, filled)
 
 
-def _quantized(name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, group_size: int | None) -> QuantizedWeight:
+def _quantized(
+    name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, group_size: int | None, memory: HostMemory
+) -> QuantizedWeight:
     """A mapped weight, rounded to `dtype` and quantised, some rows at a time: rows do not depend on each other."""
     F, D = view.shape
     rows = max(INT4_ROWS, QUANTIZED_AT_ONCE // D // INT4_ROWS * INT4_ROWS)
@@ -107,18 +109,18 @@ def _quantized(name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, gro
     whole: dict[str, np.ndarray] = {}
     for row in range(0, F, rows):
         try:
-            piece = _quantize(_place(view[row : row + rows], dtype, None), bits, group_size)
+            piece = _quantize(view[row : row + rows].astype(dtype), bits, group_size)
         except InvalidParameterError as error:
             raise InvalidParameterError(f"{name}: {error}") from error
         for field, part in (("values", np.asarray(piece.values)), ("scales", np.asarray(piece.scales))):
             if row == 0:
-                whole[field] = _aligned((-(-F // unit), *part.shape[1:]), part.dtype)
+                whole[field] = memory.empty((-(-F // unit), *part.shape[1:]), part.dtype)
             whole[field][row // unit :][: len(part)] = part
     arrays = {field: jax.device_put(array) for field, array in whole.items()}
     return QuantizedWeight(**arrays, size_out=F, size_in=D, group_size=group_size, bits=bits)
 
 
-def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None) -> jax.Array:
+def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None, memory: HostMemory) -> jax.Array:
     """Copy a mapped array to its device or devices.
 
     It must be a copy: a CPU device takes an aligned array that it is given for its own memory, whatever
@@ -127,26 +129,9 @@ def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | Non
     if sharding is not None:
         array = jax.make_array_from_callback(view.shape, sharding, lambda index: view[index].astype(dtype))
     else:
-        array = jax.device_put(_aligned_copy(view, dtype))
+        array = jax.device_put(memory.copy(view, dtype))
     # One transfer at a time: this bounds the memory in use, not only that which is kept.
     return jax.block_until_ready(array)
-
-
-def _aligned_copy(view: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    copy = _aligned(view.shape, dtype)
-    copy[...] = view
-    return copy
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Memory that a CPU device can take as it is, where it would copy unaligned memory once more.
-
-    NumPy asks for large pages, which XLA does not: weights stream from them up to twice as fast.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    begin = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None) -> NamedSharding | None:
