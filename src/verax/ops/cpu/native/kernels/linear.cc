@@ -145,14 +145,14 @@ struct Tile {
   static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment);
 };
 
-// R rows of x from m on, C rows of W from n on. Grouped: chunks share scales by t.group inputs.
+// R rows of x from m on, C rows of W: n and those apart from it. Grouped: chunks share scales by t.group inputs.
 template <class Kind, bool Grouped>
 template <int R, int C>
 void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
   using Sum = std::conditional_t<Grouped, F32, typename Kind::Sum>;
-  const int64_t row = t.K, size = segment.end - segment.begin;
+  const int64_t apart = segment.apart, row = t.K * apart, size = segment.end - segment.begin;
   const auto* x = static_cast<const typename Kind::Stored*>(t.packed) + linear_packed_at(t, m, segment.begin);
-  const auto* w = static_cast<const Element*>(t.weights) + n * row + segment.begin;
+  const auto* w = static_cast<const Element*>(at(t, n, segment.begin));
   const auto* next = static_cast<const Element*>(segment.next);
   Sum sums[R][C];
   VERAX_UNROLL
@@ -195,7 +195,9 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
   } else {
     float scales[C][SEGMENT / CHUNK];
     VERAX_UNROLL
-    for (int c = 0; c < C; ++c) group_scales(t, ((n + c) * row + segment.begin) / t.group, size / t.group, scales[c]);
+    for (int c = 0; c < C; ++c) {
+      group_scales(t, ((n + c * apart) * t.K + segment.begin) / t.group, size / t.group, scales[c]);
+    }
     for (int64_t k = 0, g = 0; k < size; k += t.group, x += t.group * t.M, ++g) {
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) {
@@ -232,8 +234,8 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
     sum_each(totals, more);
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
-      const float value = first ? more[c] * scale : y[c] + more[c] * scale;
-      y[c] = last && !Grouped ? value * row_scale(t, n + c) : value;
+      const float value = first ? more[c] * scale : y[c * apart] + more[c] * scale;
+      y[c * apart] = last && !Grouped ? value * row_scale(t, n + c * apart) : value;
     }
   }
 }

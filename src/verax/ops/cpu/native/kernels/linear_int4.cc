@@ -145,10 +145,10 @@ struct Int4Tile {
     return static_cast<const uint16_t*>(t.weights) + (n * (t.K / 8) + k / 8) * WORDS;
   }
 
-  // R rows of x from m on, C blocks of W from n on.
+  // R rows of x from m on, C blocks of W: n and those apart from it.
   template <int R, int C>
   static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
-    const int64_t block = t.K / 8 * WORDS, groups = t.K / t.group;
+    const int64_t apart = segment.apart, block = t.K / 8 * WORDS * apart, groups = t.K / t.group;
     const auto* w = static_cast<const uint16_t*>(at(t, n, segment.begin));
     const auto* next = static_cast<const uint16_t*>(segment.next);
     F32 sums[R][C][V];
@@ -172,7 +172,7 @@ struct Int4Tile {
       for (int c = 0; c < C; ++c)
         VERAX_UNROLL
         for (int b = 0; b < V; ++b) {
-          const F32 scales = load_scales(t, ((n + c) * groups + g / t.group) * BLOCK + b * F32::lanes);
+          const F32 scales = load_scales(t, ((n + c * apart) * groups + g / t.group) * BLOCK + b * F32::lanes);
           VERAX_UNROLL
           for (int r = 0; r < R; ++r) sums[r][c][b] = fma(parts.total(r, c, b), scales, sums[r][c][b]);
         }
@@ -182,7 +182,7 @@ struct Int4Tile {
     for (int r = 0; r < R; ++r)
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) {
-        const int64_t column = (n + c) * BLOCK;
+        const int64_t column = (n + c * apart) * BLOCK;
         add_to(t.y + (m + r) * t.N + column, sums[r][c], t.N - column, segment.begin == 0);
       }
   }

@@ -1,13 +1,22 @@
-// The order in which a product's tiles are done, for all kinds of weights:
+// The order in which a product's tiles are done, for all kinds of weights. Where x does not fit into the first cache
+// level, a segment of it does:
 //
-// for each segment of 1,024 inputs:               (x's segment stays in the first cache level)
+// for each segment of 1,024 inputs:
 //   for n in steps of C units of W:               (they stream from memory, once)
 //     for m in steps of R rows of x:
 //       Tile::run<R, C>: y[m..m+R, n..n+C] += x[m..m+R, segment] . W[n..n+C, segment]
 //
+// Where x fits, a tile's C units lie apart, so that the memory gives C streams, each from end to end, which it does
+// faster (1.1 to 1.2 times for one row of x) than in short runs side by side:
+//
+// for n in the first of C runs of units of W:
+//   for each segment:
+//     for m in steps of R rows of x:
+//       Tile::run<R, C>: y[m..m+R, n, n+apart, ...] += x[m..m+R, segment] . W[n, n+apart, ..., segment]
+//
 // A Tile says what a unit of W is (rows that lie side by side) and where it lies, how far to look ahead, and how many
-// R and C its sums fit into the registers with. A row of y must not depend on R and C, so that it is the same to the
-// last bit whatever other rows are computed beside it.
+// R and C its sums fit into the registers with. A row of y must not depend on R, C and the order, so that it is the same
+// to the last bit whatever other rows are computed beside it.
 #pragma once
 
 #include "linear.h"
@@ -17,10 +26,12 @@ namespace VERAX_LEVEL {
 namespace {
 
 constexpr int64_t SEGMENT = 1024;
+constexpr int64_t FITS = 16 * 1024;  // values of x, most of which are packed in two bytes
 
-// Inputs [begin, end), and where W is read soon: a tile asks for what lies there as it goes.
+// Inputs [begin, end), by how many units a tile's lie apart, and where W is read soon: a tile asks for what lies there
+// as it goes.
 struct Segment {
-  int64_t begin, end;
+  int64_t begin, end, apart;
   const void* next;
 };
 
@@ -44,11 +55,36 @@ void all_rows(const LinearTask& t, int64_t n, const Segment& segment) {
   rest_of_rows<Tile, R - 1, C>(t, m, n, segment);
 }
 
-template <class Tile, int C>
-void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
+// There is one, of no inputs, even where x has none: y becomes zeros.
+template <typename Body>
+void for_each_segment(const LinearTask& t, const Body& body) {
   int64_t from = 0, to = 0;
   do {
     to = t.K - from < SEGMENT ? t.K : from + SEGMENT;
+    body(from, to);
+    from = to;
+  } while (to < t.K);
+}
+
+// Units n, n + apart, and so on, whose runs end before `end`.
+template <class Tile, int C>
+void all_segments(const LinearTask& t, int64_t n, int64_t apart, int64_t end) {
+  for_each_segment(t, [&](int64_t from, int64_t to) {
+    all_rows<Tile, C>(t, n, {from, to, apart, Tile::at(t, n + 1 < end ? n + 1 : n, from)});
+  });
+}
+
+template <class Tile, int C>
+void in_streams(const LinearTask& t, int64_t begin, int64_t end) {
+  const int64_t apart = (end - begin) / C;
+  for (int64_t n = begin; n < begin + apart; ++n) all_segments<Tile, C>(t, n, apart, begin + apart);
+  for (int64_t n = begin + apart * C; n < end; ++n) all_segments<Tile, 1>(t, n, 1, end);
+}
+
+template <class Tile, int C>
+void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
+  if (t.M * t.K <= FITS) return in_streams<Tile, C>(t, begin, end);
+  for_each_segment(t, [&](int64_t from, int64_t to) {
     const auto next = [&](int64_t n) {
       // Some units on, or the first ones of the next segment; at the very end, what is at hand.
       const int64_t then = n + Tile::ahead(C), turn = begin + then + C - end;
@@ -56,10 +92,9 @@ void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
       return to < t.K && turn + C <= end ? Tile::at(t, turn, to) : Tile::at(t, n, from);
     };
     int64_t n = begin;
-    for (; n + C <= end; n += C) all_rows<Tile, C>(t, n, {from, to, next(n)});
-    for (; n < end; ++n) all_rows<Tile, 1>(t, n, {from, to, Tile::at(t, n, from)});
-    from = to;
-  } while (to < t.K);
+    for (; n + C <= end; n += C) all_rows<Tile, C>(t, n, {from, to, 1, next(n)});
+    for (; n < end; ++n) all_rows<Tile, 1>(t, n, {from, to, 1, Tile::at(t, n, from)});
+  });
 }
 
 // Units [begin, end) of W.
