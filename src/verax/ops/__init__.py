@@ -18,9 +18,9 @@ from verax.ops.short_convolution import short_convolution
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.delta  # isort: skip
-import verax.ops.cpu.gemm  # isort: skip
 import verax.ops.cpu.hierarchical  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
+import verax.ops.cpu.gemm  # isort: skip  (after linear: it is preferred where both take a call)
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
 import verax.ops.cpu.sampling  # noqa: F401  # isort: skip
