@@ -23,7 +23,8 @@ import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.gemm  # isort: skip  (after linear: it is preferred where both take a call)
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
-import verax.ops.cpu.sampling  # noqa: F401  # isort: skip
+import verax.ops.cpu.sampling  # isort: skip
+import verax.ops.gpu.attention  # noqa: F401  # isort: skip
 
 __all__ = [
     "Form",

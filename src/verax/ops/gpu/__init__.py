@@ -1,0 +1,1 @@
+"""Fast forms for GPUs: what JAX and the vendors' libraries have, registered with the operations."""
