@@ -16,7 +16,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.models.wan_vae_layers import AttentionBlock, Downsample, Head, ResidualBlock, Tails, Upsample, in_chunks
+from verax.models.wan_vae_layers import (
+    AttentionBlock,
+    Downsample,
+    Head,
+    ResidualBlock,
+    Tails,
+    Upsample,
+    in_chunks,
+    in_tiles,
+)
 from verax.nn import CausalConv3d
 
 __all__ = ["WanVae", "WanVaeConfig"]
@@ -81,6 +90,16 @@ class WanVaeConfig:
     def pixels_per_latent(self) -> int:
         """Pixels in height, and in width, for each of a latent."""
         return 2 ** len(self.temperal_downsample)
+
+    @property
+    def halo(self) -> int:
+        """Latents at each side of a tile that its pixels depend on."""
+        depth = 0  # pixels from an edge that is not the frame's, to where it no longer shows
+        for level in range(len(self.dim_mult)):
+            if level:
+                depth = 2 * depth + 1  # enlarged, and a convolution
+            depth += 2 * (self.num_res_blocks + 1)
+        return -(-(depth + 1) // self.pixels_per_latent)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WanVaeConfig:
@@ -149,8 +168,18 @@ class Decoder(nnx.Module):
         self.head = Head(size, config.out_channels, dtype=dtype, rngs=rngs)
 
     def __call__(self, latents: Float[Array, "B F h w Z"], tails: Tails) -> Float[Array, "B T H W C"]:
+        return self.enlarge(self.begin(latents, tails), tails)
+
+    def begin(self, latents: Float[Array, "B F h w Z"], tails: Tails) -> Float[Array, "B F h w D"]:
+        """All that is at the latents' resolution and sees a whole frame."""
         x = tails.convolve(self.conv1, latents)
-        for layer in (*self.middle, *self.upsamples):
+        for layer in self.middle:
+            x = layer(x, tails)
+        return x
+
+    def enlarge(self, x: Float[Array, "B F h w D"], tails: Tails) -> Float[Array, "B T H W C"]:
+        """The rest, where a pixel depends on its neighbourhood only."""
+        for layer in self.upsamples:
             x = layer(x, tails)
         return self.head(x, tails)
 
@@ -218,26 +247,41 @@ class WanVae(nnx.Module):
         mean, log_variance = jnp.split(z, 2, axis=-1)
         return mean, jnp.clip(log_variance, *LOG_VARIANCE)
 
-    def decode(self, latents: Float[Array, "B F h w Z"], *, chunk: int | None = None) -> Float[Array, "B T H W C"]:
+    def decode(
+        self, latents: Float[Array, "B F h w Z"], *, chunk: int | None = None, tile: tuple[int, int] | None = None
+    ) -> Float[Array, "B T H W C"]:
         """The clip of normalised latents: `1 + (F - 1) * frames_per_latent` frames, colours from -1 to 1. Float32.
 
         Args:
             latents: as `encode` gives them.
             chunk: latents at a time, which bounds memory and changes nothing else; None is all.
+            tile: height and width in latents of what is enlarged at a time, which bounds memory too and changes nothing
+                else. Each tile is computed with its neighbourhood (`config.halo` latents at each side, which cost as
+                much as those that are kept), so that no blending is needed.
 
         Raises:
-            InvalidParameterError: for other channels, or no latents.
+            InvalidParameterError: for other channels, no latents, or an empty tile.
         """
         if latents.shape[-1] != self.config.z_dim or 0 in latents.shape:
             raise InvalidParameterError(
                 f"latents: expected [B, F, h, w, {self.config.z_dim}], none zero, got {list(latents.shape)}"
             )
+        if tile is not None and min(tile) < 1:
+            raise InvalidParameterError(f"tile: expected a height and a width from 1, got {tile}")
         first, size = _chunks(latents.shape[1], chunk)
-        return in_chunks(
-            lambda z, tails: jnp.clip(self.decoder(self.conv2(z), tails).astype(jnp.float32), -1.0, 1.0),
-            self.denormalize(latents),
-            first,
-            size,
+        z = self.denormalize(latents)
+
+        def begin(z: Array, tails: Tails) -> Array:
+            return self.decoder.begin(self.conv2(z), tails)
+
+        def enlarge(x: Array, tails: Tails) -> Array:
+            return jnp.clip(self.decoder.enlarge(x, tails).astype(jnp.float32), -1.0, 1.0)
+
+        if tile is None or (tile[0] >= z.shape[2] and tile[1] >= z.shape[3]):
+            return in_chunks(lambda z, tails: enlarge(begin(z, tails), tails), z, first, size)
+        x = in_chunks(begin, z, first, size)
+        return in_tiles(
+            lambda part: in_chunks(enlarge, part, first, size), x, tile, self.config.halo, self.config.pixels_per_latent
         )
 
     def normalize(self, latents: Float[Array, "*B Z"]) -> Float[Array, "*B Z"]:

@@ -9,6 +9,7 @@ by the layers that halve.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float
 from verax import ops
 from verax.nn import CausalConv3d, Conv2d
 
-__all__ = ["AttentionBlock", "Downsample", "Head", "ResidualBlock", "Tails", "Upsample", "in_chunks"]
+__all__ = ["AttentionBlock", "Downsample", "Head", "ResidualBlock", "Tails", "Upsample", "in_chunks", "in_tiles"]
 
 
 class Tails:
@@ -78,6 +79,38 @@ def in_chunks(
     chunks = jnp.moveaxis(x[:, first:].reshape(B, (T - first) // size, size, *pixel), 1, 0)
     _, rest = jax.lax.scan(step, tuple(tails.kept), chunks)
     return jnp.concatenate([y, jnp.moveaxis(rest, 0, 1).reshape(B, -1, *y.shape[2:])], axis=1)
+
+
+def in_tiles(
+    enlarge: Callable[[Float[Array, "B F h w D"]], Float[Array, "B T H W C"]],
+    x: Float[Array, "B F h w D"],
+    tile: tuple[int, int],
+    halo: int,
+    scale: int,
+) -> Float[Array, "B T H W C"]:
+    """Enlarge frames by `scale`, a tile after the other with `halo` pixels around it, in one loop.
+
+    All tiles are of one size, and so are the parts that they are cut from: at the frame's edges these are moved
+    inwards, which makes their halo larger, and the last tile may repeat pixels of the one before.
+    """
+    sides = list(zip(x.shape[2:4], tile, strict=True))
+    kept = tuple(min(pair) for pair in sides)
+    cut = tuple(min(length, side + 2 * halo) for length, side in sides)
+    corners = [[*range(0, length - side, side), length - side] for (length, _), side in zip(sides, kept, strict=True)]
+    starts = jnp.asarray(list(itertools.product(*corners)))
+    part = (*x.shape[:2], *cut, x.shape[4])
+    B, T, *_, C = jax.eval_shape(enlarge, jax.ShapeDtypeStruct(part, x.dtype)).shape
+    limits = jnp.asarray([length - size for (length, _), size in zip(sides, cut, strict=True)])
+
+    def one(i: Array, frames: Array) -> Array:
+        begin = jnp.clip(starts[i] - halo, 0, limits)
+        large = enlarge(jax.lax.dynamic_slice(x, (0, 0, *begin, 0), part))
+        inner = (starts[i] - begin) * scale
+        pixels = jax.lax.dynamic_slice(large, (0, 0, *inner, 0), (B, T, *(side * scale for side in kept), C))
+        return jax.lax.dynamic_update_slice(frames, pixels, (0, 0, *(starts[i] * scale), 0))
+
+    frames = jnp.zeros((B, T, *(length * scale for length, _ in sides), C), jnp.float32)
+    return jax.lax.fori_loop(0, len(starts), one, frames)
 
 
 class ChannelNorm(nnx.Module):

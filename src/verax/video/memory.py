@@ -120,7 +120,8 @@ def plan_memory(
     if request.output_type != "latent" or again:
         whole = grid.latents(request.num_frames) if reference == "diffusers" else max(sizes)
         latents = _floats(1, whole, h, w, grid.channels)
-        add("decode", stages.vae, stages.decode_program.memory(weights, latents, chunk=chunk))
+        at_once = stages.decoding(request.height, request.width)
+        add("decode", stages.vae, stages.decode_program.memory(weights, latents, **at_once))
     if again:
         clip = _floats(1, request.overlap_history, request.height, request.width, 3)
         add("encode again", stages.vae, stages.encode_program.memory(weights, clip, chunk=chunk))

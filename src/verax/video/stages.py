@@ -15,7 +15,7 @@ from verax.models.wan import WanContext, WanModel
 from verax.models.wan_vae import WanVae, WanVaeConfig
 from verax.video.programs import Component, Program, Weights
 
-__all__ = ["Stages", "latents_at_once"]
+__all__ = ["Stages", "latents_at_once", "tile_at_once"]
 
 MASK_CHANNELS = 4
 """Of an image-to-video condition: one for each frame that a latent stands for."""
@@ -23,6 +23,9 @@ MASK_CHANNELS = 4
 PIXELS_AT_ONCE = 1 << 20
 """Pixels of frames that the VAE works on together. Its widest activations take some 400 bytes a pixel, so that this is
 half a gigabyte; fewer make the machine wait for itself."""
+
+PIXELS_OF_A_TILE = 1 << 22
+"""Pixels of one latent's frames up to which they are decoded whole: 2 GB. A tile's halo is computed and thrown away."""
 
 
 class Stages:
@@ -64,9 +67,9 @@ class Stages:
             mask = jnp.zeros((*latents.shape[:-1], MASK_CHANNELS), jnp.float32).at[:, 0].set(1.0)
             return jnp.concatenate([mask, latents], axis=-1)
 
-        def decode(weights: Weights, latents: Array, *, chunk: int) -> Array:
+        def decode(weights: Weights, latents: Array, *, chunk: int, tile: tuple[int, int] | None = None) -> Array:
             weights = tuple(weight.astype(decode_dtype) for weight in weights)
-            return vae.module(weights).decode(latents, chunk=chunk)
+            return vae.module(weights).decode(latents, chunk=chunk, tile=tile)
 
         def finish(frames: Array) -> Array:
             return jnp.round((frames[0] + 1) * 127.5).astype(jnp.uint8)
@@ -82,7 +85,7 @@ class Stages:
         self.time_program = Program(time)
         self.encode_program = Program(encode, options=("chunk",))
         self.condition_program = Program(condition, options=("frames", "chunk"))
-        self.decode_program = Program(decode, options=("chunk",))
+        self.decode_program = Program(decode, options=("chunk", "tile"))
         self._finish = Program(finish)
         self._noise = Program(noise, options=("shape",))
 
@@ -121,8 +124,8 @@ class Stages:
         """A clip's colours, from -1 to 1."""
         pixels = self.vae.config.pixels_per_latent
         with self.vae.weights() as weights:
-            chunk = self.chunk(latents.shape[2] * pixels, latents.shape[3] * pixels)
-            return self.decode_program(weights, latents, chunk=chunk)
+            at_once = self.decoding(latents.shape[2] * pixels, latents.shape[3] * pixels)
+            return self.decode_program(weights, latents, **at_once)
 
     def finish(self, frames: Float32[Array, "1 T H W 3"]) -> UInt8[Array, "T H W 3"]:
         """Colours to bytes."""
@@ -136,10 +139,34 @@ class Stages:
         """Latents that the VAE takes together."""
         return latents_at_once(self.vae.config, height, width)
 
+    def decoding(self, height: int, width: int) -> dict[str, Any]:
+        """Options of `decode_program` for frames of this size in pixels: `chunk` and `tile`."""
+        config = self.vae.config
+        return {"chunk": self.chunk(height, width), "tile": tile_at_once(config, height, width)}
+
 
 def latents_at_once(config: WanVaeConfig, height: int, width: int) -> int:
     """Latents that the VAE takes together, of a clip of this height and width in pixels."""
     return max(1, PIXELS_AT_ONCE // (config.frames_per_latent * height * width))
+
+
+def tile_at_once(config: WanVaeConfig, height: int, width: int) -> tuple[int, int] | None:
+    """Latents in height and width that are decoded together, of frames of this size in pixels; None is all.
+
+    The longer side is halved until a tile and its halo fit.
+    """
+    scale = config.pixels_per_latent
+    whole = height // scale, width // scale
+    tile = whole
+
+    def pixels() -> int:
+        high, wide = (min(all_of_it, side + 2 * config.halo) for all_of_it, side in zip(whole, tile, strict=True))
+        return config.frames_per_latent * high * wide * scale**2
+
+    while pixels() > PIXELS_OF_A_TILE and max(tile) > config.halo:
+        high, wide = tile
+        tile = (high, -(-wide // 2)) if wide >= high else (-(-high // 2), wide)
+    return None if tile == whole else tile
 
 
 def _colours(frames: Array) -> Array:
