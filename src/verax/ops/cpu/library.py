@@ -26,7 +26,7 @@ HANDLERS = (
     "verax_delta",
     "verax_gemm",
     "verax_hierarchical",
-    "verax_hierarchical_read",
+    "verax_hierarchical_local",
     "verax_linear",
     "verax_linear_quantized",
     "verax_paged_attention",

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from verax.ops.delta._inputs import check_axes, check_shapes
 
-__all__ = ["Chunks", "Pair", "check", "chunk_length", "cut", "joined", "normalized", "tokens_by_chunk", "unit"]
+__all__ = ["Chunks", "Pair", "check", "chunk_length", "cut", "joined", "normalized", "unit"]
 
 Pair = tuple[Array, Array]
 """One for the fast state, one for the slow."""

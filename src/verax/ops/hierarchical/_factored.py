@@ -30,7 +30,7 @@ from verax.ops.hierarchical._published import (
     slow_state,
 )
 
-__all__ = ["Within", "local_outputs", "read", "walk", "within"]
+__all__ = ["local_outputs"]
 
 BLOCKS = (64, 32)
 """Tokens of a block: the first that divides a chunk; else the chunk."""

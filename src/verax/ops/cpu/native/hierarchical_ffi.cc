@@ -1,8 +1,13 @@
-// The FFI handler of kernels/hierarchical.cc: chunks shared over the threads.
+// The FFI handlers of kernels/hierarchical.cc and kernels/hierarchical_walk.cc: chunks shared over the threads.
+#include <algorithm>
+#include <initializer_list>
+#include <vector>
+
 #include "export.h"
 #include "kernels/hierarchical.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "staged.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -12,67 +17,87 @@ namespace ffi = ::xla::ffi;
 using Floats = ffi::Buffer<ffi::F32>;
 using FloatsOut = ffi::ResultBuffer<ffi::F32>;
 
+// What threads leave for each other stays in the third cache level: 8 MiB of it.
+constexpr int64_t CACHED_FLOATS = 1 << 21;
+
 bool is_shape(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> expected) {
   return std::equal(shape.begin(), shape.end(), expected.begin(), expected.end());
 }
 
-template <typename Body>
-void for_each_chunk(ffi::ThreadPool& pool, int64_t chunks, int64_t scratch, const Body& body) {
-  parallel_for(pool, chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(i, thread_scratch(scratch));
-  });
-}
-
-ffi::Error hierarchical(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats beta, Floats fast, Floats slow,
-                        Floats w1, Floats b1, Floats w2, Floats b2, int64_t chunk, bool local, FloatsOut out,
-                        FloatsOut inner, FloatsOut shares, FloatsOut product, FloatsOut sums) {
+// What both rules take. The error says what does not fit.
+ffi::Error fill_task(HierarchicalTask& t, Floats q, Floats k, Floats v, Floats beta, Floats fast, Floats slow,
+                     int64_t chunk, FloatsOut out) {
   const auto keys = q.dimensions(), values = v.dimensions();
   if (keys.size() != 4 || values.size() != 4) {
     return ffi::Error::InvalidArgument("hierarchical: expected q [B, T, H, K] and v [B, T, H, V]");
   }
-  const int64_t B = keys[0], T = keys[1], H = keys[2], K = keys[3], V = values[3];
-  const int64_t hidden = b1.element_count();
-  if (chunk < 1 || T % chunk) return ffi::Error::InvalidArgument("hierarchical: expected a chunk that divides T");
-  const int64_t n = T / chunk;
-  const bool results = local ? is_shape(out->dimensions(), {B, T, H, V})
-                             : is_shape(inner->dimensions(), {B, n, H, chunk, V + K}) &&
-                                   is_shape(shares->dimensions(), {B, n, H, chunk, 2}) &&
-                                   is_shape(product->dimensions(), {B, n, H, K, V + K}) &&
-                                   is_shape(sums->dimensions(), {B, n, H, K + V});
-  if (!results || !is_shape(k.dimensions(), {B, T, H, K}) || !is_shape(values, {B, T, H, V}) ||
-      !is_shape(beta.dimensions(), {B, T, H}) || !is_shape(fast.dimensions(), {B, T, H}) ||
-      !is_shape(slow.dimensions(), {B, T, H}) || !is_shape(w1.dimensions(), {hidden, K + V}) ||
-      !is_shape(w2.dimensions(), {1, hidden}) || !is_shape(b2.dimensions(), {1})) {
+  t.B = keys[0], t.T = keys[1], t.H = keys[2], t.K = keys[3], t.V = values[3], t.C = chunk;
+  if (chunk < 1 || t.T % chunk) {
+    return ffi::Error::InvalidArgument("hierarchical: expected a chunk that divides T");
+  }
+  for (const auto& shape : {beta.dimensions(), fast.dimensions(), slow.dimensions()}) {
+    if (!is_shape(shape, {t.B, t.T, t.H})) return ffi::Error::InvalidArgument("hierarchical: expected [B, T, H]");
+  }
+  if (!is_shape(k.dimensions(), {t.B, t.T, t.H, t.K}) || !is_shape(values, {t.B, t.T, t.H, t.V}) ||
+      !is_shape(out->dimensions(), {t.B, t.T, t.H, t.V})) {
     return ffi::Error::InvalidArgument("hierarchical: shapes do not fit each other");
   }
-  HierarchicalTask task{};
-  task.T = T, task.H = H, task.K = K, task.V = V, task.C = chunk, task.hidden = hidden;
-  task.q = q.typed_data(), task.k = k.typed_data(), task.v = v.typed_data(), task.beta = beta.typed_data();
-  task.fast = fast.typed_data(), task.slow = slow.typed_data();
-  task.w1 = w1.typed_data(), task.b1 = b1.typed_data(), task.w2 = w2.typed_data(), task.b2 = b2.typed_data();
-  task.local = local, task.out = out->typed_data(), task.inner = inner->typed_data();
-  task.shares = shares->typed_data(), task.product = product->typed_data(), task.sums = sums->typed_data();
-  const auto run = VERAX_KERNEL(hierarchical_chunk);
-  const int64_t scratch = hierarchical_scratch_bytes(K, V) + hierarchical_flux_bytes(K, V, hidden);
-  for_each_chunk(pool, B * n * H, scratch, [&](int64_t i, void* memory) { run(task, i, memory); });
+  t.q = q.typed_data(), t.k = k.typed_data(), t.v = v.typed_data(), t.beta = beta.typed_data();
+  t.gates[0] = fast.typed_data(), t.gates[1] = slow.typed_data(), t.out = out->typed_data();
   return ffi::Error::Success();
 }
 
-ffi::Error hierarchical_read(ffi::ThreadPool pool, Floats inner, Floats shares, Floats found, FloatsOut out) {
-  const auto shape = inner.dimensions(), states = found.dimensions();
-  if (shape.size() != 5 || states.size() != 6) {
-    return ffi::Error::InvalidArgument("hierarchical_read: expected inner [B, n, H, C, V + K], found [B, n, H, 2, K, V]");
+ffi::Error hierarchical_local(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats beta, Floats fast, Floats slow,
+                              int64_t chunk, FloatsOut out) {
+  HierarchicalTask task{};
+  if (auto error = fill_task(task, q, k, v, beta, fast, slow, chunk, out); error.failure()) return error;
+  const int64_t heads = task.B * task.H, scratch = hierarchical_scratch_bytes(task);
+  const auto run = VERAX_KERNEL(hierarchical_local);
+  parallel_for(pool, task.T / chunk * heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run(task, i % heads, i / heads, thread_scratch(scratch));
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error hierarchical(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats beta, Floats fast, Floats slow,
+                        Floats fast_decay, Floats slow_decay, Floats bilinear, Floats temperature, Floats w1, Floats b1,
+                        Floats w2, Floats b2, Floats token_w1, Floats token_b1, Floats token_w2, Floats token_b2,
+                        int64_t chunk, FloatsOut out, FloatsOut fast_state, FloatsOut slow_state) {
+  HierarchicalTask t{};
+  if (auto error = fill_task(t, q, k, v, beta, fast, slow, chunk, out); error.failure()) return error;
+  t.hidden = b1.element_count(), t.token_hidden = token_b1.element_count();
+  for (const auto& shape : {fast_state->dimensions(), slow_state->dimensions()}) {
+    if (!is_shape(shape, {t.B, t.H, t.K, t.V})) {
+      return ffi::Error::InvalidArgument("hierarchical: expected states [B, H, K, V]");
+    }
   }
-  const int64_t B = shape[0], n = shape[1], H = shape[2], C = shape[3], K = states[4], V = states[5];
-  if (shape[4] != V + K || !is_shape(states, {B, n, H, 2, K, V}) || !is_shape(shares.dimensions(), {B, n, H, C, 2}) ||
-      !is_shape(out->dimensions(), {B, n * C, H, V})) {
-    return ffi::Error::InvalidArgument("hierarchical_read: shapes do not fit each other");
+  if (!is_shape(fast_decay.dimensions(), {t.B, t.T, t.H}) || !is_shape(slow_decay.dimensions(), {t.B, t.T, t.H}) ||
+      !is_shape(bilinear.dimensions(), {t.H, t.K, t.V}) || !is_shape(temperature.dimensions(), {t.H}) ||
+      !is_shape(w1.dimensions(), {t.hidden, t.K + t.V + 1}) || !is_shape(w2.dimensions(), {1, t.hidden}) ||
+      !is_shape(token_w1.dimensions(), {t.token_hidden, t.K + t.V}) ||
+      !is_shape(token_w2.dimensions(), {1, t.token_hidden}) || !is_shape(b2.dimensions(), {1}) ||
+      !is_shape(token_b2.dimensions(), {1})) {
+    return ffi::Error::InvalidArgument("hierarchical: decays or weights of the flux do not fit q and v");
   }
-  const HierarchicalRead task{n * C, H, K, V, C, inner.typed_data(), shares.typed_data(), found.typed_data(),
-                              out->typed_data()};
-  const auto run = VERAX_KERNEL(hierarchical_read);
-  const int64_t scratch = hierarchical_scratch_bytes(K, V);
-  for_each_chunk(pool, B * n * H, scratch, [&](int64_t i, void* memory) { run(task, i, memory); });
+  t.decays[0] = fast_decay.typed_data(), t.decays[1] = slow_decay.typed_data();
+  t.bilinear = bilinear.typed_data(), t.temperature = temperature.typed_data();
+  t.w1 = w1.typed_data(), t.b1 = b1.typed_data(), t.w2 = w2.typed_data(), t.b2 = b2.typed_data();
+  t.states[0] = fast_state->typed_data(), t.states[1] = slow_state->typed_data();
+  std::vector<float> flux(hierarchical_flux_floats(t));
+  hierarchical_pack_flux(t, token_w1.typed_data(), token_b1.typed_data(), token_w2.typed_data(), token_b2.typed_data(),
+                         flux.data());
+  t.token_flux = flux.data();
+  t.ahead = hierarchical_ahead(t, CACHED_FLOATS);
+  const SharedScratch shared(4 * hierarchical_shared_floats(t));
+  t.shared = static_cast<float*>(shared.data());
+
+  const int64_t chunks = t.T / t.C, scratch = hierarchical_scratch_bytes(t);
+  const auto within = VERAX_KERNEL(hierarchical_within);
+  const auto walk = VERAX_KERNEL(hierarchical_walk);
+  walk_behind(
+      pool, chunks, t.B * t.H, t.ahead,
+      [&](int64_t head, int64_t chunk) { within(t, head, chunk, thread_scratch(scratch)); },
+      [&](int64_t head, int64_t chunk) { walk(t, head, chunk, thread_scratch(scratch)); });
   return ffi::Error::Success();
 }
 
@@ -80,6 +105,18 @@ ffi::Error hierarchical_read(ffi::ThreadPool pool, Floats inner, Floats shares, 
 }  // namespace verax
 
 #define FLOATS xla::ffi::Buffer<xla::ffi::F32>
+VERAX_HANDLER(verax_hierarchical_local, verax::hierarchical_local,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Attr<int64_t>("chunk")
+                  .Ret<FLOATS>());
+
 VERAX_HANDLER(verax_hierarchical, verax::hierarchical,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
@@ -93,18 +130,15 @@ VERAX_HANDLER(verax_hierarchical, verax::hierarchical,
                   .Arg<FLOATS>()
                   .Arg<FLOATS>()
                   .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
+                  .Arg<FLOATS>()
                   .Attr<int64_t>("chunk")
-                  .Attr<bool>("local")
                   .Ret<FLOATS>()
                   .Ret<FLOATS>()
-                  .Ret<FLOATS>()
-                  .Ret<FLOATS>()
-                  .Ret<FLOATS>());
-
-VERAX_HANDLER(verax_hierarchical_read, verax::hierarchical_read,
-              xla::ffi::Ffi::Bind()
-                  .Ctx<xla::ffi::ThreadPool>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
                   .Ret<FLOATS>());
