@@ -6,7 +6,7 @@ import pytest
 from verax import Encoder, builtin
 from verax.train import encoder_builtin
 from verax.train.encoder_builtin import train_builtin
-from verax.train.encoder_evaluation import retrieval
+from verax.train.encoder_evaluation import confusions, retrieval
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,9 @@ def test_it_finds_unseen_paraphrases_among_a_thousand(encoder):
 
 
 def test_it_finds_them_among_near_misses_and_in_patterns_that_it_never_saw(encoder):
-    assert retrieval(encoder, count=300, seed=7, near=0.5, unseen_patterns=False) >= 0.85
+    wrong = confusions(encoder, count=300, seed=7, near=0.5)
+    assert len(wrong) <= 45
+    assert all(one.found != one.paraphrase for one in wrong)
     assert retrieval(encoder, count=300, seed=7, near=0.0, unseen_patterns=True) >= 0.9
 
 

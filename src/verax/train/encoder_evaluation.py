@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
+from typing import NamedTuple
 
 from verax.embed.encoder import Encoder
 from verax.train.encoder_paraphrases import pairs
 
-__all__ = ["evaluate", "retrieval"]
+__all__ = ["Confusion", "confusions", "evaluate", "retrieval"]
+
+
+class Confusion(NamedTuple):
+    """A sentence whose nearest candidate is not its paraphrase."""
+
+    kind: str
+    """Of statement: a name in `encoder_domains.KINDS`."""
+    sentence: str
+    paraphrase: str
+    found: str
+    """The candidate that was nearer."""
 
 
 def evaluate(folder: Path, *, dtype: str = "float32", count: int = 1000, seed: int = 0) -> dict[str, float]:
@@ -31,7 +41,20 @@ def evaluate(folder: Path, *, dtype: str = "float32", count: int = 1000, seed: i
 
 def retrieval(encoder: Encoder, *, count: int, seed: int, near: float, unseen_patterns: bool) -> float:
     """Share of `count` first phrasings to which the nearest of all second phrasings is their own."""
-    drawn = islice(pairs(seed, split="held_out", near=near, unseen_patterns=unseen_patterns), count)
+    wrong = confusions(encoder, count=count, seed=seed, near=near, unseen_patterns=unseen_patterns)
+    return 1 - len(wrong) / count
+
+
+def confusions(
+    encoder: Encoder, *, count: int, seed: int, near: float, unseen_patterns: bool = False
+) -> list[Confusion]:
+    """What `retrieval` counts as wrong."""
+    drawn = list(islice(pairs(seed, split="held_out", near=near, unseen_patterns=unseen_patterns), count))
     first, second = zip(*(pair for _, pair in drawn), strict=True)
     scores = encoder.encode(first, show_progress=False) @ encoder.encode(second, show_progress=False).T
-    return float(np.mean(scores.argmax(axis=1) == np.arange(count)))
+    nearest = scores.argmax(axis=1)
+    return [
+        Confusion(meaning.kind, pair.first, pair.second, second[found])
+        for i, ((meaning, pair), found) in enumerate(zip(drawn, nearest, strict=True))
+        if found != i
+    ]
