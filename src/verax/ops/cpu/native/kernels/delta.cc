@@ -11,19 +11,16 @@
 // first cache levels. Decays are products of factors up to 1, never quotients: nothing overflows, nothing cancels.
 #include "delta.h"
 
-#include "cells.h"
+#include "delta_rows.h"
+#include "delta_step.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
 constexpr int C = DELTA_CHUNK;
-constexpr int L = F32::lanes;
 constexpr int PARTS = C / L;       // registers that hold a number for each token of a chunk
 constexpr int64_t SLAB = 64;       // columns of the state worked on at a time: 32 KB of it where K is 128
-
-constexpr float EPSILON = 1e-6f;   // under the root of a key's squared norm
-constexpr float LOG2_E = 1.44269504088896340736f;
 
 // Row i: 1 at i, else 0.
 struct Identity {
@@ -33,11 +30,6 @@ struct Identity {
   }
 };
 constexpr Identity ONE;
-
-// Keys are kept in whole chunks of values, with zeros at the end.
-inline int64_t padded_size(int64_t K) { return (K + CHUNK - 1) / CHUNK * CHUNK; }
-
-inline F32 exponential(F32 x) { return exp2(mul(x, broadcast(LOG2_E))); }
 
 // What the keys and gates of a chunk alone determine.
 struct Work {
@@ -83,87 +75,6 @@ Work carve(void* memory, int64_t K, int64_t columns) {
   w.states = {carver.next, delta_state_floats(K, columns) / (K ? K : 1)};
   return w;
 }
-
-// to[0..H) = from, as float32, times `factor`; zeros up to a whole chunk of values.
-template <class Element>
-inline void copy_row(float* to, const Element* from, int64_t H, float factor) {
-  for (int64_t h = 0; h < H; h += CHUNK) {
-    Element room[CHUNK];
-    Chunk chunk = load_chunk(padded(from + h, H - h, room));
-    for (F32& part : chunk.part) part = mul(part, broadcast(factor));
-    store_chunk(to + h, chunk);
-  }
-}
-
-// A key as float32, of length 1 if asked for.
-template <class Element>
-inline void copy_key(float* to, const Element* from, int64_t K, bool normalize) {
-  float factor = 1;
-  copy_row(to, from, K, factor);
-  if (!normalize) return;
-  F32 squares = zero();
-  for (int64_t k = 0; k < K; k += CHUNK) squares = dot(squares, load_chunk(to + k), load_chunk(to + k));
-  factor = 1 / __builtin_sqrtf(sum(squares) + EPSILON);
-  copy_row(to, to, K, factor);
-}
-
-// a *= b, over `size` floats, whole chunks.
-inline void scale_by(float* a, const float* b, int64_t size) {
-  for (int64_t i = 0; i < size; i += L) store(a + i, mul(load(a + i), load(b + i)));
-}
-
-inline void fill(float* to, float value, int64_t size) {
-  for (int64_t i = 0; i < size; ++i) to[i] = value;
-}
-
-// The tokens of an item and one of its heads, in the arrays.
-template <class Element>
-struct Rows {
-  const DeltaTask& t;
-  const int64_t first, head;
-  const int64_t columns;
-  const Element *read, *erase, *write, *v;
-  float* to;
-
-  Rows(const DeltaTask& t, const DeltaItem& item, int64_t head)
-      : t(t), first(item.first), head(head), columns(item.end - item.begin) {
-    const int64_t at = (first * t.H + head / (t.HV / t.H)) * t.K, values = (first * t.HV + head) * t.V + item.begin;
-    read = static_cast<const Element*>(t.read) + at;
-    erase = static_cast<const Element*>(t.erase) + at;
-    write = static_cast<const Element*>(t.write) + at;
-    v = static_cast<const Element*>(t.v) + values;
-    to = t.out + values;
-  }
-  int64_t key(int64_t token) const { return token * t.H * t.K; }
-  int64_t value(int64_t token) const { return token * t.HV * t.V; }
-  int64_t gate(int64_t token) const { return (first + token) * t.HV + head; }
-  float* out(int64_t token) const { return to + value(token); }
-  bool first_of_key() const { return head % (t.HV / t.H) == 0; }
-
-  // A token's decay by channel, whatever it is given by.
-  void decay(float* to, int64_t token) const {
-    if (t.by_channel) {
-      copy_row(to, t.g + gate(token) * t.K, t.K, 1);
-    } else {
-      fill(to, t.g[gate(token)], padded_size(t.K));
-    }
-    for (int64_t k = 0; k < t.K; k += L) store(to + k, exponential(load(to + k)));
-  }
-
-  // What will be needed next is asked for while there is something to do.
-  void ask_for(int64_t token) const {
-    // GCC takes a function that only prefetches for one without effect, and leaves its calls out.
-    __asm__ volatile("");
-    constexpr int64_t LINE = 64 / sizeof(Element);
-    for (int64_t k = 0; k < t.K; k += LINE) {
-      prefetch(read + key(token) + k);
-      prefetch(write + key(token) + k);
-      if (erase != write) prefetch(erase + key(token) + k);
-    }
-    for (int64_t c = 0; c < columns; c += LINE) prefetch(v + value(token) + c);
-    for (int64_t c = 0; c < columns; c += 64 / sizeof(float)) prefetch(out(token) + c);
-  }
-};
 
 // Keys of `n` tokens.
 template <class Element>
@@ -328,13 +239,7 @@ __attribute__((noinline)) void solve(const Work& w, int64_t column, int64_t n, f
       F32 o = mul(broadcast(w.seen[i]), load(w.products.row(n + i) + column));
       VERAX_UNROLL
       for (int j = 0; j <= i; ++j) o = fma(broadcast(w.inner[i * C + j]), z[j], o);
-      if (count >= L) {
-        store(out[i] + column, o);
-      } else {
-        float room[L];
-        store(room, o);
-        std::memcpy(out[i] + column, room, count * sizeof(float));
-      }
+      store_some(out[i] + column, o, count);
       store(w.values.row(i) + column, mul(broadcast(w.tail[i]), z[i]));
     }
   }
@@ -356,12 +261,6 @@ void advance(const Rows<Element>& rows, const Work& w, Matrix state, int64_t tok
   });
   for (int64_t c = 0; c < count; c += L) solve(w, c, n, out, count - c);
   products(K, w.updates, w.values, n, state, vectors, w.keep, [](int64_t) {});
-}
-
-// Columns of states: `from` or `to` may be the item's part of an array whose rows are V long.
-void copy_state(float* to, int64_t to_stride, const float* from, int64_t from_stride, int64_t K, int64_t columns) {
-  if (to == from) return;
-  for (int64_t k = 0; k < K; ++k) std::memcpy(to + k * to_stride, from + k * from_stride, columns * sizeof(float));
 }
 
 template <class Element>
@@ -397,101 +296,6 @@ void walk_chunks(const DeltaTask& t, const DeltaItem& item, void* memory) {
   }
   for (int64_t h = 0; h < item.heads; ++h) {
     copy_state(item.last + place(h), t.V, state_of(h).at, w.states.stride, t.K, columns);
-  }
-}
-
-// One token's keys: as they read the old state, as they write, and what becomes of the state.
-struct Step {
-  const float *erase, *read, *write, *decay;  // [K]
-  float beta, scale;
-  float overlap;                              // read . write
-};
-
-// for each row k of the state:  found += erase_k S_k;  seen += read_k S_k
-// z = beta (v - found);  out = scale (seen + overlap z)
-// for each row k:  S_k = decay_k S_k + write_k z
-template <int N, class Element>
-inline void step_columns(const Step& s, int64_t K, const float* from, float* to, int64_t stride, const Element* v,
-                         float* out) {
-  F32 found[N], seen[N];
-  VERAX_UNROLL
-  for (int c = 0; c < N; ++c) found[c] = seen[c] = zero();
-  for (int64_t k = 0; k < K; ++k) {
-    const F32 erase = broadcast(s.erase[k]), read = broadcast(s.read[k]);
-    VERAX_UNROLL
-    for (int c = 0; c < N; ++c) {
-      const F32 held = load(from + k * stride + c * L);
-      found[c] = fma(erase, held, found[c]);
-      seen[c] = fma(read, held, seen[c]);
-    }
-  }
-  VERAX_UNROLL
-  for (int c = 0; c < N; ++c) {
-    found[c] = mul(broadcast(s.beta), sub(load(v + c * L), found[c]));
-    store(out + c * L, mul(broadcast(s.scale), fma(broadcast(s.overlap), found[c], seen[c])));
-  }
-  for (int64_t k = 0; k < K; ++k) {
-    const F32 decay = broadcast(s.decay[k]), write = broadcast(s.write[k]);
-    VERAX_UNROLL
-    for (int c = 0; c < N; ++c) {
-      // The next head's state lies behind this one.
-      prefetch(from + (K + k) * stride + c * L);
-      store(to + k * stride + c * L, fma(write, found[c], mul(decay, load(from + k * stride + c * L))));
-    }
-  }
-}
-
-// The same for columns that fill no register.
-template <class Element>
-void step_rest(const Step& s, int64_t K, const float* from, float* to, int64_t stride, const Element* v, float* out,
-               int64_t count) {
-  for (int64_t c = 0; c < count; ++c) {
-    float found = 0, seen = 0;
-    for (int64_t k = 0; k < K; ++k) {
-      found += s.erase[k] * from[k * stride + c];
-      seen += s.read[k] * from[k * stride + c];
-    }
-    float value;
-    if constexpr (sizeof(Element) == sizeof(float)) {
-      value = v[c];
-    } else {
-      value = widen(v[c]);
-    }
-    const float z = s.beta * (value - found);
-    out[c] = s.scale * (seen + s.overlap * z);
-    for (int64_t k = 0; k < K; ++k) to[k * stride + c] = s.decay[k] * from[k * stride + c] + s.write[k] * z;
-  }
-}
-
-template <class Element>
-void walk_tokens(const DeltaTask& t, const DeltaItem& item, int64_t head, void* memory) {
-  const int64_t columns = item.end - item.begin, place = head * t.K * t.V + item.begin;
-  const Work w = carve(memory, t.K, columns);
-  const Rows<Element> rows(t, item, head);
-  const float* from = item.initial + place;
-  float* to = item.last + place;
-  if (item.kept && item.tokens) copy_state(item.kept + place, t.V, from, t.V, t.K, columns);
-  if (!item.tokens) copy_state(to, t.V, from, t.V, t.K, columns);
-  float *erase = w.keys.row(0), *read = w.keys.row(1), *write = w.write.at, *decay = w.gates.at;
-  for (int64_t token = 0; token < item.tokens; ++token, from = to) {
-    copy_key(erase, rows.erase + rows.key(token), t.K, t.normalize);
-    copy_key(read, rows.read + rows.key(token), t.K, t.normalize);
-    copy_key(write, rows.write + rows.key(token), t.K, t.normalize);
-    rows.decay(decay, token);
-    F32 overlap = zero();
-    for (int64_t k = 0; k < t.K; k += CHUNK) overlap = dot(overlap, load_chunk(read + k), load_chunk(write + k));
-    if (!t.erase_before_decay) scale_by(erase, decay, t.K);
-    scale_by(read, decay, t.K);
-    const Step step{erase, read, write, decay, t.beta[rows.gate(token)], t.scale, sum(overlap)};
-    const Element* v = rows.v + rows.value(token);
-    float* out = rows.out(token);
-    constexpr int WIDE = 2 * COLUMNS;
-    int64_t c = 0;
-    for (; c + WIDE * L <= columns; c += WIDE * L) {
-      step_columns<WIDE>(step, t.K, from + c, to + c, t.V, v + c, out + c);
-    }
-    for (; c + L <= columns; c += L) step_columns<1>(step, t.K, from + c, to + c, t.V, v + c, out + c);
-    step_rest(step, t.K, from + c, to + c, t.V, v + c, out + c, columns - c);
   }
 }
 
