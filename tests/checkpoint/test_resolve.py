@@ -10,6 +10,8 @@ import pytest
 from huggingface_hub import errors
 
 from verax.checkpoint import Checkpoint, resolve
+from verax.checkpoint.resolve import resolve_video
+from verax.checkpoint.video_folder import VideoFolder
 from verax.errors import CheckpointError
 
 ASK = "import sys; from verax.checkpoint import resolve; print(resolve(sys.argv[1]))"
@@ -126,6 +128,42 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(monkeypatch, tmp_path):
     patterns = {"allow_patterns": asked["allow_patterns"], "ignore_patterns": asked["ignore_patterns"]}
     got = huggingface_hub.utils.filter_repo_objects([*wanted, *unwanted], **patterns)
     assert list(got) == wanted
+
+
+def test_of_a_video_model_either_layout_is_asked_for(monkeypatch, tmp_path):
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_video("org/SkyReels-V2-DF-14B-720P") == tmp_path
+    wanted = [
+        "config.json",
+        "model.safetensors",
+        "Wan2.1_VAE.pth",
+        "google/umt5-xxl/tokenizer.json",
+        "model_index.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "transformer/diffusion_pytorch_model.safetensors.index.json",
+        "scheduler/scheduler_config.json",
+        "tokenizer/tokenizer.json",
+    ]
+    unwanted = ["README.md", "assets/1.mp4", "xlm-roberta-large/tokenizer.json", "vae/model.fp16.safetensors", "x.bin"]
+    patterns = {"allow_patterns": asked["allow_patterns"], "ignore_patterns": asked["ignore_patterns"]}
+    assert list(huggingface_hub.utils.filter_repo_objects([*wanted, *unwanted], **patterns)) == wanted
+    (tmp_path / "config.json").write_text('{"inject_sample_info": false}')
+    # What is fetched lies in a folder without the name that says what it is.
+    opened = VideoFolder("org/SkyReels-V2-DF-14B-720P")
+    assert (opened.name, opened.pipeline) == ("SkyReels-V2-DF-14B-720P", "SkyReelsV2DiffusionForcingPipeline")
+
+
+@pytest.mark.parametrize("model", ["nowhere", "a/b/c", Path("org/name")])
+def test_a_video_model_that_is_not_there_is_told(model):
+    with pytest.raises(CheckpointError, match=r"no such folder; expected a folder of SkyReels-V2 .* or a hub id"):
+        resolve_video(model)
 
 
 def no_response(kind):

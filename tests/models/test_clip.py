@@ -65,6 +65,13 @@ def test_what_is_not_supported_is_refused_by_name(changes, message):
         CLIPVisionConfig.from_hf({**SIZES, **changes})
 
 
+def test_the_image_encoder_of_a_whole_clip_is_read():
+    nested = {"model_type": "clip", "text_config": {"hidden_size": 8}, "vision_config": SIZES}
+    assert CLIPVisionConfig.from_hf(nested) == CLIPVisionConfig.from_hf(SIZES)
+    with pytest.raises(UnsupportedModelError, match="model_type 'clip'"):
+        CLIPVisionConfig.from_hf({"model_type": "clip"})
+
+
 def test_a_missing_size_is_named():
     with pytest.raises(UnsupportedModelError, match="lacks patch_size, hidden_act"):
         CLIPVisionConfig.from_hf({key: SIZES[key] for key in SIZES if key not in ("patch_size", "hidden_act")})

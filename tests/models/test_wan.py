@@ -121,6 +121,12 @@ def test_both_layouts_describe_the_same_model(config):
     assert WanConfig.from_hf(config) == WAN_CONFIGS["i2v-1.3b"]
 
 
+def test_sizes_that_were_never_published_are_read_from_the_originals_layout():
+    found = WanConfig.from_hf(dict(ORIGINAL, image_dim=20, rope_max_seq_len=32))
+    assert (found.image_dim, found.max_positions) == (20, 32)
+    assert WanConfig.from_hf(dict(ORIGINAL, model_type="t2v", image_dim=20)).image_dim is None
+
+
 def test_the_original_tells_its_diffusion_forcing_model_the_frames_per_second():
     config = dict(ORIGINAL, model_type="t2v", in_dim=16, inject_sample_info=True)
     assert WanConfig.from_hf(config) == WAN_CONFIGS["df-1.3b"]

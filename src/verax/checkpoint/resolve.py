@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from verax.errors import CheckpointError
 
-__all__ = ["resolve"]
+__all__ = ["resolve", "resolve_video"]
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -37,6 +38,14 @@ _UNWANTED = ("*/*.safetensors", "*/*.safetensors.index.json", "*/*/*", "tokenize
 
 _POSSIBLE = "expected a folder with config.json and *.safetensors, a .gguf file, or a hub id (organisation/name)"
 
+_VIDEO_WANTED = ("*.json", "*.safetensors", "*.pth", "*.model")
+"""Files of a video model's repository, of either published layout."""
+
+_VIDEO_UNWANTED = ("xlm-roberta-large/*", "*.fp16.*", "*.bf16.*")
+"""The tokenizer of CLIP's text side, which no video model uses, and second copies of weights."""
+
+_VIDEO_POSSIBLE = "expected a folder of SkyReels-V2 or Wan2.1, or a hub id (organisation/name)"
+
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -62,7 +71,23 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
         raise CheckpointError(f"{model}: no such file")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model}: no such folder; {_POSSIBLE}")
-    return _download(model, revision)
+    return _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
+
+
+def resolve_video(model: str | Path) -> Path:
+    """The folder of a video model: itself if it is one, else the snapshot of a Hugging Face hub id.
+
+    Raises:
+        CheckpointError: if there is no such folder, and no such id could be fetched.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{model}: this is a file; {_VIDEO_POSSIBLE}")
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model}: no such folder; {_VIDEO_POSSIBLE}")
+    return _download(model, None, _VIDEO_WANTED, _VIDEO_UNWANTED, _VIDEO_POSSIBLE)
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -77,22 +102,22 @@ def _only_gguf(folder: Path) -> Path | None:
     return found[0]
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, wanted: Sequence[str], unwanted: Sequence[str], possible: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*wanted], ignore_patterns=[*unwanted]))
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{name}: the hub has no revision {revision!r} of it") from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{name}: no such folder here, and no such model on the hub (or it needs a token); {_POSSIBLE}"
+            f"{name}: no such folder here, and no such model on the hub (or it needs a token); {possible}"
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{name}: no such folder here, not in the local cache, and the hub cannot be reached (offline?); "
-            + _POSSIBLE
+            + possible
         ) from error
     except Exception as error:  # the client lets through what its HTTP library raises, and that has changed
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.safetensors_file import DTYPES
 from verax.checkpoint.save import SHARD_BYTES
-from verax.checkpoint.video_folder import TOKENIZER, VideoFolder
+from verax.checkpoint.video_folder import SETTINGS, TOKENIZER, VideoFolder
 from verax.checkpoint.video_parts import PARTS, Part, diffusers_transformer, original_transformer
 from verax.errors import CheckpointError, InvalidParameterError
 
@@ -164,6 +164,8 @@ def _tensors(
 
 def _write_settings(source: VideoFolder, target: Path, to: Layout) -> None:
     """All that is not a part: tokenizer, scheduler, image processor, and for diffusers what the folders are."""
+    if (source.path / SETTINGS).is_file():
+        shutil.copyfile(source.path / SETTINGS, target / SETTINGS)
     shutil.copytree(source.tokenizer, target / ("tokenizer" if to == "diffusers" else TOKENIZER))
     scheduler, processor = source.scheduler, source.image_processor
     if to == "original":

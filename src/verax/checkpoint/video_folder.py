@@ -19,6 +19,7 @@ import numpy as np
 
 from verax.checkpoint.checkpoint import Checkpoint, TensorFile, open_stem, open_together, read_json
 from verax.checkpoint.pth_file import PthFile
+from verax.checkpoint.resolve import resolve_video
 from verax.checkpoint.safetensors_file import TensorInfo
 from verax.checkpoint.video_parts import PARTS, Form, Part, pipeline_name, scheduler_settings
 from verax.errors import CheckpointError
@@ -27,6 +28,8 @@ __all__ = ["VideoFolder"]
 
 TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
+SETTINGS = "verax.json"
+"""What a folder of either layout says to verax alone: defaults of a model that is not of the published sizes."""
 _COMFY = "model.diffusion_model."
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -35,14 +38,15 @@ class VideoFolder:
     """An open folder. Weights are mapped when a part is asked for."""
 
     def __init__(self, path: str | Path):
-        """Look at the folder.
+        """Look at a folder, or fetch a hub id.
 
         Raises:
             CheckpointError: if it is missing, or of neither layout.
         """
-        self.path = Path(path).expanduser()
-        if not self.path.is_dir():
-            raise CheckpointError(f"{path}: no such folder")
+        self.path = resolve_video(path)
+        named = self.path if Path(path).expanduser().is_dir() else Path(path)
+        self.name = named.resolve().name
+        """Of the folder, or of the repository: in the original layout it can be all that tells the kind of model."""
         self.layout: Literal["original", "diffusers"] = "diffusers"
         """Which of the two it is."""
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
@@ -57,7 +61,7 @@ class VideoFolder:
     def pipeline(self) -> str:
         """The name of the pipeline in diffusers, such as `SkyReelsV2ImageToVideoPipeline`."""
         if self.layout == "original":
-            return pipeline_name(self.config("transformer"), self.path.resolve().name)
+            return pipeline_name(self.config("transformer"), self.name)
         name = read_json(self.path / "model_index.json").get("_class_name")
         if not isinstance(name, str):
             raise CheckpointError(f"{self.path / 'model_index.json'}: expected a _class_name, the pipeline's")

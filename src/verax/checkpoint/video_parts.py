@@ -72,22 +72,22 @@ class Part:
 
     Attributes:
         what: what it is, in words.
-        stem: of the names of its weight files in its folder of diffusers' layout.
         original: the stem of its file in the original layout, under which `verax convert` writes it as safetensors.
         pattern: of names of files that hold it in the original layout, however they were repackaged.
-        config: its config.json, where a published file of the original layout has none.
         names: its names in both layouts, by its config.json.
+        stem: of the names of its weight files in its folder of diffusers' layout.
+        config: its config.json, where a published file of the original layout has none.
         dropped: pattern of keys that are left behind.
         forms: tensors that the layouts arrange differently, by the original's names.
     """
 
     what: str
-    stem: str
     original: str
     pattern: re.Pattern[str]
-    config: Mapping[str, Any]
     names: Callable[[Mapping[str, Any]], Names]
-    dropped: re.Pattern[str]
+    stem: str = "diffusion_pytorch_model"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dropped: re.Pattern[str] = re.compile(r"(?!)")
     forms: Mapping[str, _Forms] = field(default_factory=dict)
 
     def form(self, name: str) -> _Forms:
@@ -149,23 +149,19 @@ PARTS: Mapping[str, Part] = MappingProxyType(
     {
         "transformer": Part(
             what="transformer",
-            stem="diffusion_pytorch_model",
             original="diffusion_pytorch_model",
             pattern=re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors"),
-            config=MappingProxyType({}),
             names=lambda config: Names(names_wan.TABLE),
             dropped=re.compile(r"norm_added_q\.|norm_q_img\."),
         ),
         "vae": Part(
             what="video VAE",
-            stem="diffusion_pytorch_model",
             original="Wan2.1_VAE",
             pattern=re.compile(r"(?i).*vae.*\.(pth|safetensors)"),
             config=MappingProxyType(_VAE),
             names=lambda config: Names(
                 name_table(config.get("num_res_blocks", 2), len(config.get("dim_mult", _VAE["dim_mult"])))
             ),
-            dropped=re.compile(r"(?!)"),
         ),
         "text_encoder": Part(
             what="text encoder",

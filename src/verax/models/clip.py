@@ -55,11 +55,13 @@ class CLIPVisionConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> CLIPVisionConfig:
-        """Read a config.json of `model_type` clip_vision_model.
+        """Read a config.json of `model_type` clip_vision_model, or of a whole `clip`, which has one as `vision_config`.
 
         Raises:
             UnsupportedModelError: for another model or activation, a missing size, or sizes that do not divide.
         """
+        if config.get("model_type") == "clip" and isinstance(config.get("vision_config"), Mapping):
+            config = {"model_type": "clip_vision_model", **config["vision_config"]}
         if (kind := config.get("model_type", "clip_vision_model")) != "clip_vision_model":
             raise UnsupportedModelError(
                 f"config.json has model_type {kind!r}; the image encoder supported is clip_vision_model"

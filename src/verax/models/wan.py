@@ -98,7 +98,9 @@ def _original(config: Mapping[str, Any]) -> WanConfig:
         **fields,
         **{name: config[name] for name in same if name in config},
         patch=_patch(config),
-        image_dim=IMAGE_DIM if kind == "i2v" else None,
+        # Two settings that the published files leave unsaid; `verax convert` keeps them by diffusers' names.
+        image_dim=config.get("image_dim", IMAGE_DIM) if kind == "i2v" else None,
+        max_positions=config.get("rope_max_seq_len", 1024),
     )
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from verax.checkpoint.video_folder import SETTINGS, VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError
 
-__all__ = ["FILE", "KINDS", "REFERENCES", "RESOLUTIONS", "VideoSettings", "read_settings"]
-
-FILE = "verax.json"
-"""In a checkpoint's folder: fields of `VideoSettings`, for a model that is not of the published sizes."""
+__all__ = ["KINDS", "REFERENCES", "RESOLUTIONS", "VideoSettings", "read_settings"]
 
 KINDS = ("t2v", "i2v", "df")
 """Text to video, image to video, diffusion forcing."""
@@ -42,7 +40,7 @@ CHINESE = (
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Defaults of a checkpoint."""
+    """Defaults of a checkpoint, and the fields of its `verax.json`."""
 
     kind: str = "t2v"
     height: int = 544
@@ -60,12 +58,11 @@ class VideoSettings:
     """Whether image to video is all that an image-to-video model was trained for."""
 
 
-def read_settings(folder: Path, pipeline: str, shift: float, *, kind: str | None, reference: str) -> VideoSettings:
+def read_settings(folder: VideoFolder, shift: float, *, kind: str | None, reference: str) -> VideoSettings:
     """The defaults of a checkpoint.
 
     Args:
-        folder: its folder: the settings in its `verax.json`, if it has one, are preferred to all others.
-        pipeline: the name of diffusers' pipeline for it.
+        folder: of it: the settings in its `verax.json`, if it has one, are preferred to all others.
         shift: of its scheduler; 1 says nothing, as the published converter leaves it at that.
         kind: what the caller says that it is; None to go by the pipeline.
         reference: one of `REFERENCES`.
@@ -79,6 +76,7 @@ def read_settings(folder: Path, pipeline: str, shift: float, *, kind: str | None
     if reference not in REFERENCES:
         raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {reference!r}")
     if kind is None:
+        pipeline = folder.pipeline
         kind = "df" if "DiffusionForcing" in pipeline else "i2v" if "ImageToVideo" in pipeline else "t2v"
     size = "720P" if "720P" in folder.name.upper() else "540P"
     negative = CHINESE if kind == "df" else ENGLISH
@@ -90,7 +88,7 @@ def read_settings(folder: Path, pipeline: str, shift: float, *, kind: str | None
         shift=shift if shift != 1 else VideoSettings.shift,
         negative_prompt="" if reference == "diffusers" else negative,
     )
-    return replace(settings, **_own(folder / FILE))
+    return replace(settings, **_own(folder.path / SETTINGS))
 
 
 def _own(path: Path) -> dict[str, Any]:
