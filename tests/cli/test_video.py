@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 from tests.support.tiny_video import video_folder
 from verax.video import files
 
-STAGES = ["stage", "text", "image", "encode", "denoise", "decode"]
+STAGES = ["stage", "text", "image", "encode", "denoise", "decode", "free"]
 
 PIL = pytest.importorskip("PIL.Image")
 
@@ -103,7 +103,7 @@ def test_an_interrupt_leaves_what_was_there(run, folders, picture, tmp_path, mon
         (("-o", "no/such/out.gif"), "--output: there is no folder no/such"),
         (("--ar_step", "2"), "ar_step: needs a model for diffusion forcing"),
         (("--lora", "missing.safetensors:0.5"), "missing.safetensors: no such file"),
-        (("-m", "no/such"), "no/such: no such folder"),
+        (("-m", "no/such/folder"), "no/such/folder: no such folder"),
         (("--prompt", ""), "prompt 2: it is empty"),
     ],
 )

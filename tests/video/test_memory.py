@@ -55,6 +55,18 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipe, monke
     assert seen == []
 
 
+def test_guidance_is_in_turn_where_only_that_fits(pipe, monkeypatch, caplog):
+    needs = {"batch": 2, "sequential": 1}
+    monkeypatch.setattr(VideoPipeline, "_plan", lambda _, asked: [StageMemory("denoise", 0, 0, needs[asked.guidance])])
+    for free, peak in ((2, 2), (0, 2), (None, 2)):
+        monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _, free=free: free)
+        assert pipe.plan("a red circle", **OPTIONS)[0].peak == peak
+    monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: 1)
+    assert caplog.text == ""
+    assert pipe.plan("a red circle", **OPTIONS)[0].peak == 1
+    assert "guidance: prompt and negative prompt one after the other" in caplog.text
+
+
 GRID = Grid(frames_per_latent=4, pixels_per_latent=8, pixels_per_token=16, channels=16, text_width=8)
 
 
@@ -116,6 +128,7 @@ def test_offloaded_weights_wait_in_the_hosts_memory():
     assert len(reads) == 2
 
 
-def test_a_cpu_says_that_it_has_nowhere_to_offload_to(tmp_path):
-    with pytest.warns(UserWarning, match="offload: a CPU has one memory"):
-        VideoPipeline.from_pretrained(video_folder("t2v", tmp_path / "t2v"), offload=True)
+def test_a_cpu_says_that_it_has_nowhere_to_offload_to(tmp_path, caplog):
+    pipe = VideoPipeline.from_pretrained(video_folder("t2v", tmp_path / "t2v"), offload=True)
+    assert "offload: a CPU has one memory" in caplog.text
+    assert pipe.stages.transformer.keep

@@ -10,8 +10,12 @@ from safetensors.numpy import save_file
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
+from verax.checkpoint.video_convert import convert
+from verax.checkpoint.video_folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.video import unipc
+from verax.video.outputs import VideoOutput
+from verax.video.pictures import read_image
 from verax.video.sigmas import noise_levels
 
 SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=3)
@@ -88,6 +92,22 @@ def test_a_callback_sees_every_step_and_changes_nothing(pipes, kind):
     assert [one.done for one in steps] == [1, 2, 3]
     assert all(one.total == 3 and one.latents.shape == (1, 16, 3, 2, 4) for one in steps)
     np.testing.assert_array_equal(seen[-1].frames, told.frames)
+
+
+def test_a_model_in_the_originals_layout_makes_the_same_clip(folders, pipes, tmp_path):
+    there = convert(VideoFolder(folders("i2v")), tmp_path / "original", "original")
+    options: dict[str, Any] = dict(image=picture(), num_inference_steps=3)
+    ours = VideoPipeline.from_pretrained(there, dtype="float32")("a red circle", **options).frames
+    np.testing.assert_array_equal(ours, pipes("i2v")("a red circle", **options).frames)
+
+
+def test_a_contact_sheet_shows_the_first_and_the_last_frame(tmp_path):
+    frames = np.zeros((9, 16, 32, 3), np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
+    sheet = read_image(VideoOutput(frames, fps=8, seed=0).save_contact_sheet(tmp_path / "sheet.png", pictures=5))
+    left, top = 12, 12
+    assert sheet[top, left].tolist() == [0, 0, 0]
+    assert sheet[top, left + 3 * 44].tolist() == [6, 6, 6]
+    assert sheet[top + (sheet.shape[0] - 12) // 2, left].tolist() == [8, 8, 8]
 
 
 def test_a_callback_that_says_false_ends_the_run_with_the_segments_that_are_done(pipes):

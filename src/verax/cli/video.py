@@ -40,7 +40,11 @@ def video(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", "--model-id", "--model_id", help="A folder of SkyReels-V2 or Wan2.1, of either layout."
+            "--model",
+            "-m",
+            "--model-id",
+            "--model_id",
+            help="A folder of SkyReels-V2 or Wan2.1, or its hub id.",
         ),
     ] = None,
     image: Annotated[str | None, _option("A picture: the first frame.")] = None,
@@ -65,6 +69,8 @@ def video(
     reference: Annotated[str | None, _option("skyreels or diffusers: whose rules, where they differ.")] = None,
     kind: Annotated[str | None, _option("t2v, i2v or df.", show_default="as the folder says")] = None,
     lora: Annotated[list[str] | None, _option("FILE or FILE:FACTOR; can be repeated.")] = None,
+    contact_sheet: Annotated[Path | None, _option("Also some frames in one .png.", names=["--contact-sheet"])] = None,
+    resume: Annotated[Path | None, _option("A .safetensors file that keeps finished segments, to go on from.")] = None,
     preview: Annotated[
         bool, typer.Option("--preview", help="Write each segment beside the output as soon as it is finished.")
     ] = False,
@@ -94,7 +100,9 @@ def video(
     cache_threshold: Annotated[
         float, _option("More leaves out more.", names=["--cache-threshold", "--teacache-thresh"], panel=_SPEED)
     ] = 0.2,
-    guidance: Annotated[str, _option("batch, or sequential for less memory.", panel=_SPEED)] = "batch",
+    guidance: Annotated[
+        str, _option("batch; sequential for less memory; auto: the first that fits.", panel=_SPEED)
+    ] = "auto",
     attention: Annotated[str, _option("auto, standard, chunked or flash.", panel=_SPEED)] = "auto",
     offload: Annotated[
         bool,
@@ -112,10 +120,13 @@ def video(
         verax video -m SkyReels-V2-DF-1.3B-540P --prompt "A street" --prompt "Rain begins" --num-frames 257
     """
     from verax.video import files
+    from verax.video.memory import free_memory
     from verax.video.pipeline import VideoPipeline
 
     checked(prompt)
     files.check_path(output, name="--output")
+    if contact_sheet is not None:
+        files.check_sheet_path(contact_sheet, name="--contact-sheet")
     request: dict[str, Any] = dict(
         image=image,
         last_image=last_image,
@@ -139,6 +150,7 @@ def video(
         cache_threshold=cache_threshold,
         guidance=guidance,
         attention=attention,
+        resume=resume,
     )
     pipe = VideoPipeline.from_pretrained(
         model, dtype=dtype, reference=reference, kind=kind, lora=_factors(lora or []), offload=offload
@@ -146,14 +158,16 @@ def video(
     begin = time.perf_counter()
     planned = pipe.plan(prompt, **request)
     if plan:
-        typer.echo(_table(planned))
+        typer.echo(_table(planned, free_memory(pipe.stages)))
         return
     seconds = time.perf_counter() - begin
     sys.stderr.write(f"memory: {_summary_of_plan(planned)}; programs ready in {seconds:.1f} s\n")
     made = pipe(prompt, callback=_previews(output) if preview else None, **request)
-    written = made.save(output)
+    written = [made.save(output)]
+    if contact_sheet is not None:
+        written.append(made.save_contact_sheet(contact_sheet))
     sys.stderr.write(_summary(made))
-    typer.echo(written)
+    typer.echo("\n".join(map(str, written)))
 
 
 def _factors(lora: list[str]) -> dict[str, float]:
@@ -188,16 +202,20 @@ def _summary_of_plan(stages: list[StageMemory]) -> str:
     return f"{amount(largest(stages).peak)} at most ({parts})"
 
 
-def _table(stages: list[StageMemory]) -> str:
+def _table(stages: list[StageMemory], free: int | None) -> str:
     from verax.video.memory import amount
 
     heads = ("stage", "weights", "other models", "work", "together")
     rows = [(stage.stage, *map(amount, (stage.weights, stage.others, stage.work, stage.peak))) for stage in stages]
+    if free is not None:
+        rows.append(("free", "", "", "", amount(free)))
     return "\n".join(f"{row[0]:13}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in (heads, *rows))
 
 
 def _summary(made: VideoOutput) -> str:
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in made.seconds.items())
-    steps = f"{made.computed} of {made.steps} steps computed, {made.seconds['denoise'] / made.steps:.2f} s a step"
+    steps = f"{made.computed} of {made.steps} steps computed"
+    if made.steps:  # none if all segments were there already
+        steps += f", {made.seconds['denoise'] / made.steps:.2f} s a step"
     count, height, width, _ = made.frames.shape
     return f"{count} frames of {height} x {width}: {stages}; {steps}\n"

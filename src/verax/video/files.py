@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from verax.errors import InvalidParameterError
 from verax.video.extra import needed
 
-__all__ = ["CRF", "beside", "check_path", "write_clip", "write_contact_sheet"]
+__all__ = ["CRF", "beside", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
 
 CRF = 18
 """x264's constant rate factor: 0 loses nothing, 51 is worst; 18 is taken for visually lossless."""
@@ -44,13 +44,26 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
             f"{name}: {path.name} has suffix {path.suffix}; clips are written as .mp4, .gif, .webp, or, without a "
             "suffix, as a folder of .png"
         )
-    _check_parent(path, name)
+    check_parent(path, name)
     if path.suffix and path.is_dir():
         raise InvalidParameterError(f"{name}: {path} is a folder")
     if not path.suffix and path.exists():
         foreign = not path.is_dir() or any(not _FRAME.fullmatch(found.name) for found in path.iterdir())
         if foreign:
             raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
+    return path
+
+
+def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
+    """The path, if a contact sheet can be written there.
+
+    Raises:
+        InvalidParameterError: for another suffix than .png, or a missing parent folder.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise InvalidParameterError(f"{name}: a contact sheet is a .png, got {path.name}")
+    check_parent(path, name)
     return path
 
 
@@ -114,10 +127,7 @@ def write_contact_sheet(
         InvalidParameterError: for no pictures, another suffix, a missing folder, or a wrong number of captions.
         MissingDependencyError: if Pillow is not installed.
     """
-    path = Path(path)
-    if path.suffix.lower() != ".png":
-        raise InvalidParameterError(f"path: a contact sheet is a .png, got {path.name}")
-    _check_parent(path, "path")
+    path = check_sheet_path(path)
     if not len(pictures) or (columns is not None and columns < 1):
         raise InvalidParameterError(f"pictures: expected some, in at least one column, got {len(pictures)}")
     if captions is not None and len(captions) != len(pictures):
@@ -143,7 +153,8 @@ def write_contact_sheet(
     return path
 
 
-def _check_parent(path: Path, name: str) -> None:
+def check_parent(path: Path, name: str) -> None:
+    """Raise InvalidParameterError, which begins with `name`, if there is no folder to write `path` in."""
     if not path.parent.is_dir():
         raise InvalidParameterError(f"{name}: there is no folder {path.parent}")
 

@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import UInt8
 
 from verax.errors import InvalidParameterError
 from verax.video import files
 
 __all__ = ["Callback", "VideoOutput", "VideoProgress"]
+
+SHEET_COLUMNS = 4
+"""Of a contact sheet: wide frames then fill a page."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,24 @@ class VideoOutput:
         Raises:
             InvalidParameterError: if there is nothing to write, or the name's suffix is none of these.
         """
+        return files.write_clip(self._bytes(), path, fps=self.fps, crf=crf)
+
+    def save_contact_sheet(self, path: str | Path, *, pictures: int = 8) -> Path:
+        """Write some frames at even distances, the first and the last among them, in rows into one .png.
+
+        Args:
+            path: ends in .png.
+            pictures: how many, at least 2.
+
+        Raises:
+            InvalidParameterError: if there is nothing to write, or the name has another suffix.
+        """
+        frames = self._bytes()
+        chosen = np.unique(np.linspace(0, len(frames) - 1, max(pictures, 2)).round().astype(int))
+        captions = [f"{i / self.fps:.2f} s" for i in chosen]
+        return files.write_contact_sheet(list(frames[chosen]), path, captions=captions, columns=SHEET_COLUMNS)
+
+    def _bytes(self) -> UInt8[np.ndarray, "T H W 3"]:
         if self.frames.ndim != 4 or len(self.frames) == 0:
             raise InvalidParameterError("save: latents and empty clips cannot be written as pictures")
-        frames = self.frames if self.frames.dtype == np.uint8 else np.round(self.frames * 255).astype(np.uint8)
-        return files.write_clip(frames, path, fps=self.fps, crf=crf)
+        return self.frames if self.frames.dtype == np.uint8 else np.round(self.frames * 255).astype(np.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import warnings
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,15 +22,18 @@ from verax.models.wan_vae import WanVaeConfig
 from verax.video import pictures
 from verax.video.denoise import Denoiser
 from verax.video.load import load_components
-from verax.video.memory import StageMemory, free_memory, refusal
+from verax.video.memory import StageMemory, amount, free_memory, largest, refusal
 from verax.video.outputs import Callback, VideoOutput
 from verax.video.prompt import PromptTokenizer
 from verax.video.request import Grid, VideoRequest, make_request
+from verax.video.resume import check_resume
 from verax.video.run import Run
 from verax.video.settings import read_settings
 from verax.video.stages import Stages
 
 __all__ = ["VideoPipeline"]
+
+_log = logging.getLogger("verax.video")
 
 Lora = str | Path | Sequence[str | Path] | Mapping[Any, float] | None
 """A LoRA file, several, or files with a factor for each."""
@@ -67,17 +70,22 @@ class VideoPipeline:
         opened = VideoFolder(folder)
         self.reference = "skyreels" if reference is None else reference
         shift = float(opened.scheduler.get("flow_shift", 1.0))
-        self.settings = read_settings(opened.path, opened.pipeline, shift, kind=kind, reference=self.reference)
+        self.settings = read_settings(opened, shift, kind=kind, reference=self.reference)
         self._show_progress = show_progress
+        factors = _factors(lora)
+        self._about = {
+            **{"model": opened.name, "kind": self.settings.kind, "reference": self.reference, "dtype": dtype},
+            "lora": ", ".join(f"{path.name}:{factor:g}" for path, factor in factors.items()),
+        }
         if offload and jax.default_backend() == "cpu":
-            warnings.warn("offload: a CPU has one memory; nothing to move", stacklevel=3)
+            _log.warning("offload: a CPU has one memory; nothing is moved")
             offload = False
         found = load_components(
             opened,
             models.DTYPES[dtype],
             keep_encoders=keep_encoders,
             offload=offload,
-            lora=_factors(lora),
+            lora=factors,
             show_progress=show_progress,
         )
         self.stages = Stages(**found._asdict(), decode_dtype=models.DTYPES[dtype])
@@ -114,7 +122,7 @@ class VideoPipeline:
         """Open a checkpoint. Weights are read when they are first used.
 
         Args:
-            model: a folder in the original's or diffusers' layout.
+            model: a folder in the original's or diffusers' layout, or the hub id of one.
             dtype: `"bfloat16"`, or `"float32"`, of weights and of what is multiplied; all else is float32.
             reference: whose rules, where the two PyTorch pipelines differ: `"skyreels"` (the original's, and the
                 default, less its slips) or `"diffusers"`.
@@ -169,7 +177,7 @@ class VideoPipeline:
         callback: Callback | None = None,
         cache: str | None = None,
         cache_threshold: float = 0.2,
-        guidance: str = "batch",
+        guidance: str = "auto",
         ar_step: int = 0,
         causal_block_size: int | None = None,
         causal_attention: bool | None = None,
@@ -177,6 +185,7 @@ class VideoPipeline:
         addnoise_condition: int = 0,
         base_num_frames: int | None = None,
         attention: str = "auto",
+        resume: str | Path | None = None,
     ) -> VideoOutput:
         """Make a clip. What is None is as the checkpoint says (`settings`).
 
@@ -202,7 +211,7 @@ class VideoPipeline:
             cache: `"teacache"` to leave out the transformer's blocks in steps that change little.
             cache_threshold: see `teacache.computed_steps`.
             guidance: `"batch"` for prompt and negative prompt together, `"sequential"` for one after the other, in less
-                memory.
+                memory; `"auto"` for the first that fits.
             ar_step: diffusion forcing: how many steps a block is behind the one before it; 0 for all together.
             causal_block_size: diffusion forcing: latent frames in a block; every segment must be whole blocks.
             causal_attention: whether a block sees earlier blocks only. No released model was trained for it; diffusers
@@ -212,14 +221,22 @@ class VideoPipeline:
                 to the model: 20 hides seams.
             base_num_frames: frames of a segment.
             attention: a form of `wan_layers.ATTENTION`.
+            resume: a .safetensors file in which finished segments are kept, and from which they are taken if it is
+                there: the same request then goes on where it was ended, also with other prompts for later segments,
+                or more frames.
 
         Raises:
             InvalidParameterError: naming the argument that does not fit, and what would; before any device work.
             RequestRefusedError: if the memory that is free does not hold it, with what it would hold.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
-        request = self._request(given)
-        self._check_memory(request)
+        request = self._fitting(self._request(given))
+        free = free_memory(self.stages)
+        if free is not None:
+            plan = self._plan(request)
+            why = refusal(request, self.grid, plan, free, lambda change: self._plan(replace(request, **change)))
+            if why is not None:
+                raise RequestRefusedError(why)
         return self._run(request).serve()
 
     def plan(self, prompt: str | Sequence[str] | None = None, **options: Any) -> list[StageMemory]:
@@ -235,7 +252,7 @@ class VideoPipeline:
         if unknown := set(options) - set(names):
             raise InvalidParameterError(f"{', '.join(sorted(unknown))}: not an option of a request")
         defaults = {name: parameter.default for name, parameter in names.items() if name != "self"}
-        return self._plan(self._request({**defaults, "prompt": prompt, **options}))
+        return self._plan(self._fitting(self._request({**defaults, "prompt": prompt, **options})))
 
     def _request(self, given: dict[str, Any]) -> VideoRequest:
         for name in ("image", "last_image"):
@@ -243,6 +260,8 @@ class VideoPipeline:
                 given[name] = pictures.read_image(given[name], name=name)
         if given["video"] is not None:
             given["video"] = pictures.read_clip(given["video"])[0]
+        if given["resume"] is not None:
+            check_resume(given["resume"])
         return make_request(self.settings, self.grid, self.reference, **given)
 
     def _run(self, request: VideoRequest) -> Run:
@@ -254,6 +273,7 @@ class VideoPipeline:
             stages=self.stages,
             denoiser=self.denoiser,
             text=self._text,
+            about=self._about,
             show_progress=self._show_progress,
         )
 
@@ -261,15 +281,21 @@ class VideoPipeline:
         with progress.bar("compiling", enabled=self._show_progress, count=False):
             return self._run(request).plan()
 
-    def _check_memory(self, request: VideoRequest) -> None:
+    def _fitting(self, request: VideoRequest) -> VideoRequest:
+        """The request with its guidance decided: in turn only if that fits and both together do not."""
+        if request.guidance != "auto":
+            return request
+        both, turns = (replace(request, guidance=how) for how in ("batch", "sequential"))
         free = free_memory(self.stages)
-        if free is None:
-            return
-        why = refusal(
-            request, self.grid, self._plan(request), free, lambda change: self._plan(replace(request, **change))
+        if free is None or not request.guided or (needed := largest(self._plan(both)).peak) <= free:
+            return both
+        if largest(self._plan(turns)).peak > free:
+            return both
+        _log.warning(
+            "guidance: prompt and negative prompt one after the other: both together need %s, and %s are free",
+            *(amount(needed), amount(free)),
         )
-        if why is not None:
-            raise RequestRefusedError(why)
+        return turns
 
     def _text(self, prompt: str) -> Float32[Array, "1 T D"]:
         """A prompt's states, from the last few if it was among them."""

@@ -71,6 +71,7 @@ class VideoRequest:
     addnoise_condition: int
     base_num_frames: int
     attention: str
+    resume: Any
 
     @property
     def guided(self) -> bool:
@@ -156,7 +157,7 @@ def _check_choices(request: VideoRequest) -> None:
     choices = {
         "output_type": ("video", "np", "latent"),
         "cache": (None, "teacache"),
-        "guidance": ("batch", "sequential"),
+        "guidance": ("auto", "batch", "sequential"),
         "attention": tuple(ATTENTION),
     }
     for name, known in choices.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from verax.video.forcing import ForcingSchedule, forcing_schedule
 from verax.video.memory import StageMemory, plan_memory
 from verax.video.outputs import VideoOutput, VideoProgress
 from verax.video.request import Grid, VideoRequest
+from verax.video.resume import FinishedSegments
 from verax.video.settings import VideoSettings
 from verax.video.sigmas import noise_levels
 from verax.video.stages import Stages
@@ -58,12 +59,13 @@ class Run:
         stages: Stages,
         denoiser: Denoiser,
         text: Text,
+        about: Mapping[str, str],
         show_progress: bool,
     ):
-        """Take a checked request; `text` gives a prompt's states."""
+        """Take a checked request; `text` gives a prompt's states, `about` is what else a clip depends on."""
         self._request, self._settings, self._grid, self._reference = request, settings, grid, reference
         self._stages, self._denoiser, self._text = stages, denoiser, text
-        self._show_progress = show_progress
+        self._show_progress, self._about = show_progress, about
         self._sizes = request.segments(grid)
         self._segment = 0
         self._config: WanConfig = stages.transformer.config
@@ -97,6 +99,7 @@ class Run:
 
     def _serve(self) -> None:
         request, stages = self._request, self._stages
+        finished = FinishedSegments(request, self._sizes, self._about)
         texts = self._texts()
         picture = None if request.image is None else self._picture(request.image)
         states = self._image_states(picture)
@@ -104,8 +107,13 @@ class Run:
         for segment, size in enumerate(self._sizes):
             self._segment = segment
             last = segment == len(self._sizes) - 1
-            context = stages.context(texts[min(segment, len(texts) - 1)], states)
-            latents = self._denoise(size, given, ending if last else None, context, channels)
+            found = finished.get(segment)
+            if found is not None:
+                latents = jnp.asarray(found)
+            else:
+                context = stages.context(texts[min(segment, len(texts) - 1)], states)
+                latents = self._denoise(size, given, ending if last else None, context, channels)
+                finished.add(np.asarray(latents))
             fresh = latents[:, self._overlap :] if segment else latents
             self._latents.append(fresh)
             if self._reference == "diffusers":

@@ -1,0 +1,115 @@
+"""Finished segments of a long clip in a file, from which another run goes on where one ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from verax.errors import InvalidParameterError
+from verax.video.files import beside, check_parent
+from verax.video.request import VideoRequest
+
+__all__ = ["FinishedSegments", "check_resume"]
+
+SUFFIX = ".safetensors"
+KEY = "verax"
+"""Of the file's header, where it says how its segments were made."""
+
+_COMMON = (
+    *("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "shift", "fps", "seed"),
+    *("cache", "cache_threshold", "ar_step", "causal_block_size", "causal_attention", "overlap_history"),
+    *("addnoise_condition", "image", "video", "latents", "prompt_embeds", "negative_prompt_embeds"),
+)
+"""Parts of a request that all segments depend on."""
+
+
+class FinishedSegments:
+    """Latents of a clip's first segments. With a file, they are there for the next run."""
+
+    def __init__(self, request: VideoRequest, sizes: Sequence[int], about: Mapping[str, Any]):
+        """Take the segments of the request's file that are this clip's.
+
+        A segment is taken if it and those before it have the same prompt and size, so that later prompts, and the
+        number of segments, may differ from what they were.
+
+        Args:
+            request: `resume` is the file, or None.
+            sizes: latent frames of each segment.
+            about: what else the clip depends on: the model, its precision.
+
+        Raises:
+            InvalidParameterError: if the file is no such file, or its clip was made otherwise; with what differs.
+        """
+        self._path = None if request.resume is None else Path(request.resume)
+        self._common = {**about, **{name: _plain(getattr(request, name)) for name in _COMMON}}
+        prompts = request.prompts or (None,)
+        self._each = [
+            {"prompt": prompts[min(i, len(prompts) - 1)], "size": size, "last_image": None}
+            for i, size in enumerate(sizes)
+        ]
+        self._each[-1]["last_image"] = _plain(request.last_image)
+        self._latents: list[np.ndarray] = []
+        if self._path is not None and self._path.exists():
+            self._latents = self._read(self._path)
+
+    def get(self, segment: int) -> Float32[np.ndarray, "1 F h w C"] | None:
+        """A segment's latents, with those that it shares with the one before; None if it has to be made."""
+        return self._latents[segment] if segment < len(self._latents) else None
+
+    def add(self, latents: Float32[np.ndarray, "1 F h w C"]) -> None:
+        """Keep the next segment, in the file too, which is replaced as a whole."""
+        self._latents.append(latents)
+        if self._path is None:
+            return
+        made = {"common": self._common, "segments": self._each[: len(self._latents)]}
+        tensors = {f"segment.{i}": np.ascontiguousarray(one) for i, one in enumerate(self._latents)}
+        with beside(self._path) as partial:
+            save_file(tensors, partial, metadata={KEY: json.dumps(made)})
+
+    def _read(self, path: Path) -> list[np.ndarray]:
+        try:
+            with safe_open(path, "numpy") as file:
+                made = json.loads((file.metadata() or {})[KEY])
+                before, common = made["segments"], made["common"]
+                latents = [file.get_tensor(f"segment.{i}") for i in range(len(before))]
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise InvalidParameterError(
+                f"resume: {path} is no file of finished segments: {error}; name one that does not exist yet"
+            ) from error
+        for name, ours in self._common.items():
+            if common.get(name) != ours:
+                raise InvalidParameterError(
+                    f"resume: {path} has segments of another clip: {name} was {common.get(name)!r}, now {ours!r}; name "
+                    "another file, or remove it"
+                )
+        same = [one == other for one, other in zip(before, self._each, strict=False)]
+        return latents[: (*same, False).index(False)]
+
+
+def check_resume(path: Any) -> None:
+    """Refuse what cannot be a file of segments, before any work.
+
+    Raises:
+        InvalidParameterError: for another suffix, or a missing folder.
+    """
+    if not isinstance(path, str | Path) or Path(path).suffix != SUFFIX:
+        raise InvalidParameterError(f"resume: expected a file name that ends in {SUFFIX}, got {path!r}")
+    check_parent(Path(path), "resume")
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back: arrays by a digest."""
+    if not hasattr(value, "__array__"):
+        return value
+    array = np.ascontiguousarray(value)
+    if array.ndim == 0:
+        return array.item()
+    return f"{array.dtype} {list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}"
