@@ -78,6 +78,17 @@ def test_many_calls_of_one_side_are_put_together():
     assert measure(*pair.load(ours, reference)).l2 == 0
 
 
+def test_calls_are_put_together_along_the_axis_that_keeps_all_sizes():
+    ours, reference = Trace(), Trace()
+    whole = np.random.default_rng(0).standard_normal((1, 3, 5, 3, 8))
+    for frame in range(3):
+        ours.add("conv", whole[:, frame : frame + 1])
+    reference.add("conv", whole.transpose(0, 4, 1, 2, 3))
+    (pair,) = align(ours, reference).pairs
+    assert measure(*pair.load(ours, reference)).l2 == 0
+    assert pair.layout.ambiguous
+
+
 def test_a_name_with_another_shape_is_told():
     found = align(trace(a=(2, 3), b=(2,)), trace(a=(2, 4), b=(2,)))
     assert [pair.ours for pair in found.pairs] == [("b",)]

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 from verax.cli import options
 from verax.cli.compare_videos import videos
-from verax.errors import InvalidParameterError
+from verax.errors import UnsupportedModelError, VeraxError
 
 if TYPE_CHECKING:
-    from verax.compare import Case
+    from collections.abc import Iterator
+
+    from verax.compare import Case, Comparison
 
 __all__ = ["app"]
+
+REFERENCES = {"text": ("transformers",), "video": ("diffusers",), "embed": ("transformers", "torch")}
+"""What each kind of model is compared with: LAM with a PyTorch form of its own, all others with a library's."""
 
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
@@ -54,7 +60,7 @@ def model(
         typer.Argument(metavar="text|video|embed|MODEL", help="Built-in models, or a checkpoint's folder or hub id."),
     ],
     against: Annotated[
-        str | None, typer.Option(help="transformers or diffusers; what fits the model if left out.")
+        str | None, typer.Option(help="transformers, diffusers or torch; what fits the model if left out.")
     ] = None,
     dtype: options.Dtype = "float32",
     random: Annotated[
@@ -64,6 +70,9 @@ def model(
         bool, typer.Option("--inject", help="Run each layer on PyTorch's activations too, to locate errors.")
     ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Compare gradients of each parameter too.")] = False,
+    part: Annotated[
+        str | None, typer.Option(help="video: transformer, vae, text_encoder or image_encoder; all if left out.")
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="text, embed: a text instead of random tokens.")] = None,
     tokens: Annotated[int | None, typer.Option(help="text, embed: random tokens of a row.", min=1)] = None,
     max_rel: Annotated[
@@ -78,8 +87,8 @@ def model(
 ) -> None:
     """Run a model in PyTorch and in verax on the same inputs, and compare what each layer gives.
 
-    Exit status 0 if the two are equal, 1 if not: in float32 every layer within --max-rel; in bfloat16 the output's
-    error against float32 at most 1.1 times PyTorch's own.
+    Exit status 0 if the two are equal, 1 if not, 2 if they cannot be compared. Equal means: in float32 every layer
+    within --max-rel; in bfloat16 the output's error against float32 at most 1.1 times PyTorch's own.
 
     Examples:
 
@@ -88,54 +97,93 @@ def model(
         verax compare text --dtype bfloat16 --output report
 
         verax compare embed --random --inject --backward
+
+        verax compare video --random --part vae
     """
+    from verax import plots
     from verax._compat import enable_compilation_cache
     from verax.compare.report import show, write
     from verax.compare.run import compare_case
     from verax.models import DTYPES
 
     if dtype not in DTYPES:
-        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    enable_compilation_cache()
-    with tempfile.TemporaryDirectory() as scratch:
-        case = _case(what, Path(scratch), against=against, random=random, prompt=prompt, tokens=tokens)
-        result = compare_case(case, dtype=dtype, inject=inject, backward=backward, max_rel=max_rel)
+        raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if output is not None and output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
+    results: list[Comparison] = []
+    try:
+        if output is not None:
+            plots.pyplot("compare")  # before the work, not after it
+        enable_compilation_cache()
+        with tempfile.TemporaryDirectory() as scratch:
+            for name, case in _cases(what, Path(scratch), against, random, prompt, tokens, part):
+                result = compare_case(case, dtype=dtype, inject=inject, backward=backward, max_rel=max_rel)
+                results.append(result)
+                if not as_json:
+                    console = Console()
+                    show(result, console if console.is_terminal else Console(width=PIPE_WIDTH), every=every)
+                if output is not None:
+                    written = write(result, output / name)
+                    sys.stderr.write(f"written: {', '.join(map(str, written))}\n")
+    except VeraxError as error:
+        raise typer.BadParameter(str(error)) from error
     if as_json:
-        sys.stdout.write(json.dumps(result.as_dict(), indent=1) + "\n")
-    else:
-        from rich.console import Console
-
-        console = Console()
-        show(result, console if console.is_terminal else Console(width=PIPE_WIDTH), every=every)
-    if output is not None:
-        for path in write(result, output):
-            sys.stderr.write(f"{path}\n")
-    if not result.passed:
+        found = [result.as_dict() for result in results]
+        sys.stdout.write(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
+    if not all(result.passed for result in results):
         raise typer.Exit(DIFFERENT)
 
 
-def _case(
-    what: str, scratch: Path, *, against: str | None, random: bool, prompt: str | None, tokens: int | None
-) -> Case:
-    """The case that the arguments ask for."""
+def _cases(
+    what: str,
+    scratch: Path,
+    against: str | None,
+    random: bool,
+    prompt: str | None,
+    tokens: int | None,
+    part: str | None,
+) -> Iterator[tuple[str, Case]]:
+    """The cases that the arguments ask for, and the folders of their reports; each made when it is its turn."""
     from verax.compare import cases
 
-    kind = what if what in ("text", "embed") else _kind(what)
-    if against not in (None, "transformers"):
-        raise InvalidParameterError(f"against: the reference of {what} is transformers, not {against!r}")
+    kind = what if what in REFERENCES else _kind(what)
+    if against not in (None, *REFERENCES[kind]):
+        known = " or ".join(REFERENCES[kind])
+        raise typer.BadParameter(f"--against: the reference of {what} is {known}, not {against!r}")
     if random and what != kind:
-        raise InvalidParameterError("random: it makes small weights for text and embed, not for a given model")
-    make = cases.text_case if kind == "text" else cases.embed_case
-    return make("random" if random else None if what == kind else what, scratch, prompt=prompt, tokens=tokens)
+        raise typer.BadParameter(f"--random: {what} has weights; random ones are made for {', '.join(REFERENCES)}")
+    if kind != "video":
+        if part is not None:
+            raise typer.BadParameter(f"--part: only video models have parts, not {what}")
+        make = cases.text_case if kind == "text" else cases.embed_case
+        model = "random" if random else None if what == kind else what
+        yield "", make(model, scratch, prompt=prompt, tokens=tokens)
+        return
+    if prompt is not None or tokens is not None:
+        raise typer.BadParameter("--prompt and --tokens: parts of video models are compared on random inputs")
+    if what == "video" and not random:
+        raise typer.BadParameter("video: give the folder of a model, or --random")
+    from verax.compare.cases_video import VIDEO_PARTS, has_part, video_case
+
+    model = None if what == kind else what
+    for name in (part,) if part is not None else VIDEO_PARTS:
+        if part is not None or has_part(model, name):
+            yield name if part is None else "", video_case(model, name)
 
 
 def _kind(model: str) -> str:
     """What a checkpoint is."""
     from verax.checkpoint import Checkpoint
-    from verax.errors import UnsupportedModelError
+    from verax.checkpoint.checkpoint import read_json
     from verax.models import causal_lm, encoder
 
-    config = Checkpoint.open(model).config
+    folder = Path(model).expanduser()
+    if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir():
+        return "video"
+    own = folder / "config.json"
+    config = read_json(own) if own.is_file() else Checkpoint.open(model).config
+    if "_class_name" in config:
+        return "video"
     try:
         encoder(config)
     except UnsupportedModelError:

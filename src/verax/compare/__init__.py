@@ -4,6 +4,7 @@ from verax.compare.align import Alignment, align
 from verax.compare.comparison import Comparison, Row
 from verax.compare.jax_side import gradients_jax, trace_jax
 from verax.compare.recorder import Watch, tap
+from verax.compare.report import show, write
 from verax.compare.run import Case, Side, compare, compare_case
 from verax.compare.torch_side import gradients_torch, trace_torch
 from verax.compare.trace import Trace
@@ -21,7 +22,9 @@ __all__ = [
     "compare_case",
     "gradients_jax",
     "gradients_torch",
+    "show",
     "tap",
     "trace_jax",
     "trace_torch",
+    "write",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -14,8 +16,17 @@ from verax.errors import CheckpointError
 
 __all__ = ["Alignment", "Names", "Pair", "align", "translator"]
 
-Names = NameTable | Mapping[str, str] | Sequence[NameTable]
-"""Between our names and the reference's: tables, of which the first that knows a name counts, or a dict.
+
+class Table(Protocol):
+    """A table between our names and the reference's: a `NameTable`, or what is asked like one."""
+
+    def to_diffusers(self, name: str, /) -> tuple[str, ...]:
+        """The reference's names, or a CheckpointError."""
+        ...
+
+
+Names = Table | Mapping[str, str] | Sequence[Table]
+"""Between our names and the reference's: tables, of which the first counts that leads to a name there is; or a dict.
 
 A dict's keys and values are beginnings of our and the reference's names, with `{i}` for a number, as in `NameTable`.
 """
@@ -67,24 +78,27 @@ class Alignment:
         return [pair for pair in self.pairs if pair.by == "shape and order"]
 
 
-def translator(names: Names | None) -> Callable[[str], tuple[tuple[str, ...], str]]:
-    """A function of our path to the reference's, of which several are put together along the last axis, and how."""
-    if names is None:
-        tables: list[NameTable] = []
-    elif isinstance(names, NameTable):
-        tables = [names]
-    elif isinstance(names, Mapping):
-        tables = [NameTable(list(names.items()))]
-    else:
-        tables = list(names)
+def translator(names: Names | None, there: Container[str]) -> Callable[[str], tuple[tuple[str, ...], str] | None]:
+    """A function of our path to the reference's, of which several are put together, and how it was found.
 
-    def translate(path: str) -> tuple[tuple[str, ...], str]:
+    Args:
+        names: the tables; a path that none of them leads to something from may have the same name on both sides.
+        there: what the reference has.
+    """
+    if names is None:
+        tables: Sequence[Table] = ()
+    elif isinstance(names, Mapping):
+        tables = (NameTable(list(names.items())),)
+    else:
+        tables = tuple(names) if isinstance(names, Sequence) else (names,)
+
+    def translate(path: str) -> tuple[tuple[str, ...], str] | None:
         for table in tables:
-            try:
-                return table.to_diffusers(path), "table"
-            except CheckpointError:
-                continue
-        return (path,), "name"
+            with contextlib.suppress(CheckpointError):
+                found = table.to_diffusers(path)
+                if all(name in there for name in found):
+                    return found, "table"
+        return ((path,), "name") if path in there else None
 
     return translate
 
@@ -98,19 +112,19 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
         names: tables between our names and the reference's, where they differ.
         guess: match what is left by shape, in the order of the two runs.
     """
-    translate = translator(names)
     calls, theirs = _by_path(ours), _by_path(reference)
+    translate = translator(names, theirs)
     found: dict[str, Pair] = {}
     result = Alignment([])
     used: set[str] = set()
     for path, own in calls.items():
-        paths, by = translate(path)
-        if not all(other in theirs for other in paths):
+        if (translated := translate(path)) is None:
             continue
-        if len(paths) > 1:
-            pairs = _of_several(ours, own, [theirs[other] for other in paths], reference, by)
-        else:
+        paths, by = translated
+        if len(paths) == 1:
             pairs = _of_calls(ours, own, theirs[paths[0]], reference, by)
+        else:
+            pairs = _of_several(ours, own, [theirs[other] for other in paths], reference, by)
         if pairs is None:
             shapes = [
                 " and ".join(str(list(trace.entries[name].shape)) for name in group)
@@ -160,7 +174,8 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
         for axis, shapes in _joined(ours, own, reference, theirs)
         if (layout := find_layout(*shapes)) and not layout.repeated
     ]
-    return sorted(found, key=lambda pair: (pair.layout.moves, pair.layout.ambiguous))[:1] or None
+    # Of several axes, that which leaves every size what it is on the other side.
+    return sorted(found, key=lambda pair: (not pair.layout.keeps, pair.layout.moves, pair.layout.ambiguous))[:1] or None
 
 
 def _of_several(ours: Trace, own: list[str], theirs: list[list[str]], reference: Trace, by: str) -> list[Pair] | None:

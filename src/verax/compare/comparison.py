@@ -24,6 +24,9 @@ MAX_RATIO = 1.1
 JUMP = 8.0
 """An error so many times that of all layers before it stands out. Rounding grows by less from layer to layer."""
 
+ENOUGH = 8
+"""Layers whose own errors show what is usual, beside what rounding makes."""
+
 
 @dataclass
 class Row:
@@ -105,7 +108,8 @@ class Comparison:
         """Layers whose own error stands out; empty without `inject`."""
         own = [(row, row.own.l2) for row in self.rows if row.own is not None]
         finite = [error for _, error in own if math.isfinite(error) and error > 0]
-        usual = statistics.median(finite) if finite else 0.0
+        # A quartile, as a fault may spoil many layers, and of too few nothing is usual.
+        usual = statistics.quantiles(finite, n=4)[0] if len(finite) >= ENOUGH else 0.0
         return [row for row, error in own if not error <= JUMP * max(usual, noise(row.dtype, row.reference_dtype))]
 
     @property
@@ -114,15 +118,12 @@ class Comparison:
         found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.unlike]
         if self.output is None:
             found.append("the outputs could not be compared")
-        for what, rows in (("", self.rows), ("gradient of ", self.gradients)):
+        for what, rows in (("layers", self.rows), ("gradients", self.gradients)):
             if self.bound is not None and (over := [row for row in rows if not row.errors.l2 <= self.bound]):
                 worst = max(over, key=lambda row: math.inf if math.isnan(row.errors.l2) else row.errors.l2)
                 found.append(
-                    f"{what}{over[0].name}: relative L2 error {over[0].errors.l2:.1e} is over {self.bound:.0e}"
-                    + (
-                        f", as are {len(over) - 1} others, up to {worst.errors.l2:.1e} at {worst.name}"
-                        * (len(over) > 1)
-                    )
+                    f"{len(over)} of {len(rows)} {what} have a relative L2 error over {self.bound:.0e}: the first is "
+                    f"{over[0].name} ({over[0].errors.l2:.1e}), the largest {worst.name} ({worst.errors.l2:.1e})"
                 )
         output = self.output
         if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:

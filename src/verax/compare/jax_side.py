@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from verax.compare.recorder import Recorder, Watch, recording
 from verax.compare.trace import OUTPUT, Trace
@@ -62,7 +63,7 @@ def trace_jax(
             return x
         array = leaves[first]
         kept = array if axes is None else jnp.transpose(array, axes)
-        if isinstance(array, jax.core.Tracer):
+        if isinstance(array, Tracer):
             jax.debug.callback(partial(_add, trace, name), kept)
             return x
         name = trace.add(name, np.asarray(kept))
@@ -70,7 +71,7 @@ def trace_jax(
         if other is None:
             return x
         given = jnp.asarray(other).astype(array.dtype)
-        leaves[first] = given if axes is None else jnp.transpose(given, np.argsort(axes))
+        leaves[first] = given if axes is None else jnp.transpose(given, np.argsort(axes).tolist())
         return jax.tree.unflatten(treedef, leaves)
 
     recorder = Recorder(trace, record, inputs)

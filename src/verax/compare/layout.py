@@ -39,6 +39,12 @@ class Layout:
         moved = [axis for axis in self.axes if self.source[axis] > 1]
         return moved != sorted(moved)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether no axes are merged or split."""
+        source, target = (sorted(size for size in shape if size > 1) for shape in (self.source, self.target))
+        return source == target
+
     def apply(self, x: np.ndarray) -> np.ndarray:
         """`[source]` to `[target]`."""
         if self.repeated:

@@ -52,26 +52,30 @@ def _draw(
     bound: float | None,
     marked: Sequence[int] = (),
 ) -> str:
-    plt = pyplot()
+    plt = pyplot("compare")
     with plt.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "verax"}):
         figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
         size = 5 if len(rows) <= 60 else 3
         for label, color, marker, values in series:
             at = [(i, max(v, FLOOR)) for i, v in enumerate(values) if math.isfinite(v)]
-            axes.plot(*zip(*at, strict=True), color=color, marker=marker, ms=size, lw=0.8, label=label) if at else None
+            line = 0.8 if marker == "o" else 0  # a layer's own errors have nothing to do with its neighbours'
+            axes.plot([i for i, _ in at], [v for _, v in at], color=color, marker=marker, ms=size, lw=line, label=label)
         for i in sorted(set(marked)):
             axes.axvline(i, color=MARK, lw=1, ls=":")
-            axes.annotate(rows[i].name, (i, 1), xycoords=("data", "axes fraction"), color=MARK, rotation=90, va="top")
+        if marked:
+            more = f" and {len(set(marked)) - 1} more" if len(set(marked)) > 1 else ""
+            where = {"xycoords": ("data", "axes fraction"), "ha": "left" if marked[0] < len(rows) / 2 else "right"}
+            axes.annotate(rows[marked[0]].name + more, (marked[0], 1.02), color=MARK, va="bottom", **where)
         if bound is not None:
             axes.axhline(bound, color=BOUND, lw=1, ls="--", label=f"bound {bound:.0e}")
         axes.set_yscale("log")
-        axes.set_ylabel("relative error")
+        axes.set_ylabel(f"relative error (0 at {FLOOR:.0e})")
         axes.grid(axis="y", alpha=0.3)
         axes.set_xlim(-0.5, len(rows) - 0.5)
         step = max(1, math.ceil(len(rows) / 60))
         shown = range(0, len(rows), step)
         axes.set_xticks(list(shown), [rows[i].name for i in shown], rotation=90, fontsize=6 if step == 1 else 5)
-        axes.legend(loc="lower right", fontsize=8)
+        figure.legend(loc="outside upper center", ncols=4, fontsize=8)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
         plt.close(figure)

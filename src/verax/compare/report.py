@@ -119,7 +119,9 @@ figure { margin: 1.5em 0 } figcaption { font-weight: bold } svg { width: 100%; h
 
 
 def _sections(result: Comparison) -> list[tuple[str, Sequence[Row], list[Column]]]:
-    found = [("Layers", result.rows, [*_columns(result), ("reference", lambda row: row.reference), _ARRANGED])]
+    found: list[tuple[str, Sequence[Row], list[Column]]] = [
+        ("Layers", result.rows, [*_columns(result), ("reference", lambda row: row.reference), _ARRANGED])
+    ]
     if result.gradients:
         found.append(("Gradients", result.gradients, [*_columns(result, gradients=True), _ARRANGED]))
     return found

@@ -121,7 +121,7 @@ def compare_case(
     folder: str | Path | None = None,
     confirm: Callable[[Alignment], None] = lambda alignment: None,
 ) -> Comparison:
-    """Run a case. At most one model is in memory at a time, and beside it one array of the traces.
+    """Run a case. One model is in memory at a time (two while weights are rounded), and one array of the traces.
 
     Args:
         case: what to compare.
@@ -156,8 +156,9 @@ def compare_case(
             stage("PyTorch in float32")
             exact = case.reference("float32")
             round_like(exact.model, side.model)
-            truth = _trace_torch(exact, home / "truth")
+            side = exact
             del exact
+            truth = _trace_torch(side, home / "truth")
         del side
         stage("JAX")
         side = case.ours(dtype)
@@ -237,20 +238,19 @@ def _gradients(function: Callable[..., dict[str, np.ndarray]], side: Side, cotan
 def _gradient_rows(
     ours: dict[str, np.ndarray], reference: dict[str, np.ndarray], names: Names | None
 ) -> tuple[list[Row], tuple[list[str], list[str]]]:
-    translate = translator(names)
+    translate = translator(names, reference)
     rows, used, alone = [], set(), []
     usual = statistics.median(map(_size, reference.values())) if reference else 0.0
     for name, mine in ours.items():
-        paths, by = translate(name)
-        if not all(path in reference for path in paths):
-            paths = tuple(_torch_name(path) for path in paths)
-        if not all(path in reference for path in paths):
+        translated = translate(name) or translate(_torch_name(name))
+        if translated is None:
             # Nothing depends on it, and PyTorch then has none.
             if np.any(mine):
                 alone.append(name)
             continue
+        paths, by = translated
         used |= set(paths)
-        other = np.concatenate([reference[path] for path in paths]) if len(paths) > 1 else reference[paths[0]]
+        other = reference[paths[0]] if len(paths) == 1 else np.concatenate([reference[path] for path in paths])
         layout = _kernel_layout(name, mine.shape, other.shape) or find_layout(mine.shape, other.shape)
         if layout is None:
             raise InvalidParameterError(

@@ -1,0 +1,26 @@
+"""`verax compare`: what is wrong with its arguments is told before anything runs."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["text", "--against", "diffusers"], "the reference of text is transformers"),
+        (["--dtype", "float16", "text"], "bfloat16, float32"),
+        (["video"], "--random"),
+        (["text", "--part", "vae"], "only video models have parts"),
+        (["video", "--random", "--prompt", "a dog"], "random inputs"),
+        (["no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2(run, arguments, told):
+    result = run("compare", *arguments)
+    assert result.status == 2
+    assert told in result.err
+
+
+def test_a_given_model_has_weights_of_its_own(run, folder):
+    result = run("compare", folder, "--random")
+    assert result.status == 2
+    assert "has weights" in result.err

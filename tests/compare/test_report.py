@@ -1,0 +1,81 @@
+"""What a comparison says, and the pages that it is written as."""
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from verax.compare.align import Alignment
+from verax.compare.comparison import Comparison, Row
+from verax.compare.metrics import Errors
+from verax.compare.report import show, write
+
+
+def row(name, l2, own=None, dtype="float32", truth=None):
+    errors = Errors(l2, 2 * l2, l2, 1 - l2**2, math.isfinite(l2))
+    return Row(
+        name, name, dtype, dtype, errors, own=None if own is None else errors._replace(l2=own), against_truth=truth
+    )
+
+
+def comparison(*rows, **options):
+    return Comparison("a <model>", list(rows), Alignment([]), **options)
+
+
+def test_the_first_error_beyond_the_trend_is_not_the_largest():
+    result = comparison(row("a", 2e-7), row("b", 9e-7), row("c", 4e-5), row("d", 3e-3), row("(output)", 1e-3))
+    assert result.first.name == "c"
+    assert result.failures == [
+        "2 of 5 layers have a relative L2 error over 1e-04: the first is d (3.0e-03), the largest d (3.0e-03)"
+    ]
+
+
+def test_an_undefined_number_is_an_error():
+    result = comparison(row("a", 1e-7), row("b", math.nan), row("(output)", 1e-7))
+    assert result.first.name == "b"
+    assert not result.passed
+    assert result.as_dict()["rows"][1]["errors"]["l2"] is None
+
+
+def test_a_missing_output_and_unlike_shapes_fail():
+    result = comparison(row("a", 0.0))
+    result.alignment.unlike.append(("x", "y", "[2] is no arrangement of [3]"))
+    assert result.failures == ["x and y: [2] is no arrangement of [3]", "the outputs could not be compared"]
+
+
+def test_at_a_lower_precision_the_ratio_decides():
+    near = comparison(row("(output)", 1e-2, dtype="bfloat16", truth=(5e-3, 6e-3)), dtype="bfloat16")
+    far = comparison(row("(output)", 1e-2, dtype="bfloat16", truth=(9e-3, 6e-3)), dtype="bfloat16")
+    assert (near.passed, far.passed) == (True, False)
+
+
+@pytest.fixture
+def large():
+    rows = [row(f"blocks.{i}.{part}", 1e-7, own=1e-7) for i in range(20) for part in ("attn.q", "attn", "norm")]
+    rows[30] = row("blocks.10.attn.q", 1e-2, own=1e-2)
+    return comparison(*rows, row("(output)", 1e-3, own=0.0))
+
+
+def test_a_terminal_shows_blocks_and_what_stands_out(large):
+    console = Console(width=160, record=True, file=io.StringIO())
+    show(large, console)
+    text = console.export_text()
+    assert "blocks.10.attn.q" in text
+    assert "blocks.9.attn.q" not in text
+    assert "rows more" in text
+    assert "first error beyond the trend: blocks.10.attn.q (1.0e-02)" in text
+    assert text.rstrip().endswith("different")
+
+
+def test_pages_hold_all_rows_and_need_no_network(large, tmp_path):
+    pages = {path.suffix: path.read_text() for path in write(large, tmp_path / "new")}
+    assert json.loads(pages[".json"])["faults"] == ["blocks.10.attn.q"]
+    assert pages[".md"].count("\n| blocks.") == 60
+    assert pages[".html"].count("<td>blocks.") == 120  # each with the reference's name
+    assert "a &lt;model&gt;" in pages[".html"]
+    assert pages[".html"].count("<svg") == 1
+    for outside in ('src="', 'href="http', "@import", "<script", "<link"):
+        assert outside not in pages[".html"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.html", "compare.json", "compare.md"]

@@ -1,0 +1,143 @@
+"""A user's own pair of small models: modules, and functions with taps."""
+
+import copy
+import json
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+
+from verax import cli  # noqa: E402
+from verax.compare import Case, Side, cases, compare, compare_case, tap  # noqa: E402
+from verax.errors import InvalidParameterError  # noqa: E402
+
+SIZE = 8
+X = np.random.default_rng(0).standard_normal((4, SIZE)).astype(np.float32)
+
+
+class TorchNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.ModuleList(torch.nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.norm = torch.nn.LayerNorm(SIZE)
+
+    def forward(self, x):
+        for layer in self.net:
+            x = x + torch.tanh(layer(x))
+        return self.norm(x)
+
+
+class JaxNet(nnx.Module):
+    def __init__(self, theirs, dtype=jnp.float32):
+        self.layers = nnx.List([nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0), dtype=dtype) for _ in theirs.net])
+        self.norm = nnx.LayerNorm(SIZE, epsilon=1e-5, rngs=nnx.Rngs(0))
+        for layer, other in zip(self.layers, theirs.net, strict=True):
+            layer.kernel[...] = jnp.asarray(other.weight.detach().float().numpy().T)
+            layer.bias[...] = jnp.asarray(other.bias.detach().float().numpy())
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return self.norm(x)
+
+
+NAMES = {"layers.{i}": "net.{i}"}
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    torch.manual_seed(0)
+    return TorchNet()
+
+
+def test_equal_modules_are_equal_forwards_and_backwards(theirs):
+    result = compare(theirs, JaxNet(theirs), X, names=NAMES, inject=True, backward=True)
+    assert result.passed, result.failures
+    assert result.first is None
+    assert [row.reference for row in result.rows] == ["net.0", "net.1", "net.2", "norm", "(output)"]
+    assert {(row.name, row.reference) for row in result.gradients} >= {
+        ("layers.1.kernel", "net.1.weight"),
+        ("norm.scale", "norm.weight"),
+    }
+    assert len(result.gradients) == 8
+    # A square kernel is transposed all the same.
+    assert next(row for row in result.gradients if row.name == "layers.1.kernel").layout.endswith("axes (1, 0)")
+
+
+def test_an_error_is_located_in_the_run_and_in_the_gradients(theirs):
+    ours = JaxNet(theirs)
+    ours.layers[1].bias[...] += 0.01
+    result = compare(theirs, ours, X, names=NAMES, inject=True, backward=True)
+    assert not result.passed
+    assert result.first.name == "layers.1"
+    assert [row.name for row in result.faults] == ["layers.1"]
+    assert any("gradients have" in failure for failure in result.failures)
+
+
+def test_gradients_of_one_side_only_are_told(theirs):
+    frozen = copy.deepcopy(theirs)
+    frozen.norm.register_parameter("weight", None)
+    result = compare(frozen, JaxNet(theirs), X, names=NAMES, backward=True)
+    assert result.gradients_only == (["norm.scale"], [])
+    assert not result.passed
+
+
+def test_without_names_layers_are_matched_by_shape_and_order(theirs):
+    result = compare(theirs, JaxNet(theirs), X)
+    assert [str(pair) for pair in result.alignment.guessed] == [f"layers.{i} = net.{i}" for i in range(3)]
+    assert result.passed
+    assert compare(theirs, JaxNet(theirs), X, guess=False).alignment.reference_only == ["net.0", "net.1", "net.2"]
+
+
+def test_functions_are_compared_by_their_taps(theirs):
+    def reference(x):
+        return torch.cos(tap("half", x / 2))
+
+    assert compare(reference, lambda x: jnp.cos(tap("half", x / 2)), X).passed
+    result = compare(reference, lambda x: jnp.cos(tap("half", x / 2 + 0.01)), X, inject=True)
+    assert result.first.name == "half"
+    assert [row.name for row in result.faults] == ["half"]
+    with pytest.raises(InvalidParameterError, match="backward"):
+        compare(reference, lambda x: jnp.cos(x / 2), X, backward=True)
+
+
+@pytest.mark.parametrize("careless", [False, True])
+def test_at_a_lower_precision_float32_is_the_arbiter(theirs, careless):
+    def reference(dtype):
+        model = copy.deepcopy(theirs).to(getattr(torch, dtype))
+        return Side(model, (X,), call=lambda model, x: model(x.to(model.norm.weight.dtype)))
+
+    def ours(dtype):
+        model = JaxNet(copy.deepcopy(theirs).bfloat16(), dtype=jnp.bfloat16)
+        if careless:
+            model.layers[2].bias[...] += 0.05
+        return Side(model, (X,))
+
+    result = compare_case(Case("net", reference, ours, NAMES), dtype="bfloat16")
+    assert result.dtypes[("bfloat16", "bfloat16")] == 3
+    assert result.passed != careless
+    assert (result.output.ratio > 1.1) == careless
+    assert (result.first.name if result.first else None) == ("layers.2" if careless else None)
+
+
+def test_the_command_reports_writes_and_sets_the_exit_status(theirs, monkeypatch, capsys, tmp_path):
+    case = Case("net", lambda dtype: Side(theirs, (X,)), lambda dtype: Side(JaxNet(theirs), (X,)), NAMES)
+    monkeypatch.setattr(cases, "text_case", lambda *arguments, **options: case)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["verax", "compare", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, capsys.readouterr().out
+
+    status, out = run("text", "--inject", "--output", str(tmp_path))
+    assert status == 0
+    assert out.rstrip().endswith("equal")
+    assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".md", ".json"}
+    status, out = run("text", "--max-rel", "1e-12", "--json")
+    assert status == 1
+    assert json.loads(out)["passed"] is False

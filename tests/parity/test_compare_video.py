@@ -1,0 +1,30 @@
+"""Parts of a video model beside diffusers': what is compared with what, by name."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+from verax.compare import compare_case
+from verax.compare.cases_video import video_case
+from verax.errors import InvalidParameterError
+
+
+def test_a_block_of_the_transformer_is_compared_in_all_of_its_parts():
+    result = compare_case(video_case(None, "transformer"))
+    assert result.passed, result.failures
+    assert result.first is None
+    assert result.output.errors.l2 < 2e-6
+    block = {row.name.removeprefix("blocks.1."): row.reference for row in result.rows if "blocks.1." in row.name}
+    assert block["self_attn.input"] == "blocks.1.attn1.input"  # what the modulation made
+    assert block["self_attn.rotary_k"] == "blocks.1.attn1.rotary_k"
+    assert block["self_attn.o.input"] == "blocks.1.attn1.to_out.0.input"  # what attention gave
+    assert block["cross_attn.norm_k_img"] == "blocks.1.attn2.norm_added_k"
+    assert block["ffn.2"] == "blocks.1.ffn.net.2"
+    assert result.alignment.ours_only == ["img_emb.proj", "time_projection", "head"]
+    assert result.alignment.guessed == []
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(InvalidParameterError, match="image_encoder"):
+        video_case(None, "decoder")
