@@ -12,7 +12,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native lint format bench clean
+.PHONY: help demo test test-native lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ format: $(VENV)/.installed-dev  ## Format, and fix what can be fixed.
 bench: $(VENV)/.installed-dev  ## Generate text beside transformers, in Qwen3-0.6B's shapes.
 	$(BIN)/verax bench text --against transformers
 
+docs: $(VENV)/.installed-docs  ## Build the documentation as a site, into build/site.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:  ## Remove the environment, caches, builds and the demo's folder.
 	rm -rf $(VENV) build dist demo .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -59,4 +62,8 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml $(NATIVE) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@ $(VENV)/.installed

@@ -1,0 +1,34 @@
+"""The files of examples/ do what they say."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """What an example prints."""
+
+    def call(name):
+        monkeypatch.setattr(sys, "argv", [name])
+        runpy.run_path(str(EXAMPLES / name))
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_text_completes_answers_and_tells_probabilities(run):
+    out = run("text.py")
+    assert "12 + 30 =| 42" in out
+    assert re.search(r"\{'4': -0\.\d+, '[^']+': -\d+\.\d+\} took \d+", out)
+    assert "85" in out.splitlines()[-1]
+
+
+def test_embed_finds_the_paraphrase(run):
+    best = run("embed.py").splitlines()[1]
+    assert "Mia spent five dollars on 3 apples." in best
