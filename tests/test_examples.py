@@ -32,3 +32,16 @@ def test_text_completes_answers_and_tells_probabilities(run):
 def test_embed_finds_the_paraphrase(run):
     best = run("embed.py").splitlines()[1]
     assert "Mia spent five dollars on 3 apples." in best
+
+
+def test_a_pair_of_ones_own_shows_where_its_mistake_is(run):
+    pytest.importorskip("torch")
+    wrong, right = run("compare_own_pair.py").split("GELU exact: ")
+    assert "GELU tanh: the first layer that is off is norm" in wrong
+    assert right.startswith("every layer agrees")
+
+
+def test_the_port_of_gpt2_is_proven():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    assert runpy.run_path(str(EXAMPLES / "port_gpt2" / "check.py"))["main"]() == 0
