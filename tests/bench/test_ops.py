@@ -46,7 +46,7 @@ def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
 def test_attention_and_cache_writes_are_cases_too(monkeypatch):
     small = [
         ops_attention._dense(20, 2, 16, "bfloat16", None),
-        ops_attention._decode(2, 20, None, heads=4, kv_heads=2, size=16),
+        ops_attention.paged_decode_case(2, 20, None, heads=4, kv_heads=2, size=16),
         ops_attention._chunk(3, 5, heads=4, kv_heads=2, size=16),
         ops_attention._write(4, kv_heads=2, size=16),
     ]

@@ -18,7 +18,7 @@ from verax.bench.timing import interleave
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.ops.cpu import library
 
-__all__ = ["OPERATIONS", "WEIGHTS", "bench_ops"]
+__all__ = ["OPERATIONS", "WEIGHTS", "bench_ops", "measure_case"]
 
 OPERATIONS = ("linear", "attention", "conv")
 """Groups of cases: products with a weight; attention over whole sequences and over pages, with the cache's writes;
@@ -81,7 +81,7 @@ def bench_ops(
     with progress.bar("measuring") as report:
         for operation in operations:
             for case in groups[operation]():
-                cases.append(_measure(case, benchmark, runs, warmup))
+                cases.append(measure_case(case, benchmark, runs, warmup))
                 report(len(cases), None, f"{case.operation}, {case.name}")
     versions = {} if torch is None else {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
     settings = {
@@ -115,7 +115,8 @@ def _linear_cases(
             yield Case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
 
 
-def _measure(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[str, Any]:
+def measure_case(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[str, Any]:
+    """Time the forms of one operation, interleaved; numbers as a report holds them, the chosen form's at the top."""
     samples = interleave(case.sides, runs=runs, warmup=warmup)
     ours = samples[case.chosen]
     return {

@@ -16,7 +16,7 @@ from verax import ops
 from verax._compat import compiler_options
 from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
 
-__all__ = ["Case", "attention_cases", "forms", "random"]
+__all__ = ["Case", "attention_cases", "forms", "paged_decode_case", "random"]
 
 PLAIN_LIMIT = 2**29
 """Scores that the plain form may hold; it is left out of longer cases."""
@@ -50,9 +50,9 @@ def attention_cases(torch: Any = None) -> Iterator[Case]:
     for dtype, length in (("bfloat16", 2048), ("float32", 2048), ("bfloat16", 8192)):
         yield _dense(length, 12, 128, dtype, torch)
     for rows, length in ((4, 150), (4, 2048), (1, 8192), (16, 1024)):
-        yield _decode(rows, length, torch)
+        yield paged_decode_case(rows, length, torch)
     for rows, length in ((4, 2048), (1, 8192)):
-        yield _decode(rows, length, cache_dtype="int8")
+        yield paged_decode_case(rows, length, cache_dtype="int8")
     for cached, tokens in ((0, 512), (3584, 512)):
         yield _chunk(cached, tokens)
     for tokens in (4, 512):
@@ -77,7 +77,7 @@ def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Case:
     )
 
 
-def _decode(
+def paged_decode_case(
     rows: int,
     length: int,
     torch: Any = None,
@@ -87,6 +87,7 @@ def _decode(
     kv_heads: int = 8,
     size: int = 128,
 ) -> Case:
+    """The paged decode step of `rows` sequences with `length` cached tokens each; with torch's side if it is given."""
     caches, table = _cache(rows, length, kv_heads, size)
     if cache_dtype == "int8":
         caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))

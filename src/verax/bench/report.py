@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from verax.bench import delta_page, video_page
 from verax.bench.lines import noise_line, outliers, rounds
 
-__all__ = ["markdown", "write"]
+__all__ = ["markdown", "write", "write_whole"]
 
 
 PEAKS = {"host": "host_peak_gb", "device": "device_peak_gb"}
@@ -239,8 +240,18 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    write_whole(path.with_suffix(".md"), markdown(result))
+    return write_whole(path, json.dumps(result, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text file whole or not at all; its path."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
