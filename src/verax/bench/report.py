@@ -229,7 +229,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
         ).lower(),
     ).strip("-")
     what = {
-        "text": lambda: [settings["workload"], precision(settings)],
+        "text": lambda: [settings["workload"], precision(settings), *_fewer_prompts(settings)],
         "ops": lambda: settings["operations"],
         "delta": lambda: settings["operations"],
         "quality": lambda: [Path(settings["model"]).name.lower()],
@@ -242,6 +242,12 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{name}.json"
     write_whole(path.with_suffix(".md"), markdown(result))
     return write_whole(path, json.dumps(result, indent=2) + "\n")
+
+
+def _fewer_prompts(settings: dict[str, Any]) -> list[str]:
+    """Another number of prompts than the founding case's is another result, beside it."""
+    count = settings["requests"]
+    return [f"{count}-prompt{'s' if count > 1 else ''}"] if settings["workload"] == "founding" and count != 4 else []
 
 
 def write_whole(path: Path, text: str) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verax.cli import bench_compare, bench_reports, options
+from verax.cli import bench_compare, bench_docs, bench_reports, options
 
 if TYPE_CHECKING:
     from verax.bench.text import Workload
@@ -22,6 +22,7 @@ app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_a
 
 
 app.command("compare")(bench_compare.compare)
+app.command("docs")(bench_docs.docs)
 app.command("reports")(bench_reports.reports)
 
 
