@@ -49,6 +49,26 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path):
     assert steps == [10, 17, 20, 30, 40]
 
 
+def test_the_running_mean_is_of_late_parameters_and_resumes_exactly(tmp_path):
+    seen = []
+
+    def watched(params, batch):
+        jax.debug.callback(lambda bias: seen.append(float(bias)), params["bias"], ordered=True)
+        return loss(params, batch)
+
+    whole = train(watched, fresh(), batches, SCHEDULE, tmp_path / "whole", average=0.9, show_progress=False)
+    jax.effects_barrier()
+    mean = 0.0
+    after = [*seen[1:], float(train(loss, fresh(), batches, SCHEDULE, tmp_path / "last", show_progress=False)["bias"])]
+    for step, bias in enumerate(after):
+        keep = min(0.9, (1 + step) / (10 + step))
+        mean = keep * mean + (1 - keep) * bias
+    np.testing.assert_allclose(whole["bias"], mean, rtol=1e-5)
+    train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", average=0.9, stop_at=17, show_progress=False)
+    resumed = train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", average=0.9, resume=True, show_progress=False)
+    np.testing.assert_array_equal(resumed["bias"], whole["bias"])
+
+
 def test_resuming_needs_a_state_of_the_same_run(tmp_path):
     with pytest.raises(CheckpointError, match=r"state\.npz: no training state"):
         train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)

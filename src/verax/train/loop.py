@@ -74,20 +74,25 @@ def train(
     resume: bool = False,
     stop_at: int | None = None,
     save_every: int = 200,
+    average: float | None = None,
+    counted: str = "tokens",
     loss_unit: str = "nats per token",
     show_progress: bool = True,
 ) -> Any:
-    """Minimise `loss(params, batch)`; the trained parameters.
+    """Minimise `loss(params, batch)`; the trained parameters, or their running mean.
 
     Args:
         loss: a mean over the batch, differentiable in `params`.
         params: initial parameters, a pytree of float32 arrays.
         batches: `batches(step)` yields the batches from that step on, the same ones whenever it is asked.
         schedule: optimiser and number of steps.
-        folder: gets `state.npz` (parameters, optimiser, step; replaced whole), `log.jsonl` and `loss.png`.
+        folder: gets `state.npz` (parameters, optimiser, mean, step; replaced whole), `log.jsonl` and `loss.png`.
         resume: go on from `state.npz`, with bit-identical results to a run that was never interrupted.
         stop_at: leave after this step although the schedule goes on.
         save_every: steps between checkpoints; the last step is always saved.
+        average: what the running mean of the parameters keeps of itself at a step; None is no mean. Early on it keeps
+            less, so that it forgets the initial parameters.
+        counted: the entry of a batch whose size measures the work, for the log's speed.
         loss_unit: what the plot says of the loss.
         show_progress: a bar on a terminal.
 
@@ -98,7 +103,8 @@ def train(
     """
     plots.pyplot()  # before the work, not after it
     optimizer = schedule.optimizer()
-    state = (params, optimizer.init(params))
+    # The mean starts as a copy: the parameters' own buffers are given away to the first step.
+    state = (params, optimizer.init(params), None if average is None else jax.tree.map(jnp.copy, params))
     step = 0
     if resume:
         state, step = _load(folder / STATE, state, schedule)
@@ -110,38 +116,44 @@ def train(
     (folder / LOG).write_text("".join(json.dumps(entry) + "\n" for entry in kept))
     log = (folder / LOG).open("a")
 
-    def update(state: Any, batch: dict[str, Array]) -> tuple[Any, Float[Array, ""], Float[Array, ""]]:
-        params, optimizer_state = state
+    def update(
+        state: Any, batch: dict[str, Array], taken: Float[Array, ""]
+    ) -> tuple[Any, Float[Array, ""], Float[Array, ""]]:
+        params, optimizer_state, mean = state
         value, gradient = jax.value_and_grad(loss)(params, batch)
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
-        return (jax.tree.map(jnp.add, params, updates), optimizer_state), value, norm
+        params = jax.tree.map(jnp.add, params, updates)
+        if average is not None:
+            keep = jnp.minimum(average, (1.0 + taken) / (10.0 + taken))
+            mean = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, mean, params)
+        return (params, optimizer_state, mean), value, norm
 
     update = jax.jit(update, donate_argnums=0, compiler_options=compiler_options())
     last = min(schedule.steps, stop_at or schedule.steps)
-    begin, tokens = time.perf_counter(), 0
+    begin, done = time.perf_counter(), 0
     with log, progress.bar("training", enabled=show_progress) as report:
         for batch in batches(step):
             if step >= last:
                 break
-            state, value, norm = update(state, batch)
+            state, value, norm = update(state, batch, np.float32(step))
             step += 1
-            tokens += batch["tokens"].size
+            done += batch[counted].size
             if step % 10 == 0 or step == last:
-                speed = tokens / (time.perf_counter() - begin)
+                speed = done / (time.perf_counter() - begin)
                 entry = {
                     "step": step,
                     "loss": float(value),
                     "gradient_norm": float(norm),
-                    "tokens_per_second": round(speed),
+                    f"{counted}_per_second": round(speed),
                 }
                 log.write(json.dumps(entry) + "\n")
                 log.flush()
-                report(step, last, f"loss {entry['loss']:.3f}, {speed:,.0f} tokens/s")
+                report(step, last, f"loss {entry['loss']:.3f}, {speed:,.0f} {counted}/s")
             if step % save_every == 0 or step == last:
                 _save(folder / STATE, state, step, schedule)
     plot_loss(folder, loss_unit)
-    return state[0]
+    return state[0] if average is None else state[2]
 
 
 def _save(path: Path, state: Any, step: int, schedule: Schedule) -> None:
