@@ -17,6 +17,7 @@ def source(tmp_path):
 
 
 def test_there_and_back(run, source, tmp_path):
+    (source / "verax.json").write_text('{"num_frames": 17}')
     done = run("convert", source, tmp_path / "there", "--to", "diffusers")
     assert done.status == 0
     assert "MB in the layout of diffusers" in done.out
@@ -25,6 +26,7 @@ def test_there_and_back(run, source, tmp_path):
     assert (tmp_path / "back" / f"{VAE}.safetensors").is_file()
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: config[name] for name in CONFIG} == CONFIG
+    assert (tmp_path / "back" / "verax.json").read_text() == '{"num_frames": 17}'
     opened = VideoFolder(tmp_path / "back")
     for part in SHAPES:
         checkpoint = opened.checkpoint(part)
