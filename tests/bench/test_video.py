@@ -25,8 +25,8 @@ def test_stages_are_timed_and_memory_is_told_by_form(tmp_path):
         assert len(side["seconds"]) == 2
         assert case["fraction_of_limit"] == pytest.approx(case["products"] / side["median_s"] / 900e9)
         assert 0 < case["compile_cached_s"] < case["compile_s"]
-    assert [row["attention"] for row in result["memory"]] == ["standard", "chunked"]
-    assert all(row["peak_gb"] > row["weights_gb"] > 0 for row in result["memory"])
+    assert [row["attention"] for row in result["forms_memory"]] == ["standard", "chunked"]
+    assert all(row["peak_gb"] > row["weights_gb"] > 0 for row in result["forms_memory"])
     path = write(result, tmp_path)
     assert path.name.endswith("-video-tiny-transformer-vae-bfloat16-5x16x32.json")
     assert "| VAE, decoding | 5 | verax |" in markdown(result)

@@ -91,7 +91,7 @@ def bench_video(
             "warmup": warmup,
         },
         "cases": cases,
-        "memory": table,
+        "forms_memory": table,
     }
 
 

@@ -44,7 +44,7 @@ def page(result: dict[str, Any]) -> list[str]:
             "|" + "---|" * len(COLUMNS),
         ]
         lines += [_row(case, name) for case in result["cases"] for name in case["sides"]]
-    if result["memory"]:
+    if result["forms_memory"]:
         lines += [
             "",
             "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included:",
@@ -52,7 +52,7 @@ def page(result: dict[str, Any]) -> list[str]:
             "| frames | attention | GB | weights | temporary |",
             "|---|---|---|---|---|",
         ]
-        for row in result["memory"]:
+        for row in result["forms_memory"]:
             start = f"| {row['frames']} | {row['attention']} |"
             if "left_out" in row:
                 lines.append(f"{start} left out: {row['left_out']} | | |")
