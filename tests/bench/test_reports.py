@@ -117,8 +117,9 @@ def test_the_delta_rule_is_set_against_torch_and_cython(monkeypatch):
     cases = [{**case, "section": section} for section in ("rule", "layer")]
     result = {"cases": cases, "skipped": {"cython": "Cython is not installed"}}
     monkeypatch.setattr(reports_text, "bench_delta", lambda **kwargs: result)
-    rule, layer, other, skipped = reports_text.delta_tables(True)[0]
+    rule, layer, large, other, skipped = reports_text.delta_tables(True)[0]
     assert rule.rows == [["Medium", "2", "8", "128", "1.00 (verax native)", "4.00", "not run", "4.00x", ""]]
     assert layer.rows == rule.rows
+    assert (large.title, large.why_not) == ("CPU: Large", "--quick leaves it out.")
     assert other.why_not == "JAX finds no GPU on this machine."
     assert "Cython is not installed" in skipped.why_not

@@ -94,8 +94,10 @@ def paged_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
 
 def delta_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
     """The hierarchical rule and the layer around it, beside PyTorch eager and through Cython: equal work each time."""
+    names = list(CONFIGURATIONS)[: 2 if quick else None]
     result = bench_delta(
         sections=("rule", "layer"),
+        configurations=names,
         without=("torch.compile", "transformers", "fla"),
         runs=3 if quick else 10,
         warmup=1,
@@ -109,6 +111,8 @@ def delta_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
             "; the founding report set our rule against the other side's whole layer." if section == "rule" else "."
         )
         tables.append(Table(f"{here}: {what}", [*columns, "against Cython"], rows, note))
+    if left := [name for name in CONFIGURATIONS if name not in names]:
+        tables.append(not_run(f"{here}: {', '.join(left)}", "--quick leaves it out"))
     other = "GPU" if here == "CPU" else "CPU"
     how = "JAX finds no GPU on this machine" if other == "GPU" else "JAX_PLATFORMS=cpu runs it on this machine's CPU"
     tables.append(not_run(f"{other}: the rule and the layer", how))
