@@ -49,3 +49,30 @@ def encoder_builtin(
     for name, value in evaluate(folder).items():
         typer.echo(f"{name.replace('_', ' ')}: {value:.3f}")
     typer.echo(f"trained: {folder}")
+
+
+@app.command("video-builtin")
+def video_builtin(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for states, logs, plots and the model.")
+    ] = Path("runs/video"),
+    steps: Annotated[int | None, typer.Option(help="Length of all schedules; the recipe's own if left out.")] = None,
+    seed: Annotated[int, typer.Option(help="Of data, noise and initial weights.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the output folder.")] = False,
+    evaluate: Annotated[
+        bool,
+        typer.Option("--evaluate", help="Train nothing: measure the output folder's model, or the built-in one."),
+    ] = False,
+) -> None:
+    """Train the built-in video model, about two hours on two CPU cores, and measure it. Needs extras train, video."""
+    from verax import builtin
+    from verax.train import video_evaluation
+    from verax.train.video_builtin import train_builtin
+
+    made = output / "model"
+    if not evaluate:
+        train_builtin(output, steps=steps, seed=seed, resume=resume)
+    folder = made if made.is_dir() else builtin.video_model()
+    for name, value in video_evaluation.evaluate(folder).items():
+        typer.echo(f"{name.replace('_', ' ')}: {value:.3f}")
+    typer.echo(f"{'measured' if evaluate else 'trained'}: {folder}")

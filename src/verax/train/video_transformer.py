@@ -1,0 +1,196 @@
+"""The recipe of the built-in video model's transformer and encoders: sizes, loss and schedule.
+
+Flow matching (Lipman et al., 2022, arXiv:2210.02747; Liu et al., 2022, arXiv:2209.03003): from `(1 - s) x + s noise`
+the model tells `noise - x`. Text and image to video are one image-to-video model, which for text alone is shown zeros.
+The text encoder also learns to tell the words for shape, colours and direction, without which the transformer finds out
+slowly which word says what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from verax import ops
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan import WanConfig, WanModel
+from verax.nn import Linear
+from verax.train.loop import Schedule, train
+from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.video_latents import WORDS, Clips, normalized_picture, tokens
+from verax.train.video_tokenizer import video_tokenizer
+from verax.train.video_vae import SIZE
+
+__all__ = ["IMAGE_ENCODER", "SCHEDULE", "TEXT_ENCODER", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
+
+TRANSFORMER = WanConfig(
+    dim=128, ffn_dim=512, num_heads=2, num_layers=4, in_dim=36, text_dim=96, image_dim=64, freq_dim=128
+)
+TEXT_ENCODER = UMT5Config(
+    vocab_size=video_tokenizer().get_vocab_size(), d_model=96, d_kv=32, d_ff=192, num_layers=2, num_heads=3
+)
+IMAGE_ENCODER = CLIPVisionConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=SIZE,
+    patch_size=16,
+)
+
+SCHEDULE = Schedule(steps=2000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99)
+
+BATCH = 32
+SHIFT = 3.0
+"""Of the noise levels, as in sampling: most are high, where position, motion and colours are settled."""
+
+WITHOUT_TEXT = 0.1
+"""Part of the prompts that are empty, for guidance (Ho and Salimans, 2022, arXiv:2207.12598)."""
+
+WITH_IMAGE = 0.5
+"""Part of the clips that are image to video."""
+
+TELLING = 0.05
+"""Weight of the loss of telling words."""
+
+AVERAGE = 0.998
+
+
+class Trainee(nnx.Module):
+    """What is trained together, and the heads that tell words, which nothing else needs."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.transformer = WanModel(TRANSFORMER, dtype=jnp.float32, rngs=rngs)
+        self.text_encoder = UMT5EncoderModel(TEXT_ENCODER, dtype=jnp.float32, rngs=rngs)
+        self.image_encoder = CLIPVisionModel(IMAGE_ENCODER, dtype=jnp.float32, rngs=rngs)
+        self.tell = nnx.List(
+            [
+                Linear(TEXT_ENCODER.d_model, len(words), bias=True, dtype=jnp.float32, rngs=rngs)
+                for words in WORDS.values()
+            ]
+        )
+
+
+def train_transformer(
+    clips: Clips,
+    output: Path,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    stop_at: int | None = None,
+    show_progress: bool = True,
+) -> Trainee:
+    """Train transformer and encoders, with state, log and plot in `output`.
+
+    Arguments as of `video_builtin.train_builtin`.
+    """
+    schedule = SCHEDULE if steps is None else replace(SCHEDULE, steps=steps, warmup_steps=min(100, steps // 4 + 1))
+    graph, params = initial(seed)
+    trained = train(
+        lambda params, batch: loss(nnx.merge(graph, params), batch),
+        params,
+        lambda start: batches(clips, seed, start),
+        schedule,
+        output,
+        resume=resume,
+        stop_at=stop_at,
+        save_every=100,
+        average=AVERAGE,
+        counted="labels",
+        loss_unit="squared error of the velocity, and terms",
+        show_progress=show_progress,
+    )
+    return nnx.merge(graph, trained)
+
+
+def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Fresh weights: gates and the head begin at zero (Peebles and Xie, 2022, arXiv:2212.09748), matrices by width."""
+    model = Trainee(rngs=nnx.Rngs(seed))
+    key = jax.random.key(seed + 1)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            key, used = jax.random.split(key)
+            weight = module.weight[...]
+            module.weight[...] = weight.shape[1] ** -0.5 * jax.random.normal(used, weight.shape)
+    head = model.transformer.head.head
+    head.weight[...] = jnp.zeros_like(head.weight[...])
+    projection = model.transformer.time_projection[1]
+    projection.weight[...] = jnp.zeros_like(projection.weight[...])
+    for block in model.transformer.blocks:
+        block.modulation[...] = jnp.zeros_like(block.modulation[...])
+        block.cross_attn.o.weight[...] *= (3 * TRANSFORMER.num_layers) ** -0.5
+    return nnx.split(model)
+
+
+def batches(clips: Clips, seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches from step `start` on, with the `seed` of the noise."""
+    nothing, nothing_length = tokens([""])
+    for step in count(start):
+        rng = np.random.default_rng((seed, step))
+        rows = rng.integers(len(clips.latents), size=BATCH)
+        template = rng.integers(clips.tokens.shape[1], size=BATCH)
+        silent = rng.random(BATCH) < WITHOUT_TEXT
+        yield {
+            "latents": clips.latents[rows],
+            "condition": clips.condition[rows],
+            "first": clips.first[rows],
+            "with_image": rng.random(BATCH) < WITH_IMAGE,
+            "tokens": np.where(silent[:, None], nothing, clips.tokens[rows, template]),
+            "lengths": np.where(silent, nothing_length, clips.lengths[rows, template]),
+            "silent": silent,
+            "labels": clips.labels[rows],
+            "seed": np.asarray(step, np.uint32),
+        }
+
+
+def condition(latents: Float[Array, "B F h w Z"], with_image: Float[Array, "B"]) -> Float[Array, "B F h w E"]:
+    """What the transformer is shown of a first frame: 4 channels that are 1 in its latent frame, then the latents.
+
+    All zeros where there is no image.
+    """
+    mask = jnp.zeros((*latents.shape[:-1], 4), jnp.float32).at[:, 0].set(1.0)
+    shown = jnp.concatenate([mask, latents.astype(jnp.float32)], axis=-1)
+    return shown * with_image[:, None, None, None, None]
+
+
+def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
+    """Of a batch; products are of bfloat16."""
+    graph, params = nnx.split(model)
+    model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
+    clean, with_image = batch["latents"].astype(jnp.float32), batch["with_image"].astype(jnp.float32)
+    times, noises = jax.random.split(jax.random.key(batch["seed"]))
+    noise = jax.random.normal(noises, clean.shape)
+    # One time in each of B equal parts of 0 to 1: batches differ less than if all were drawn freely.
+    evenly = (jnp.arange(len(clean)) + jax.random.uniform(times, clean.shape[:1])) / len(clean)
+    level = SHIFT * evenly / (1 + (SHIFT - 1) * evenly)
+    noisy = clean + level[:, None, None, None, None] * (noise - clean)
+    with ops.use_forms(linear=ROUNDED_GRADIENT, attention="plain", layer_norm="plain", rms_norm="plain"):
+        text = model.text_encoder(batch["tokens"], batch["lengths"])
+        image = model.image_encoder(normalized_picture(batch["first"])) * with_image[:, None, None]
+        context = model.transformer.encode_context(text, image)
+        inputs = jnp.concatenate([noisy, condition(batch["condition"], with_image)], axis=-1)
+        velocity = model.transformer(inputs, 1000 * level, context, attention="standard")
+        told = told_loss(model, text, batch)
+    return jnp.mean((velocity - (noise - clean)) ** 2) + TELLING * told
+
+
+def told_loss(model: Trainee, text: Float[Array, "B S D"], batch: dict[str, Array]) -> Float[Array, ""]:
+    """Nats of a caption's words, given the mean of its states."""
+    mean = text.sum(axis=1) / batch["lengths"][:, None]
+    heard = 1.0 - batch["silent"].astype(jnp.float32)
+    nats = jnp.zeros_like(heard)
+    for i, head in enumerate(model.tell):
+        logprobs = jax.nn.log_softmax(head(mean), axis=-1)
+        nats -= jnp.take_along_axis(logprobs, batch["labels"][:, i, None], axis=-1)[:, 0]
+    return jnp.sum(nats * heard) / jnp.maximum(jnp.sum(heard), 1.0)

@@ -1,0 +1,55 @@
+"""The recipe of the built-in video model, for a few steps of a smaller one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from verax import VideoPipeline
+from verax.train import video_builtin, video_latents, video_transformer, video_vae
+from verax.train.video_builtin import train_builtin
+from verax.train.video_evaluation import contact_sheet
+from verax.train.video_shapes import scenes
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Patched sizes: the fewest layers that have every part."""
+    vae = replace(video_vae.CONFIG, base_dim=4, dim_mult=(1, 1, 1), temperal_downsample=(True, True), num_res_blocks=1)
+    monkeypatch.setattr(video_vae, "CONFIG", vae)
+    monkeypatch.setattr(video_vae, "CUTS", ((1.0, ((1, 5, 8),)),))
+    for module in (video_vae, video_latents, video_builtin):
+        monkeypatch.setattr(module, "SIZE", 16)
+    for module in (video_vae, video_latents, video_builtin):
+        monkeypatch.setattr(module, "FRAMES", 5)
+    monkeypatch.setattr(video_vae, "STATISTICS_CLIPS", 2)
+    monkeypatch.setattr(video_latents, "CHUNK", 2)
+    monkeypatch.setattr(video_latents, "AT_ONCE", 2)
+    monkeypatch.setattr(video_transformer, "BATCH", 2)
+    for module in (video_transformer, video_builtin):
+        monkeypatch.setattr(module, "TRANSFORMER", replace(video_transformer.TRANSFORMER, num_layers=1))
+        monkeypatch.setattr(module, "TEXT_ENCODER", replace(video_transformer.TEXT_ENCODER, num_layers=1))
+        monkeypatch.setattr(module, "IMAGE_ENCODER", replace(video_transformer.IMAGE_ENCODER, image_size=16))
+    settings = {**video_builtin._SETTINGS, "verax.json": {**video_builtin._SETTINGS["verax.json"]}}
+    settings["verax.json"] |= {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 2}
+    monkeypatch.setattr(video_builtin, "_SETTINGS", settings)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_recipe_makes_a_folder_that_makes_clips_and_resumes_what_is_there(tmp_path):
+    made = train_builtin(tmp_path, steps=2, clip_count=2, show_progress=False)
+    weights = made / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = weights.read_bytes()
+    weights.unlink()
+    assert train_builtin(tmp_path, steps=2, clip_count=2, resume=True, show_progress=False) == made
+    assert weights.read_bytes() == before
+    for name in ("vae", "transformer"):
+        assert (tmp_path / name / "loss.png").is_file()
+    # Two clips, from text and from a picture: rows of two frames with a border of one pixel.
+    drawn = scenes(0, 0, 1)
+    words, pictures = (contact_sheet(made, drawn, columns=2, pictures=given) for given in (False, True))
+    assert words.shape == pictures.shape == (18, 36, 3)
+    assert (words != pictures).any()
+    pipe = VideoPipeline.from_pretrained(made, show_progress=False)
+    assert pipe.settings.text_tokens == video_latents.TEXT_TOKENS
+    assert np.std(pipe(drawn[0].caption).frames) > 0
