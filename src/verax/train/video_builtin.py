@@ -1,4 +1,4 @@
-"""The recipe of the built-in video model: VAE, latents of drawn clips, transformer and encoders, decoder, export.
+"""The recipe of the built-in video model: VAE, latents of drawn clips, transformer and encoders, export.
 
 A SkyReels-V2 model for image to video in miniature, which is also shown clips without their first frame, so that it
 makes them from text alone.
@@ -25,7 +25,7 @@ from verax.train.loop import STATE
 from verax.train.video_latents import CLIP_MEAN, CLIP_STD, TEXT_TOKENS, clips
 from verax.train.video_tokenizer import END, save_tokenizer, video_tokenizer
 from verax.train.video_transformer import IMAGE_ENCODER, SHIFT, TEXT_ENCODER, TRANSFORMER, Trainee, train_transformer
-from verax.train.video_vae import FRAMES, SIZE, train_decoder, train_vae
+from verax.train.video_vae import FRAMES, SIZE, train_vae
 
 __all__ = ["CLIPS", "export", "train_builtin"]
 
@@ -46,7 +46,7 @@ def train_builtin(
 ) -> Path:
     """Train the built-in video model and export it in diffusers' layout; that folder, `output / "model"`.
 
-    Takes some two hours on two CPU cores. `vae`, `transformer` and `decoder` in `output` get training states, logs and
+    Takes some two hours on two CPU cores. `vae` and `transformer` in `output` get training states, logs and
     loss plots, `latents` what the transformer learns from.
 
     Args:
@@ -73,14 +73,6 @@ def train_builtin(
         steps=steps,
         seed=seed,
         resume=resume and (output / "transformer" / STATE).exists(),
-        show_progress=show_progress,
-    )
-    vae = train_decoder(
-        vae,
-        output / "decoder",
-        steps=steps,
-        seed=seed,
-        resume=resume and (output / "decoder" / STATE).exists(),
         show_progress=show_progress,
     )
     return export(vae, trained, output / "model")

@@ -27,7 +27,7 @@ from verax.train.precision import ROUNDED_GRADIENT
 from verax.train.video_convolution import OWN_GRADIENT
 from verax.train.video_shapes import draw, scenes
 
-__all__ = ["CONFIG", "FRAMES", "SCHEDULE", "SIZE", "colours", "initial", "train_decoder", "train_vae"]
+__all__ = ["CONFIG", "FRAMES", "SCHEDULE", "SIZE", "colours", "initial", "train_vae"]
 
 CONFIG = WanVaeConfig(
     base_dim=16, dim_mult=(1, 2, 4, 4), num_res_blocks=1, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16
@@ -36,12 +36,7 @@ CONFIG = WanVaeConfig(
 
 SCHEDULE = Schedule(steps=1600, peak_learning_rate=2e-3, warmup_steps=40, weight_decay=0.0, beta2=0.99)
 
-DECODER = Schedule(steps=300, peak_learning_rate=1e-3, warmup_steps=20, weight_decay=0.0, beta2=0.99)
-"""Of the decoder alone, at the end, on the last two of `CUTS`."""
-
-Cuts = tuple[tuple[float, tuple[tuple[int, int, int], ...]], ...]
-
-CUTS: Cuts = (
+CUTS = (
     (0.45, ((32, 1, 32), (32, 1, 32), (32, 1, 32), (8, 1, 64))),
     (0.78, ((4, 5, 32), (4, 5, 32), (4, 5, 32), (1, 5, 64))),
     (0.97, ((2, 9, 32), (2, 9, 32), (2, 9, 32), (1, 9, 64))),
@@ -85,7 +80,7 @@ def train_vae(
     trained = train(
         lambda params, batch: loss(nnx.merge(graph, params), batch),
         params,
-        lambda start: batches(seed, start, schedule.steps, CUTS),
+        lambda start: batches(seed, start, schedule.steps),
         schedule,
         output,
         resume=resume,
@@ -97,43 +92,6 @@ def train_vae(
         show_progress=show_progress,
     )
     return _with_statistics(nnx.merge(graph, trained), seed)
-
-
-def train_decoder(
-    vae: WanVae,
-    output: Path,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    stop_at: int | None = None,
-    show_progress: bool = True,
-) -> WanVae:
-    """Train the decoder further, on latents that stay as they are; the whole model.
-
-    So it can be done while, or after, the transformer learns these latents. Arguments as of `train_vae`.
-    """
-    schedule = DECODER if steps is None else replace(DECODER, steps=steps, warmup_steps=min(20, steps // 4 + 1))
-    graph, decoding, rest = nnx.split(vae, _decodes, ...)
-    trained = train(
-        lambda params, batch: loss(nnx.merge(graph, params, rest), batch),
-        decoding,
-        lambda start: batches(seed + 1, start, schedule.steps, CUTS[-2:]),
-        schedule,
-        output,
-        resume=resume,
-        stop_at=stop_at,
-        save_every=50,
-        average=AVERAGE,
-        counted="pixels",
-        loss_unit="L1 and terms",
-        show_progress=show_progress,
-    )
-    return nnx.merge(graph, trained, rest)
-
-
-def _decodes(path: tuple[Any, ...], _: Any) -> bool:
-    return path[0] in ("decoder", "conv2")
 
 
 def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
@@ -161,10 +119,10 @@ def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
     return nnx.split(model)
 
 
-def batches(seed: int, start: int, steps: int, stages: Cuts) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches from step `start` of `steps` on, cut as `stages` say: `pixels`, and the `seed` of the noise."""
+def batches(seed: int, start: int, steps: int) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches from step `start` of `steps` on: `pixels`, and the `seed` of the noise."""
     for step in count(start):
-        cuts = next((cuts for end, cuts in stages if step < end * steps), stages[-1][1])
+        cuts = next((cuts for end, cuts in CUTS if step < end * steps), CUTS[-1][1])
         clips, frames, size = cuts[step % len(cuts)]
         rng = np.random.default_rng((seed, step))
         drawn = FRAMES if frames > 1 else 1
