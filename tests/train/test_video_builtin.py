@@ -1,15 +1,31 @@
-"""The recipe of the built-in video model, for a few steps of a smaller one."""
+"""The built-in video model as it is shipped; and its recipe, for a few steps of a smaller one."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from verax import VideoPipeline
+from verax import VideoPipeline, builtin
 from verax.train import video_builtin, video_latents, video_transformer, video_vae
 from verax.train.video_builtin import train_builtin
-from verax.train.video_evaluation import contact_sheet
-from verax.train.video_shapes import scenes
+from verax.train.video_classifier import classify
+from verax.train.video_evaluation import contact_sheet, psnr
+from verax.train.video_shapes import draw, scenes
+
+
+def test_the_built_in_model_keeps_the_first_frame_and_its_colours():
+    pipe = VideoPipeline.from_pretrained(show_progress=False)
+    [shown] = scenes(7, 2, 1, split="held_out")
+    picture = draw([shown], frames=1)[0, 0]
+    clip = pipe(shown.caption, image=picture, num_inference_steps=8)
+    assert clip.frames.shape == (17, 64, 64, 3)
+    assert psnr(clip.frames[0], picture) >= 24
+    seen = classify(clip.frames)
+    assert (seen.colour, seen.top, seen.bottom) == (shown.colour, shown.top, shown.bottom)
+
+
+def test_it_is_small():
+    assert sum(file.stat().st_size for file in builtin.video_model().rglob("*") if file.is_file()) < 10_000_000
 
 
 @pytest.fixture

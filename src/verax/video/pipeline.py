@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
-from verax import models, progress
+from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video_folder import VideoFolder
-from verax.errors import CheckpointError, InvalidParameterError, RequestRefusedError
+from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.models.wan import WanConfig
 from verax.models.wan_vae import WanVaeConfig
 from verax.video import pictures
@@ -122,7 +122,7 @@ class VideoPipeline:
         """Open a checkpoint. Weights are read when they are first used.
 
         Args:
-            model: a folder in the original's or diffusers' layout, or the hub id of one.
+            model: a folder in the original's or diffusers' layout, or the hub id of one; None is the built-in model.
             dtype: `"bfloat16"`, or `"float32"`, of weights and of what is multiplied; all else is float32.
             reference: whose rules, where the two PyTorch pipelines differ: `"skyreels"` (the original's, and the
                 default, less its slips) or `"diffusers"`.
@@ -140,10 +140,8 @@ class VideoPipeline:
             UnsupportedModelError: if verax has no such model.
             InvalidParameterError: if an argument makes no sense, with its name.
         """
-        if model is None:
-            raise CheckpointError("there is no built-in video model yet: name a folder of SkyReels-V2 or Wan2.1")
         return cls(
-            model,
+            builtin.video_model() if model is None else model,
             dtype=dtype,
             reference=reference,
             kind=kind,
