@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed  ## Run the built-in models: a prompt completed, a chat answered, sums, the speed, paraphrases found.
+demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
 
 test: $(VENV)/.installed-dev  ## Run every test that needs no GPU.
@@ -57,7 +57,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv --clear $(VENV)
 
 $(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[video]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python

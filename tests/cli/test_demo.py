@@ -17,3 +17,8 @@ def test_the_demo_writes_what_it_shows(run, tmp_path):
     assert set(record["speed"]) == {"1", "8", "64"}
     assert list(record["nearest"].values()) == [PARAPHRASES[i] for i in (3, 0, 5, 2)]
     assert (tmp_path / "demo" / "text.txt").read_text() in done.out
+    assert (tmp_path / "demo" / "clip.gif").read_bytes().startswith(b"GIF8")
+    assert (tmp_path / "demo" / "contact-sheet.png").stat().st_size > 0
+    assert "tokens/s" in (tmp_path / "demo" / "benchmark.md").read_text()
+    assert "equal: the largest relative error" in done.out
+    assert list((tmp_path / "demo" / "comparison").glob("*.html"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,13 +36,17 @@ PARAPHRASES = (
     "After it was updated, the smartphone of Tom does not turn on.",
 )
 SUMS = ((2, 2), (47, 38), (12, 30), (96, 7), (58, 64))
+DRAWN = "a red circle floats left over a blue to green gradient"
 
 
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what the demo makes.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
 ) -> None:
-    """Complete a prompt, answer a chat, add numbers, show the speed and find paraphrases, with the built-in models."""
+    """The built-in models at work: text, sums, the speed, paraphrases, a clip; and the proof beside PyTorch.
+
+    One folder keeps it all. The clip needs the extra named video, the proof those named parity and compare.
+    """
     from verax.text.llm import LLM
 
     output.mkdir(parents=True, exist_ok=True)
@@ -63,6 +70,12 @@ def demo(
     say("\n-- speed: tokens per second, by sequences at once")
     say("   ".join(f"{n}: {rate:,.0f}" for n, rate in speed.items()))
     nearest = _nearest(say)
+    clip_seconds = _clip(output, seed, say)
+    _proof(output, say)
+    rates = {f"text, {n} at once": f"{rate:,.0f} tokens/s" for n, rate in speed.items()}
+    if clip_seconds is not None:
+        rates["video, 17 frames of 64 x 64"] = f"{clip_seconds:.1f} s"
+    _benchmark(output / "benchmark.md", rates)
     record = {
         "completion": COMPLETED + story,
         "chat": dict(zip(ASKED, answers, strict=True)),
@@ -72,7 +85,7 @@ def demo(
     }
     (output / "text.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (output / "text.txt").write_text(say.text, encoding="utf-8")
-    say(f"\nwritten: {output}/text.txt, {output}/text.json")
+    say(f"\nwritten, in {output}: {', '.join(sorted(path.name for path in output.iterdir()))}")
 
 
 class _Transcript:
@@ -109,6 +122,55 @@ def _nearest(say: _Transcript) -> dict[str, str]:
         found[sentence] = PARAPHRASES[best]
         say(f"> {sentence}\n  {row[best]:.2f}  {PARAPHRASES[best]}")
     return found
+
+
+def _clip(output: Path, seed: int, say: _Transcript) -> float | None:
+    """A clip and its contact sheet; the seconds of a second clip, whose programs are there already."""
+    from verax.video.pipeline import VideoPipeline
+
+    say(f"\n-- a clip\n> {DRAWN}")
+    if importlib.util.find_spec("PIL") is None or importlib.util.find_spec("ftfy") is None:
+        say("not made: pip install 'verax[video]'")
+        return None
+    pipe = VideoPipeline.from_pretrained()
+    made = pipe(DRAWN, seed=seed)
+    made.save(output / "clip.gif")
+    made.save_contact_sheet(output / "contact-sheet.png")
+    begin = time.perf_counter()
+    pipe(DRAWN, seed=seed + 1)
+    seconds = time.perf_counter() - begin
+    frames, height, width = made.frames.shape[:3]
+    say(f"{frames} frames of {height} x {width}; another one takes {seconds:.1f} s")
+    return seconds
+
+
+def _proof(output: Path, say: _Transcript) -> None:
+    """The built-in language model held against transformers', layer by layer."""
+    say("\n-- the text model's layers beside PyTorch's")
+    missing = [name for name in ("torch", "transformers", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        say(f"not compared, for lack of {', '.join(missing)}: pip install 'verax[parity,compare]'")
+        return
+    from verax.compare.cases import text_case
+    from verax.compare.report import write
+    from verax.compare.run import compare_case
+
+    with tempfile.TemporaryDirectory() as scratch:
+        result = compare_case(text_case(None, Path(scratch)), dtype="float32")
+    write(result, output / "comparison")
+    worst = max(result.rows, key=lambda row: row.errors.l2)
+    verdict = "equal" if result.passed else "NOT equal"
+    say(f"{len(result.rows)} layers, {verdict}: the largest relative error is {worst.errors.l2:.1e}, at {worst.name}")
+
+
+def _benchmark(path: Path, rates: Mapping[str, str]) -> None:
+    """The speeds as a table, with the machine that they were measured on."""
+    from verax.bench.machine import fingerprint
+
+    facts = fingerprint()
+    machine = ", ".join(f"{name} {facts[name]}" for name in ("cpu", "cores", "platform", "python", "jax"))
+    rows = "\n".join(f"| {what} | {rate} |" for what, rate in rates.items())
+    path.write_text(f"| built-in models | speed |\n|---|---|\n{rows}\n\n{machine}\n", encoding="utf-8")
 
 
 def _speed(llm: LLM, sequences: int, tokens: int = 100) -> float:
