@@ -61,6 +61,14 @@ def test_each_frame_has_the_errors_that_the_definitions_give(pair):
     assert found.max_difference == pytest.approx(off.max())
 
 
+def test_a_percentile_is_one_of_the_differences_and_no_mean_of_two():
+    off = np.random.default_rng(4).permutation(np.arange(1, 364)).reshape(1, 11, 11, 3) / 400  # no two alike
+    found = compare_clips(np.zeros_like(off), off)
+    # 344 of 363 are less than 95%, and 359 less than 99%.
+    assert found.p95_difference == pytest.approx(345 / 400, rel=1e-6)
+    assert found.p99_difference == pytest.approx(360 / 400, rel=1e-6)
+
+
 def test_an_identical_frame_does_not_make_the_clip_infinite(pair):
     found = compare_clips(*pair)
     assert (found.psnr[1], found.ssim[1], found.identical_frames) == (math.inf, 1.0, 1)
