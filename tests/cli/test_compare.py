@@ -8,9 +8,10 @@ import pytest
     [
         (["text", "--against", "diffusers"], "the reference of text is transformers"),
         (["--dtype", "float16", "text"], "bfloat16, float32"),
-        (["video"], "--random"),
-        (["text", "--part", "vae"], "only video models have parts"),
-        (["video", "--random", "--prompt", "a dog"], "random inputs"),
+        (["text", "--part", "vae"], "only video models have it"),
+        (["embed", "--num-frames", "9"], "--num-frames: only video models"),
+        (["video", "--random", "--part", "vae", "--prompt", "a dog"], "random inputs"),
+        (["video", "--random", "--tokens", "7"], "--tokens"),
         (["no/such/folder"], "no/such/folder"),
     ],
 )

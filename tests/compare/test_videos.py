@@ -128,3 +128,13 @@ def test_the_third_panel_is_the_difference_made_visible(pair):
     assert report.gain * np.percentile(np.abs(pair[0].astype(int) - pair[1]), 99) <= 128
     odd = np.zeros((1, 13, 11, 3), np.uint8)
     assert VideoReport(compare_clips(odd, odd), odd, odd, ("a", "b")).panels().shape == (1, 14, 34, 3)
+
+
+def test_differences_of_floats_too_small_to_be_seen_give_a_dark_third_panel():
+    first = clip() / 255 * 0.9
+    pixels = np.round(first * 255).astype(np.uint8)
+    report = VideoReport(compare_clips(first, first + 1e-6), pixels, pixels, ("a", "b"), min_psnr=60)
+    assert np.split(report.panels(), 3, axis=2)[2].max() == 0
+    assert report.failures == []
+    report = VideoReport(compare_clips(first, first + 2e-3), pixels, pixels, ("a", "b"), min_psnr=60)
+    assert report.failures == ["frame 0: 53.98 dB, below the 60 asked for"]

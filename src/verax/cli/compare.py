@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +18,18 @@ from verax.cli.compare_videos import videos
 from verax.errors import UnsupportedModelError, VeraxError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from verax.compare import Case, Comparison
+    from verax.compare.video_report import VideoReport
 
 __all__ = ["app"]
 
 REFERENCES = {"text": ("transformers",), "video": ("diffusers",), "embed": ("transformers", "torch")}
 """What each kind of model is compared with: LAM with a PyTorch form of its own, all others with a library's."""
+
+OUTPUT = "output"
+"""What `--part` calls the clip of the whole pipeline."""
 
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
@@ -71,15 +76,22 @@ def model(
     ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Compare gradients of each parameter too.")] = False,
     part: Annotated[
-        str | None, typer.Option(help="video: transformer, vae, text_encoder or image_encoder; all if left out.")
+        str | None,
+        typer.Option(help="video: transformer, vae, text_encoder, image_encoder, or output; all if left out."),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="text, embed: a text instead of random tokens.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="text, embed: a text instead of random tokens; video: of the output.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="text, embed: random tokens of a row.", min=1)] = None,
     max_rel: Annotated[
         float | None,
         typer.Option(help="Bound on each layer's relative L2 error; 1e-4 in float32 if left out.", min=0.0),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Print all layers, however many.")] = False,
+    height: Annotated[int | None, typer.Option(help="video: of the output's frames; up to 128 if left out.")] = None,
+    width: Annotated[int | None, typer.Option(help="video: of the output's frames; up to 192 if left out.")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="video: of the output, 4n + 1; 9 if left out.")] = None,
+    inference_steps: Annotated[int | None, typer.Option(help="video: of the solver; 4 if left out.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write HTML, Markdown and JSON into this folder.")
     ] = None,
@@ -88,7 +100,8 @@ def model(
     """Run a model in PyTorch and in verax on the same inputs, and compare what each layer gives.
 
     Exit status 0 if the two are equal, 1 if not, 2 if they cannot be compared. Equal means: in float32 every layer
-    within --max-rel; in bfloat16 the output's error against float32 at most 1.1 times PyTorch's own.
+    within --max-rel, and every frame of a clip within 60 dB; in bfloat16 the output's error against float32 at most
+    1.1 times PyTorch's own.
 
     Examples:
 
@@ -99,38 +112,48 @@ def model(
         verax compare embed --random --inject --backward
 
         verax compare video --random --part vae
+
+        verax compare path/to/model --part output --output report
     """
     from verax import plots
     from verax._compat import enable_compilation_cache
-    from verax.compare.report import show, write
-    from verax.compare.run import compare_case
+    from verax.compare import Case, Comparison, compare_case, show, write
     from verax.models import DTYPES
 
     if dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if output is not None and output.exists() and not output.is_dir():
         raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
-    results: list[Comparison] = []
+    sizes = {"height": height, "width": width, "num_frames": num_frames, "num_inference_steps": inference_steps}
+    results: list[Comparison | VideoReport] = []
     try:
         if output is not None:
             plots.pyplot("compare")  # before the work, not after it
         enable_compilation_cache()
         with tempfile.TemporaryDirectory() as scratch:
-            for name, case in _cases(what, Path(scratch), against, random, prompt, tokens, part):
-                result = compare_case(case, dtype=dtype, inject=inject, backward=backward, max_rel=max_rel)
+            for name, case in _cases(what, Path(scratch), against, random, prompt, tokens, part, sizes):
+                if isinstance(case, Case):
+                    result = compare_case(case, dtype=dtype, inject=inject, backward=backward, max_rel=max_rel)
+                else:
+                    result = case(dtype=dtype)
                 results.append(result)
                 if not as_json:
                     console = Console()
-                    show(result, console if console.is_terminal else Console(width=PIPE_WIDTH), every=every)
+                    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+                    if isinstance(result, Comparison):
+                        show(result, console, every=every)
+                    else:
+                        result.show(console, every=True)
                 if output is not None:
-                    written = write(result, output / name)
+                    folder = output / name
+                    written = write(result, folder) if isinstance(result, Comparison) else result.write(folder)
                     sys.stderr.write(f"written: {', '.join(map(str, written))}\n")
     except VeraxError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
         found = [result.as_dict() for result in results]
         sys.stdout.write(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
-    if not all(result.passed for result in results):
+    if any(result.failures for result in results):
         raise typer.Exit(DIFFERENT)
 
 
@@ -142,8 +165,9 @@ def _cases(
     prompt: str | None,
     tokens: int | None,
     part: str | None,
-) -> Iterator[tuple[str, Case]]:
-    """The cases that the arguments ask for, and the folders of their reports; each made when it is its turn."""
+    sizes: dict[str, int | None],
+) -> Iterator[tuple[str, Case | Callable[..., VideoReport]]]:
+    """What the arguments ask for, and the folders of the reports; each made when it is its turn."""
     from verax.compare import cases
 
     kind = what if what in REFERENCES else _kind(what)
@@ -152,23 +176,49 @@ def _cases(
         raise typer.BadParameter(f"--against: the reference of {what} is {known}, not {against!r}")
     if random and what != kind:
         raise typer.BadParameter(f"--random: {what} has weights; random ones are made for {', '.join(REFERENCES)}")
+    clip = {name: size for name, size in sizes.items() if size is not None}
     if kind != "video":
-        if part is not None:
-            raise typer.BadParameter(f"--part: only video models have parts, not {what}")
+        for option in (("part",) if part is not None else ()) + tuple(clip):
+            raise typer.BadParameter(f"--{option.replace('_', '-')}: only video models have it, not {what}")
         make = cases.text_case if kind == "text" else cases.embed_case
         model = "random" if random else None if what == kind else what
         yield "", make(model, scratch, prompt=prompt, tokens=tokens)
         return
-    if prompt is not None or tokens is not None:
-        raise typer.BadParameter("--prompt and --tokens: parts of video models are compared on random inputs")
-    if what == "video" and not random:
-        raise typer.BadParameter("video: give the folder of a model, or --random")
+    if tokens is not None:
+        raise typer.BadParameter("--tokens: parts of video models are compared on inputs of one size")
+    if prompt is not None:
+        clip = {**clip, "prompt": prompt}
+    if clip and part not in (None, OUTPUT):
+        raise typer.BadParameter(
+            f"--{next(iter(clip)).replace('_', '-')}: of the output; --part {part} has random inputs"
+        )
+    yield from _video(None if random else _video_model(what), scratch, part, clip)
+
+
+def _video(
+    model: str | Path | None, scratch: Path, part: str | None, clip: dict[str, Any]
+) -> Iterator[tuple[str, Case | Callable[..., VideoReport]]]:
+    """The parts of a video model, or of a random one, and its output; or one of them."""
     from verax.compare.cases_video import VIDEO_PARTS, has_part, video_case
 
-    model = None if what == kind else what
-    for name in (part,) if part is not None else VIDEO_PARTS:
-        if part is not None or has_part(model, name):
-            yield name if part is None else "", video_case(model, name)
+    if part != OUTPUT:
+        for name in (part,) if part is not None else VIDEO_PARTS:
+            if part is not None or has_part(model, name):
+                yield name if part is None else "", video_case(model, name)
+    if part in (None, OUTPUT):
+        from verax.compare.pipelines import Clip, compare_pipelines, random_video
+
+        model = random_video(scratch / "video") if model is None else model
+        yield "", partial(compare_pipelines, model, Clip(**clip))
+
+
+def _video_model(what: str) -> str | Path | None:
+    """The model that is asked for by its kind or its name; None for a random one."""
+    from verax import builtin
+
+    if what != "video":
+        return what
+    return builtin.video_model() if builtin.video_model().is_dir() else None
 
 
 def _kind(model: str) -> str:

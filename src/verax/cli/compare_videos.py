@@ -37,8 +37,10 @@ def videos(
 
         verax compare videos jax.mp4 torch.mp4 --output report --min-psnr 35
     """
+    from rich.console import Console
+
     from verax import plots
-    from verax.compare.video_report import VideoReport, summary
+    from verax.compare.video_report import VideoReport
     from verax.compare.videos import compare_clips
     from verax.errors import VeraxError
     from verax.video.pictures import read_clip
@@ -49,33 +51,16 @@ def videos(
         if output is not None:
             plots.pyplot("compare")  # before the work, not after it
         (a, fps), (b, other_fps) = read_clip(first, name=str(first)), read_clip(second, name=str(second))
-        comparison = compare_clips(a, b)
-        written = []
-        if output is not None:
-            report = VideoReport(comparison, a, b, (str(first), str(second)), fps or other_fps)
-            written = report.write(output)
+        report = VideoReport(compare_clips(a, b), a, b, (str(first), str(second)), fps or other_fps, min_psnr)
+        written = [] if output is None else report.write(output)
     except VeraxError as error:
         raise typer.BadParameter(str(error)) from error
-    below = min_psnr is not None and comparison.psnr[comparison.worst_frame] < min_psnr
     if as_json:
-        sys.stdout.write(json.dumps({"clips": [str(first), str(second)], **comparison.to_dict()}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
     else:
-        _show(summary(comparison), f"{first} and {second}")
+        report.show(Console())
     if written:
         sys.stderr.write(f"written: {', '.join(map(str, written))}\n")
-    if below:
-        sys.stderr.write(
-            f"frame {comparison.worst_frame}: {comparison.psnr[comparison.worst_frame]:.2f} dB, below the {min_psnr:g} "
-            "asked for\n"
-        )
+    if report.failures:
+        sys.stderr.write("\n".join(report.failures) + "\n")
         raise typer.Exit(1)
-
-
-def _show(figures: dict[str, str], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, show_header=False, title_justify="left")
-    for name, value in figures.items():
-        table.add_row(name, value)
-    Console().print(table)

@@ -31,7 +31,7 @@ from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import WanConfig, WanModel
 from verax.models.wan_vae import WanVae, WanVaeConfig
 
-__all__ = ["VIDEO_PARTS", "has_part", "video_case"]
+__all__ = ["RANDOM", "VIDEO_PARTS", "build_part", "diffusers", "has_part", "video_case"]
 
 VIDEO_PARTS = tuple(PARTS)
 """transformer, vae, text_encoder, image_encoder."""
@@ -66,13 +66,13 @@ RANDOM: Mapping[str, dict[str, Any]] = MappingProxyType(
         ),
         "vae": dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
         | dict(temperal_downsample=[False, True, True]),
-        "text_encoder": dict(vocab_size=100, d_model=20, d_kv=6, d_ff=36, num_layers=2, num_heads=5)
+        "text_encoder": dict(vocab_size=100, d_model=16, d_kv=6, d_ff=36, num_layers=2, num_heads=5)
         | dict(feed_forward_proj="gated-gelu"),
-        "image_encoder": dict(hidden_size=24, intermediate_size=52, num_hidden_layers=3, num_attention_heads=3)
+        "image_encoder": dict(hidden_size=20, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4)
         | dict(image_size=35, patch_size=7, hidden_act="gelu"),
     }
 )
-"""Small settings of each part."""
+"""Small settings of each part, which fit each other."""
 
 
 class _Part(NamedTuple):
@@ -112,7 +112,7 @@ def video_case(model: str | Path | None, part: str) -> Case:
     if part == "transformer" and folder is not None:
         settings = diffusers_transformer(settings, folder.pipeline)
     config = kind.config(settings)
-    abstract = nnx.eval_shape(lambda: kind.build(config, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: build_part(part, settings))
 
     given = random_weights(abstract) if folder is None else {}
     opened = None if folder is None else folder.checkpoint(part)
@@ -144,6 +144,12 @@ def video_case(model: str | Path | None, part: str) -> Case:
     what = type(abstract).__name__
     library = "transformers" if part.endswith("encoder") else "diffusers"
     return Case(f"{what} and {library}", reference, ours, kind.names(settings), about)
+
+
+def build_part(part: str, settings: Mapping[str, Any]) -> nnx.Module:
+    """Our module of a part, of its settings."""
+    kind = _PARTS[part]
+    return kind.build(kind.config(settings), rngs=nnx.Rngs(0))
 
 
 def has_part(model: str | Path | None, part: str) -> bool:
@@ -181,7 +187,12 @@ def _cast(model: Any, dtype: str) -> None:
             parameter.data = parameter.data.to(getattr(torch(), dtype))
 
 
-def _diffusers() -> Any:
+def diffusers() -> Any:
+    """The package, and torch.
+
+    Raises:
+        MissingDependencyError: where it is not installed.
+    """
     torch()
     try:
         import diffusers
@@ -201,7 +212,7 @@ def _dtype(model: Any) -> Any:
 
 def _transformer(settings: dict[str, Any]) -> Any:
     kind = settings.pop("_class_name")
-    return getattr(_diffusers(), kind)(**settings)
+    return getattr(diffusers(), kind)(**settings)
 
 
 def _run_transformer(model: Any, config: WanConfig) -> tuple[Side, Side]:
@@ -300,7 +311,7 @@ def _try(table: NameTable, name: str) -> tuple[str, ...]:
 
 
 def _vae(settings: dict[str, Any]) -> Any:
-    return _diffusers().AutoencoderKLWan(**{name: value for name, value in settings.items() if name != "_class_name"})
+    return diffusers().AutoencoderKLWan(**{name: value for name, value in settings.items() if name != "_class_name"})
 
 
 def _vae_table(settings: Mapping[str, Any]) -> NameTable:

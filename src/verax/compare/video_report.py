@@ -9,8 +9,11 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from verax import plots
 from verax.compare.videos import DEFINITIONS, QUALITY, VideoComparison, differences
@@ -38,6 +41,34 @@ class VideoReport:
     second: np.ndarray
     names: tuple[str, str]
     fps: float | None = None
+    min_psnr: float | None = None
+    """dB that every frame must reach; None for no bound."""
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the clips do not count as equal; empty if they do."""
+        frame = self.comparison.worst_frame
+        psnr = self.comparison.psnr[frame]
+        if self.min_psnr is None or psnr >= self.min_psnr:
+            return []
+        return [f"frame {frame}: {psnr:.2f} dB, below the {self.min_psnr:g} asked for"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison for JSON."""
+        bound = {} if self.min_psnr is None else {"min_psnr": self.min_psnr, "failures": self.failures}
+        return {"clips": self.names, **self.comparison.to_dict(), **bound}
+
+    def show(self, console: Console, *, every: bool = False) -> None:
+        """Print the figures of the clip, and with `every` those of each frame."""
+        table = Table(title=" and ".join(self.names), show_header=False, title_justify="left")
+        for name, value in summary(self.comparison).items():
+            table.add_row(name, value)
+        console.print(table)
+        if every:
+            table = Table("frame", "MSE", "PSNR, dB", "SSIM", box=None, pad_edge=False)
+            for row in _frame_rows(self.comparison):
+                table.add_row(*row)
+            console.print(table)
 
     def write(self, folder: Path) -> list[Path]:
         """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder, which is made; their paths.
@@ -49,7 +80,7 @@ class VideoReport:
         """
         folder.mkdir(parents=True, exist_ok=True)
         texts = {
-            "videos.json": json.dumps({"clips": self.names, **self.comparison.to_dict()}, indent=2) + "\n",
+            "videos.json": json.dumps(self.as_dict(), indent=2) + "\n",
             "videos.md": self.markdown(),
             "videos.html": self.html(),
         }
@@ -61,9 +92,12 @@ class VideoReport:
 
     @property
     def gain(self) -> int:
-        """What differences are multiplied by to be seen: so that 99% of them are at most half as bright as white."""
+        """What differences are multiplied by to be seen: so that 99% of them are at most half as bright as white.
+
+        At most 255: the pictures shown have no finer steps, also where floats were compared.
+        """
         shown = self.comparison.p99_difference or self.comparison.max_difference
-        return max(1, int(0.5 / shown)) if shown else 1
+        return min(255, max(1, int(0.5 / shown))) if shown else 1
 
     def panels(self) -> np.ndarray:
         """The first clip, the second, their difference times `gain`: uint8 `[T, h, w, 3]`, both sizes made even."""

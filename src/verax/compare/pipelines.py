@@ -1,0 +1,180 @@
+"""What `verax compare video` says of the result: the clip of diffusers' whole pipeline beside that of verax."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from flax import nnx
+from safetensors.numpy import save_file
+from tokenizers import models, pre_tokenizers, processors
+
+from verax import progress
+from verax.checkpoint.video_folder import VideoFolder
+from verax.checkpoint.video_parts import PARTS
+from verax.compare.cases import random_weights, transformers
+from verax.compare.cases_video import RANDOM, build_part, diffusers, video_case
+from verax.compare.torch_side import torch
+from verax.compare.video_report import VideoReport
+from verax.compare.videos import compare_clips
+from verax.errors import InvalidParameterError
+from verax.video.extra import needed
+from verax.video.pipeline import VideoPipeline
+from verax.video.prompt import PromptTokenizer
+
+__all__ = ["MIN_PSNR", "Clip", "compare_pipelines", "random_video"]
+
+MIN_PSNR = 60.0
+"""dB, of the worst frame in float32. A difference of one level of 256 in every pixel would be 48 dB."""
+
+PROMPT = "A red circle floats over a blue gradient"
+LARGEST = (128, 192)
+"""Height and width of a frame, where none are given and the model's own are no smaller."""
+FRAMES, STEPS = 9, 4
+"""Likewise."""
+
+WORDS = tuple(PROMPT.lower().split())
+RANDOM_SIZE = dict(height=32, width=48, fps=8, guidance_scale=4.0)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The clip that both pipelines make; what is None is small, or as the checkpoint says.
+
+    Attributes:
+        prompt: what is to be seen.
+        height, width: of a frame.
+        num_frames: 4n + 1.
+        num_inference_steps: of the solver.
+        seed: of the noise.
+    """
+
+    prompt: str = PROMPT
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    num_inference_steps: int | None = None
+    seed: int = 0
+
+
+def compare_pipelines(model: str | Path, clip: Clip | None = None, *, dtype: str = "float32") -> VideoReport:
+    """Make one clip with diffusers' pipeline and with verax, and compare their frames.
+
+    Both begin with the same noise and the same states of the prompt, which verax's text encoder makes, so that the
+    reference needs no memory for one. All else, from the picture and the noise to the frames, each side computes with
+    weights, scheduler, image processor and VAE of its own. One side is in memory at a time.
+
+    Args:
+        model: a folder of either published layout. diffusers' form is made of its parts.
+        clip: what to make.
+        dtype: of the weights on both sides.
+
+    Returns:
+        The report; `failures` of it says whether they count as equal.
+
+    Raises:
+        CheckpointError, InvalidParameterError: if the model cannot be read, or cannot make such a clip.
+        MissingDependencyError: without torch, diffusers, transformers or scikit-image.
+    """
+    clip = Clip() if clip is None else clip
+    opened = VideoFolder(model)
+    kind = getattr(diffusers(), opened.pipeline, None)
+    if kind is None:
+        raise InvalidParameterError(f"{opened.path}: diffusers has no {opened.pipeline} to compare with")
+    with progress.bar("comparing pipelines") as report:
+        report(0, 2, "JAX")
+        pipe = VideoPipeline(opened.path, dtype=dtype, reference="diffusers", show_progress=False)
+        settings, grid = pipe.settings, pipe.grid
+        tokenize = PromptTokenizer.from_folder(opened.tokenizer)  # 512 rows, with which diffusers reckons
+        options: dict[str, Any] = {
+            "height": clip.height or min(settings.height, LARGEST[0]),
+            "width": clip.width or min(settings.width, LARGEST[1]),
+            "num_frames": clip.num_frames or min(settings.num_frames, FRAMES),
+            "num_inference_steps": clip.num_inference_steps or min(settings.num_inference_steps, STEPS),
+            "guidance_scale": settings.guidance_scale,
+            "output_type": "np",
+        }
+        for name, text in (("prompt_embeds", clip.prompt), ("negative_prompt_embeds", settings.negative_prompt)):
+            options[name] = np.array(pipe.stages.text(*tokenize([text])), np.float32)
+        latents = (options["num_frames"] - 1) // grid.frames_per_latent + 1
+        size = [options[side] // grid.pixels_per_latent for side in ("height", "width")]
+        shape = (1, grid.channels, latents, *size)
+        options["latents"] = np.random.default_rng(clip.seed).standard_normal(shape, np.float32)
+        image: dict[str, Any] = (
+            {"image": _picture(options["height"], options["width"])} if settings.kind == "i2v" else {}
+        )
+        ours = pipe(**options, **image).frames
+        shift, fps = settings.shift, settings.fps
+        del pipe
+        gc.collect()  # compiled programs refer back to the pipeline that holds them
+        report(1, 2, "PyTorch")
+        reference = kind(**_components(opened, dtype, shift))
+        reference.set_progress_bar_config(disable=True)
+        tensors = {name: torch().from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        pictures = {name: needed("PIL.Image").fromarray(x) for name, x in image.items()}
+        if settings.kind == "df":
+            tensors["fps"] = fps
+        with torch().no_grad():
+            theirs = np.asarray(reference(**tensors, **pictures).frames[0], np.float32)
+    names = f"{opened.name}, {dtype}: diffusers", "verax"
+    first, second = (np.round(frames * 255).astype(np.uint8) for frames in (theirs, ours))
+    bound = MIN_PSNR if dtype == "float32" else None
+    return VideoReport(compare_clips(theirs, ours), first, second, names, fps, bound)
+
+
+def _components(opened: VideoFolder, dtype: str, shift: float) -> dict[str, Any]:
+    """Of diffusers' pipeline, without a text encoder."""
+    made: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
+    for part in PARTS:
+        if part in opened and part != "text_encoder":
+            made[part] = video_case(opened.path, part).reference(dtype).model
+    made["scheduler"] = diffusers().UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+    if "image_encoder" in made:
+        side = opened.config("image_encoder").get("image_size", 224)
+        sizes = opened.image_processor or {"size": {"shortest_edge": side}, "crop_size": side}
+        made["image_processor"] = transformers().CLIPImageProcessor(**sizes)
+    return made
+
+
+def _picture(height: int, width: int) -> np.ndarray:
+    """Gradients, another in each colour: uint8 `[H, W, 3]`."""
+    y, x = np.mgrid[0 : 1 : 1j * height, 0 : 1 : 1j * width]
+    return np.round(255 * np.stack([x, y, 1 - x * y], axis=-1)).astype(np.uint8)
+
+
+def random_video(folder: Path) -> Path:
+    """Write a small image-to-video model of random weights, in diffusers' layout; its folder."""
+    for part, settings in RANDOM.items():
+        (folder / part).mkdir(parents=True)
+        abstract = nnx.eval_shape(partial(build_part, part, settings))
+        save_file(random_weights(abstract), folder / part / f"{PARTS[part].stem}.safetensors")
+        _write(folder / part / "config.json", settings)
+    side = RANDOM["image_encoder"]["image_size"]
+    _write(folder / "model_index.json", {"_class_name": "SkyReelsV2ImageToVideoPipeline"})
+    _write(folder / "scheduler" / "scheduler_config.json", {"flow_shift": 5.0})
+    _write(
+        folder / "image_processor" / "preprocessor_config.json",
+        {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}},
+    )
+    _write(folder / "verax.json", RANDOM_SIZE)
+    vocabulary = {word: i for i, word in enumerate(("<pad>", "</s>", "<unk>", *WORDS))}
+    tokenizer: Any = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    return folder
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(fields), encoding="utf-8")
