@@ -22,6 +22,9 @@ Split = Literal["train", "held_out"]
 HELD_OUT_BYTES = 26
 """Of 256 values of a hash's first byte: a tenth of all meanings is held out."""
 
+TRIES = 500
+"""At most so many to find a meaning's neighbour in its own split."""
+
 _CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
 _SLOT = re.compile(r"\{(\w+)\}")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou](?!ni))")  # an apple, a university
@@ -61,9 +64,12 @@ def draw(rng: Random, split: Split) -> Meaning:
 
 
 def vary(rng: Random, meaning: Meaning) -> Meaning:
-    """A meaning of the same split that differs in one fact: another value, or two values that change places."""
+    """A meaning of the same split that differs in one fact: another value, or two values that change places.
+
+    The meaning itself where none was found: of held-out ones, which are few, some have no such neighbour.
+    """
     pools = list(KINDS[meaning.kind].slots.values())
-    while True:
+    for _ in range(TRIES):
         values = list(meaning.values)
         slot = rng.randrange(len(values))
         twins = [i for i, pool in enumerate(pools) if pool == pools[slot] and i != slot]
@@ -75,6 +81,7 @@ def vary(rng: Random, meaning: Meaning) -> Meaning:
         varied = Meaning(meaning.kind, tuple(values))
         if varied.split == meaning.split:
             return varied
+    return meaning
 
 
 def phrase(rng: Random, meaning: Meaning, *, pattern: str) -> str:
