@@ -41,6 +41,7 @@ def test_the_first_other_choice_is_told_with_both_sides_candidates():
         list(np.argsort(-b[4])[:3]),
     ]
     assert found.difference.close
+    assert found.lines()[-1].startswith(f"first other token, at position 4: {best} (")
     b[4, np.argmin(a[4])] = 99  # what the first side holds for impossible
     assert not compare_logits(a, b, top=3).difference.close
     assert compare_logits(a, b, top=3).to_dict()["difference"]["close"] is False

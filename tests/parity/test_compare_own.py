@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from verax import cli  # noqa: E402
 from verax.compare import Case, Side, cases, compare, compare_case, tap  # noqa: E402
+from verax.compare.outputs import compare_logits  # noqa: E402
 from verax.errors import InvalidParameterError  # noqa: E402
 
 SIZE = 8
@@ -125,7 +126,8 @@ def test_at_a_lower_precision_float32_is_the_arbiter(theirs, careless):
 
 
 def test_the_command_reports_writes_and_sets_the_exit_status(theirs, monkeypatch, capsys, tmp_path):
-    case = Case("net", lambda dtype: Side(theirs, (X,)), lambda dtype: Side(JaxNet(theirs), (X,)), NAMES)
+    sides = (lambda dtype: Side(theirs, (X,))), (lambda dtype: Side(JaxNet(theirs), (X,)))
+    case = Case("net", *sides, NAMES, judge=compare_logits)
     monkeypatch.setattr(cases, "text_case", lambda *arguments, **options: case)
 
     def run(*arguments):
@@ -137,7 +139,10 @@ def test_the_command_reports_writes_and_sets_the_exit_status(theirs, monkeypatch
     status, out = run("text", "--inject", "--output", str(tmp_path))
     assert status == 0
     assert out.rstrip().endswith("equal")
+    assert "the likeliest token is the same at 100.0% of positions" in out
     assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".md", ".json"}
     status, out = run("text", "--max-rel", "1e-12", "--json")
     assert status == 1
-    assert json.loads(out)["passed"] is False
+    found = json.loads(out)
+    assert found["passed"] is False
+    assert found["output"]["positions"] == len(X)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
+from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.recorder import Watch
 from verax.compare.run import Case, Side
 from verax.compare.torch_side import torch
@@ -26,7 +27,10 @@ from verax.text.tokenizer import Tokenizer
 __all__ = ["embed_case", "random_weights", "text_case"]
 
 TOKENS = 40
-"""Of each of two rows. No number of heads, so that no axes are mistaken for each other."""
+"""Of each row. No number of heads, so that no axes are mistaken for each other."""
+
+VECTORS = 4
+"""Rows of BERT's tokens: from three texts on there is a nearest one."""
 
 LAM_TOKENS = 192
 """Of one row: three chunks of the published layer, and few enough rows that its projections run one by one."""
@@ -102,7 +106,13 @@ def text_case(model: str | Path | None, scratch: Path, *, prompt: str | None = N
         return Side(loaded, given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
 
     about = {"model": _name(model, opened), "architecture": architecture.__name__, "tokens": list(given[0].shape)}
-    return Case(f"{architecture.__name__} and transformers", reference, ours, about=about)
+
+    def judge(theirs: np.ndarray, mine: np.ndarray) -> LogitsComparison:
+        first, second = (logits.reshape(-1, logits.shape[-1]) for logits in (theirs, mine))
+        # Each position is about the token after it; the last one's is not there, and any will do.
+        return compare_logits(first, second, np.roll(given[0], -1, axis=1).ravel().tolist())
+
+    return Case(f"{architecture.__name__} and transformers", reference, ours, judge=judge, about=about)
 
 
 def _logits(model: Any, tokens: Any) -> Any:
@@ -133,7 +143,7 @@ def embed_case(
         return _lam_case(opened, name, prompt, tokens)
     lib = transformers()
     _, config = encoder(opened.config)
-    ids = _tokens(opened.folder, config.vocab_size, prompt, tokens or TOKENS, rows=2)
+    ids = _tokens(opened.folder, config.vocab_size, prompt, tokens or TOKENS, rows=VECTORS)
 
     def reference(dtype: str) -> Side:
         loaded: Any = lib.AutoModel.from_pretrained(
@@ -146,7 +156,7 @@ def embed_case(
         return Side(_encoder(opened, dtype), (ids, lengths), inputs=(r"attention\.output\.dense$",))
 
     about = {"model": name, "architecture": "BertModel", "tokens": list(ids.shape)}
-    return Case("BertModel and transformers", reference, ours, about=about)
+    return Case("BertModel and transformers", reference, ours, judge=_pooled, about=about)
 
 
 def _lam_case(opened: Checkpoint, name: str, prompt: str | None, tokens: int | None) -> Case:
@@ -189,7 +199,12 @@ def _lam_case(opened: Checkpoint, name: str, prompt: str | None, tokens: int | N
             f"the model's own rule, {config.rule}, has no PyTorch form: "
             f"its weights are compared under the published rule {rule}"
         )
-    return Case("LAM and its PyTorch form", reference, ours, about=about)
+    return Case("LAM and its PyTorch form", reference, ours, judge=_pooled, about=about)
+
+
+def _pooled(theirs: np.ndarray, mine: np.ndarray) -> VectorsComparison:
+    """Of the mean of each row's hidden states, which is what an encoder gives before it normalises."""
+    return compare_vectors(theirs.mean(axis=-2), mine.mean(axis=-2))
 
 
 def transformers() -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from verax.compare.align import Alignment, Pair
 from verax.compare.metrics import Errors, measure, noise
+from verax.compare.outputs import LogitsComparison, VectorsComparison
 from verax.compare.trace import OUTPUT, Trace
 
 __all__ = ["MAX_RATIO", "MAX_REL", "Comparison", "Row", "measure_rows"]
@@ -77,6 +78,8 @@ class Comparison:
     """Parameters of which only our, or only the reference's, side has a gradient."""
     about: dict[str, Any] = field(default_factory=dict)
     """What was run, with versions."""
+    judged: LogitsComparison | VectorsComparison | None = None
+    """What the two outputs mean: texts or vectors."""
 
     @property
     def output(self) -> Row | None:
@@ -164,6 +167,7 @@ class Comparison:
             "first": first.name if first else None,
             "faults": [row.name for row in self.faults],
             "about": self.about,
+            "output": None if self.judged is None else _plain(self.judged.to_dict()),
             "rows": list(map(row, self.rows)),
             "gradients": list(map(row, self.gradients)),
             "guessed": [str(pair) for pair in self.alignment.guessed],

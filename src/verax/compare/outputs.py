@@ -77,6 +77,21 @@ class LogitsComparison:
         """As JSON can hold it."""
         return {**dataclasses.asdict(self), "difference": self.difference and self.difference.to_dict()}
 
+    def lines(self) -> list[str]:
+        """For a reader."""
+        found = [
+            f"logits of {self.positions} positions: largest error {self.max_error:.1e}; log-probabilities apart by "
+            f"{self.mean_logprob_distance:.1e} nats (largest {self.max_logprob_distance:.1e}); "
+            f"KL divergence {self.mean_kl:.1e} nats (largest {self.max_kl:.1e})",
+            f"the likeliest token is the same at {self.same_best:.1%} of positions",
+        ]
+        if (parted := self.difference) is not None:
+            sides = (
+                ", ".join(f"{token} ({logprob:.3f})" for token, logprob in side.items()) for side in parted.candidates
+            )
+            found.append(f"first other token, at position {parted.position}: " + " against ".join(sides))
+        return found
+
 
 @dataclass(frozen=True)
 class VectorsComparison:
@@ -96,6 +111,15 @@ class VectorsComparison:
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a reader."""
+        found = f"vectors of {self.sentences} texts: cosine {self.mean_cosine:.7f} (least {self.min_cosine:.7f})"
+        if self.same_nearest is not None:
+            found += f"; the nearest other text is the same for {self.same_nearest:.1%}"
+        if self.rank_correlation is not None:
+            found += f"; rank correlation of similarities {self.rank_correlation:.6f}"
+        return [found]
 
 
 def compare_logits(first: Any, second: Any, tokens: Sequence[int] | None = None, *, top: int = TOP) -> LogitsComparison:

@@ -159,6 +159,8 @@ def _findings(result: Comparison) -> list[str]:
             f"output: max / mean {output.errors.max_rel:.1e}, relative L2 {output.errors.l2:.1e}"
             + (f", error ratio against float32 {output.ratio:.2f}" if output.ratio is not None else "")
         )
+    if result.judged is not None:
+        lines += result.judged.lines()
     kinds = [
         f"{n} of {ours}" + (f" (reference {theirs})" * (ours != theirs)) for (ours, theirs), n in result.dtypes.items()
     ]

@@ -20,6 +20,7 @@ from verax.compare.comparison import Comparison, Row, measure_rows
 from verax.compare.jax_side import gradients_jax, trace_jax
 from verax.compare.layout import Layout, find_layout
 from verax.compare.metrics import measure
+from verax.compare.outputs import LogitsComparison, VectorsComparison
 from verax.compare.recorder import Watch
 from verax.compare.torch_side import gradients_torch, round_like, trace_torch
 from verax.compare.trace import OUTPUT, Trace
@@ -60,6 +61,7 @@ class Case:
         reference, ours: each side in a dtype, `"float32"` or `"bfloat16"`; made when it is needed, and dropped after.
         names: between our names and the reference's.
         about: for the report.
+        judge: `judge(reference, ours)` says more about the two outputs, in the reference's layout.
     """
 
     title: str
@@ -67,6 +69,7 @@ class Case:
     ours: Callable[[str], Side]
     names: Names | None = None
     about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    judge: Callable[[np.ndarray, np.ndarray], LogitsComparison | VectorsComparison] | None = None
 
 
 def compare(
@@ -176,11 +179,16 @@ def compare_case(
             own = _trace_jax(side, home / "own", _injection(alignment.pairs, reference))
         rows = measure_rows(alignment.pairs, ours, reference, truth, own)
         result = Comparison(case.title, rows, alignment, dtype, max_rel, about=dict(case.about))
+        output = next((pair for pair in alignment.pairs if pair.ours == (OUTPUT,)), None)
+        if case.judge is not None and output is not None:
+            mine, other = output.load(ours, reference)
+            result.judged = case.judge(other, mine)
         if backward:
             stage("JAX, backwards")
-            output = next(pair for pair in alignment.pairs if pair.ours == (OUTPUT,))
-            mine = _gradients(gradients_jax, side, output.layout.invert(cotangent))
-            result.gradients, result.gradients_only = _gradient_rows(mine, theirs, case.names)
+            if output is None:
+                raise InvalidParameterError("backward: the outputs of the two sides could not be matched")
+            own_gradients = _gradients(gradients_jax, side, output.layout.invert(cotangent))
+            result.gradients, result.gradients_only = _gradient_rows(own_gradients, theirs, case.names)
         return result
 
 
