@@ -116,3 +116,23 @@ def test_a_state_without_its_log_resumes(tmp_path):
     (tmp_path / "log.jsonl").unlink()
     train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
     assert (tmp_path / "loss.png").is_file()
+
+
+def test_muon_trains_inner_matrices_and_adamw_the_rest(tmp_path):
+    """After one step from the same gradients, an inner matrix has moved equally in all its directions."""
+    gradient = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    params = {name: jnp.zeros((6, 4)) for name in ("inner", "head", "embedding")} | {"bias": jnp.zeros(4)}
+    schedule = Schedule(
+        steps=2, peak_learning_rate=0.1, warmup_steps=0, weight_decay=0.0, clip=1e6, muon_learning_rate=0.1
+    )
+
+    def told(params, batch):
+        return sum(jnp.vdot(gradient, params[name]) for name in ("inner", "head", "embedding")) + params["bias"].sum()
+
+    moved = train(told, params, batches, schedule, tmp_path, stop_at=1, show_progress=False)
+    directions = np.linalg.svd(moved["inner"], compute_uv=False)
+    assert directions.min() > 0.5 * directions.max()
+    np.testing.assert_allclose(np.sqrt(np.mean(moved["inner"] ** 2)), 0.1 * 0.2, rtol=0.3)
+    one = -float(moved["bias"][0])
+    for name in ("head", "embedding"):  # AdamW's first step is as long for every element
+        np.testing.assert_allclose(moved[name], -one * np.sign(gradient), rtol=1e-3)

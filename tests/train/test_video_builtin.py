@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verax import VideoPipeline, builtin
-from verax.train import video_builtin, video_latents, video_transformer, video_vae
+from verax.train import video_builtin, video_latents, video_reader, video_transformer, video_vae
 from verax.train.video_builtin import train_builtin
 from verax.train.video_classifier import classify
 from verax.train.video_evaluation import contact_sheet, psnr
@@ -41,10 +41,12 @@ def small(monkeypatch):
     monkeypatch.setattr(video_vae, "STATISTICS_CLIPS", 2)
     monkeypatch.setattr(video_latents, "CHUNK", 2)
     monkeypatch.setattr(video_latents, "AT_ONCE", 2)
-    monkeypatch.setattr(video_transformer, "BATCH", 2)
+    for module in (video_reader, video_transformer):
+        monkeypatch.setattr(module, "BATCH", 2)
+    for module in (video_reader, video_builtin):
+        monkeypatch.setattr(module, "TEXT_ENCODER", replace(video_reader.TEXT_ENCODER, num_layers=1))
     for module in (video_transformer, video_builtin):
         monkeypatch.setattr(module, "TRANSFORMER", replace(video_transformer.TRANSFORMER, num_layers=1))
-        monkeypatch.setattr(module, "TEXT_ENCODER", replace(video_transformer.TEXT_ENCODER, num_layers=1))
         monkeypatch.setattr(module, "IMAGE_ENCODER", replace(video_transformer.IMAGE_ENCODER, image_size=16))
     settings = {**video_builtin._SETTINGS, "verax.json": {**video_builtin._SETTINGS["verax.json"]}}
     settings["verax.json"] |= {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 2}
@@ -59,7 +61,7 @@ def test_the_recipe_makes_a_folder_that_makes_clips_and_resumes_what_is_there(tm
     weights.unlink()
     assert train_builtin(tmp_path, steps=2, clip_count=2, resume=True, show_progress=False) == made
     assert weights.read_bytes() == before
-    for name in ("vae", "transformer"):
+    for name in ("vae", "reader", "transformer", "decoder"):
         assert (tmp_path / name / "loss.png").is_file()
     # Two clips, from text and from a picture: rows of two frames with a border of one pixel.
     drawn = scenes(0, 0, 1)

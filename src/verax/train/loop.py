@@ -32,7 +32,11 @@ Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Optimiser (AdamW: Loshchilov and Hutter, 2019, arXiv:1711.05101) with linear warm-up, then a cosine."""
+    """Optimiser (AdamW: Loshchilov and Hutter, 2019, arXiv:1711.05101) with linear warm-up, then a cosine.
+
+    With a `muon_learning_rate`, matrices are trained by Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon),
+    its updates as large as AdamW's are (Liu et al., 2025, arXiv:2502.16982), but for embeddings and heads.
+    """
 
     steps: int
     peak_learning_rate: float
@@ -44,6 +48,10 @@ class Schedule:
     beta2: float = 0.98
     clip: float = 1.0
     """Largest global norm of a gradient."""
+    muon_learning_rate: float | None = None
+    """At its peak, in the place of `peak_learning_rate`, for the matrices that Muon trains."""
+    outer: tuple[str, ...] = ("embed", "head")
+    """Parts of the names of matrices that stay with AdamW: those between the network and what goes in or comes out."""
 
     def optimizer(self) -> optax.GradientTransformation:
         """The optax chain.
@@ -54,14 +62,36 @@ class Schedule:
         optax = _optax()
         if not 0 <= self.warmup_steps < self.steps:
             raise InvalidParameterError(f"steps: {self.steps} leave none after a warm-up of {self.warmup_steps}")
-        rate = optax.warmup_cosine_decay_schedule(
-            0.0, self.peak_learning_rate, self.warmup_steps, self.steps, self.final_fraction * self.peak_learning_rate
-        )
         matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
-        return optax.chain(
-            optax.clip_by_global_norm(self.clip),
-            optax.adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices),
+        rate = self._rate(self.peak_learning_rate)
+        if self.muon_learning_rate is None:
+            update = optax.adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices)
+        else:
+            update = optax.contrib.muon(
+                self._rate(self.muon_learning_rate),
+                adam_learning_rate=rate,
+                adam_b2=self.beta2,
+                weight_decay=self.weight_decay,
+                weight_decay_mask=matrices,
+                muon_weight_dimension_numbers=self._orthogonal,
+                consistent_rms=0.2,
+            )
+        return optax.chain(optax.clip_by_global_norm(self.clip), update)
+
+    def _rate(self, peak: float) -> optax.Schedule:
+        return _optax().warmup_cosine_decay_schedule(
+            0.0, peak, self.warmup_steps, self.steps, self.final_fraction * peak
         )
+
+    def _orthogonal(self, params: Any) -> Any:
+        """Of each leaf, which of its axes are a matrix for Muon; None for AdamW."""
+
+        def one(path: Any, leaf: Array) -> Any:
+            name = jax.tree_util.keystr(path)
+            inner = leaf.ndim == 2 and not any(part in name for part in self.outer)
+            return _optax().contrib.MuonDimensionNumbers() if inner else None
+
+        return jax.tree_util.tree_map_with_path(one, params)
 
 
 def train(
@@ -199,6 +229,7 @@ def plot_loss(folder: Path, unit: str = "nats per token") -> Path:
 def _optax() -> Any:
     try:
         import optax
+        import optax.contrib
     except ImportError as error:
         raise MissingDependencyError("training needs optax: pip install 'verax[train]'") from error
     return optax

@@ -23,13 +23,14 @@ from verax.checkpoint.video_parts import diffusers_transformer, scheduler_settin
 from verax.models.wan_vae import WanVae
 from verax.train.loop import STATE
 from verax.train.video_latents import CLIP_MEAN, CLIP_STD, TEXT_TOKENS, clips
+from verax.train.video_reader import TEXT_ENCODER, train_reader
 from verax.train.video_tokenizer import END, save_tokenizer, video_tokenizer
-from verax.train.video_transformer import IMAGE_ENCODER, SHIFT, TEXT_ENCODER, TRANSFORMER, Trainee, train_transformer
-from verax.train.video_vae import FRAMES, SIZE, train_vae
+from verax.train.video_transformer import IMAGE_ENCODER, SHIFT, TRANSFORMER, Trainee, train_transformer
+from verax.train.video_vae import FRAMES, SIZE, refine_decoder, train_vae
 
 __all__ = ["CLIPS", "export", "train_builtin"]
 
-CLIPS = 1536
+CLIPS = 8192
 """Drawn once and kept as latents."""
 
 PIPELINE = "SkyReelsV2ImageToVideoPipeline"
@@ -46,8 +47,8 @@ def train_builtin(
 ) -> Path:
     """Train the built-in video model and export it in diffusers' layout; that folder, `output / "model"`.
 
-    Takes some two hours on two CPU cores. `vae` and `transformer` in `output` get training states, logs and
-    loss plots, `latents` what the transformer learns from.
+    Takes some two hours on two CPU cores. `vae`, `reader`, `transformer` and `decoder` in `output` get training states,
+    logs and loss plots, `latents` what the transformer learns from.
 
     Args:
         output: created if missing.
@@ -57,25 +58,20 @@ def train_builtin(
         resume: go on from what is in `output`.
         show_progress: progress bars on a terminal.
     """
-    vae = train_vae(
-        output / "vae",
-        steps=steps,
-        seed=seed,
-        resume=resume and (output / "vae" / STATE).exists(),
-        show_progress=show_progress,
-    )
+
+    def part(name: str) -> dict[str, Any]:
+        folder = output / name
+        again = resume and (folder / STATE).exists()
+        return {"output": folder, "steps": steps, "seed": seed, "resume": again, "show_progress": show_progress}
+
+    vae = train_vae(**part("vae"))
     if not resume:
         shutil.rmtree(output / "latents", ignore_errors=True)  # another VAE's
     drawn = clips(vae, output / "latents", clip_count, seed=seed, show_progress=show_progress)
-    trained = train_transformer(
-        drawn,
-        output / "transformer",
-        steps=steps,
-        seed=seed,
-        resume=resume and (output / "transformer" / STATE).exists(),
-        show_progress=show_progress,
-    )
-    return export(vae, trained, output / "model")
+    reader = train_reader(**part("reader"))
+    trained = train_transformer(drawn, reader, **part("transformer"))
+    refined = refine_decoder(vae, **part("decoder"))
+    return export(refined, trained, output / "model")
 
 
 def export(vae: WanVae, trained: Trainee, folder: Path) -> Path:
@@ -101,7 +97,7 @@ def _write_parts(vae: WanVae, trained: Trainee, folder: Path) -> None:
     image |= {**asdict(IMAGE_ENCODER), "projection_dim": IMAGE_ENCODER.hidden_size, "torch_dtype": "bfloat16"}
     # Nothing projects to CLIP's space; transformers' class expects that it could.
     looks = {**_arrays(trained.image_encoder), "visual.head": jnp.eye(IMAGE_ENCODER.hidden_size)}
-    save(trained.text_encoder, folder / "text_encoder", config=text, dtype=jnp.bfloat16)
+    save(trained.reader.text_encoder, folder / "text_encoder", config=text, dtype=jnp.bfloat16)
     save(looks, folder / "image_encoder", config=image, dtype=jnp.bfloat16)
     save(
         trained.transformer,

@@ -2,8 +2,7 @@
 
 Flow matching (Lipman et al., 2022, arXiv:2210.02747; Liu et al., 2022, arXiv:2209.03003): from `(1 - s) x + s noise`
 the model tells `noise - x`. Text and image to video are one image-to-video model, which for text alone is shown zeros.
-The text encoder also learns to tell the words for shape, colours and direction, without which the transformer finds out
-slowly which word says what.
+The text encoder, which learned to read before (`video_reader`), goes on with that.
 """
 
 from __future__ import annotations
@@ -22,22 +21,17 @@ from jaxtyping import Array, Float
 
 from verax import ops
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
-from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import WanConfig, WanModel
-from verax.nn import Linear
 from verax.train.loop import Schedule, train
 from verax.train.precision import ROUNDED_GRADIENT
-from verax.train.video_latents import WORDS, Clips, normalized_picture, tokens
-from verax.train.video_tokenizer import video_tokenizer
+from verax.train.video_latents import Clips, normalized_picture, tokens
+from verax.train.video_reader import Reader, matrices_by_width, told_loss
 from verax.train.video_vae import SIZE
 
-__all__ = ["IMAGE_ENCODER", "SCHEDULE", "TEXT_ENCODER", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
+__all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
 
 TRANSFORMER = WanConfig(
     dim=128, ffn_dim=512, num_heads=2, num_layers=4, in_dim=36, text_dim=96, image_dim=64, freq_dim=128
-)
-TEXT_ENCODER = UMT5Config(
-    vocab_size=video_tokenizer().get_vocab_size(), d_model=96, d_kv=32, d_ff=192, num_layers=2, num_heads=3
 )
 IMAGE_ENCODER = CLIPVisionConfig(
     hidden_size=64,
@@ -48,7 +42,9 @@ IMAGE_ENCODER = CLIPVisionConfig(
     patch_size=16,
 )
 
-SCHEDULE = Schedule(steps=2000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99)
+SCHEDULE = Schedule(
+    steps=6000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99, muon_learning_rate=4e-3
+)
 
 BATCH = 32
 SHIFT = 3.0
@@ -61,28 +57,23 @@ WITH_IMAGE = 0.5
 """Part of the clips that are image to video."""
 
 TELLING = 0.05
-"""Weight of the loss of telling words."""
+"""Weight of the reader's loss."""
 
 AVERAGE = 0.998
 
 
 class Trainee(nnx.Module):
-    """What is trained together, and the heads that tell words, which nothing else needs."""
+    """What is trained together."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.transformer = WanModel(TRANSFORMER, dtype=jnp.float32, rngs=rngs)
-        self.text_encoder = UMT5EncoderModel(TEXT_ENCODER, dtype=jnp.float32, rngs=rngs)
         self.image_encoder = CLIPVisionModel(IMAGE_ENCODER, dtype=jnp.float32, rngs=rngs)
-        self.tell = nnx.List(
-            [
-                Linear(TEXT_ENCODER.d_model, len(words), bias=True, dtype=jnp.float32, rngs=rngs)
-                for words in WORDS.values()
-            ]
-        )
+        self.reader = Reader(rngs=rngs)
 
 
 def train_transformer(
     clips: Clips,
+    reader: Reader,
     output: Path,
     *,
     steps: int | None = None,
@@ -93,10 +84,14 @@ def train_transformer(
 ) -> Trainee:
     """Train transformer and encoders, with state, log and plot in `output`.
 
-    Arguments as of `video_builtin.train_builtin`.
+    Other arguments as of `video_builtin.train_builtin`.
+
+    Args:
+        clips: what is learned from.
+        reader: from `train_reader`.
     """
     schedule = SCHEDULE if steps is None else replace(SCHEDULE, steps=steps, warmup_steps=min(100, steps // 4 + 1))
-    graph, params = initial(seed)
+    graph, params = initial(reader, seed)
     trained = train(
         lambda params, batch: loss(nnx.merge(graph, params), batch),
         params,
@@ -114,15 +109,11 @@ def train_transformer(
     return nnx.merge(graph, trained)
 
 
-def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
+def initial(reader: Reader, seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
     """Fresh weights: gates and the head begin at zero (Peebles and Xie, 2022, arXiv:2212.09748), matrices by width."""
     model = Trainee(rngs=nnx.Rngs(seed))
-    key = jax.random.key(seed + 1)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear):
-            key, used = jax.random.split(key)
-            weight = module.weight[...]
-            module.weight[...] = weight.shape[1] ** -0.5 * jax.random.normal(used, weight.shape)
+    matrices_by_width(model, seed)
+    model.reader = reader
     head = model.transformer.head.head
     head.weight[...] = jnp.zeros_like(head.weight[...])
     projection = model.transformer.time_projection[1]
@@ -176,21 +167,10 @@ def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
     level = SHIFT * evenly / (1 + (SHIFT - 1) * evenly)
     noisy = clean + level[:, None, None, None, None] * (noise - clean)
     with ops.use_forms(linear=ROUNDED_GRADIENT, attention="plain", layer_norm="plain", rms_norm="plain"):
-        text = model.text_encoder(batch["tokens"], batch["lengths"])
+        text = model.reader.text_encoder(batch["tokens"], batch["lengths"])
         image = model.image_encoder(normalized_picture(batch["first"])) * with_image[:, None, None]
         context = model.transformer.encode_context(text, image)
         inputs = jnp.concatenate([noisy, condition(batch["condition"], with_image)], axis=-1)
         velocity = model.transformer(inputs, 1000 * level, context, attention="standard")
-        told = told_loss(model, text, batch)
+        told = told_loss(model.reader, text, batch["lengths"], batch["labels"], ~batch["silent"])
     return jnp.mean((velocity - (noise - clean)) ** 2) + TELLING * told
-
-
-def told_loss(model: Trainee, text: Float[Array, "B S D"], batch: dict[str, Array]) -> Float[Array, ""]:
-    """Nats of a caption's words, given the mean of its states."""
-    mean = text.sum(axis=1) / batch["lengths"][:, None]
-    heard = 1.0 - batch["silent"].astype(jnp.float32)
-    nats = jnp.zeros_like(heard)
-    for i, head in enumerate(model.tell):
-        logprobs = jax.nn.log_softmax(head(mean), axis=-1)
-        nats -= jnp.take_along_axis(logprobs, batch["labels"][:, i, None], axis=-1)[:, 0]
-    return jnp.sum(nats * heard) / jnp.maximum(jnp.sum(heard), 1.0)

@@ -27,7 +27,17 @@ from verax.train.precision import ROUNDED_GRADIENT
 from verax.train.video_convolution import OWN_GRADIENT
 from verax.train.video_shapes import draw, scenes
 
-__all__ = ["CONFIG", "FRAMES", "SCHEDULE", "SIZE", "colours", "initial", "train_vae"]
+__all__ = [
+    "CONFIG",
+    "DECODER_SCHEDULE",
+    "FRAMES",
+    "SCHEDULE",
+    "SIZE",
+    "colours",
+    "initial",
+    "refine_decoder",
+    "train_vae",
+]
 
 CONFIG = WanVaeConfig(
     base_dim=16, dim_mult=(1, 2, 4, 4), num_res_blocks=1, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16
@@ -36,7 +46,12 @@ CONFIG = WanVaeConfig(
 
 SCHEDULE = Schedule(steps=1600, peak_learning_rate=2e-3, warmup_steps=40, weight_decay=0.0, beta2=0.99)
 
-CUTS = (
+DECODER_SCHEDULE = Schedule(steps=600, peak_learning_rate=1e-3, warmup_steps=20, weight_decay=0.0, beta2=0.99)
+"""Of the decoder alone, on whole clips: latents, and what was learned from them, stay as they are."""
+
+Cuts = tuple[tuple[float, tuple[tuple[int, int, int], ...]], ...]
+
+CUTS: Cuts = (
     (0.45, ((32, 1, 32), (32, 1, 32), (32, 1, 32), (8, 1, 64))),
     (0.78, ((4, 5, 32), (4, 5, 32), (4, 5, 32), (1, 5, 64))),
     (0.97, ((2, 9, 32), (2, 9, 32), (2, 9, 32), (1, 9, 64))),
@@ -94,6 +109,42 @@ def train_vae(
     return _with_statistics(nnx.merge(graph, trained), seed)
 
 
+def refine_decoder(
+    vae: WanVae,
+    output: Path,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    show_progress: bool = True,
+) -> WanVae:
+    """Train the decoder on, with its state, log and plot in `output`; the model with that decoder.
+
+    Other arguments as of `video_builtin.train_builtin`.
+
+    Args:
+        vae: from `train_vae`; its encoder stays as it is.
+    """
+    schedule = DECODER_SCHEDULE
+    if steps is not None:
+        schedule = replace(schedule, steps=steps, warmup_steps=min(schedule.warmup_steps, steps // 4 + 1))
+    graph, decoder, fixed = nnx.split(vae, lambda path, _: path[0] in ("decoder", "conv2"), ...)
+    trained = train(
+        lambda params, batch: loss(nnx.merge(graph, params, fixed), batch),
+        decoder,
+        lambda start: batches(seed + 1, start, schedule.steps, CUTS[-1:]),
+        schedule,
+        output,
+        resume=resume,
+        save_every=100,
+        average=AVERAGE,
+        counted="pixels",
+        loss_unit="L1 and terms",
+        show_progress=show_progress,
+    )
+    return nnx.merge(graph, trained, fixed)
+
+
 def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
     """Fresh weights, of a network that takes each frame by itself: kernels see no earlier frame, halving in time is a
     mean of two, doubling a repetition. Residual branches add nothing at first."""
@@ -119,10 +170,14 @@ def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
     return nnx.split(model)
 
 
-def batches(seed: int, start: int, steps: int) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches from step `start` of `steps` on: `pixels`, and the `seed` of the noise."""
+def batches(seed: int, start: int, steps: int, plan: Cuts | None = None) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches from step `start` of `steps` on, cut as in CUTS if not by another plan.
+
+    Each is of `pixels`, and the `seed` of the noise.
+    """
+    plan = CUTS if plan is None else plan
     for step in count(start):
-        cuts = next((cuts for end, cuts in CUTS if step < end * steps), CUTS[-1][1])
+        cuts = next((cuts for end, cuts in plan if step < end * steps), plan[-1][1])
         clips, frames, size = cuts[step % len(cuts)]
         rng = np.random.default_rng((seed, step))
         drawn = FRAMES if frames > 1 else 1
