@@ -45,6 +45,13 @@ def test_a_form_can_be_named(doubled):
     assert doubled(3) == 6
 
 
+def test_a_form_that_accepts_nothing_is_only_taken_by_name(doubled):
+    doubled.form("own", accepts=None)(lambda x: -2)
+    assert doubled(3) == 6
+    with ops.use_forms(double_it="own"):
+        assert doubled(3) == -2
+
+
 def test_nested_choices_add_up(doubled):
     with ops.use_forms(double_it="elsewhere"), ops.use_forms(linear="plain"):
         assert doubled(3) == -1

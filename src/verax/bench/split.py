@@ -24,11 +24,7 @@ __all__ = ["decode_split"]
 REPETITIONS = 15
 
 
-def _never(*args: object, **kwargs: object) -> bool:
-    return False
-
-
-@ops.paged_decode_attention.form("skipped", accepts=_never)
+@ops.paged_decode_attention.form("skipped", accepts=None)
 def _no_attention(
     q: Float[Array, "B N H"],
     k_cache: ops.Pages,
@@ -41,7 +37,7 @@ def _no_attention(
     return q
 
 
-@ops.write_pages.form("skipped", accepts=_never)
+@ops.write_pages.form("skipped", accepts=None)
 def _no_write(
     cache: ops.Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
 ) -> ops.Pages:
@@ -51,7 +47,7 @@ def _no_write(
     return cache.at[0, 0, 0, 0].set(x[0, 0, 0].astype(cache.dtype))
 
 
-@sampling.sample.form("skipped", accepts=_never)
+@sampling.sample.form("skipped", accepts=None)
 def _no_sampling(logits: Float[Array, "B V"], params: sampling.SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

@@ -32,6 +32,10 @@ def _always(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
+def _never(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Form(Generic[P, R]):
     """One implementation of an operation.
@@ -67,13 +71,13 @@ class Operation(Generic[P, R]):
         name: str,
         *,
         platforms: tuple[str, ...] = (),
-        accepts: Callable[..., bool] = _always,
+        accepts: Callable[..., bool] | None = _always,
         slow_on: Mapping[str, str] | None = None,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register a fast form under `name`; a decorator."""
+        """Register a form under `name`; a decorator. With `accepts=None` only `use_forms` takes it."""
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
-            self.forms[name] = Form(name, function, platforms, accepts, slow_on or {})
+            self.forms[name] = Form(name, function, platforms, accepts or _never, slow_on or {})
             return function
 
         return register

@@ -42,11 +42,7 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-def _never(*args: object, **kwargs: object) -> bool:
-    return False  # inference has no gradient to round: only `use_forms` asks for this form
-
-
-@ops.linear.form(ROUNDED_GRADIENT, accepts=_never)
+@ops.linear.form(ROUNDED_GRADIENT, accepts=None)
 def _linear_rounded_gradient(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:

@@ -82,11 +82,7 @@ def _backward(
 _convolve.defvjp(_forward, _backward)
 
 
-def _never(*args: object, **kwargs: object) -> bool:
-    return False  # a form for training: only `use_forms` asks for it
-
-
-@ops.conv3d.form(OWN_GRADIENT, accepts=_never)
+@ops.conv3d.form(OWN_GRADIENT, accepts=None)
 def _conv3d_own_gradient(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -105,7 +101,7 @@ def _conv3d_own_gradient(
     return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-@ops.conv2d.form(OWN_GRADIENT, accepts=_never)
+@ops.conv2d.form(OWN_GRADIENT, accepts=None)
 def _conv2d_own_gradient(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],
