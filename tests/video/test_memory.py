@@ -28,6 +28,7 @@ def pipe(tmp_path_factory):
 def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
     plan = pipe.plan("a red circle", **OPTIONS)
     assert [one.stage for one in plan] == ["text", "image", "encode", "denoise", "decode"]
+    assert all(one.work > 0 for one in plan)  # also where a program passes weights over
     assert not pipe.stages.transformer.loaded
     denoise = plan[3]
     assert denoise.weights == pipe.stages.transformer.size

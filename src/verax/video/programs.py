@@ -124,7 +124,11 @@ class Program:
             donate: positions of arguments whose memory the results may take.
         """
         self._jit = jax.jit(
-            function, static_argnames=options, donate_argnums=donate, compiler_options=compiler_options()
+            function,
+            static_argnames=options,
+            donate_argnums=donate,
+            compiler_options=compiler_options(),
+            keep_unused=True,  # weights that a program passes over lie in memory all the same, and `memory` counts them
         )
         self._compiled: dict[Any, Any] = {}
 
