@@ -107,9 +107,25 @@ def test_long_clips_are_those_of_diffusers(forcing, image, frames, monkeypatch):
     later = [ours.stages.noise(7, i, (1, size, *LATENTS, 16)) for i, size in enumerate(sizes, start=1)]
     noises = [noise(17), *(np.asarray(one).transpose(0, 4, 1, 2, 3) for one in later)]
     want = theirs_frames(theirs, noises, monkeypatch, image=image, **rest)
-    got = ours(latents=noise(17), seed=7, image=image, output_type="np", **SIZE, **PROMPTS, **rest)
+    rest.update(latents=noise(17), seed=7, image=image, output_type="np", **SIZE, **PROMPTS)
+    got = ours(**rest)
     assert got.frames.shape == (frames, 32, 48, 3)
     np.testing.assert_allclose(got.frames, want, atol=1e-4)
+
+    # Decoded as one clip at the end; before that, the callback sees each segment decoded by itself.
+    seen = []
+
+    def stop_in_the_third(now):
+        seen.append(now)
+        return now.segment < 2
+
+    stopped = ours(callback=stop_in_the_third, **rest)
+    assert not stopped.complete
+    np.testing.assert_allclose(stopped.frames, want[:29], atol=1e-4)
+    alone = [ours.stages.decode(now.latents.transpose(0, 2, 3, 4, 1)) for now in seen if now.done == now.total == 3]
+    previews = [now.frames for now in seen if now.stage == "decode"]
+    for preview, decoded, skip in zip(previews, alone, (0, 5), strict=True):
+        np.testing.assert_array_equal(preview, ours.stages.finish(decoded[:, skip:]))
 
 
 def test_latents_and_embeddings_have_the_layout_of_diffusers(pair):

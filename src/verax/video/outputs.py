@@ -35,7 +35,10 @@ class VideoProgress:
     latents: np.ndarray | None = None
     """Of the segment, float32 `[1, 16, F, h, w]` as diffusers has them; while denoising."""
     frames: np.ndarray | None = None
-    """Of the segment, uint8 `[T, height, width, 3]`; once it is decoded."""
+    """Of the segment less those that it shares with the one before, uint8 `[T, height, width, 3]`; once it is decoded.
+
+    With `reference="diffusers"` a preview: the segments of the clip are decoded together after the last, and the first
+    frames of a segment that is decoded by itself differ a little."""
 
 
 Callback = Callable[[VideoProgress], bool | None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -72,6 +73,7 @@ class Run:
         self._seconds: dict[str, float] = {}
         self._rounds = self._computed = 0
         self._latents: list[Array] = []
+        self._undecoded: Array | None = None
         self._frames: list[np.ndarray] = []
 
     def serve(self) -> VideoOutput:
@@ -81,6 +83,9 @@ class Run:
             complete = True
         except _StoppedError:
             complete = False
+            self._request = replace(self._request, callback=None)  # it has said enough
+            if self._undecoded is not None:
+                self._decode(self._undecoded, skip=self._shared)
         request = self._request
         if request.output_type == "latent":
             frames = _diffusers_layout(np.concatenate(self._latents, axis=1)) if self._latents else np.zeros(0)
@@ -120,8 +125,13 @@ class Run:
                 # As its pipelines do: segments share latents, and all are decoded as one clip.
                 joined = jnp.concatenate(self._latents, axis=1)
                 given = joined[:, -self._overlap :]
-                if last and request.output_type != "latent":
-                    self._decode(joined, skip=self._shared)
+                if request.output_type == "latent":
+                    continue
+                self._undecoded = joined
+                if last:
+                    self._decode(joined, skip=self._shared, latest=fresh.shape[1])
+                elif request.callback is not None:
+                    self._preview(latents, skip=request.overlap_history if segment else self._shared)
             elif not last or request.output_type != "latent":
                 # Segments share frames: encoded anew, the first of them is a first frame, as in training.
                 frames = self._decode(latents, skip=request.overlap_history if segment else self._shared)
@@ -313,8 +323,11 @@ class Run:
         shape = (1, size, request.height // pixels, request.width // pixels, grid.channels)
         return self._stages.noise(request.seed, self._segment, shape)
 
-    def _decode(self, latents: Array, *, skip: int) -> Float32[Array, "1 T H W 3"]:
-        """Frames, kept in the form that was asked for, without the first few, which are there already."""
+    def _decode(self, latents: Array, *, skip: int, latest: int | None = None) -> Float32[Array, "1 T H W 3"]:
+        """Frames, kept in the form that was asked for, without the first few, which are there already.
+
+        The callback is told of those of the last `latest` latents; of all if None.
+        """
         with self._stage("decode", 1) as step:
             colours = self._stages.decode(latents)
             fresh = np.asarray(self._stages.finish(colours[:, skip:]))
@@ -323,8 +336,18 @@ class Run:
             else:
                 kept = fresh
             self._frames.append(kept)
-            step(1, frames=fresh)
+            self._undecoded = None
+            step(1, frames=fresh if latest is None else fresh[-latest * self._grid.frames_per_latent :])
         return colours
+
+    def _preview(self, latents: Array, *, skip: int) -> None:
+        """A segment's frames for the callback alone, where the clip's own are decoded at the end.
+
+        Decoded by itself, a segment has its first latent taken for a single frame: that and a few after it are of those
+        that are left out.
+        """
+        with self._stage("decode", 1) as step:
+            step(1, frames=np.asarray(self._stages.finish(self._stages.decode(latents)[:, skip:])))
 
     # What is told on the way.
 
@@ -344,7 +367,7 @@ class Run:
                 nonlocal reached
                 reached = done
                 seconds = time.perf_counter() - begin
-                report(done, total, f"{seconds / done:.2f} s a step" if name == "denoise" else "")
+                report(done, total, f"{seconds / done:.3g} s a step" if name == "denoise" else "")
                 if self._request.callback is None:
                     return
                 told = VideoProgress(
