@@ -34,6 +34,17 @@ def test_embed_finds_the_paraphrase(run):
     assert "Mia spent five dollars on 3 apples." in best
 
 
+def test_video_makes_clips_and_stops_when_told_to(run, tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
+    out = run("video.py")
+    for name in ("circle.gif", "circle-up.gif"):
+        with image.open(tmp_path / name) as clip:
+            assert (clip.size, clip.n_frames) == ((64, 64), 17)
+    assert (tmp_path / "circle-up.png").is_file()
+    assert out.splitlines()[-2:] == ["step 3 of 20, latents (1, 16, 5, 8, 8)", "complete: False"]
+
+
 def test_a_pair_of_ones_own_shows_where_its_mistake_is(run):
     pytest.importorskip("torch")
     wrong, right = run("compare_own_pair.py").split("GELU exact: ")
