@@ -1,9 +1,13 @@
 """The video benchmark: what it tells fits together, and wrong settings are refused before any work."""
 
+import numpy as np
 import pytest
 
+from tests.support.tiny_video import video_folder
+from verax import VideoPipeline
 from verax.bench import video as bench
 from verax.bench.report import markdown, write
+from verax.bench.video_cache import bench_teacache
 from verax.bench.video_work import SIZES, products, work
 from verax.errors import InvalidParameterError
 
@@ -39,6 +43,47 @@ def test_products_are_those_of_the_formula():
     matmuls = 2 * T * (6 * D * D + 2 * D * F)  # keys of the context are computed once, not in a forward pass
     attention = 4 * D * T * (T + 512 + 257)
     assert products(todo) == pytest.approx(matmuls + attention, rel=0.35)  # and norms, softmax, embeddings, head
+
+
+def test_what_teacache_costs_is_told_by_threshold(tmp_path, monkeypatch):
+    made, call = [], VideoPipeline.__call__
+
+    def recorded(pipe, prompt, **options):
+        made.append((prompt, options["cache"], options.get("seed"), call(pipe, prompt, **options)))
+        return made[-1][-1]
+
+    monkeypatch.setattr(VideoPipeline, "__call__", recorded)
+    settings = dict(height=16, width=32, num_frames=9, num_inference_steps=8, guidance_scale=1.0)
+    folder = video_folder("t2v", tmp_path / "tiny")
+    result = bench_teacache(
+        str(folder), prompts=["a red circle", "a blue square"], thresholds=[1e9], seed=3, **settings
+    )
+    assert [one[:3] for one in made[2:]] == [
+        (prompt, cache, seed)
+        for prompt, seed in (("a red circle", 3), ("a blue square", 4))
+        for cache in (None, "teacache")
+    ]
+    row = result["thresholds"][0]
+    assert (result["settings"]["steps"], row["computed"]) == (8, 5)
+    for (*_, whole), (*_, cached), psnr in zip(made[2::2], made[3::2], row["psnr"], strict=True):
+        assert psnr == pytest.approx(10 * np.log10(255**2 / np.mean((whole.frames - cached.frames.astype(float)) ** 2)))
+    assert "2 clips of 9 frames of 16 x 32" in markdown(result)
+    assert "| 1e+09 | 5 of 8 |" in markdown(result)
+    assert write(result, tmp_path).name.endswith("-teacache-tiny.json")
+    row["psnr"] = [None, None]
+    assert "| no difference |" in markdown(result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(model="folder"), "prompts: expected some"),
+        (dict(thresholds=[]), "thresholds: expected one or more"),
+    ],
+)
+def test_a_measurement_of_teacache_without_prompts_or_thresholds_is_refused(changes, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        bench_teacache(**changes)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def markdown(result: dict[str, Any]) -> str:
         "delta": delta_page.page,
         "embed": _embed_page,
         "video": video_page.page,
+        "teacache": video_page.cache_page,
     }[result["kind"]]
     return "\n".join([*page(result), "", _about(result), ""])
 
@@ -235,6 +236,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
         "quality": lambda: [Path(settings["model"]).name.lower()],
         "embed": lambda: [settings["dtype"]],
         "video": lambda: _video_name(result),
+        "teacache": lambda: [Path(settings["model"]).name.lower()],
     }[result["kind"]]()
     what = [re.sub("[^a-z0-9]+", "-", part) for part in what]
     name = "-".join([f"{now:%Y-%m-%d}", where, f"{result['machine']['cores']}c", result["kind"], *what])

@@ -1,10 +1,12 @@
-"""The comparison of `verax bench video` for readers."""
+"""The comparisons of `verax bench video` and `verax bench teacache` for readers."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-__all__ = ["page"]
+__all__ = ["cache_page", "page"]
 
 COLUMNS = (
     "stage",
@@ -79,3 +81,27 @@ def _calls(case: dict[str, Any]) -> str:
     if "break_even" not in case:
         return ""
     return "never" if case["break_even"] is None else f"after {case['break_even']}"
+
+
+def cache_page(result: dict[str, Any]) -> list[str]:
+    """Markdown: what TeaCache costs, a row for each threshold."""
+    settings = result["settings"]
+    count, height, width = settings["frames"]
+    lines = [
+        f"# TeaCache: {Path(settings['model']).name}, {settings['dtype']}",
+        "",
+        f"{len(settings['prompts'])} clips of {count} frames of {height} x {width}, each made without TeaCache and "
+        "then with each threshold from the same noise; PSNR in dB of the second beside the first. Seconds: median of "
+        f"the loop over {settings['steps']} steps.",
+        "",
+        "| threshold | steps computed | s | times as fast | PSNR, mean | PSNR, worst clip |",
+        "|---|---|---|---|---|---|",
+        f"| none | {settings['steps']} | {result['seconds']:.3g} | 1 | | |",
+    ]
+    for row in result["thresholds"]:
+        found = [psnr for psnr in row["psnr"] if psnr is not None]
+        cells = [f"{row['threshold']:g}", f"{row['computed']} of {settings['steps']}", f"{row['seconds']:.3g}"]
+        cells += [f"{result['seconds'] / row['seconds']:.2f}"]
+        cells += [f"{fmean(found):.1f}", f"{min(found):.1f}"] if found else ["no difference", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

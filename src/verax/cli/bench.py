@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import bench_compare, bench_docs, bench_reports, options
+from verax.cli.lines import read_lines
 
 if TYPE_CHECKING:
     from verax.bench.text import Workload
@@ -310,6 +311,54 @@ def video(
         runs=runs,
         warmup=warmup,
         against=against.split(",") if against else (),
+    )
+    _show(result, output, as_json)
+
+
+@app.command("teacache")
+def teacache(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A folder of SkyReels-V2 or Wan2.1, or its hub id.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with a prompt on each line; the built-in model has some of its own.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="A picture: the first frame of all clips.")] = None,
+    thresholds: Annotated[str, typer.Option(help="Of --cache-threshold.")] = "0.05,0.1,0.2,0.3",
+    num_frames: Annotated[int | None, typer.Option(help="4n + 1.", show_default="checkpoint's")] = None,
+    height: Annotated[int | None, typer.Option(help="Of a frame, in pixels.", show_default="checkpoint's")] = None,
+    width: Annotated[int | None, typer.Option(help="Of a frame, in pixels.", show_default="checkpoint's")] = None,
+    inference_steps: Annotated[int | None, typer.Option(help="Of the solver.", show_default="checkpoint's")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first clip; the next ones have the next.")] = 0,
+    dtype: options.Dtype = "bfloat16",
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """What TeaCache costs in quality and saves in time: clips with it beside the same clips without, by threshold.
+
+    Examples:
+
+        verax bench teacache
+
+        verax bench teacache --model SkyReels-V2-DF-1.3B-540P --prompts prompts.txt --thresholds 0.1,0.2
+    """
+    from verax.bench.video_cache import bench_teacache
+
+    try:
+        values = [float(value) for value in thresholds.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--thresholds: expected numbers such as 0.1,0.2, got {thresholds!r}") from error
+    result = bench_teacache(
+        model,
+        prompts=read_lines(prompts) if prompts else (),
+        thresholds=values,
+        dtype=dtype,
+        image=image,
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        num_inference_steps=inference_steps,
+        seed=seed,
     )
     _show(result, output, as_json)
 

@@ -216,6 +216,8 @@ def _summary(made: VideoOutput) -> str:
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in made.seconds.items())
     steps = f"{made.computed} of {made.steps} steps computed"
     if made.steps:  # none if all segments were there already
-        steps += f", {made.seconds['denoise'] / made.steps:.2f} s a step"
+        if made.computed < made.steps:
+            steps += " (verax bench teacache tells what that costs)"
+        steps += f", {made.seconds['denoise'] / made.steps:.3g} s a step"
     count, height, width, _ = made.frames.shape
     return f"{count} frames of {height} x {width}: {stages}; {steps}\n"
