@@ -1,5 +1,7 @@
 """`verax video`: flags of both spellings, files whole or not at all, one line for each error."""
 
+import sys
+
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -70,6 +72,20 @@ def test_a_plan_writes_nothing(run, folders, picture, tmp_path):
     assert done.status == 0
     assert [line.split()[0] for line in done.out.splitlines()] == STAGES
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "option", "name"),
+    [("av", ("-o", "out.mp4"), "PyAV"), ("PIL.Image", ("--contact-sheet", "sheet.png"), "Pillow")],
+)
+def test_what_cannot_be_written_for_lack_of_a_package_is_told_before_any_work(
+    run, tmp_path, monkeypatch, module, option, name
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)
+    done = run("video", "-m", "no/such/folder", "--prompt", "a red circle", *option)
+    assert done.status == 1
+    assert f"{name} is not installed: pip install 'verax[video]'" in done.err
 
 
 def test_an_interrupt_leaves_what_was_there(run, folders, picture, tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """`VideoPipeline` beyond parity: what it refuses, compiles, forgets, repeats, and tells while it runs."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +144,29 @@ def test_encoders_are_given_back_and_read_again(folders):
     assert not pipe.stages.image_encoder.loaded
     assert pipe.stages.transformer.loaded
     np.testing.assert_array_equal(first.frames, pipe("a red circle", image=picture(), **SIZE).frames)
+
+
+def test_weights_that_wait_in_the_hosts_memory_make_the_same_clip(folders, pipes, monkeypatch):
+    # A CPU has such a memory too, only in name.
+    monkeypatch.setattr("verax.video.pipeline.jax", SimpleNamespace(default_backend=lambda: "gpu"))
+    pipe = VideoPipeline.from_pretrained(folders("t2v"), dtype="float32", offload=True)
+    monkeypatch.undo()
+    for _ in range(2):
+        clip = pipe("a red circle", **SIZE)
+        assert not any(one.loaded for one in (pipe.stages.text_encoder, pipe.stages.transformer, pipe.stages.vae))
+        np.testing.assert_array_equal(clip.frames, pipes("t2v")("a red circle", **SIZE).frames)
+
+
+def test_a_hub_id_is_fetched_and_opened(folders, pipes, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(folders("t2v"))
+    )
+    pipe = VideoPipeline.from_pretrained("Skywork/SkyReels-V2-T2V-14B-720P", dtype="float32")
+    assert asked == ["Skywork/SkyReels-V2-T2V-14B-720P"]
+    with pipe.stages.transformer.weights() as ours, pipes("t2v").stages.transformer.weights() as theirs:
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def step_by_step(pipe, noise, computed, guidance_scale):

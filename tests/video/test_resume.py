@@ -1,5 +1,6 @@
 """A long clip that goes on where it was ended: by a callback, an error, or for the sake of another prompt."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_another_prompt_later_keeps_the_segments_before_it(pipe, whole, stopped)
     ("changes", "message"),
     [
         ({"seed": 7}, "resume: .* has segments of another clip: seed was 42, now 7"),
-        ({"resume": "clip.npz"}, "resume: expected a file name that ends in .safetensors, got 'clip.npz'"),
+        ({"resume": Path("clip.npz")}, "resume: expected a file name that ends in .safetensors, got 'clip.npz'"),
         ({"resume": "no/such/clip.safetensors"}, "resume: there is no folder no/such"),
     ],
 )

@@ -37,6 +37,7 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
 
     Raises:
         InvalidParameterError: for another suffix, a missing parent folder, or something in the way.
+        MissingDependencyError: if PyAV (for .mp4) or Pillow is not installed.
     """
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
@@ -51,6 +52,7 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
         foreign = not path.is_dir() or any(not _FRAME.fullmatch(found.name) for found in path.iterdir())
         if foreign:
             raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
+    needed("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
     return path
 
 
@@ -59,11 +61,13 @@ def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
 
     Raises:
         InvalidParameterError: for another suffix than .png, or a missing parent folder.
+        MissingDependencyError: if Pillow is not installed.
     """
     path = Path(path)
     if path.suffix.lower() != ".png":
         raise InvalidParameterError(f"{name}: a contact sheet is a .png, got {path.name}")
     check_parent(path, name)
+    needed("PIL.Image")
     return path
 
 
@@ -78,7 +82,7 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
 
     Raises:
         InvalidParameterError: as `check_path`, and for frames, `fps` or `crf` out of range, or an odd size in .mp4.
-        MissingDependencyError: if PyAV (for .mp4) or Pillow is not installed.
+        MissingDependencyError: as `check_path`.
     """
     path = check_path(path)
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:

@@ -101,7 +101,7 @@ def check_resume(path: Any) -> None:
         InvalidParameterError: for another suffix, or a missing folder.
     """
     if not isinstance(path, str | Path) or Path(path).suffix != SUFFIX:
-        raise InvalidParameterError(f"resume: expected a file name that ends in {SUFFIX}, got {path!r}")
+        raise InvalidParameterError(f"resume: expected a file name that ends in {SUFFIX}, got {str(path)!r}")
     check_parent(Path(path), "resume")
 
 
