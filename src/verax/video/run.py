@@ -270,7 +270,8 @@ class Run:
         computed = int(looked_up.computed[:rounds].sum())
         carry = self._denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
         each = 1 if request.callback is not None or self._shows else rounds
-        with self._stage("denoise", rounds) as step, stages.transformer.weights() as weights:
+        fewer = f", {computed} of {rounds} steps computed" if computed < rounds else ""
+        with self._stage("denoise", rounds, fewer) as step, stages.transformer.weights() as weights:
             for begin in range(0, rounds, each):
                 # Numbers as arrays: a program's arguments.
                 bounds = np.int32(begin), np.int32(begin + each)
@@ -356,12 +357,12 @@ class Run:
         return self._show_progress and progress.shown()
 
     @contextmanager
-    def _stage(self, name: str, total: int) -> Iterator[Step]:
-        """A stage: timed, with a bar, and a function to call with how much is done."""
+    def _stage(self, name: str, total: int, more: str = "") -> Iterator[Step]:
+        """A stage: timed, with a bar, which says `more` too, and a function to call with how much is done."""
         begin = time.perf_counter()
         several = f" {self._segment + 1}/{len(self._sizes)}" if len(self._sizes) > 1 else ""
         reached = 0
-        with progress.bar(LABELS[name] + several, enabled=self._show_progress) as report:
+        with progress.bar(LABELS[name] + several + more, enabled=self._show_progress) as report:
 
             def step(done: int, latents: Array | None = None, frames: np.ndarray | None = None) -> None:
                 nonlocal reached
