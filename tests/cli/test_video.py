@@ -1,5 +1,6 @@
 """`verax video`: flags of both spellings, files whole or not at all, one line for each error."""
 
+import shutil
 import sys
 
 import numpy as np
@@ -64,9 +65,11 @@ def test_a_long_clip_is_previewed_in_segments_and_says_which_steps_were_computed
     assert counts == {"out.webp": 13, "out-segment-1.webp": 9, "out-segment-2.webp": 4}
 
 
-def test_a_plan_writes_nothing(run, folders, picture, tmp_path):
+def test_a_plan_needs_no_weights_and_writes_nothing(run, folders, picture, tmp_path, tmp_path_factory):
+    configurations = tmp_path_factory.mktemp("configurations") / "i2v"
+    shutil.copytree(folders["i2v"], configurations, ignore=shutil.ignore_patterns("*.safetensors"))
     done = run(
-        *("video", "-m", folders["i2v"], "--image", picture, "--prompt", "a red circle", "--plan"),
+        *("video", "-m", configurations, "--image", picture, "--prompt", "a red circle", "--plan"),
         *("-o", tmp_path / "out.gif", "--dtype", "float32"),
     )
     assert done.status == 0
