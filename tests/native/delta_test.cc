@@ -57,12 +57,12 @@ struct Result {
 
 constexpr int64_t KEEP = 32;
 
-// In items of so many heads and columns.
-Result run(const Case& c, const Arrays& x, int64_t heads, int64_t columns) {
+// In items of so many heads and columns; the last states take the place of the first, or go elsewhere.
+Result run(const Case& c, const Arrays& x, int64_t heads, int64_t columns, bool in_place) {
   Result result;
   result.out.assign(c.T * c.HV * c.V, NAN);
-  result.state = x.state;
   const int64_t size = c.HV * c.K * c.V;
+  result.state = in_place ? x.state : std::vector<float>(size, NAN);
   result.kept.assign((c.T + KEEP - 1) / KEEP * size, NAN);
   const void* write = x.data(2);
   const DeltaTask task{c.H,           c.HV,           c.K,         c.V,   x.data(0), c.own_erase ? x.data(1) : write,
@@ -77,7 +77,8 @@ Result run(const Case& c, const Arrays& x, int64_t heads, int64_t columns) {
       item.heads = std::min(heads, c.HV - head);
       item.begin = begin;
       item.end = std::min(c.V, begin + columns);
-      item.initial = item.last = result.state.data();  // in place
+      item.initial = in_place ? result.state.data() : x.state.data();
+      item.last = result.state.data();
       item.kept = result.kept.data();
       item.kept_stride = size;
       const verax::AlignedBytes scratch(verax::delta_scratch_bytes(c.K, item.end - begin, item.heads));
@@ -104,7 +105,7 @@ void compare(const char* level, const char* what, const Case& c, int64_t at, dou
 
 void check_case(const char* level, const Case& c) {
   const Arrays x(c);
-  const Result whole = run(c, x, c.HV, std::max<int64_t>(1, c.V));
+  const Result whole = run(c, x, c.HV, std::max<int64_t>(1, c.V), true);
   const int64_t head_size = c.K * c.V;
   for (int64_t h = 0; h < c.HV; ++h) {
     std::vector<double> state(x.state.begin() + h * head_size, x.state.begin() + (h + 1) * head_size), found(c.V);
@@ -135,7 +136,7 @@ void check_case(const char* level, const Case& c) {
       compare(level, "state", c, i, state[i], whole.state[h * head_size + i]);
     }
   }
-  const Result parts = run(c, x, 1, 32);
+  const Result parts = run(c, x, 1, 32, false);
   const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
     return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
   };

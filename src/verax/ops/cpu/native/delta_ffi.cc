@@ -5,6 +5,7 @@
 
 #include "export.h"
 #include "kernels/delta.h"
+#include "pages.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "xla/ffi/api/ffi.h"
@@ -118,6 +119,7 @@ ffi::Error delta(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> initial, ffi::AnyBu
   }
 
   if (N * HV == 0 || V == 0) return ffi::Error::Success();
+  ask_for_large_pages(task.out, out->size_bytes());
   const Division division = divide(N, HV, K, V, pool.num_threads());
   const int64_t groups = (HV + division.heads - 1) / division.heads;
   const int64_t parts = (V + division.columns - 1) / division.columns;

@@ -1,10 +1,12 @@
 // The FFI handlers of kernels/hierarchical.cc and kernels/hierarchical_walk.cc: chunks shared over the threads.
 #include <algorithm>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "export.h"
 #include "kernels/hierarchical.h"
+#include "pages.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "staged.h"
@@ -24,10 +26,14 @@ bool is_shape(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> exp
   return std::equal(shape.begin(), shape.end(), expected.begin(), expected.end());
 }
 
-// What both rules take. The error says what does not fit.
-ffi::Error fill_task(HierarchicalTask& t, Floats q, Floats k, Floats v, Floats beta, Floats fast, Floats slow,
-                     int64_t chunk, FloatsOut out) {
-  const auto keys = q.dimensions(), values = v.dimensions();
+// What both rules take; of the gates, those of the fast and the slow state.
+struct Inputs {
+  Floats q, k, v, beta, fast, slow;
+};
+
+// The error says what does not fit.
+ffi::Error fill_task(HierarchicalTask& t, const Inputs& x, int64_t chunk, FloatsOut out) {
+  const auto keys = x.q.dimensions(), values = x.v.dimensions();
   if (keys.size() != 4 || values.size() != 4) {
     return ffi::Error::InvalidArgument("hierarchical: expected q [B, T, H, K] and v [B, T, H, V]");
   }
@@ -35,22 +41,23 @@ ffi::Error fill_task(HierarchicalTask& t, Floats q, Floats k, Floats v, Floats b
   if (chunk < 1 || t.T % chunk) {
     return ffi::Error::InvalidArgument("hierarchical: expected a chunk that divides T");
   }
-  for (const auto& shape : {beta.dimensions(), fast.dimensions(), slow.dimensions()}) {
+  for (const auto& shape : {x.beta.dimensions(), x.fast.dimensions(), x.slow.dimensions()}) {
     if (!is_shape(shape, {t.B, t.T, t.H})) return ffi::Error::InvalidArgument("hierarchical: expected [B, T, H]");
   }
-  if (!is_shape(k.dimensions(), {t.B, t.T, t.H, t.K}) || !is_shape(values, {t.B, t.T, t.H, t.V}) ||
+  if (!is_shape(x.k.dimensions(), {t.B, t.T, t.H, t.K}) || !is_shape(values, {t.B, t.T, t.H, t.V}) ||
       !is_shape(out->dimensions(), {t.B, t.T, t.H, t.V})) {
     return ffi::Error::InvalidArgument("hierarchical: shapes do not fit each other");
   }
-  t.q = q.typed_data(), t.k = k.typed_data(), t.v = v.typed_data(), t.beta = beta.typed_data();
-  t.gates[0] = fast.typed_data(), t.gates[1] = slow.typed_data(), t.out = out->typed_data();
+  t.q = x.q.typed_data(), t.k = x.k.typed_data(), t.v = x.v.typed_data(), t.beta = x.beta.typed_data();
+  t.gates[0] = x.fast.typed_data(), t.gates[1] = x.slow.typed_data(), t.out = out->typed_data();
+  ask_for_large_pages(t.out, out->size_bytes());
   return ffi::Error::Success();
 }
 
 ffi::Error hierarchical_local(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats beta, Floats fast, Floats slow,
                               int64_t chunk, FloatsOut out) {
   HierarchicalTask task{};
-  if (auto error = fill_task(task, q, k, v, beta, fast, slow, chunk, out); error.failure()) return error;
+  if (auto error = fill_task(task, {q, k, v, beta, fast, slow}, chunk, out); error.failure()) return error;
   const int64_t heads = task.B * task.H, scratch = hierarchical_scratch_bytes(task);
   const auto run = VERAX_KERNEL(hierarchical_local);
   parallel_for(pool, task.T / chunk * heads, 1, [&](int64_t begin, int64_t end) {
@@ -64,7 +71,7 @@ ffi::Error hierarchical(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floa
                         Floats w2, Floats b2, Floats token_w1, Floats token_b1, Floats token_w2, Floats token_b2,
                         int64_t chunk, FloatsOut out, FloatsOut fast_state, FloatsOut slow_state) {
   HierarchicalTask t{};
-  if (auto error = fill_task(t, q, k, v, beta, fast, slow, chunk, out); error.failure()) return error;
+  if (auto error = fill_task(t, {q, k, v, beta, fast, slow}, chunk, out); error.failure()) return error;
   t.hidden = b1.element_count(), t.token_hidden = token_b1.element_count();
   for (const auto& shape : {fast_state->dimensions(), slow_state->dimensions()}) {
     if (!is_shape(shape, {t.B, t.H, t.K, t.V})) {
@@ -101,44 +108,27 @@ ffi::Error hierarchical(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floa
   return ffi::Error::Success();
 }
 
+// A binding that takes so many more arrays, at least one: a binding cannot be copied.
+template <int count, class Binding>
+auto arrays(Binding binding) {
+  if constexpr (count == 1) {
+    return std::move(binding).template Arg<Floats>();
+  } else {
+    return arrays<count - 1>(std::move(binding).template Arg<Floats>());
+  }
+}
+
 }  // namespace
 }  // namespace verax
 
-#define FLOATS xla::ffi::Buffer<xla::ffi::F32>
 VERAX_HANDLER(verax_hierarchical_local, verax::hierarchical_local,
-              xla::ffi::Ffi::Bind()
-                  .Ctx<xla::ffi::ThreadPool>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
+              verax::arrays<6>(xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>())
                   .Attr<int64_t>("chunk")
-                  .Ret<FLOATS>());
+                  .Ret<verax::Floats>());
 
 VERAX_HANDLER(verax_hierarchical, verax::hierarchical,
-              xla::ffi::Ffi::Bind()
-                  .Ctx<xla::ffi::ThreadPool>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
-                  .Arg<FLOATS>()
+              verax::arrays<18>(xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>())
                   .Attr<int64_t>("chunk")
-                  .Ret<FLOATS>()
-                  .Ret<FLOATS>()
-                  .Ret<FLOATS>());
+                  .Ret<verax::Floats>()
+                  .Ret<verax::Floats>()
+                  .Ret<verax::Floats>());

@@ -217,7 +217,6 @@ void prepare(const Rows<Element>& rows, Work& w, int64_t token, int64_t n, bool 
     if (!t.by_channel) products(2 * n, w.keys, w.columns, t.K, w.meets, PARTS, nullptr, [](int64_t) {});
   }
   t.by_channel ? decay_by_channel(rows, w, token, n) : decay_by_head(rows, w, token, n);
-  for (int64_t i = n; i < C; ++i) fill(w.lower + i * C, 0, C);
 }
 
 // A register of columns: Z by substitution, then the outputs. Sums of a token take earlier tokens only.
