@@ -54,6 +54,11 @@ def test_a_side_with_loops_is_timed_by_the_call(clock):
     assert samples["b"].seconds == (2.0, 3.0)
 
 
+def test_the_first_call_of_a_turn_can_be_left_out(clock):
+    samples = interleave({"cold": clock(5.0, 1.0, 2.0, 5.0, 3.0, 4.0)}, runs=2, warmup=0, loops={"cold": 2}, untimed=1)
+    assert samples["cold"].seconds == (1.5, 3.5)
+
+
 def test_a_drifting_machine_does_not_change_the_ratio():
     # Twice as slow in the second half, for both: the ratio within each round stays 3.
     ours, theirs = Samples((1.0, 1.0, 2.0, 2.0)), Samples((3.0, 3.0, 6.0, 6.0))

@@ -14,7 +14,7 @@ from verax.bench.core import Benchmark
 from verax.bench.delta_gated import decode_cases, gated_cases
 from verax.bench.delta_lam import encoder_cases, layer_cases, rule_cases
 from verax.bench.delta_peers import find_peers
-from verax.bench.delta_side import measure
+from verax.bench.delta_side import UNTIMED, measure
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 
@@ -89,6 +89,7 @@ def bench_delta(
         "against": list(peers.names),
         "runs": runs,
         "warmup": warmup,
+        "untimed": UNTIMED,
         "cpu_level": library.level(),
     }
     return benchmark.result(settings, peers.versions, skipped=peers.skipped, cython_s=peers.cython_s, cases=cases)

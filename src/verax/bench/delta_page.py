@@ -45,7 +45,8 @@ def page(result: dict[str, Any]) -> list[str]:
     lines = [
         f"# The delta rule beside PyTorch, on {platform}",
         "",
-        f"{rounds(result)}; the sides take turns in a round. CPU kernels: "
+        f"{rounds(result)}; the sides take turns in a round"
+        f"{', and begin each turn with a call that does not count' if settings.get('untimed') else ''}. CPU kernels: "
         f"{settings['cpu_level'] or 'none'}. Every side's outputs were on that device, in the same shapes. Error is "
         "the root mean square of the difference from float64 over that of the result. GFLOP are products by formula, "
         "of the form that a side runs. The limit is those at the measured rate, or what has to be moved at the "

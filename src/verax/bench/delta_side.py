@@ -23,7 +23,11 @@ from verax.errors import VeraxError
 __all__ = ["Case", "Side", "error_ratio", "jax_side", "measure", "torch_side"]
 
 SHORTEST = 0.02
-"""Seconds that a side works in a round at least: threads that the side before it left spinning do not count then."""
+"""Seconds that a side works in a round at least."""
+
+UNTIMED = 1
+"""Calls before them in each round that do not count. The first one after another side may take twice as long: the
+system has to find memory for its results anew."""
 
 MOST_CALLS = 50
 """In a round."""
@@ -139,7 +143,7 @@ def measure(
         loops[name] = max(1, min(MOST_CALLS, math.ceil(SHORTEST / (time.perf_counter() - begin))))
     peaks = {name: peak_bytes(side, platform) for name, side in case.sides.items()}
     calls = {name: side.call for name, side in case.sides.items()}
-    samples = interleave(calls, runs=runs, warmup=warmup, loops=loops, report=report)
+    samples = interleave(calls, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED, report=report)
     sides = {
         name: _numbers(case, side, samples[name], machine)
         | {"compile_s": side.compile_s, "peak_bytes": peaks[name], "error": errors[name], "platform": platform}

@@ -232,7 +232,7 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     what = {
         "text": lambda: [settings["workload"], precision(settings), *_fewer_prompts(settings)],
         "ops": lambda: settings["operations"],
-        "delta": lambda: settings["operations"],
+        "delta": lambda: [*settings["operations"], *_some_configurations(settings)],
         "quality": lambda: [Path(settings["model"]).name.lower()],
         "embed": lambda: [settings["dtype"]],
         "video": lambda: _video_name(result),
@@ -244,6 +244,14 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{name}.json"
     write_whole(path.with_suffix(".md"), markdown(result))
     return write_whole(path, json.dumps(result, indent=2) + "\n")
+
+
+def _some_configurations(settings: dict[str, Any]) -> list[str]:
+    """Where one run would be too long, each configuration of the delta rules is a result of its own."""
+    from verax.bench.delta import CONFIGURATIONS
+
+    chosen = settings["configurations"]
+    return [] if len(chosen) == len(CONFIGURATIONS) else [name.lower() for name in chosen]
 
 
 def _fewer_prompts(settings: dict[str, Any]) -> list[str]:

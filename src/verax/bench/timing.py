@@ -69,12 +69,15 @@ def interleave(
     runs: int,
     warmup: int = 1,
     loops: Mapping[str, int] | None = None,
+    untimed: int = 0,
     report: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Samples]:
     """Time each side `runs` times, after `warmup` rounds that are not counted and on until no side gets faster.
 
     A side must have finished its work when it returns: it returns host data, not arrays that are still being computed.
-    A side named in `loops` is called so many times in each round, and its time is a call's mean.
+    A side named in `loops` is called so many times in each round, and its time is a call's mean. Before that it is
+    called `untimed` times by itself: what the side before it left, threads that spin and memory that the system has to
+    find anew, is then not counted for it.
 
     A round in which some side is 10% faster than in the round before is warm-up too, up to `MOST_WARMUP` rounds;
     without any `warmup`, counting begins at once.
@@ -85,6 +88,8 @@ def interleave(
     while last < first + runs:
         for done, (name, run) in enumerate(sides.items(), start=1):
             calls = (loops or {}).get(name, 1)
+            for _ in range(untimed):
+                run()
             begin = time.perf_counter()
             for _ in range(calls):
                 run()
