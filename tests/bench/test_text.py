@@ -94,9 +94,9 @@ def test_ratios_appear_when_there_are_two_sides(result):
     assert "verax / transformers batched: 1.50x" in markdown(both)
 
 
-def test_without_a_model_the_weights_are_random_in_the_real_shapes(monkeypatch):
-    monkeypatch.setattr(text, "QWEN3_0_6B", {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512})
-    with text._weights(None, "bfloat16") as folder:
+def test_without_a_model_the_weights_are_random_in_the_real_shapes():
+    config = {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512}
+    with text._weights(None, "bfloat16", config) as folder:
         opened = Checkpoint.open(folder)
         assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)
         spread = np.std(np.asarray(opened.read("model.layers.0.mlp.down_proj.weight"), np.float32))
@@ -109,6 +109,8 @@ def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
         bench_text(None, founding, runs=1, warmup=0, against=("vllm",))
     with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
         bench_text(None, founding, runs=1, warmup=0, dtype="int8")
+    with pytest.raises(InvalidParameterError, match=r"shapes: expected qwen3 or hybrid, got 'llama'"):
+        bench_text(None, founding, runs=1, warmup=0, shapes="llama")
 
 
 @pytest.mark.parametrize(

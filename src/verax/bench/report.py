@@ -230,7 +230,12 @@ def write(result: dict[str, Any], folder: Path) -> Path:
         ).lower(),
     ).strip("-")
     what = {
-        "text": lambda: [settings["workload"], precision(settings), *_fewer_prompts(settings)],
+        "text": lambda: [
+            settings["workload"],
+            *_other_shapes(settings),
+            precision(settings),
+            *_fewer_prompts(settings),
+        ],
         "ops": lambda: settings["operations"],
         "delta": lambda: [*settings["operations"], *_some_configurations(settings)],
         "quality": lambda: [Path(settings["model"]).name.lower()],
@@ -252,6 +257,10 @@ def _some_configurations(settings: dict[str, Any]) -> list[str]:
 
     chosen = settings["configurations"]
     return [] if len(chosen) == len(CONFIGURATIONS) else [name.lower() for name in chosen]
+
+
+def _other_shapes(settings: dict[str, Any]) -> list[str]:
+    return [settings["shapes"]] if settings.get("shapes") not in (None, "qwen3") else []
 
 
 def _fewer_prompts(settings: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ from verax.text.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from verax.bench.llama_cpp_side import LlamaCppSide
 
-__all__ = ["PEERS", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm", "random_weights"]
+__all__ = ["PEERS", "SHAPES", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm", "random_weights"]
 
 PEERS = ("transformers", "llama.cpp")
 """What a text benchmark can have beside us."""
@@ -54,6 +54,31 @@ QWEN3_0_6B: dict[str, Any] = {
     "max_position_embeddings": 40960,
 }
 """config.json of Qwen3-0.6B, as far as it decides shapes."""
+
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+"""Three delta layers and one of attention, as wide as Qwen3.5-0.8B's 24; an eighth of its vocabulary."""
+
+SHAPES = {"qwen3": ("Qwen3-0.6B shapes", QWEN3_0_6B), "hybrid": ("4 layers of Qwen3.5-0.8B shapes", HYBRID)}
+"""Of random weights: in words, and as a config.json."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +146,12 @@ def bench_text(
     kv_cache_dtype: str = "auto",
     max_num_seqs: int | None = None,
     split: bool = False,
+    shapes: str = "qwen3",
 ) -> dict[str, Any]:
     """Run a workload on our engine and, interleaved, on others; a report as JSON holds it.
 
     Args:
-        model: a checkpoint; random weights in Qwen3-0.6B's shapes if None.
+        model: a checkpoint; random weights if None.
         make_workload: of a vocabulary size.
         runs: counted rounds. With `warmup` rounds before them.
         against: of `PEERS`: Hugging Face's generate, prompt by prompt and in one batch, and llama.cpp, all prompts in
@@ -135,12 +161,15 @@ def bench_text(
         kv_cache_dtype: of our side.
         max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
         split: measure the decode step's parts too.
+        shapes: of random weights, a name out of `SHAPES`.
     """
+    if shapes not in SHAPES:
+        raise InvalidParameterError(f"shapes: expected {' or '.join(SHAPES)}, got {shapes!r}")
     unknown = [name for name in against if name not in PEERS]
     if unknown:
         raise InvalidParameterError(f"against: expected {' or '.join(PEERS)}, got {unknown[0]!r}")
     benchmark = Benchmark("text")
-    with _weights(model, dtype) as folder, contextlib.ExitStack() as closing:
+    with _weights(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as closing:
         opened = checkpoint.Checkpoint.open(folder)
         workload = make_workload(causal_lm(opened.config)[1].vocab_size)
         begin = time.perf_counter()
@@ -184,7 +213,8 @@ def bench_text(
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
         settings = {
-            "model": model or "random weights, Qwen3-0.6B shapes",
+            "model": model or f"random weights, {SHAPES[shapes][0]}",
+            "shapes": None if model else shapes,
             "dtype": dtype,
             "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype,
@@ -249,7 +279,7 @@ def _llama_cpp(opened: checkpoint.Checkpoint, kind: str, workload: Workload) -> 
 
 
 @contextlib.contextmanager
-def _weights(model: str | None, dtype: str) -> Iterator[Path]:
+def _weights(model: str | None, dtype: str, config: dict[str, Any]) -> Iterator[Path]:
     """The checkpoint's folder; random weights of real spread in a folder that is gone afterwards, if there is none."""
     if dtype not in DTYPES:
         raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -257,9 +287,9 @@ def _weights(model: str | None, dtype: str) -> Iterator[Path]:
         yield checkpoint.resolve(model)
         return
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
-        architecture, config = causal_lm(QWEN3_0_6B)
-        weights = random_weights(nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0))))
-        yield checkpoint.save(weights, name, config=QWEN3_0_6B)
+        architecture, sizes = causal_lm(config)
+        weights = random_weights(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))))
+        yield checkpoint.save(weights, name, config=config)
 
 
 def random_weights(abstract: nnx.Module) -> dict[str, np.ndarray]:

@@ -54,6 +54,9 @@ def text(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
+    shapes: Annotated[
+        str, typer.Option(help="Without --model: qwen3 (Qwen3-0.6B), or hybrid (4 layers of Qwen3.5-0.8B).")
+    ] = "qwen3",
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
@@ -68,6 +71,8 @@ def text(
         verax bench text --against llama.cpp --prompts 1
 
         verax bench text --workload nano-vllm --requests 8 --scale 0.1
+
+        verax bench text --shapes hybrid --against transformers
     """
     if workload not in ("founding", "nano-vllm"):
         raise typer.BadParameter(f"--workload: expected founding or nano-vllm, got {workload!r}")
@@ -95,6 +100,7 @@ def text(
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs,
         split=split,
+        shapes=shapes,
     )
     _show(result, output, as_json)
 
