@@ -19,6 +19,7 @@ from verax import checkpoint, progress
 from verax.bench.core import Benchmark, product_weights
 from verax.bench.machine import peak_growth
 from verax.bench.timing import interleave
+from verax.checkpoint.random_weights import random_weights
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
 from verax.text.llm import DTYPES, LLM, load_model
@@ -27,7 +28,7 @@ from verax.text.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from verax.bench.llama_cpp_side import LlamaCppSide
 
-__all__ = ["PEERS", "SHAPES", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm", "random_weights"]
+__all__ = ["PEERS", "SHAPES", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm"]
 
 PEERS = ("transformers", "llama.cpp")
 """What a text benchmark can have beside us."""
@@ -288,16 +289,5 @@ def _weights(model: str | None, dtype: str, config: dict[str, Any]) -> Iterator[
         return
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
         architecture, sizes = causal_lm(config)
-        weights = random_weights(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))))
+        weights = random_weights(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))), jnp.bfloat16)
         yield checkpoint.save(weights, name, config=config)
-
-
-def random_weights(abstract: nnx.Module) -> dict[str, np.ndarray]:
-    """bfloat16 weights by key: matrices that keep the scale of what they multiply, vectors around 1."""
-    rng = np.random.default_rng(0)
-    weights = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
-        noise = rng.standard_normal(leaf.shape, np.float32)
-        scaled = noise * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 1 + 0.1 * noise
-        weights[".".join(map(str, path))] = scaled.astype(jnp.bfloat16)
-    return weights

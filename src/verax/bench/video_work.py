@@ -14,6 +14,7 @@ from flax import nnx
 from verax import ops
 from verax.checkpoint import names_umt5, names_wan, names_wan_vae
 from verax.checkpoint.names import NameTable
+from verax.checkpoint.random_weights import random_weights
 from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import WAN_CONFIGS, WanConfig, WanModel
@@ -158,8 +159,7 @@ def _made(
     def make() -> nnx.Module:
         return kind(config, dtype=dtype, rngs=nnx.Rngs(0))
 
-    state = nnx.to_flat_state(nnx.state(nnx.eval_shape(make)))
-    weights = {".".join(map(str, path)): _random(i, leaf.shape, dtype) for i, (path, leaf) in enumerate(state)}
+    weights = random_weights(nnx.eval_shape(make), dtype)
 
     def load(abstract: nnx.Module) -> nnx.Module:
         graph, state = nnx.split(abstract)
@@ -173,16 +173,6 @@ def _made(
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
-
-
-def _random(seed: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Matrices that keep the scale of what they multiply, vectors around 1; a million numbers, over and over."""
-    rng = np.random.default_rng(seed)
-    count = int(np.prod(shape))
-    noise = rng.standard_normal(min(count, 1_000_003), np.float32)
-    summed = np.prod(shape[1:])
-    scaled = noise * summed**-0.5 if summed > 1 else 1 + 0.1 * noise
-    return np.tile(scaled.astype(dtype), -(-count // len(noise)))[:count].reshape(shape)
 
 
 def products(work: Work) -> float:

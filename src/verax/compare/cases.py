@@ -3,7 +3,6 @@ verax."""
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from flax import nnx
 
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
+from verax.checkpoint.random_weights import random_weights
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.recorder import Watch
 from verax.compare.run import Case, Side
@@ -24,7 +24,7 @@ from verax.models import DTYPES, causal_lm, encoder
 from verax.text.llm import load_model
 from verax.text.tokenizer import Tokenizer
 
-__all__ = ["embed_case", "random_weights", "text_case"]
+__all__ = ["embed_case", "text_case", "transformers"]
 
 TOKENS = 40
 """Of each row. No number of heads, so that no axes are mistaken for each other."""
@@ -221,22 +221,6 @@ def transformers() -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def random_weights(abstract: nnx.Module, seed: int = 0) -> dict[str, np.ndarray]:
-    """Float32 weights by name for a module of shapes.
-
-    Matrices keep the scale of what they multiply, norms and biases differ: an error anywhere shows.
-    """
-    rng = np.random.default_rng(seed)
-    weights = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
-        name, noise = ".".join(map(str, path)), rng.standard_normal(leaf.shape, np.float32)
-        if len(leaf.shape) > 1 and "gamma" not in name:
-            weights[name] = noise * np.float32(math.prod(leaf.shape[1:]) ** -0.5)
-        else:
-            weights[name] = np.float32(0.3) * noise + np.float32(not name.endswith("bias"))
-    return weights
 
 
 def _random_folder(config: Mapping[str, Any], folder: Path, find: Any) -> Path:

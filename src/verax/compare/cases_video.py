@@ -17,10 +17,11 @@ from flax import nnx
 from verax.checkpoint import load_module, names_clip, names_umt5, names_wan
 from verax.checkpoint.names import NameTable
 from verax.checkpoint.names_wan_vae import name_table
+from verax.checkpoint.random_weights import random_weight
 from verax.checkpoint.video_folder import VideoFolder
 from verax.checkpoint.video_parts import PARTS, diffusers_transformer
 from verax.compare.align import Names
-from verax.compare.cases import random_weights, transformers
+from verax.compare.cases import transformers
 from verax.compare.recorder import Watch
 from verax.compare.run import Case, Side
 from verax.compare.torch_side import torch
@@ -113,12 +114,11 @@ def video_case(model: str | Path | None, part: str) -> Case:
         settings = diffusers_transformer(settings, folder.pipeline)
     config = kind.config(settings)
     abstract = nnx.eval_shape(lambda: build_part(part, settings))
-
-    given = random_weights(abstract) if folder is None else {}
+    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
     opened = None if folder is None else folder.checkpoint(part)
 
     def weight(name: str) -> np.ndarray:
-        return given[name] if opened is None else np.asarray(opened.read(name), np.float32)
+        return random_weight(name, shapes[name]) if opened is None else np.asarray(opened.read(name), np.float32)
 
     def reference(dtype: str) -> Side:
         made = kind.torch({name: value for name, value in settings.items() if name != "_diffusers_version"})

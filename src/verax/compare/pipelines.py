@@ -16,9 +16,10 @@ from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, processors
 
 from verax import progress
+from verax.checkpoint.random_weights import random_weights
 from verax.checkpoint.video_folder import VideoFolder
 from verax.checkpoint.video_parts import PARTS
-from verax.compare.cases import random_weights, transformers
+from verax.compare.cases import transformers
 from verax.compare.cases_video import RANDOM, build_part, diffusers, video_case
 from verax.compare.torch_side import torch
 from verax.compare.video_report import VideoReport
