@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from verax.bench.machine import num_cores
+from verax.bench.machine import num_cores, peak_growth
 from verax.bench.video_work import Work
 from verax.errors import MissingDependencyError
 
@@ -70,6 +70,22 @@ class DiffusersSide:
         """What `run` gives, in our layout, float32."""
         values = self.run().float().cpu().numpy()
         return values if self._work.stage == "text" else values.transpose(0, 2, 3, 4, 1)
+
+    def temporary(self) -> int | None:
+        """Bytes that a call takes beyond what is there before it, measured; None where the system does not tell.
+
+        The first call, which also makes what later ones keep, is not the one that is measured.
+        """
+        self.run()
+        if self._device == "cuda":
+            cuda = self._torch.cuda
+            cuda.reset_peak_memory_stats()
+            before = cuda.memory_allocated()
+            self.run()
+            return cuda.max_memory_allocated() - before
+        with peak_growth() as grown:
+            self.run()
+        return grown()
 
     def _prepared(self) -> dict[str, Any]:
         torch, inputs = self._torch, self._work.inputs

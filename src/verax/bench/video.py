@@ -32,6 +32,7 @@ def bench_video(
     width: int = 480,
     dtype: str = "bfloat16",
     attention: str = "auto",
+    also: Sequence[str] = (),
     memory: Sequence[str] = (),
     layers: int | None = None,
     runs: int = 3,
@@ -45,6 +46,7 @@ def bench_video(
         stages: of `STAGES`; one forward pass of the transformer, of one row: a step with guidance is two.
         frames, height, width: of clips, a case for each number of frames.
         attention: the form that the transformer is timed with.
+        also: more forms that it is timed with, as sides called `verax, FORM`.
         memory: forms whose memory is asked of the compiler too, which runs nothing.
         runs: counted rounds, with `warmup` before them; 0 times nothing.
         against: `"diffusers"` runs interleaved with ours.
@@ -52,7 +54,8 @@ def bench_video(
     Raises:
         InvalidParameterError: naming what is wrong.
     """
-    for name, given, known in (("against", against, ("diffusers",)), ("memory", memory, tuple(ATTENTION))):
+    forms = tuple(ATTENTION)
+    for name, given, known in (("against", against, ("diffusers",)), ("also", also, forms), ("memory", memory, forms)):
         if wrong := [one for one in given if one not in known]:
             raise InvalidParameterError(f"{name}: expected one of {', '.join(known)}, got {wrong[0]!r}")
     if attention not in ATTENTION:
@@ -64,7 +67,7 @@ def bench_video(
     for stage, count in works if runs else ():
         options = {"attention": attention} if stage == "transformer" else {}
         todo = work(stage, size, frames=count, **sizes)
-        case, found = _case(todo, dtype, options, runs, warmup, against)
+        case, found = _case(todo, dtype, options, also if options else (), runs, warmup, against)
         rate = measured[f"matmul_{dtype}_gflop_per_s"]
         case["fraction_of_limit"] = case["products"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
         cases.append({"stage": stage, "frames": count, **case})
@@ -110,7 +113,13 @@ def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s:
 
 
 def _case(
-    todo: Work, dtype: str, options: dict[str, Any], runs: int, warmup: int, against: Sequence[str]
+    todo: Work,
+    dtype: str,
+    options: dict[str, Any],
+    also: Sequence[str],
+    runs: int,
+    warmup: int,
+    against: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stage timed on all sides, and the versions of the other."""
     component, prepare = todo.component, todo.prepare
@@ -125,6 +134,8 @@ def _case(
             program, result["compile_cached_s"] = _compiled(todo, weights, inputs, options)
         ours = np.asarray(program(weights, *inputs, **options))
         sides["verax"] = lambda: jax.block_until_ready(program(weights, *inputs, **options))
+        for form in also:
+            sides[f"verax, {form}"] = lambda form=form: jax.block_until_ready(program(weights, *inputs, attention=form))
         versions: dict[str, Any] = {}
         if "diffusers" in against:
             from verax.bench.diffusers_side import DiffusersSide
