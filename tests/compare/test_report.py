@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -51,6 +52,13 @@ def test_at_a_lower_precision_the_ratio_decides():
     assert (near.passed, far.passed) == (True, False)
 
 
+def test_what_the_reference_keeps_in_float32_is_no_finding_for_rounding():
+    kept = [row("time", 1e-6, truth=(1e-6, 0.0)), row("block", 1e-2, dtype="bfloat16", truth=(6e-3, 5e-3))]
+    assert comparison(*kept, dtype="bfloat16").first is None
+    kept.insert(0, row("cast", 4e-3, truth=(4e-3, 0.0)))
+    assert comparison(*kept, dtype="bfloat16").first.name == "cast"
+
+
 @pytest.fixture
 def large():
     rows = [row(f"blocks.{i}.{part}", 1e-7, own=1e-7) for i in range(20) for part in ("attn.q", "attn", "norm")]
@@ -70,12 +78,15 @@ def test_a_terminal_shows_blocks_and_what_stands_out(large):
 
 
 def test_pages_hold_all_rows_and_need_no_network(large, tmp_path):
+    large.gradients = [row("kernel", 1e-7), row("bias", 1e-7)]
     pages = {path.suffix: path.read_text() for path in write(large, tmp_path / "new")}
     assert json.loads(pages[".json"])["faults"] == ["blocks.10.attn.q"]
     assert pages[".md"].count("\n| blocks.") == 60
     assert pages[".html"].count("<td>blocks.") == 120  # each with the reference's name
     assert "a &lt;model&gt;" in pages[".html"]
-    assert pages[".html"].count("<svg") == 1
+    assert pages[".html"].count("<svg") == 2
+    names = re.findall(r'<g id="(\w+)"', pages[".html"])
+    assert len(names) == len(set(names))
     for outside in ('src="', 'href="http', "@import", "<script", "<link"):
         assert outside not in pages[".html"]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.html", "compare.json", "compare.md"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Sequence
 
 from verax.compare.comparison import Comparison, Row
@@ -80,4 +81,5 @@ def _draw(
         figure.savefig(out, format="svg", metadata={"Date": None})
         plt.close(figure)
     svg = out.getvalue()
-    return svg[svg.index("<svg") :]
+    # Names of the plot's pieces, which nothing refers to, would stand twice in a page with two plots.
+    return re.sub(r'<g id="\w+_\d+">', "<g>", svg[svg.index("<svg") :])

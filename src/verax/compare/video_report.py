@@ -73,21 +73,21 @@ class VideoReport:
     def write(self, folder: Path) -> list[Path]:
         """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder, which is made; their paths.
 
-        The page needs no network, and no other file than the clip.
+        The page needs no network, and no other file.
 
         Raises:
             MissingDependencyError: without PyAV, Pillow or matplotlib.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        clip = files.write_clip(self.panels(), folder / "side-by-side.mp4", fps=self.fps or FPS)
         texts = {
             "videos.json": json.dumps(self.as_dict(), indent=2) + "\n",
             "videos.md": self.markdown(),
-            "videos.html": self.html(),
+            "videos.html": self.html(clip),
         }
         for name, text in texts.items():
             with files.beside(folder / name) as partial:
                 partial.write_text(text, encoding="utf-8")
-        clip = files.write_clip(self.panels(), folder / "side-by-side.mp4", fps=self.fps or FPS)
         return [*(folder / name for name in texts), clip]
 
     @property
@@ -130,8 +130,8 @@ class VideoReport:
         ]
         return "\n".join(lines) + "\n"
 
-    def html(self) -> str:
-        """The comparison as a page of HTML, with its plot and its worst frame inside."""
+    def html(self, clip: Path) -> str:
+        """The comparison as a page of HTML, with its plot, its worst frame and the clip side by side inside."""
         comparison = self.comparison
         worst = comparison.worst_frame
         names = [html.escape(name) for name in self.names]
@@ -148,7 +148,7 @@ class VideoReport:
             f"<p>{names[0]} and {names[1]}: {_sizes(comparison)}.\n<table>{rows}</table>\n<p>{_levels()}\n"
             f"<h2>By frame</h2>\n{_plot(comparison)}\n"
             f"<h2>Side by side</h2>\n<p>{triple}.\n"
-            '<video src="side-by-side.mp4" controls loop muted></video>\n'
+            f'<video src="{_data("video/mp4", clip.read_bytes())}" controls loop muted></video>\n'
             f"<p>The worst frame, number {worst}:\n"
             f'<p><img alt="the worst frame" src="{_picture(self.panels()[worst])}">\n'
             f"<details><summary>Every frame</summary><table><tr><th>frame<th>MSE<th>PSNR, dB<th>SSIM{frames}</table>"
@@ -222,7 +222,11 @@ def _plot(comparison: VideoComparison) -> str:
 
 
 def _picture(pixels: np.ndarray) -> str:
-    """As a data URL."""
     encoded = io.BytesIO()
     needed("PIL.Image").fromarray(pixels).save(encoded, format="png")
-    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+    return _data("image/png", encoded.getvalue())
+
+
+def _data(kind: str, content: bytes) -> str:
+    """As a URL that holds it."""
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
