@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["Report", "bar", "shown"]
+__all__ = ["Report", "bar", "paused", "shown"]
 
 Report = Callable[..., None]
 """`report(done, total, note="")`."""
+
+_showing: list[Progress] = []
+"""The bars that are to be seen now."""
 
 
 def shown() -> bool:
@@ -41,4 +44,21 @@ def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Rep
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=None, note="")
-        yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)
+        _showing.append(progress)
+        try:
+            yield lambda done, total, note="": progress.update(task, completed=done, total=total, note=note)
+        finally:
+            _showing.remove(progress)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """No bars meanwhile, so that a person can be asked something."""
+    stopped = list(_showing)
+    for progress in stopped:
+        progress.stop()
+    try:
+        yield
+    finally:
+        for progress in stopped:
+            progress.start()

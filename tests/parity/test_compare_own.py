@@ -7,6 +7,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import typer
 from flax import nnx
 
 torch = pytest.importorskip("torch")
@@ -89,9 +90,24 @@ def test_gradients_of_one_side_only_are_told(theirs):
 
 def test_without_names_layers_are_matched_by_shape_and_order(theirs):
     result = compare(theirs, JaxNet(theirs), X)
-    assert [str(pair) for pair in result.alignment.guessed] == [f"layers.{i} = net.{i}" for i in range(3)]
+    assert [str(pair) for pair in result.guessed] == [f"layers.{i} = net.{i}" for i in range(3)]
+    assert result.as_dict()["guessed"] == ["layers.0 = net.0", "layers.1 = net.1", "layers.2 = net.2"]
     assert result.passed
     assert compare(theirs, JaxNet(theirs), X, guess=False).alignment.reference_only == ["net.0", "net.1", "net.2"]
+
+
+def test_gradients_follow_what_was_matched_by_shape_and_order(theirs):
+    result = compare(theirs, JaxNet(theirs), X, backward=True)
+    assert result.passed, result.failures
+    assert ("layers.2.kernel", "net.2.weight") in {(row.name, row.reference) for row in result.gradients}
+
+
+def test_what_is_matched_by_shape_and_order_can_be_refused(theirs):
+    def confirm(alignment):
+        raise InvalidParameterError(f"not {alignment.guessed[0]}")
+
+    with pytest.raises(InvalidParameterError, match=r"not layers\.0 = net\.0"):
+        compare(theirs, JaxNet(theirs), X, confirm=confirm)
 
 
 def test_functions_are_compared_by_their_taps(theirs):
@@ -123,6 +139,73 @@ def test_at_a_lower_precision_float32_is_the_arbiter(theirs, careless):
     assert result.passed != careless
     assert (result.output.ratio > 1.1) == careless
     assert (result.first.name if result.first else None) == ("layers.2" if careless else None)
+
+
+PAIR = """
+import numpy as np, torch
+from tests.parity.test_compare_own import JaxNet, TorchNet
+
+torch.manual_seed(0)
+reference = TorchNet()
+ours = JaxNet(reference)
+inputs = (np.ones((2, 8), np.float32),)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch, capsys):
+    """`verax compare own` on a file; exit status and both outputs."""
+
+    def run(*arguments, text=PAIR, answer=None):
+        (tmp_path / "pair.py").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["verax", "compare", "own", str(tmp_path / "pair.py"), *map(str, arguments)])
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: answer is not None, raising=False)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: answer is not None, raising=False)
+        monkeypatch.setattr(typer, "confirm", lambda question, **options: answer)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_shows_guessed_layers_and_refuses_them_unasked(own):
+    status, out, err = own()
+    assert status == 2
+    assert not out
+    assert all(f"layers.{i} = net.{i}" in err for i in range(3))
+    assert "--yes" in err
+
+
+@pytest.mark.parametrize(("arguments", "answer", "status"), [(["--yes"], None, 0), ([], True, 0), ([], False, 2)])
+def test_guessed_layers_are_taken_when_a_person_says_so(own, arguments, answer, status):
+    ended, out, err = own(*arguments, answer=answer)
+    assert ended == status
+    assert "layers.1 = net.1" in err
+    assert ("matched by shape and order only, to be confirmed: layers.0 = net.0" in out) == (status == 0)
+
+
+def test_a_table_of_names_leaves_nothing_to_ask(own):
+    status, out, err = own("--json", text=PAIR + 'names = {"layers.{i}": "net.{i}"}\n')
+    assert (status, err) == (0, "")
+    assert json.loads(out)["guessed"] == []
+
+
+def test_given_arrays_are_arguments_of_both_calls(own, tmp_path):
+    np.savez(tmp_path / "x.npz", x=X[:1])
+    status, out, _ = own("--inputs", tmp_path / "x.npz", "--yes", "--json", text=PAIR.replace("inputs =", "unused ="))
+    assert status == 0
+    assert json.loads(out)["passed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "told"),
+    [("ours = 1", [], "defines no reference"), (PAIR, ["--dtype", "bfloat16"], "`case`")],
+)
+def test_a_file_that_does_not_define_enough_is_told(own, text, arguments, told):
+    status, _, err = own(*arguments, text=text)
+    assert status == 2
+    assert told in err
 
 
 def test_the_command_reports_writes_and_sets_the_exit_status(theirs, monkeypatch, capsys, tmp_path):

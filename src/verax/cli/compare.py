@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from verax.cli import options
+from verax.cli.compare_own import own
+from verax.cli.compare_run import Backward, Every, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
 from verax.cli.compare_videos import videos
-from verax.errors import UnsupportedModelError, VeraxError
+from verax.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from verax.compare import Case, Comparison
-    from verax.compare.video_report import VideoReport
+    from verax.cli.compare_run import Made
+    from verax.compare.inputs import Inputs
 
 __all__ = ["app"]
 
@@ -30,12 +29,6 @@ REFERENCES = {"text": ("transformers",), "video": ("diffusers",), "embed": ("tra
 
 OUTPUT = "output"
 """What `--part` calls the clip of the whole pipeline."""
-
-PIPE_WIDTH = 160
-"""Columns where there is no terminal."""
-
-DIFFERENT = 1
-"""Exit status where the two sides are not equal."""
 
 
 class _Group(TyperGroup):
@@ -55,6 +48,7 @@ def _group() -> None:
     """Compare with PyTorch, layer by layer: verax compare text|video|embed|MODEL."""
 
 
+app.command()(own)
 app.command()(videos)
 
 
@@ -71,10 +65,12 @@ def model(
     random: Annotated[
         bool, typer.Option("--random", help="Small random weights instead of the built-in model.")
     ] = False,
-    inject: Annotated[
-        bool, typer.Option("--inject", help="Run each layer on PyTorch's activations too, to locate errors.")
-    ] = False,
-    backward: Annotated[bool, typer.Option("--backward", help="Compare gradients of each parameter too.")] = False,
+    size: Annotated[
+        str | None, typer.Option(help="video: of random weights: tiny, or 1.3b, whose sizes are SkyReels-V2's.")
+    ] = None,
+    inputs: InputsFile = None,
+    inject: Inject = False,
+    backward: Backward = False,
     part: Annotated[
         str | None,
         typer.Option(help="video: transformer, vae, text_encoder, image_encoder, or output; all if left out."),
@@ -83,18 +79,13 @@ def model(
         str | None, typer.Option(help="text, embed: a text instead of random tokens; video: of the output.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="text, embed: random tokens of a row.", min=1)] = None,
-    max_rel: Annotated[
-        float | None,
-        typer.Option(help="Bound on each layer's relative L2 error; 1e-4 in float32 if left out.", min=0.0),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Print all layers, however many.")] = False,
+    max_rel: MaxRel = None,
+    every: Every = False,
     height: Annotated[int | None, typer.Option(help="video: of the output's frames; up to 128 if left out.")] = None,
     width: Annotated[int | None, typer.Option(help="video: of the output's frames; up to 192 if left out.")] = None,
     num_frames: Annotated[int | None, typer.Option(help="video: of the output, 4n + 1; 9 if left out.")] = None,
     inference_steps: Annotated[int | None, typer.Option(help="video: of the solver; 4 if left out.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write HTML, Markdown and JSON into this folder.")
-    ] = None,
+    output: Output = None,
     as_json: options.Json = False,
 ) -> None:
     """Run a model in PyTorch and in verax on the same inputs, and compare what each layer gives.
@@ -113,48 +104,23 @@ def model(
 
         verax compare video --random --part vae
 
+        verax compare embed --inputs sentences.txt
+
         verax compare path/to/model --part output --output report
     """
-    from verax import plots
-    from verax._compat import enable_compilation_cache
-    from verax.compare import Case, Comparison, compare_case, show, write
-    from verax.models import DTYPES
-
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if output is not None and output.exists() and not output.is_dir():
-        raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
-    sizes = {"height": height, "width": width, "num_frames": num_frames, "num_inference_steps": inference_steps}
-    results: list[Comparison | VideoReport] = []
-    try:
-        if output is not None:
-            plots.pyplot("compare")  # before the work, not after it
-        enable_compilation_cache()
-        with tempfile.TemporaryDirectory() as scratch:
-            for name, case in _cases(what, Path(scratch), against, random, prompt, tokens, part, sizes):
-                if isinstance(case, Case):
-                    result = compare_case(case, dtype=dtype, inject=inject, backward=backward, max_rel=max_rel)
-                else:
-                    result = case(dtype=dtype)
-                results.append(result)
-                if not as_json:
-                    console = Console()
-                    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
-                    if isinstance(result, Comparison):
-                        show(result, console, every=every)
-                    else:
-                        result.show(console, every=True)
-                if output is not None:
-                    folder = output / name
-                    written = write(result, folder) if isinstance(result, Comparison) else result.write(folder)
-                    sys.stderr.write(f"written: {', '.join(map(str, written))}\n")
-    except VeraxError as error:
-        raise typer.BadParameter(str(error)) from error
-    if as_json:
-        found = [result.as_dict() for result in results]
-        sys.stdout.write(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
-    if any(result.failures for result in results):
-        raise typer.Exit(DIFFERENT)
+    given = given_inputs(inputs, prompt)
+    clip = {"height": height, "width": width, "num_frames": num_frames, "num_inference_steps": inference_steps}
+    with tempfile.TemporaryDirectory() as scratch:
+        run_cases(
+            _cases(what, Path(scratch), against, random, given, tokens, part, size, clip),
+            dtype=dtype,
+            inject=inject,
+            backward=backward,
+            max_rel=max_rel,
+            every=every,
+            output=output,
+            as_json=as_json,
+        )
 
 
 def _cases(
@@ -162,11 +128,12 @@ def _cases(
     scratch: Path,
     against: str | None,
     random: bool,
-    prompt: str | None,
+    inputs: Inputs,
     tokens: int | None,
     part: str | None,
+    size: str | None,
     sizes: dict[str, int | None],
-) -> Iterator[tuple[str, Case | Callable[..., VideoReport]]]:
+) -> Iterator[tuple[str, Made]]:
     """What the arguments ask for, and the folders of the reports; each made when it is its turn."""
     from verax.compare import cases
 
@@ -182,34 +149,46 @@ def _cases(
             raise typer.BadParameter(f"--{option.replace('_', '-')}: only video models have it, not {what}")
         make = cases.text_case if kind == "text" else cases.embed_case
         model = "random" if random else None if what == kind else what
-        yield "", make(model, scratch, prompt=prompt, tokens=tokens)
+        if tokens is not None and (inputs.texts or inputs.arrays):
+            raise typer.BadParameter("--tokens: so many random ones; --inputs and --prompt have their own")
+        yield "", make(model, scratch, inputs=inputs, tokens=tokens)
         return
     if tokens is not None:
-        raise typer.BadParameter("--tokens: parts of video models are compared on inputs of one size")
-    if prompt is not None:
-        clip = {**clip, "prompt": prompt}
+        raise typer.BadParameter("--tokens: parts of video models have no random tokens but their own")
+    if size is not None and not random:
+        raise typer.BadParameter("--size: of random weights; it goes with --random")
+    if inputs.arrays and part is None:
+        raise typer.BadParameter("--inputs: each part takes arrays of its own; name one with --part")
+    if len(inputs.texts) > 1:
+        raise typer.BadParameter(f"--inputs: one clip has one prompt, not {len(inputs.texts)}")
+    if inputs.texts:
+        clip = {**clip, "prompt": inputs.texts[0]}
     if clip and part not in (None, OUTPUT):
         raise typer.BadParameter(
-            f"--{next(iter(clip)).replace('_', '-')}: of the output; --part {part} has random inputs"
+            f"--{next(iter(clip)).replace('_', '-')}: of the output; --part {part} takes arrays, of --inputs"
         )
-    yield from _video(None if random else _video_model(what), scratch, part, clip)
+    yield from _video(None if random else _video_model(what), scratch, part, size or "tiny", inputs, clip)
 
 
 def _video(
-    model: str | Path | None, scratch: Path, part: str | None, clip: dict[str, Any]
-) -> Iterator[tuple[str, Case | Callable[..., VideoReport]]]:
+    model: str | Path | None, scratch: Path, part: str | None, size: str, inputs: Inputs, clip: dict[str, Any]
+) -> Iterator[tuple[str, Made]]:
     """The parts of a video model, or of a random one, and its output; or one of them."""
     from verax.compare.cases_video import VIDEO_PARTS, has_part, video_case
+    from verax.compare.inputs import Inputs
 
     if part != OUTPUT:
         for name in (part,) if part is not None else VIDEO_PARTS:
-            if part is not None or has_part(model, name):
-                yield name if part is None else "", video_case(model, name)
-    if part in (None, OUTPUT):
+            if part is not None or has_part(model, name, size=size):
+                given = Inputs() if part is None else inputs
+                yield name if part is None else "", video_case(model, name, inputs=given, size=size)
+    if part == OUTPUT or (part is None and (model is not None or size == "tiny")):
         from verax.compare.pipelines import Clip, compare_pipelines, random_video
 
+        if model is None and size != "tiny":
+            raise typer.BadParameter(f"--size: {size} has no random weights for a whole pipeline; name a --part")
         model = random_video(scratch / "video") if model is None else model
-        yield "", partial(compare_pipelines, model, Clip(**clip))
+        yield "", partial(compare_pipelines, model, Clip(**clip), inputs=inputs if part == OUTPUT else Inputs())
 
 
 def _video_model(what: str) -> str | Path | None:

@@ -80,6 +80,13 @@ class Comparison:
     """What was run, with versions."""
     judged: LogitsComparison | VectorsComparison | None = None
     """What the two outputs mean: texts or vectors."""
+    peak_memory: int | None = None
+    """Most bytes that the process has held up to the end of the comparison; None where the system does not tell."""
+
+    @property
+    def guessed(self) -> list[Pair]:
+        """What only shape and order match: `print(*result.guessed)` before the numbers are believed."""
+        return self.alignment.guessed
 
     @property
     def output(self) -> Row | None:
@@ -168,10 +175,11 @@ class Comparison:
             "first": first.name if first else None,
             "faults": [row.name for row in self.faults],
             "about": self.about,
+            "peak_memory_gb": None if self.peak_memory is None else self.peak_memory / 1e9,
             "output": None if self.judged is None else _plain(self.judged.to_dict()),
             "rows": list(map(row, self.rows)),
             "gradients": list(map(row, self.gradients)),
-            "guessed": [str(pair) for pair in self.alignment.guessed],
+            "guessed": [str(pair) for pair in self.guessed],
             "ours_only": self.alignment.ours_only,
             "reference_only": self.alignment.reference_only,
         }

@@ -20,7 +20,9 @@ from verax.checkpoint.random_weights import random_weights
 from verax.checkpoint.video_folder import VideoFolder
 from verax.checkpoint.video_parts import PARTS
 from verax.compare.cases import transformers
-from verax.compare.cases_video import RANDOM, build_part, diffusers, video_case
+from verax.compare.cases_video import RANDOM, build_part, video_case
+from verax.compare.cases_video_parts import diffusers
+from verax.compare.inputs import Inputs
 from verax.compare.torch_side import torch
 from verax.compare.video_report import VideoReport
 from verax.compare.videos import compare_clips
@@ -39,6 +41,8 @@ LARGEST = (128, 192)
 """Height and width of a frame, where none are given and the model's own are no smaller."""
 FRAMES, STEPS = 9, 4
 """Likewise."""
+
+NOTHING = Inputs()
 
 WORDS = tuple(PROMPT.lower().split())
 RANDOM_SIZE = dict(height=32, width=48, fps=8, guidance_scale=4.0)
@@ -64,7 +68,9 @@ class Clip:
     seed: int = 0
 
 
-def compare_pipelines(model: str | Path, clip: Clip | None = None, *, dtype: str = "float32") -> VideoReport:
+def compare_pipelines(
+    model: str | Path, clip: Clip | None = None, *, dtype: str = "float32", inputs: Inputs = NOTHING
+) -> VideoReport:
     """Make one clip with diffusers' pipeline and with verax, and compare their frames.
 
     Both begin with the same noise and the same states of the prompt, which verax's text encoder makes, so that the
@@ -75,6 +81,8 @@ def compare_pipelines(model: str | Path, clip: Clip | None = None, *, dtype: str
         model: a folder of either published layout. diffusers' form is made of its parts.
         clip: what to make.
         dtype: of the weights on both sides.
+        inputs: `latents` `[1, channels, F, H, W]` to begin with, and for image to video an `image` `[H, W, 3]`, uint8,
+            instead of noise by `clip.seed` and a gradient.
 
     Returns:
         The report; `failures` of it says whether they count as equal.
@@ -106,10 +114,13 @@ def compare_pipelines(model: str | Path, clip: Clip | None = None, *, dtype: str
         latents = (options["num_frames"] - 1) // grid.frames_per_latent + 1
         size = [options[side] // grid.pixels_per_latent for side in ("height", "width")]
         shape = (1, grid.channels, latents, *size)
-        options["latents"] = np.random.default_rng(clip.seed).standard_normal(shape, np.float32)
-        image: dict[str, Any] = (
-            {"image": _picture(options["height"], options["width"])} if settings.kind == "i2v" else {}
-        )
+        given, noise = inputs.arrays, np.random.default_rng(clip.seed).standard_normal(shape, np.float32)
+        options["latents"] = np.asarray(given.get("latents", noise), np.float32)
+        picture = given.get("image", _picture(options["height"], options["width"]))
+        image: dict[str, Any] = {"image": picture} if settings.kind == "i2v" else {}
+        inputs.checked({"latents": shape} | ({"image": (None, None, 3)} if image else {}), texts=True)
+        if picture.dtype != np.uint8:
+            raise InvalidParameterError(f"inputs: image is uint8, from 0 to 255, not {picture.dtype}")
         ours = pipe(**options, **image).frames
         shift, fps = settings.shift, settings.fps
         del pipe
@@ -153,12 +164,12 @@ def _picture(height: int, width: int) -> np.ndarray:
 
 def random_video(folder: Path) -> Path:
     """Write a small image-to-video model of random weights, in diffusers' layout; its folder."""
-    for part, settings in RANDOM.items():
+    for part, settings in RANDOM["tiny"].items():
         (folder / part).mkdir(parents=True)
         abstract = nnx.eval_shape(partial(build_part, part, settings))
         save_file(random_weights(abstract), folder / part / f"{PARTS[part].stem}.safetensors")
         _write(folder / part / "config.json", settings)
-    side = RANDOM["image_encoder"]["image_size"]
+    side = RANDOM["tiny"]["image_encoder"]["image_size"]
     _write(folder / "model_index.json", {"_class_name": "SkyReelsV2ImageToVideoPipeline"})
     _write(folder / "scheduler" / "scheduler_config.json", {"flow_shift": 5.0})
     _write(

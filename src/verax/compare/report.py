@@ -170,12 +170,14 @@ def _findings(result: Comparison) -> list[str]:
     if any(row.own for row in result.rows):
         faults = ", ".join(f"{row.name} ({row.own.l2:.1e})" for row in result.faults if row.own)
         lines.append(f"errors of their own, on the reference's activations: {faults or 'none stands out'}")
-    if guessed := result.alignment.guessed:
-        lines.append("matched by shape and order only, to be confirmed: " + "; ".join(map(str, guessed)))
+    if result.guessed:
+        lines.append("matched by shape and order only, to be confirmed: " + "; ".join(map(str, result.guessed)))
     for what, names in (("ours", result.alignment.ours_only), ("the reference", result.alignment.reference_only)):
         if names:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             lines.append(f"in {what} only: {', '.join(names[:6])}{more}")
+    if result.peak_memory is not None:
+        lines.append(f"memory: the process held {result.peak_memory / 1e9:.2f} GB at most")
     return lines + list(result.failures)
 
 

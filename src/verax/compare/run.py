@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,8 @@ import numpy as np
 from flax import nnx
 
 from verax import progress
+from verax.bench.machine import peak_memory
+from verax.checkpoint.names import NameTable
 from verax.compare.align import Alignment, Names, Pair, align, translator
 from verax.compare.comparison import Comparison, Row, measure_rows
 from verax.compare.jax_side import gradients_jax, trace_jax
@@ -82,6 +84,7 @@ def compare(
     backward: bool = False,
     guess: bool = True,
     max_rel: float | None = None,
+    confirm: Callable[[Alignment], None] = lambda alignment: None,
 ) -> Comparison:
     """Compare a PyTorch model with a JAX one, layer by layer.
 
@@ -93,8 +96,9 @@ def compare(
         title: for the report.
         inject: run ours a second time with each layer on the reference's activations, so that errors are located.
         backward: compare gradients of a weighted sum of the output by each parameter too.
-        guess: match what names do not by shape and order; `result.alignment.guessed` is to be looked at.
+        guess: match what names do not by shape and order; `result.guessed` are these pairs, to be looked at.
         max_rel: bound on each layer's relative L2 error; 1e-4 if None.
+        confirm: called with the alignment before anything is measured; it may show `guessed`, and raise.
 
     Raises:
         InvalidParameterError: if there is nothing to compare, or no modules to take gradients of.
@@ -105,12 +109,25 @@ def compare(
         >>> result.passed, result.first
     """
 
+    case = pair_case(reference, ours, *args, names=names, title=title)
+    return compare_case(case, inject=inject, backward=backward, guess=guess, max_rel=max_rel, confirm=confirm)
+
+
+def pair_case(
+    reference: Any, ours: Any, *args: Any, names: Names | None = None, title: str = "comparison", **kwargs: Any
+) -> Case:
+    """The case of two models as they are, in whatever dtype.
+
+    Args:
+        reference, ours, names, title: as in `compare`.
+        args, kwargs: of both calls, where the models are no `Side` with arguments of its own.
+    """
+
     def side(given: Any) -> Callable[[str], Side]:
-        made = given if isinstance(given, Side) else Side(given, args)
+        made = given if isinstance(given, Side) else Side(given, args, kwargs)
         return lambda dtype: made
 
-    case = Case(title, side(reference), side(ours), names)
-    return compare_case(case, inject=inject, backward=backward, guess=guess, max_rel=max_rel)
+    return Case(title, side(reference), side(ours), names)
 
 
 def compare_case(
@@ -172,7 +189,8 @@ def compare_case(
                 f"names: nothing on one side has a name of the other's: ours has {_some(ours)}, the reference "
                 f"{_some(reference)}; give a table of names, or match by shape"
             )
-        confirm(alignment)
+        with progress.paused():
+            confirm(alignment)
         own = None
         if inject:
             stage("JAX on PyTorch's activations")
@@ -188,7 +206,9 @@ def compare_case(
             if output is None:
                 raise InvalidParameterError("backward: the outputs of the two sides could not be matched")
             own_gradients = _gradients(gradients_jax, side, output.layout.invert(cotangent))
-            result.gradients, result.gradients_only = _gradient_rows(own_gradients, theirs, case.names)
+            names = _with_guessed(case.names, alignment)
+            result.gradients, result.gradients_only = _gradient_rows(own_gradients, theirs, names)
+        result.peak_memory = peak_memory()
         return result
 
 
@@ -272,6 +292,15 @@ def _gradient_rows(
         rows.append(Row(name, " + ".join(paths), *dtypes, errors, layout=str(layout), by=by))
     rest = [name for name in reference if name not in used and np.any(reference[name])]
     return rows, (alone, rest)
+
+
+def _with_guessed(names: Names | None, alignment: Alignment) -> Names | None:
+    """What was matched by shape and order is so for its parameters too."""
+    if not alignment.guessed:
+        return names
+    own = () if names is None else names if isinstance(names, Sequence) else (names,)
+    tables = [NameTable(list(table.items())) if isinstance(table, Mapping) else table for table in own]
+    return (*tables, NameTable([(pair.ours[0], pair.reference) for pair in alignment.guessed]))
 
 
 def _size(x: np.ndarray) -> float:
