@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
 from verax.bench import video as bench
 from verax.bench.report import markdown, write
 from verax.bench.video_cache import bench_teacache
 from verax.bench.video_work import SIZES, products, work
 from verax.errors import InvalidParameterError
+from verax.video.outputs import VideoOutput
 
 LIMITS = {"matmul_float32_gflop_per_s": 400, "matmul_bfloat16_gflop_per_s": 900}
 CLIP = dict(height=16, width=32)
@@ -46,32 +46,30 @@ def test_products_are_those_of_the_formula():
 
 
 def test_what_teacache_costs_is_told_by_threshold(tmp_path, monkeypatch):
-    made, call = [], VideoPipeline.__call__
+    made = []
 
-    def recorded(pipe, prompt, **options):
-        made.append((prompt, options["cache"], options.get("seed"), call(pipe, prompt, **options)))
-        return made[-1][-1]
+    def pipe(prompt, *, seed=None, cache, cache_threshold=None, **options):
+        assert options == dict(height=16, width=32, num_inference_steps=8)
+        whole = np.random.default_rng(seed).integers(0, 250, (9, 16, 32, 3), np.uint8)
+        made.append((prompt, seed, cache, cache_threshold))
+        if cache is None:
+            return VideoOutput(whole, fps=8, seed=0, steps=8, computed=8, seconds={"denoise": 4.0})
+        off = np.uint8({0.1: 0, 0.2: seed}[cache_threshold])
+        return VideoOutput(whole + off, fps=8, seed=0, steps=8, computed=5, seconds={"denoise": 2.0})
 
-    monkeypatch.setattr(VideoPipeline, "__call__", recorded)
-    settings = dict(height=16, width=32, num_frames=9, num_inference_steps=8, guidance_scale=1.0)
-    folder = video_folder("t2v", tmp_path / "tiny")
-    result = bench_teacache(
-        str(folder), prompts=["a red circle", "a blue square"], thresholds=[1e9], seed=3, **settings
-    )
-    assert [one[:3] for one in made[2:]] == [
-        (prompt, cache, seed)
-        for prompt, seed in (("a red circle", 3), ("a blue square", 4))
-        for cache in (None, "teacache")
-    ]
-    row = result["thresholds"][0]
-    assert (result["settings"]["steps"], row["computed"]) == (8, 5)
-    for (*_, whole), (*_, cached), psnr in zip(made[2::2], made[3::2], row["psnr"], strict=True):
-        assert psnr == pytest.approx(10 * np.log10(255**2 / np.mean((whole.frames - cached.frames.astype(float)) ** 2)))
-    assert "2 clips of 9 frames of 16 x 32" in markdown(result)
-    assert "| 1e+09 | 5 of 8 |" in markdown(result)
+    monkeypatch.setattr(VideoPipeline, "from_pretrained", lambda *_, **__: pipe)
+    settings = dict(height=16, width=32, num_inference_steps=8, seed=3)
+    result = bench_teacache("some/tiny", prompts=["a circle", "a square"], thresholds=[0.1, 0.2], **settings)
+    choices = [(None, None), ("teacache", 0.1), ("teacache", 0.2)]
+    clips = [("a circle", 3), ("a square", 4)]
+    assert made[2:] == [(*clip, *choice) for clip in clips for choice in choices]  # after those that warm up
+    assert result["thresholds"][0]["psnr"] == [None, None]
+    assert result["thresholds"][1]["psnr"] == pytest.approx([20 * np.log10(255 / off) for off in (3, 4)])
+    page = markdown(result)
+    assert "2 clips of 9 frames of 16 x 32" in page
+    assert "| 0.1 | 5 of 8 | 2 | 2.00 | no difference |" in page
+    assert "| 0.2 | 5 of 8 | 2 | 2.00 | 37.3 | 36.1 |" in page
     assert write(result, tmp_path).name.endswith("-teacache-tiny.json")
-    row["psnr"] = [None, None]
-    assert "| no difference |" in markdown(result)
 
 
 @pytest.mark.parametrize(

@@ -284,4 +284,5 @@ def _video_name(result: dict[str, Any]) -> list[str]:
     settings = result["settings"]
     frames = "-".join(map(str, settings["frames"]))
     what = settings["stages"] if result["cases"] else ["memory"]
-    return [settings["size"], *what, settings["dtype"], f"{frames}x{settings['height']}x{settings['width']}"]
+    fewer = [f"{settings['layers']}-layers"] if settings["layers"] else []
+    return [settings["size"], *fewer, *what, settings["dtype"], f"{frames}x{settings['height']}x{settings['width']}"]
