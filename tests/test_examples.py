@@ -16,7 +16,7 @@ def run(monkeypatch, capsys):
 
     def call(name):
         monkeypatch.setattr(sys, "argv", [name])
-        runpy.run_path(str(EXAMPLES / name))
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")  # as a person runs it
         return capsys.readouterr().out
 
     return call
