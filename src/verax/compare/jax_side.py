@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from verax import ops
 from verax.compare.recorder import Recorder, Watch, recording
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
@@ -77,7 +78,8 @@ def trace_jax(
     recorder = Recorder(trace, record, inputs)
     args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
     function = partial(call, model) if call is not None else model
-    with recording(recorder, watch), _patched(model, recorder):
+    # Layers that one operation could run together run one by one, or nobody would see them.
+    with recording(recorder, watch), _patched(model, recorder), ops.use_forms(linear_many="plain"):
         if jit:
             result = jax.jit(function)(*args, **kwargs)
             jax.effects_barrier()

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.models.mixing import Attend, Carry
-from verax.nn import Embedding, Linear, RMSNorm
+from verax.nn import Embedding, Linear, RMSNorm, together
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
 
@@ -129,7 +129,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
 
     def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
-        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = map(self._heads, together(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
@@ -150,7 +150,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear(F, D, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class DecoderLayer(nnx.Module):

@@ -21,7 +21,7 @@ from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.models.mixing import Attend, Carry, Recurrence
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
-from verax.nn import Embedding, Linear, RMSNorm
+from verax.nn import Embedding, Linear, RMSNorm, together
 
 __all__ = ["DeltaState", "Qwen35Config", "Qwen35ForCausalLM"]
 
@@ -181,7 +181,8 @@ class GatedDeltaNet(nnx.Module):
         """q, k and v side by side, the gate z, and what the write strength (b) and the decay (a) are made of."""
         config = self.config
         if not config.fused_projections:
-            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+            qkv, z, b, a = together(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+            return qkv, z, b, a
         H, K = config.linear_num_key_heads, config.linear_key_head_dim
         values = config.linear_num_value_heads // H * config.linear_value_head_dim
         grouped = self.in_proj_qkvz(x).reshape(*x.shape[:-1], H, -1)
@@ -205,9 +206,10 @@ class GatedAttention(nnx.Module):
         self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
 
     def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
+        queries, keys, values = together(x, self.q_proj, self.k_proj, self.v_proj)
         # A head's query and gate lie beside each other.
-        q, gate = jnp.split(_heads(self.q_proj(x), 2 * self.head_dim), 2, axis=-1)
-        k, v = _heads(self.k_proj(x), self.head_dim), _heads(self.v_proj(x), self.head_dim)
+        q, gate = jnp.split(_heads(queries, 2 * self.head_dim), 2, axis=-1)
+        k, v = _heads(keys, self.head_dim), _heads(values, self.head_dim)
         q, k = ops.apply_rotary(self.q_norm(q), *rotary), ops.apply_rotary(self.k_norm(k), *rotary)
         out = attend(layer, q, k, v) * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))

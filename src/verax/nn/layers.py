@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.ops.conv import Padding, Stride
 
-__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm"]
+__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "together"]
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
@@ -33,6 +33,14 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         """Map the last axis."""
         return ops.linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...])
+
+
+def together(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
+    """`layer(x)`, `[*B, F]`, of each layer, in one operation where there is a fast form of it."""
+    weights = [layer.weight.get_value() for layer in layers]
+    if ops.linear_many.select(x, weights).name == "plain":
+        return tuple(layer(x) for layer in layers)  # so that whoever watches the layers sees them
+    return ops.linear_many(x, weights, [None if layer.bias is None else layer.bias[...] for layer in layers])
 
 
 class Embedding(nnx.Module):

@@ -6,7 +6,7 @@ from verax.ops.attention import attention
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
-from verax.ops.linear import linear
+from verax.ops.linear import linear, linear_many
 from verax.ops.norm import layer_norm, rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
 from verax.ops.pages import Pages, QuantizedPages, new_pages
@@ -49,6 +49,7 @@ __all__ = [
     "kda",
     "layer_norm",
     "linear",
+    "linear_many",
     "local_delta_rule",
     "new_pages",
     "operation",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,7 +11,7 @@ from jaxtyping import Array, Float
 from verax.ops._dispatch import operation
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["linear"]
+__all__ = ["linear", "linear_many"]
 
 
 Weight = Float[Array, "F D"] | QuantizedWeight
@@ -35,6 +37,17 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
         preferred_element_type=jnp.float32,
     )
     return _add(y, bias)
+
+
+@operation
+def linear_many(
+    x: Float[Array, "*B D"], weights: Sequence[Weight], biases: Sequence[Array | None] | None = None
+) -> tuple[Array, ...]:
+    """`linear(x, W, b)` for each of several weights `[F, D]`: a model's queries, keys and values, say.
+
+    Biases `[F]` may be None, one or all.
+    """
+    return tuple(linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True))
 
 
 def _is_quantized(x: object, weight: object, bias: object = None) -> bool:

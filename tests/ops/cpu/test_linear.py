@@ -166,3 +166,33 @@ def test_a_row_with_a_nan_or_infinity_is_not_finite_and_leaves_the_others_alone(
         alone, y = native(x, q), native(x.at[1, 383].set(value), q)
     assert not np.isfinite(y[1]).any()
     np.testing.assert_array_equal(y[::2], alone[::2])
+
+
+@jax.jit
+def _many(x, weights, biases):
+    with ops.use_forms(linear_many="native"):
+        return ops.linear_many(x, weights, biases)
+
+
+@for_each_level
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+def test_several_weights_give_what_each_gives_alone(level, kind):
+    sizes = (1, 16, 17, 300)  # less than a piece of work, a whole one, two with a rest, many
+    weights = [arrays(1, 64, n, jnp.float32, seed=n)[1] for n in sizes]
+    bits = {"int8": 8, "int4": 4}.get(kind)
+    weights = [quantize(w, bits, 32) if bits else w.astype(kind) for w in weights]
+    biases = [None, jnp.arange(16.0), None, jnp.arange(300.0)]
+    with library.use_level(level):
+        for m in (0, 1, 3):
+            x, _ = arrays(m, 64, 1, jnp.float32)
+            for y, w, bias in zip(_many(x, weights, biases), weights, biases, strict=True):
+                np.testing.assert_array_equal(y, native(x, w, bias))
+
+
+def test_weights_of_two_kinds_are_multiplied_one_by_one():
+    x, w = arrays(2, 64, 32, jnp.bfloat16)
+    other = w.astype(jnp.float32)
+    assert ops.linear_many.select(x, [w, w]).name == "native"
+    assert ops.linear_many.select(x, [w, other]).name == "plain"
+    for y, weight in zip(ops.linear_many(x, [w, other]), (w, other), strict=True):
+        np.testing.assert_array_equal(y, ops.linear(x, weight))

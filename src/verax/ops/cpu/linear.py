@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from verax.ops.cpu import library
-from verax.ops.linear import Weight, linear
+from verax.ops.linear import Weight, linear, linear_many
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
+
+FORM = "native"
 
 MAX_ROWS = 32
 """Up to here XLA's matmul library is slower: 1.2 times at 32 rows of a 4096 x 11008 weight (`verax bench ops`)."""
@@ -32,24 +35,49 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     return few and jax.device_count() == 1 and library.available()
 
 
+def _accepts_many(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
+    return len({_kind(weight) for weight in weights}) == 1 and linear.select(x, weights[0]).name == FORM
+
+
+def _kind(weight: Any) -> tuple[Any, ...]:
+    """What is the same for all weights of a call."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.values.dtype, weight.group_size, weight.scales.dtype
+    return (weight.dtype,)
+
+
 @jax.custom_jvp
-def _product(x: Float[Array, "M D"], weight: Weight) -> Float[Array, "M F"]:
-    x, shape = x.astype(jnp.float32), (x.shape[0], weight.shape[0])
-    if not isinstance(weight, QuantizedWeight):
-        return library.call("verax_linear", shape, x, weight)
-    group = np.int64(weight.group_size or 0)
-    return library.call("verax_linear_quantized", shape, x, weight.values, weight.scales, group=group)
+def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, ...]:
+    x = x.astype(jnp.float32)
+    results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
+    handler, attributes, arrays = "verax_linear", {}, []
+    for weight in weights:
+        if isinstance(weight, QuantizedWeight):
+            handler, attributes = "verax_linear_quantized", {"group": np.int64(weight.group_size or 0)}
+            arrays += [weight.values, weight.scales]
+        else:
+            arrays.append(weight)
+    return tuple(library.call_many(handler, results, x, *arrays, **attributes))
 
 
-@_product.defjvp
-def _product_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    _, tangent = jax.jvp(linear.__wrapped__, primals, tangents)
-    return _product(*primals), tangent
+@_products.defjvp
+def _products_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
+    _, tangent = jax.jvp(lambda x, weights: tuple(linear.__wrapped__(x, w) for w in weights), primals, tangents)
+    return _products(*primals), tangent
 
 
-@linear.form("native", platforms=("cpu",), accepts=_accepts)
+@linear_many.form(FORM, platforms=("cpu",), accepts=_accepts_many)
+def _linear_many_native(
+    x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any] | None = None
+) -> tuple[Array, ...]:
+    rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights))
+    ys = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows]
+    pairs = zip(ys, biases or [None] * len(ys), strict=True)
+    return tuple(y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs)
+
+
+@linear.form(FORM, platforms=("cpu",), accepts=_accepts)
 def _linear_native(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    y = _product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else y + bias.astype(jnp.float32)
+    return _linear_many_native(x, [weight], [bias])[0]

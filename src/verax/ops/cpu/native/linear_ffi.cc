@@ -1,6 +1,8 @@
 // The FFI handlers of kernels/linear.cc: check shapes, pack x, share the rows of W over the threads.
 #include <algorithm>
 #include <initializer_list>
+#include <numeric>
+#include <vector>
 
 #include "export.h"
 #include "kernels/linear.h"
@@ -17,67 +19,117 @@ namespace ffi = ::xla::ffi;
 // Bytes of weight that a thread takes at a time: some ten microseconds of memory traffic.
 constexpr int64_t PIECE = 256 * 1024;
 
-void run(ffi::ThreadPool& pool, LinearTask task) {
-  if (task.M == 0 || task.N == 0) return;
-  const AlignedBytes packed(std::max<int64_t>(64, linear_packed_bytes(task.M, task.K)));
-  task.packed = packed.data();
-  VERAX_KERNEL(linear_pack)(task);
+// Products of the same x with several weights, which differ in N alone. One round of work for all of them: to hand work
+// to the other threads and to wait for the last piece costs as much as reading a megabyte.
+void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
+  LinearTask& first = tasks.front();
+  const int64_t total = std::accumulate(tasks.begin(), tasks.end(), int64_t{0},
+                                        [](int64_t sum, const LinearTask& task) { return sum + task.N; });
+  if (first.M == 0 || total == 0) return;
+  const AlignedBytes packed(std::max<int64_t>(64, linear_packed_bytes(first.M, first.K)));
+  first.packed = packed.data();
+  VERAX_KERNEL(linear_pack)(first);
   const auto columns = VERAX_KERNEL(linear_columns);
-  const int64_t rows = std::min(PIECE / std::max<int64_t>(1, linear_row_bytes(task)), task.N / 8);
+  const int64_t rows = std::min(PIECE / std::max<int64_t>(1, linear_row_bytes(first)), total / 8);
   const int64_t grain = std::max(LINEAR_STEP, rows / LINEAR_STEP * LINEAR_STEP);
-  parallel_for(pool, task.N, grain, [&](int64_t begin, int64_t end) { columns(task, begin, end); });
+  std::vector<int64_t> begins{0};  // of each task's pieces
+  for (LinearTask& task : tasks) {
+    task.packed = first.packed;
+    begins.push_back(begins.back() + (task.N + grain - 1) / grain);
+  }
+  parallel_for(pool, begins.back(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const size_t t = std::upper_bound(begins.begin(), begins.end(), piece) - begins.begin() - 1;
+      const int64_t row = (piece - begins[t]) * grain;
+      columns(tasks[t], row, std::min(tasks[t].N, row + grain));
+    }
+  });
 }
 
-ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
-                  ffi::ResultBuffer<ffi::F32> y) {
-  const auto in = x.dimensions(), shape = weight.dimensions(), out = y->dimensions();
-  if (in.size() != 2 || shape.size() != 2 || out.size() != 2 || in[1] != shape[1] || out[0] != in[0] ||
-      out[1] != shape[0]) {
-    return ffi::Error::InvalidArgument("linear: expected x [M, K], weight [N, K] and y [M, N]");
+bool is(ffi::Span<const int64_t> dimensions, std::initializer_list<int64_t> expected) {
+  return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
+}
+
+// A task with what concerns x and y; N from y.
+ffi::ErrorOr<LinearTask> begin_task(const ffi::Buffer<ffi::F32>& x, ffi::RemainingRets results, size_t index) {
+  auto result = results.get<ffi::Buffer<ffi::F32>>(index);
+  if (!result) return ffi::Unexpected(result.error());
+  const auto in = x.dimensions(), out = (*result)->dimensions();
+  if (in.size() != 2 || out.size() != 2 || out[0] != in[0]) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("linear: expected x [M, K] and y [M, N]"));
   }
   LinearTask task{};
-  task.M = in[0], task.N = shape[0], task.K = in[1];
-  task.x = x.typed_data(), task.weights = weight.untyped_data(), task.y = y->typed_data();
-  switch (weight.element_type()) {
-    case ffi::F32: task.kind = Weights::f32; break;
-    case ffi::BF16: task.kind = Weights::bf16; break;
-    default: return ffi::Error::InvalidArgument("linear: expected a weight of float32 or bfloat16");
+  task.M = in[0], task.N = out[1], task.K = in[1];
+  task.x = x.typed_data(), task.y = (*result)->typed_data();
+  return task;
+}
+
+ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+                  ffi::RemainingRets results) {
+  std::vector<LinearTask> tasks;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto weight = weights.get<ffi::AnyBuffer>(i);
+    auto task = begin_task(x, results, i);
+    if (!weight || !task) return weight ? task.error() : weight.error();
+    if (!is(weight->dimensions(), {task->N, task->K})) {
+      return ffi::Error::InvalidArgument("linear: expected a weight [N, K] for each y [M, N]");
+    }
+    task->weights = weight->untyped_data();
+    switch (weight->element_type()) {
+      case ffi::F32: task->kind = Weights::f32; break;
+      case ffi::BF16: task->kind = Weights::bf16; break;
+      default: return ffi::Error::InvalidArgument("linear: expected weights of float32 or bfloat16");
+    }
+    if (i > 0 && task->kind != tasks[0].kind) return ffi::Error::InvalidArgument("linear: weights of two dtypes");
+    tasks.push_back(*task);
   }
-  run(pool, task);
+  if (tasks.empty() || results.size() != tasks.size()) {
+    return ffi::Error::InvalidArgument("linear: expected as many results as weights, one or more");
+  }
+  run(pool, tasks);
   return ffi::Error::Success();
 }
 
-ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values,
-                            ffi::AnyBuffer scales, ffi::ResultBuffer<ffi::F32> y, int64_t group) {
-  const auto in = x.dimensions(), shape = values.dimensions(), by = scales.dimensions(), out = y->dimensions();
-  if (in.size() != 2 || out.size() != 2 || out[0] != in[0]) {
-    return ffi::Error::InvalidArgument("linear_quantized: expected x [M, K] and y [M, N]");
+// `weights`: of each its values, then its scales.
+ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+                            ffi::RemainingRets results, int64_t group) {
+  std::vector<LinearTask> tasks;
+  for (size_t i = 0; i < weights.size() / 2; ++i) {
+    const auto values = weights.get<ffi::AnyBuffer>(2 * i), scales = weights.get<ffi::AnyBuffer>(2 * i + 1);
+    auto found = begin_task(x, results, i);
+    if (!values || !scales) return values ? scales.error() : values.error();
+    if (!found) return found.error();
+    LinearTask& task = *found;
+    task.group = group;
+    task.weights = values->untyped_data();
+    task.scales = scales->untyped_data(), task.half_scales = scales->element_type() == ffi::F16;
+    if (!task.half_scales && scales->element_type() != ffi::F32) {
+      return ffi::Error::InvalidArgument("linear_quantized: expected scales of float16 or float32");
+    }
+    const bool grouped = group == 32 || group == 64 || group == 128;
+    if (grouped ? task.K % group != 0 : group != 0) {
+      return ffi::Error::InvalidArgument("linear_quantized: expected a scale for each 32, 64, 128 or all inputs");
+    }
+    const int64_t groups = grouped ? task.K / group : 1, blocks = (task.N + 15) / 16;
+    const auto shape = values->dimensions(), by = scales->dimensions();
+    bool fits = false;
+    if (values->element_type() == ffi::S8) {
+      task.kind = Weights::int8;
+      fits = is(shape, {task.N, task.K}) && is(by, {task.N, groups});
+    } else if (values->element_type() == ffi::U16) {
+      task.kind = Weights::int4;
+      fits = grouped && is(shape, {blocks, task.K / 8, 32}) && is(by, {blocks, groups, 16});
+    }
+    if (!fits) return ffi::Error::InvalidArgument("linear_quantized: the values or scales do not fit x and y");
+    if (i > 0 && task.kind != tasks[0].kind) {
+      return ffi::Error::InvalidArgument("linear_quantized: weights of two kinds");
+    }
+    tasks.push_back(task);
   }
-  LinearTask task{};
-  task.M = in[0], task.N = out[1], task.K = in[1], task.group = group;
-  task.x = x.typed_data(), task.weights = values.untyped_data(), task.y = y->typed_data();
-  task.scales = scales.untyped_data(), task.half_scales = scales.element_type() == ffi::F16;
-  if (!task.half_scales && scales.element_type() != ffi::F32) {
-    return ffi::Error::InvalidArgument("linear_quantized: expected scales of float16 or float32");
+  if (tasks.empty() || results.size() != tasks.size() || weights.size() != 2 * tasks.size()) {
+    return ffi::Error::InvalidArgument("linear_quantized: expected values and scales for each result, one or more");
   }
-  const bool grouped = group == 32 || group == 64 || group == 128;
-  if (grouped ? task.K % group != 0 : group != 0) {
-    return ffi::Error::InvalidArgument("linear_quantized: expected a scale for each 32, 64, 128 or all inputs");
-  }
-  const int64_t groups = grouped ? task.K / group : 1, blocks = (task.N + 15) / 16;
-  const auto is = [](const auto& dimensions, std::initializer_list<int64_t> expected) {
-    return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
-  };
-  bool fits = false;
-  if (values.element_type() == ffi::S8) {
-    task.kind = Weights::int8;
-    fits = is(shape, {task.N, task.K}) && is(by, {task.N, groups});
-  } else if (values.element_type() == ffi::U16) {
-    task.kind = Weights::int4;
-    fits = grouped && is(shape, {blocks, task.K / 8, 32}) && is(by, {blocks, groups, 16});
-  }
-  if (!fits) return ffi::Error::InvalidArgument("linear_quantized: the values or scales do not fit x and y");
-  run(pool, task);
+  run(pool, tasks);
   return ffi::Error::Success();
 }
 
@@ -88,14 +140,13 @@ VERAX_HANDLER(verax_linear, verax::linear,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                  .Arg<xla::ffi::AnyBuffer>()
-                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+                  .RemainingArgs()
+                  .RemainingRets());
 
 VERAX_HANDLER(verax_linear_quantized, verax::linear_quantized,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                  .Arg<xla::ffi::AnyBuffer>()
-                  .Arg<xla::ffi::AnyBuffer>()
-                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .RemainingArgs()
+                  .RemainingRets()
                   .Attr<int64_t>("group"));
