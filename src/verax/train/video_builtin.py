@@ -155,7 +155,7 @@ _SETTINGS: Mapping[str, Any] = {
         "width": SIZE,
         "num_frames": FRAMES,
         "num_inference_steps": 20,
-        "guidance_scale": 3.0,
+        "guidance_scale": 5.0,
         "shift": SHIFT,
         "fps": 8,
         "negative_prompt": "",

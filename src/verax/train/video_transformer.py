@@ -43,7 +43,7 @@ IMAGE_ENCODER = CLIPVisionConfig(
 )
 
 SCHEDULE = Schedule(
-    steps=8000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99, muon_learning_rate=4e-3
+    steps=11000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99, muon_learning_rate=4e-3
 )
 
 BATCH = 32

@@ -50,7 +50,8 @@ def _kind(weight: Any) -> tuple[Any, ...]:
 def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, ...]:
     x = x.astype(jnp.float32)
     results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
-    handler, attributes, arrays = "verax_linear", {}, []
+    handler, arrays = "verax_linear", list[Any]()
+    attributes: dict[str, Any] = {}
     for weight in weights:
         if isinstance(weight, QuantizedWeight):
             handler, attributes = "verax_linear_quantized", {"group": np.int64(weight.group_size or 0)}
