@@ -43,8 +43,14 @@ def _no_write(
 ) -> ops.Pages:
     # One value still goes in: if nobody asked for x, the products that make it would be dropped as well.
     if isinstance(cache, QuantizedPages):
-        return cache._replace(values=cache.values.at[0, 0, 0, 0].set(x[0, 0, 0].astype(jnp.int8)))
-    return cache.at[0, 0, 0, 0].set(x[0, 0, 0].astype(cache.dtype))
+        return cache._replace(values=_first_replaced(cache.values, x))
+    return _first_replaced(cache, x)
+
+
+def _first_replaced(values: Array, x: Float[Array, "T K H"]) -> Array:
+    # Not `.at[].set`: XLA scatters one bfloat16 at the price of the whole cache.
+    one = x[:1, :1, :1].astype(values.dtype).reshape((1,) * values.ndim)
+    return jax.lax.dynamic_update_slice(values, one, (0,) * values.ndim)
 
 
 @sampling.sample.form("skipped", accepts=None)
