@@ -63,15 +63,20 @@ def video_builtin(
         bool,
         typer.Option("--evaluate", help="Train nothing: measure the output folder's model, or the built-in one."),
     ] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Devices: data=4 divides batches, data=2,fsdp=4 weights too.", show_default="(one)"),
+    ] = None,
 ) -> None:
     """Train the built-in video model, about two hours on two CPU cores, and measure it. Needs extras train, video."""
     from verax import builtin
     from verax.train import video_evaluation
+    from verax.train.mesh import parse_mesh
     from verax.train.video_builtin import train_builtin
 
     made = output / "model"
     if not evaluate:
-        train_builtin(output, steps=steps, seed=seed, resume=resume)
+        train_builtin(output, steps=steps, seed=seed, resume=resume, mesh=parse_mesh(mesh))
     folder = made if made.is_dir() else builtin.video_model()
     for name, value in video_evaluation.evaluate(folder).items():
         typer.echo(f"{name.replace('_', ' ')}: {value:.3f}")

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from verax import plots, progress
 from verax._compat import compiler_options
 from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
+from verax.train.mesh import batch_sharding, state_sharding
 
 if TYPE_CHECKING:
     import optax
@@ -107,6 +109,7 @@ def train(
     average: float | None = None,
     counted: str = "tokens",
     loss_unit: str = "nats per token",
+    mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> Any:
     """Minimise `loss(params, batch)`; the trained parameters, or their running mean.
@@ -124,6 +127,8 @@ def train(
             less, so that it forgets the initial parameters.
         counted: the entry of a batch whose size measures the work, for the log's speed.
         loss_unit: what the plot says of the loss.
+        mesh: devices to divide batches and state over, from `mesh.parse_mesh`. A run may go on with other devices; its
+            numbers are then the same up to rounding.
         show_progress: a bar on a terminal.
 
     Raises:
@@ -159,14 +164,19 @@ def train(
             mean = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, mean, params)
         return (params, optimizer_state, mean), value, norm
 
-    update = jax.jit(update, donate_argnums=0, compiler_options=compiler_options())
+    placed = None
+    if mesh is not None:
+        shardings = state_sharding(mesh, state)
+        state, placed = jax.device_put(state, shardings), (shardings, None, None)
+    update = jax.jit(update, donate_argnums=0, out_shardings=placed, compiler_options=compiler_options())
     last = min(schedule.steps, stop_at or schedule.steps)
     begin, done = time.perf_counter(), 0
     with log, progress.bar("training", enabled=show_progress) as report:
         for batch in batches(step):
             if step >= last:
                 break
-            state, value, norm = update(state, batch, np.float32(step))
+            given = batch if mesh is None else jax.device_put(batch, batch_sharding(mesh, batch))
+            state, value, norm = update(state, given, np.float32(step))
             step += 1
             done += batch[counted].size
             if step % 10 == 0 or step == last:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from verax.checkpoint.save import save
 from verax.checkpoint.video_convert import convert
@@ -43,6 +44,7 @@ def train_builtin(
     clip_count: int = CLIPS,
     seed: int = 0,
     resume: bool = False,
+    mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> Path:
     """Train the built-in video model and export it in diffusers' layout; that folder, `output / "model"`.
@@ -56,13 +58,15 @@ def train_builtin(
         clip_count: clips that the transformer learns from.
         seed: of data, noise and initial weights.
         resume: go on from what is in `output`.
+        mesh: devices to train on, from `mesh.parse_mesh`; one if None. Latents are made on one.
         show_progress: progress bars on a terminal.
     """
 
     def part(name: str) -> dict[str, Any]:
         folder = output / name
         again = resume and (folder / STATE).exists()
-        return {"output": folder, "steps": steps, "seed": seed, "resume": again, "show_progress": show_progress}
+        same = {"steps": steps, "seed": seed, "mesh": mesh, "show_progress": show_progress}
+        return {"output": folder, "resume": again, **same}
 
     vae = train_vae(**part("vae"))
     if not resume:

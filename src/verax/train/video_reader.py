@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from verax import ops
@@ -60,6 +61,7 @@ def train_reader(
     steps: int | None = None,
     seed: int = 0,
     resume: bool = False,
+    mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> Reader:
     """Train the text encoder on captions alone, with state, log and plot in `output`.
@@ -84,6 +86,7 @@ def train_reader(
         resume=resume,
         save_every=500,
         loss_unit="nats per caption",
+        mesh=mesh,
         show_progress=show_progress,
     )
     return nnx.merge(graph, trained)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from verax import ops
@@ -80,6 +81,7 @@ def train_transformer(
     seed: int = 0,
     resume: bool = False,
     stop_at: int | None = None,
+    mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> Trainee:
     """Train transformer and encoders, with state, log and plot in `output`.
@@ -104,6 +106,7 @@ def train_transformer(
         average=AVERAGE,
         counted="labels",
         loss_unit="squared error of the velocity, and terms",
+        mesh=mesh,
         show_progress=show_progress,
     )
     return nnx.merge(graph, trained)

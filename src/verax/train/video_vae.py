@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 
 from verax import ops
@@ -84,6 +85,7 @@ def train_vae(
     seed: int = 0,
     resume: bool = False,
     stop_at: int | None = None,
+    mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> WanVae:
     """Train the VAE, with its state, log and plot in `output`; the model, float32, its statistics measured.
@@ -104,6 +106,7 @@ def train_vae(
         average=AVERAGE,
         counted="pixels",
         loss_unit="L1 and terms",
+        mesh=mesh,
         show_progress=show_progress,
     )
     return _with_statistics(nnx.merge(graph, trained), seed)
@@ -116,6 +119,7 @@ def refine_decoder(
     steps: int | None = None,
     seed: int = 0,
     resume: bool = False,
+    mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> WanVae:
     """Train the decoder on, with its state, log and plot in `output`; the model with that decoder.
@@ -140,6 +144,7 @@ def refine_decoder(
         average=AVERAGE,
         counted="pixels",
         loss_unit="L1 and terms",
+        mesh=mesh,
         show_progress=show_progress,
     )
     return nnx.merge(graph, trained, fixed)

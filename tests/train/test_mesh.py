@@ -1,0 +1,86 @@
+"""Training on eight devices: the same as on one. A process of its own, for its eight devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verax.errors import InvalidParameterError
+from verax.train.mesh import parse_mesh
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from verax.train import loop
+from verax.train.loop import Schedule, train
+from verax.train.mesh import batch_sharding, parse_mesh, state_sharding
+
+assert jax.device_count() == 8
+folder = Path(sys.argv[1])
+schedule = Schedule(steps=12, peak_learning_rate=0.1, warmup_steps=2, muon_learning_rate=0.1)
+rng = np.random.default_rng(0)
+fresh = lambda: {"inner": jnp.ones((8, 12)), "head": jnp.ones((12, 3)) / 7, "bias": jnp.zeros(3)}
+
+
+def loss(params, batch):
+    noise = 0.01 * jax.random.normal(jax.random.key(batch["seed"]), batch["tokens"].shape)
+    y = jax.nn.silu((batch["tokens"] + noise) @ params["inner"]) @ params["head"] + params["bias"]
+    return jnp.mean((y - batch["tokens"][:, :3]) ** 2)
+
+
+def batches(start):
+    for step in range(start, 100):
+        rows = 16 if step % 2 else 5  # five do not divide by eight
+        x = np.random.default_rng(step).standard_normal((rows, 8)).astype(np.float32)
+        yield {"tokens": x, "seed": np.asarray(step, np.uint32)}
+
+
+def run(name, mesh, **options):
+    return train(loss, fresh(), batches, schedule, folder / name, mesh=parse_mesh(mesh), average=0.9,
+                 show_progress=False, **options)
+
+
+one = run("one", None)
+for mesh in ("data=8", "data=2,fsdp=4"):
+    many = run(mesh, mesh)
+    for name in one:
+        np.testing.assert_allclose(many[name], one[name], rtol=2e-4, atol=2e-5)
+assert len({str(shard.index) for shard in run("parts", "fsdp=4", stop_at=1)["inner"].addressable_shards}) == 4
+
+# Interrupted on eight devices, ended on one.
+run("moved", "data=2,fsdp=4", stop_at=7)
+for name, value in run("moved", None, resume=True).items():
+    np.testing.assert_allclose(value, one[name], rtol=2e-4, atol=2e-5)
+
+spec = batch_sharding(parse_mesh("data=2,fsdp=4"), next(batches(1)))
+assert spec["tokens"].shard_shape((16, 8)) == (2, 8) and spec["seed"].is_fully_replicated
+print("equal")
+"""
+
+
+def test_several_devices_train_as_one_does(tmp_path):
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=root, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.strip() == "equal"
+
+
+@pytest.mark.parametrize("text", ["tensor=2", "data", "data=0", "data=two", "data=1,data=1", ""])
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(InvalidParameterError, match="data=4"):
+        parse_mesh(text)
+
+
+def test_more_devices_than_there_are_are_refused():
+    with pytest.raises(InvalidParameterError, match="asks for 4096 devices"):
+        parse_mesh("data=4096")
