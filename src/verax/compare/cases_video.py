@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from verax import builtin
 from verax.checkpoint import load_module
 from verax.checkpoint.random_weights import random_weight
 from verax.checkpoint.video_folder import VideoFolder
@@ -127,8 +128,11 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
             made = nnx.merge(graph, nnx.from_flat_state(leaves))
         return kind.run(made, config, given)[1]
 
-    weights = "random" if size == "tiny" else f"random, {size}"
-    about = {"model": weights if folder is None else str(folder.path), "part": PARTS[part].what, **inputs.about}
+    if folder is None:
+        weights = "random" if size == "tiny" else f"random, {size}"
+    else:
+        weights = "built-in" if folder.path == builtin.video_model() else str(folder.path)
+    about = {"model": weights, "part": PARTS[part].what, **inputs.about}
     what = type(abstract).__name__
     library = "transformers" if part.endswith("encoder") else "diffusers"
     return Case(f"{what} and {library}", reference, ours, kind.names(settings), about)
