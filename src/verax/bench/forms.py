@@ -45,6 +45,7 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
         "hierarchical_delta_rule": [("", lam, {})],
         "layer_norm": [("", (a(4, 1024), a(1024), a(1024), 1e-6), {})],
         "linear": [("1 row", (a(1, 1024), weight), {}), ("4 rows", (a(4, 1024), weight), {})],
+        "linear_many": [("4 rows", (a(4, 1024), [weight] * 3), {})],
         "local_delta_rule": [("", lam, {})],
         "paged_attention": [("", (a(32, 16, 128), cache, cache, i(4, 8), i(4), i(5)), {})],
         "paged_decode_attention": [("", (a(4, 16, 128), cache, cache, i(4, 8), i(4)), {})],
