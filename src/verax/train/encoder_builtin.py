@@ -70,10 +70,7 @@ def train_builtin(
 
     `output` also gets the training state, the log and the loss plot. Arguments as of `text_builtin.train_builtin`.
     """
-    peak, warmup = SCHEDULE.peak_learning_rate, SCHEDULE.warmup_steps
-    schedule = SCHEDULE
-    if steps is not None:
-        schedule = Schedule(steps, peak, min(warmup, steps // 4 + 1), weight_decay=SCHEDULE.weight_decay)
+    schedule = SCHEDULE.of(steps)
     tokenizer = train_tokenizer(seed)
     graph, params = initial(seed, tokenizer.get_vocab_size())
     trained = train(

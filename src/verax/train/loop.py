@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,12 @@ class Schedule:
     """At its peak, in the place of `peak_learning_rate`, for the matrices that Muon trains."""
     outer: tuple[str, ...] = ("embed", "head")
     """Parts of the names of matrices that stay with AdamW: those between the network and what goes in or comes out."""
+
+    def of(self, steps: int | None) -> Schedule:
+        """The same in another number of steps, of which warm-up takes a quarter at most; itself for None."""
+        if steps is None:
+            return self
+        return replace(self, steps=steps, warmup_steps=min(self.warmup_steps, steps // 4 + 1))
 
     def optimizer(self) -> optax.GradientTransformation:
         """The optax chain.

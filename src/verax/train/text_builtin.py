@@ -81,7 +81,7 @@ def train_builtin(
         stop_at: leave after this step although the schedule goes on.
         show_progress: a progress bar on a terminal.
     """
-    schedule = SCHEDULE if steps is None else Schedule(steps, SCHEDULE.peak_learning_rate, min(150, steps // 4 + 1))
+    schedule = SCHEDULE.of(steps)
     tokenizer = train_tokenizer(seed)
     graph, params = initial(seed)
     trained = train(

@@ -9,7 +9,6 @@ the beginning.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def train_reader(
 
     Arguments as of `video_builtin.train_builtin`.
     """
-    schedule = SCHEDULE if steps is None else replace(SCHEDULE, steps=steps, warmup_steps=min(50, steps // 4 + 1))
+    schedule = SCHEDULE.of(steps)
     graph, params = nnx.split(initial(seed))
 
     def loss(params: nnx.State, batch: dict[str, Array]) -> Float[Array, ""]:

@@ -8,7 +8,6 @@ The text encoder, which learned to read before (`video_reader`), goes on with th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def train_transformer(
         clips: what is learned from.
         reader: from `train_reader`.
     """
-    schedule = SCHEDULE if steps is None else replace(SCHEDULE, steps=steps, warmup_steps=min(100, steps // 4 + 1))
+    schedule = SCHEDULE.of(steps)
     graph, params = initial(reader, seed)
     trained = train(
         lambda params, batch: loss(nnx.merge(graph, params), batch),

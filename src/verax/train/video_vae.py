@@ -92,7 +92,7 @@ def train_vae(
 
     Arguments as of `video_builtin.train_builtin`.
     """
-    schedule = SCHEDULE if steps is None else replace(SCHEDULE, steps=steps, warmup_steps=min(40, steps // 4 + 1))
+    schedule = SCHEDULE.of(steps)
     graph, params = initial(seed)
     trained = train(
         lambda params, batch: loss(nnx.merge(graph, params), batch),
@@ -129,9 +129,7 @@ def refine_decoder(
     Args:
         vae: from `train_vae`; its encoder stays as it is.
     """
-    schedule = DECODER_SCHEDULE
-    if steps is not None:
-        schedule = replace(schedule, steps=steps, warmup_steps=min(schedule.warmup_steps, steps // 4 + 1))
+    schedule = DECODER_SCHEDULE.of(steps)
     graph, decoder, fixed = nnx.split(vae, lambda path, _: path[0] in ("decoder", "conv2"), ...)
     trained = train(
         lambda params, batch: loss(nnx.merge(graph, params, fixed), batch),
