@@ -19,8 +19,8 @@ from verax.compare.inputs import Inputs
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.recorder import Watch
 from verax.compare.run import Case, Side
-from verax.compare.torch_side import torch
-from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.compare.torch_side import reference_package, torch
+from verax.errors import InvalidParameterError
 from verax.models import DTYPES, causal_lm, encoder, lam_layers
 from verax.text.llm import load_model
 from verax.text.tokenizer import Tokenizer
@@ -226,19 +226,11 @@ def _one_by_one(model: Any, tokens: Any) -> Any:
 
 
 def transformers() -> Any:
-    """The package, and torch.
-
-    Raises:
-        MissingDependencyError: where it is not installed.
-    """
-    torch()
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingDependencyError("the reference needs transformers: pip install 'verax[parity]'") from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
+    """The package, told to be quiet."""
+    package = reference_package("transformers")
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
+    return package
 
 
 def _random_folder(config: Mapping[str, Any], folder: Path, find: Any) -> Path:

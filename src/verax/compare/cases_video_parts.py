@@ -20,8 +20,8 @@ from verax.compare.cases import transformers
 from verax.compare.inputs import Shape
 from verax.compare.recorder import Watch
 from verax.compare.run import Side
-from verax.compare.torch_side import torch
-from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
+from verax.compare.torch_side import reference_package
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.models import wan_layers
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
@@ -68,17 +68,8 @@ class PartSides(NamedTuple):
 
 
 def diffusers() -> Any:
-    """The package, and torch.
-
-    Raises:
-        MissingDependencyError: where it is not installed.
-    """
-    torch()
-    try:
-        import diffusers
-    except ImportError as error:
-        raise MissingDependencyError("the reference needs diffusers: pip install 'verax[parity]'") from error
-    return diffusers
+    """The package."""
+    return reference_package("diffusers")
 
 
 def _normal(*shape: int) -> np.ndarray:

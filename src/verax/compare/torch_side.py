@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -30,6 +31,19 @@ def torch() -> Any:
     except ImportError as error:
         raise MissingDependencyError("comparing with PyTorch needs torch: pip install 'verax[parity]'") from error
     return torch
+
+
+def reference_package(name: str) -> Any:
+    """A package that holds a reference, on torch.
+
+    Raises:
+        MissingDependencyError: where it, or torch, is not installed.
+    """
+    torch()
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDependencyError(f"the reference needs {name}: pip install 'verax[parity]'") from error
 
 
 def trace_torch(
