@@ -8,29 +8,51 @@
 
 namespace {
 
-std::vector<uint16_t> rounded(const std::vector<float>& values) {
-  std::vector<uint16_t> bits(values.size());
-  for (size_t i = 0; i < values.size(); ++i) bits[i] = check::to_bf16(values[i]);
-  bits.shrink_to_fit();
-  return bits;
-}
+using verax::Weights;
 
-void product(const char* level, int64_t M, int64_t K, int64_t N, bool biased) {
-  const auto x = rounded(check::normal(M * K, 1)), weight = rounded(check::normal(N * K, 2));
+// How an operand is kept, and what its values then are.
+struct Operand {
+  std::vector<float> values;
+  std::vector<uint16_t> halves;
+  std::vector<int8_t> bytes;
+  const void* data = nullptr;
+
+  Operand(Weights kind, int64_t count, int seed) : values(check::normal(count, seed)) {
+    for (float& value : values) {
+      if (kind == Weights::bf16) {
+        halves.push_back(check::to_bf16(value));
+        value = check::from_bf16(halves.back());
+      } else if (kind == Weights::int8) {
+        bytes.push_back(static_cast<int8_t>(std::lround(std::fmax(-127, std::fmin(127, 50 * value)))));
+        value = bytes.back();
+      }
+    }
+    values.shrink_to_fit(), halves.shrink_to_fit(), bytes.shrink_to_fit();
+    data = kind == Weights::f32    ? static_cast<const void*>(values.data())
+           : kind == Weights::bf16 ? static_cast<const void*>(halves.data())
+                                   : static_cast<const void*>(bytes.data());
+  }
+};
+
+void product(const char* level, Weights kind, int64_t M, int64_t K, int64_t N, bool biased) {
+  const Operand x(kind == Weights::f32 ? kind : Weights::bf16, M * K, 1), weight(kind, N * K, 2);
   const auto bias = check::normal(N, 3);
+  auto scales = check::normal(N, 4);
+  for (float& scale : scales) scale *= 0.02f;
+  const bool scaled = kind == Weights::int8;
   std::vector<float> y(M * N, NAN);
   verax::GemmTask task{};
-  task.M = M, task.N = N, task.K = K;
-  task.x = x.data(), task.weight = weight.data(), task.bias = biased ? bias.data() : nullptr, task.y = y.data();
+  task.kind = kind, task.M = M, task.N = N, task.K = K;
+  task.x = x.data, task.weight = weight.data, task.y = y.data();
+  task.scales = scaled ? scales.data() : nullptr, task.bias = biased ? bias.data() : nullptr;
   check::Pool pool(3);
   verax::run_gemm(pool, task);
   pool.join();
   for (int64_t m = 0; m < M; ++m) {
     for (int64_t n = 0; n < N; ++n) {
-      double sum = biased ? bias[n] : 0;
-      for (int64_t k = 0; k < K; ++k) {
-        sum += static_cast<double>(check::from_bf16(x[m * K + k])) * check::from_bf16(weight[n * K + k]);
-      }
+      double sum = 0;
+      for (int64_t k = 0; k < K; ++k) sum += static_cast<double>(x.values[m * K + k]) * weight.values[n * K + k];
+      sum = sum * (scaled ? scales[n] : 1) + (biased ? bias[n] : 0);
       check::that(std::abs(y[m * N + n] - sum) <= 3e-6 * static_cast<double>(K) + 1e-5 * std::abs(sum),
                   "%s %ldx%ldx%ld at %ld, %ld: %g, not %g", level, static_cast<long>(M), static_cast<long>(K),
                   static_cast<long>(N), static_cast<long>(m), static_cast<long>(n), y[m * N + n], sum);
@@ -42,10 +64,12 @@ void product(const char* level, int64_t M, int64_t K, int64_t N, bool biased) {
 
 int main() {
   check::each_level([](const char* level) {
-    for (const bool biased : {false, true}) {
-      product(level, 1, 32, 16, biased);
-      product(level, 13, 416, 80, biased);
-      product(level, 200, 64, 400, biased);
+    for (const Weights kind : {Weights::f32, Weights::bf16, Weights::int8}) {
+      for (const bool biased : {false, true}) {
+        product(level, kind, 1, 32, 16, biased);
+        product(level, kind, 13, 416, 80, biased);
+        product(level, kind, 200, 64, 400, biased);
+      }
     }
     std::printf("%s: checked\n", level);
   });

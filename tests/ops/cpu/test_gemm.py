@@ -14,10 +14,15 @@ from verax.ops.cpu import library
 pytestmark = needs_library
 
 
-def arrays(m, k, n, seed=0):
-    rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
-    return draw(m, k), draw(n, k), draw(n)
+KINDS = ("float32", "bfloat16", "int8")
+
+
+def arrays(m, k, n, kind="bfloat16"):
+    rng = np.random.default_rng(0)
+    x, w, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((m, k), (n, k), (n,)))
+    if kind == "int8":
+        return x.astype(jnp.bfloat16), ops.quantize(w, 8), bias
+    return x.astype(kind), w.astype(kind), bias.astype(kind)
 
 
 @jax.jit
@@ -27,6 +32,8 @@ def native(x, w, bias=None):
 
 
 def exact(x, w, bias: Any = 0.0):
+    if isinstance(w, ops.QuantizedWeight):
+        w = np.asarray(w.integers(), np.float64) * np.asarray(w.row_scales(), np.float64)
     return np.asarray(x, np.float64) @ np.asarray(w, np.float64).T + np.asarray(bias, np.float64)
 
 
@@ -35,43 +42,56 @@ def exact(x, w, bias: Any = 0.0):
     ("m", "k", "n"),
     [(1, 32, 16), (7, 64, 48), (40, 416, 64), (200, 32, 80), (33, 800, 496), (0, 32, 16)],
 )
-def test_every_shape_is_exact_to_rounding(level, m, k, n):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_shape_is_exact_to_rounding(level, kind, m, k, n):
     # More than one piece of K (384), block of rows (192) and of columns (384); tiles, strips and pieces that end early.
-    x, w, bias = arrays(m, k, n)
+    x, w, bias = arrays(m, k, n, kind)
     with library.use_level(level):
         np.testing.assert_allclose(native(x, w, bias), exact(x, w, bias), rtol=1e-5, atol=3e-6 * k)
         np.testing.assert_allclose(native(x, w), exact(x, w), rtol=1e-5, atol=3e-6 * k)
 
 
 @for_each_level
-def test_a_row_does_not_depend_on_its_batch(level):
-    x, w, bias = arrays(200, 416, 64)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(level, kind):
+    x, w, bias = arrays(200, 416, 64, kind)
     with library.use_level(level):
         whole = np.asarray(native(x, w, bias))
         np.testing.assert_array_equal(native(x[100:140], w, bias), whole[100:140])
 
 
+def chosen(*sizes):
+    return ops.linear.select(*arrays(*sizes)).name
+
+
+@pytest.mark.skipif("avx512_bf16" not in library.levels(), reason="this machine has no bfloat16 dot products")
 def test_it_runs_where_rows_are_many_and_the_kernel_takes_the_weight():
-    chosen = lambda *sizes: ops.linear.select(*arrays(*sizes)).name  # noqa: E731
-    with library.use_level(library.levels()[0]):
-        many = "native_many" if library.level() == "avx512_bf16" else "plain"
-        assert chosen(24, 64, 48) == chosen(33, 64, 48) == many
-        assert chosen(23, 64, 48) == "native"
-        assert chosen(33, 65, 48) == chosen(33, 64, 47) == "plain"
-        x, w, _ = arrays(33, 64, 48)
-        assert ops.linear.select(x, w.astype(jnp.float32)).name == "plain"
+    with library.use_level("avx512_bf16"):
+        assert chosen(24, 64, 48) == chosen(511, 64, 48) == "native_many"
+        assert chosen(12, 64, 48, "float32") == chosen(512, 64, 48, "int8") == "native_many"
+        assert chosen(23, 64, 48) == chosen(11, 64, 48, "float32") == chosen(23, 64, 48, "int8") == "native"
+        assert chosen(33, 65, 48) == chosen(33, 64, 47) == chosen(512, 64, 48) == "plain"
+        x, w, _ = arrays(33, 64, 48, "float32")
+        assert ops.linear.select(x, w.astype(jnp.float16)).name == "plain"
+        assert ops.linear.select(x, ops.quantize(w, 8, 32)).name == "native"
+
+
+def test_it_runs_only_where_it_is_faster():
     with library.use_level("portable"):
         assert chosen(33, 64, 48) == "plain"
+        assert chosen(200, 64, 48, "int8") == "dequantized"
 
 
-def test_it_can_be_differentiated():
-    x, w, bias = arrays(40, 64, 48)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_can_be_differentiated(kind):
+    x, w, bias = arrays(40, 64, 48, kind)
 
-    def loss(form, x, w, bias):
+    def loss(form, x, bias, w):
         with ops.use_forms(linear=form):
             return jnp.sum(jnp.tanh(ops.linear(x.reshape(2, 20, 64), w, bias)))
 
-    gradients = [jax.jit(jax.grad(lambda *a, f=form: loss(f, *a), (0, 1, 2)))(x, w, bias) for form in FORMS]
+    by = (0, 1) if kind == "int8" else (0, 1, 2)
+    gradients = [jax.jit(jax.grad(lambda *a, f=form: loss(f, *a), by))(x, bias, w) for form in FORMS]
     for got, wanted in zip(*gradients, strict=True):
         np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol=0.02, atol=0.02)
 

@@ -1,4 +1,4 @@
-"""Native form of `ops.linear` for many rows in bfloat16: blocks of both operands are packed and multiplied in cache."""
+"""Native form of `ops.linear` for many rows: blocks of both operands are packed and multiplied in cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from verax.ops.cpu import library
-from verax.ops.linear import linear
+from verax.ops.linear import Weight, linear
+from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
 
-MIN_ROWS = 24
-"""From here it is faster than the kernel for few rows: 385 and 306 GFLOP/s with a 4096 x 11008 weight, 590 and 326 at
-64 rows, where XLA's matmul library has 314. At 512 rows and beyond the two libraries are equal."""
+MIN_ROWS = {"float32": 12, "bfloat16": 24, "int8": 24}
+"""From here it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`)."""
+
+TOO_MANY = 512
+"""Rows from which XLA's matmul library is as fast, and for some shapes faster. Integers it has to write out as bfloat16
+first: for them it never is."""
 
 DEPTH_STEP, COLUMN_STEP = 32, 16
 """What the kernel takes whole: inputs of a row, and rows of the weight (`GEMM_DEPTH_STEP` in native/)."""
@@ -26,10 +30,19 @@ LEVEL = "avx512_bf16"
 
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
-    if not isinstance(weight, jax.Array | jax.ShapeDtypeStruct) or weight.dtype != jnp.bfloat16:
+    kind = _kind(weight)
+    if kind is None or not takes(weight):
         return False
-    many = math.prod(x.shape[:-1]) >= MIN_ROWS
-    return many and takes(weight) and jax.device_count() == 1 and library.level() == LEVEL
+    rows = math.prod(x.shape[:-1])
+    many = rows >= MIN_ROWS[kind] and (rows < TOO_MANY or kind == "int8")
+    return many and jax.device_count() == 1 and library.level() == LEVEL
+
+
+def _kind(weight: Any) -> str | None:
+    """The dtype of a weight that the kernel takes."""
+    if isinstance(weight, QuantizedWeight):
+        return "int8" if weight.bits == 8 and weight.group_size is None else None
+    return str(weight.dtype) if weight.dtype in (jnp.float32, jnp.bfloat16) else None
 
 
 def takes(weight: Any) -> bool:
@@ -39,19 +52,28 @@ def takes(weight: Any) -> bool:
 
 @jax.custom_jvp
 def _product(
-    x: Float[Array, "M D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None
+    x: Float[Array, "M D"], matrix: Array, scales: Float[Array, "F"] | None, bias: Float[Array, "F"] | None
 ) -> Float[Array, "M F"]:
-    added = jnp.zeros(0) if bias is None else bias.astype(jnp.float32)
-    return library.call("verax_gemm", (x.shape[0], weight.shape[0]), x.astype(jnp.bfloat16), weight, added)
+    x = x.astype(jnp.float32 if matrix.dtype == jnp.float32 else jnp.bfloat16)
+    last = (jnp.zeros(0) if one is None else one.astype(jnp.float32) for one in (scales, bias))
+    return library.call("verax_gemm", (x.shape[0], matrix.shape[0]), x, matrix, *last)
+
+
+def _plain(x: Array, matrix: Array, scales: Array | None, bias: Array | None) -> Array:
+    if scales is None:
+        return linear.__wrapped__(x, matrix, bias)
+    y = linear.__wrapped__(x, matrix.astype(jnp.bfloat16)) * scales
+    return y if bias is None else y + bias
 
 
 @_product.defjvp
 def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return _product(*primals), jax.jvp(linear.__wrapped__, primals, tangents)[1]
+    return _product(*primals), jax.jvp(_plain, primals, tangents)[1]
 
 
 @linear.form("native_many", platforms=("cpu",), accepts=_accepts)
 def _linear_native_many(
-    x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
+    x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    return _product(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+    parts = (weight.values, weight.scales[:, 0]) if isinstance(weight, QuantizedWeight) else (weight, None)
+    return _product(x.reshape(-1, x.shape[-1]), *parts, bias).reshape(*x.shape[:-1], weight.shape[0])

@@ -8,7 +8,7 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-ffi::Error gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi::BF16> weight,
+ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> scales,
                 ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> y) {
   const auto in = x.dimensions(), shape = weight.dimensions(), out = y->dimensions();
   if (in.size() != 2 || shape.size() != 2 || out.size() != 2 || in[1] != shape[1] || out[0] != in[0] ||
@@ -17,13 +17,26 @@ ffi::Error gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi:
   }
   GemmTask task{};
   task.M = in[0], task.N = shape[0], task.K = in[1];
-  const auto bias_count = static_cast<int64_t>(bias.element_count());
-  if (task.K % GEMM_DEPTH_STEP != 0 || task.N % GEMM_COLUMN_STEP != 0 || (bias_count && bias_count != task.N)) {
-    return ffi::Error::InvalidArgument("gemm: expected K divisible by 32, N by 16, and a bias of N or none");
+  switch (weight.element_type()) {
+    case ffi::F32: task.kind = Weights::f32; break;
+    case ffi::BF16: task.kind = Weights::bf16; break;
+    case ffi::S8: task.kind = Weights::int8; break;
+    default: return ffi::Error::InvalidArgument("gemm: expected a weight of float32, bfloat16 or int8");
   }
-  task.x = reinterpret_cast<const uint16_t*>(x.typed_data());
-  task.weight = reinterpret_cast<const uint16_t*>(weight.typed_data());
-  task.bias = bias_count ? bias.typed_data() : nullptr;
+  if (x.element_type() != (task.kind == Weights::f32 ? ffi::F32 : ffi::BF16)) {
+    return ffi::Error::InvalidArgument("gemm: expected x in float32 beside float32, in bfloat16 beside others");
+  }
+  const auto num_scales = static_cast<int64_t>(scales.element_count());
+  const auto num_biases = static_cast<int64_t>(bias.element_count());
+  if (task.K % GEMM_DEPTH_STEP != 0 || task.N % GEMM_COLUMN_STEP != 0 || (num_biases && num_biases != task.N) ||
+      num_scales != (task.kind == Weights::int8 ? task.N : 0)) {
+    return ffi::Error::InvalidArgument(
+        "gemm: expected K divisible by 32, N by 16, N scales of integers, and a bias of N or none");
+  }
+  task.x = x.untyped_data();
+  task.weight = weight.untyped_data();
+  task.scales = num_scales ? scales.typed_data() : nullptr;
+  task.bias = num_biases ? bias.typed_data() : nullptr;
   task.y = y->typed_data();
   run_gemm(pool, task);
   return ffi::Error::Success();
@@ -35,7 +48,8 @@ ffi::Error gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi:
 VERAX_HANDLER(verax_gemm, verax::gemm,
               xla::ffi::Ffi::Bind()
                   .Ctx<xla::ffi::ThreadPool>()
-                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
-                  .Arg<xla::ffi::Buffer<xla::ffi::BF16>>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::AnyBuffer>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

@@ -4,14 +4,18 @@
 #include <cstdint>
 
 #include "../levels.h"
+#include "linear.h"
 
 namespace verax {
 
-// x and W are bfloat16, products are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
+// W is float32, bfloat16 or of 8-bit integers with a scale for each row. x is float32 beside float32, and bfloat16
+// beside the others. Products are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
 struct GemmTask {
+  Weights kind;
   int64_t M, N, K;
-  const uint16_t *x, *weight;
-  const float* bias;  // null, or [N]
+  const void *x, *weight;
+  const float* scales;  // null, or [N]
+  const float* bias;    // null, or [N]
   float* y;
 };
 
@@ -22,8 +26,8 @@ struct GemmBlock {
 
 constexpr int64_t GEMM_DEPTH_STEP = 32, GEMM_COLUMN_STEP = 16;
 
-// Values of K that are multiplied at a time: so many of 48 columns, as bfloat16, fill three quarters of a 48 KB cache.
-constexpr int64_t GEMM_DEPTH = 384;
+// Cells of K that are multiplied at a time: so many of 48 columns fill three quarters of a 48 KB cache.
+constexpr int64_t GEMM_DEPTH = 192;
 
 // Most columns of W that are packed beside each other.
 constexpr int64_t GEMM_STRIP = 48;
