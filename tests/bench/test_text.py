@@ -1,6 +1,7 @@
 """The text benchmark on a tiny checkpoint: the work is what it says, nothing compiles while timed, reports hold."""
 
 import json
+import math
 import sys
 
 import numpy as np
@@ -10,7 +11,7 @@ from tests.support.tiny import tiny_checkpoint
 from verax import cli
 from verax.bench import text
 from verax.bench.report import markdown, write
-from verax.bench.text import Workload, bench_text, founding, nano_vllm
+from verax.bench.text import Workload, bench_text, founding, nano_vllm, prompt
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 
@@ -47,6 +48,16 @@ def test_nano_vllms_case_has_its_lengths_and_scales():
     assert all(token < 100 for prompt in small.prompts for token in prompt)
 
 
+def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, tmp_path):
+    assert prompt(1000).prompt_tokens == 512
+    result = bench_text(folder, lambda vocab: prompt(vocab, tokens=24), runs=2, warmup=0, dtype="float32")
+    side = result["sides"]["verax"]
+    assert (result["settings"]["prompt_tokens"], result["settings"]["new_tokens"]) == (24, 1)
+    assert side["rate"] == 24 / side["median_s"]
+    assert "Tokens are the prompts'." in markdown(result)
+    assert write(result, tmp_path).name.endswith("-text-prompt-float32-24-tokens.json")
+
+
 def test_the_result_counts_what_was_done(result):
     assert result["settings"]["new_tokens"] == 10
     assert result["settings"]["prompt_tokens"] == 8
@@ -59,10 +70,9 @@ def test_the_result_counts_what_was_done(result):
 def test_what_our_side_did_is_counted_against_the_limit(result, folder):
     work = result["work"]
     shapes = [Checkpoint.open(folder).shape(name) for name in Checkpoint.open(folder).names()]
-    matrices = sum(
-        shape[0] * shape[1] for shape in shapes if len(shape) == 2
-    )  # the embedding is the head: all multiply
-    assert work["flops"] == 2 * matrices * (8 + 10)
+    matrices = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    head = math.prod(Checkpoint.open(folder).shape("model.embed_tokens.weight"))
+    assert work["flops"] == 2 * ((matrices - head) * (7 + 5 + 3 + 1) + head * 10)  # the head where a token is drawn
     assert work["steps"] == 6
     assert work["bytes_moved"] == pytest.approx(6e9 * result["start_up"]["weights_gb"])
     assert 0 < work["fraction_of_limit"] == pytest.approx(work["limit_s"] / result["sides"]["verax"]["median_s"])

@@ -28,7 +28,7 @@ from verax.text.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from verax.bench.llama_cpp_side import LlamaCppSide
 
-__all__ = ["PEERS", "SHAPES", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm"]
+__all__ = ["PEERS", "SHAPES", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm", "prompt"]
 
 PEERS = ("transformers", "llama.cpp")
 """What a text benchmark can have beside us."""
@@ -102,6 +102,11 @@ class Workload:
         return sum(map(len, self.prompts))
 
     @property
+    def counted_tokens(self) -> int:
+        """What rates count: the new tokens; those of the prompts where all is about them."""
+        return self.prompt_tokens if self.name == "prompt" else self.new_tokens
+
+    @property
     def longest(self) -> int:
         """Length of the longest text."""
         return max(len(p) + m for p, m in zip(self.prompts, self.max_tokens, strict=True))
@@ -132,7 +137,14 @@ def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, tempe
     return Workload("nano-vllm", prompts, tuple(length() for _ in range(requests)), temperature)
 
 
-WORKLOADS = ("founding", "nano-vllm")
+def prompt(vocab_size: int, *, requests: int = 1, tokens: int = 512, temperature: float = 0.0) -> Workload:
+    """Prompts of `tokens` tokens to be read; one new token each."""
+    prompts = np.random.default_rng(0).integers(3, vocab_size, (requests, tokens)).tolist()
+    return Workload("prompt", tuple(map(tuple, prompts)), (1,) * requests, temperature)
+
+
+WORKLOADS = ("founding", "nano-vllm", "prompt")
+"""Names of what `founding`, `nano_vllm` and `prompt` make."""
 
 
 def bench_text(
@@ -172,7 +184,8 @@ def bench_text(
     benchmark = Benchmark("text")
     with _weights(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as closing:
         opened = checkpoint.Checkpoint.open(folder)
-        workload = make_workload(causal_lm(opened.config)[1].vocab_size)
+        sizes = causal_lm(opened.config)[1]
+        workload = make_workload(sizes.vocab_size)
         begin = time.perf_counter()
         with peak_growth() as loading:
             module = load_model(opened, dtype=dtype, quantization=quantization)
@@ -194,7 +207,8 @@ def bench_text(
             theirs = TransformersSide(folder, dtype)
             versions |= theirs.versions()
             sides["transformers naive"] = lambda: theirs.naive(workload)
-            sides["transformers batched"] = lambda: theirs.batched(workload)
+            if len(workload.prompts) > 1:
+                sides["transformers batched"] = lambda: theirs.batched(workload)
         if "llama.cpp" in against:
             kind = "as it is" if opened.metadata else GGUF_TYPES[quantization or dtype]
             llama_cpp = closing.enter_context(_llama_cpp(opened, kind, workload))
@@ -229,7 +243,10 @@ def bench_text(
             "max_num_seqs": runner.config.max_num_seqs,
         }
         steps = workload.steps(runner.config.max_num_seqs)
-        per_token = 2 * product_weights(opened, tables=None if module.lm_head is None else "embed_tokens")
+        head = sizes.vocab_size * sizes.hidden_size  # of which only a token that another is drawn after needs a product
+        layers = product_weights(opened, tables=None if module.lm_head is None else "embed_tokens") - head
+        positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)  # a last token is not read
+        products = layers * positions + head * workload.new_tokens
         result = benchmark.result(
             settings,
             versions,
@@ -242,7 +259,7 @@ def bench_text(
                 "programs": len(runner.shapes),
                 "compiled_during_runs": runner.num_compiled() - compiled,
             },
-            sides={name: side.to_dict(workload.new_tokens) for name, side in samples.items()},
+            sides={name: side.to_dict(workload.counted_tokens) for name, side in samples.items()},
             ratios={
                 f"verax / {name}": samples["verax"].ratio_to(side) for name, side in samples.items() if name != "verax"
             },
@@ -251,7 +268,7 @@ def bench_text(
                 **benchmark.against_limit(
                     samples["verax"].median,
                     bytes_moved=steps * runner.weight_bytes,
-                    flops=per_token * (workload.prompt_tokens + workload.new_tokens),
+                    flops=2 * products,
                     dtype=dtype,
                 ),
             },

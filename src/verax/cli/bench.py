@@ -36,14 +36,21 @@ def _group() -> None:
 def text(
     model: options.Model = None,
     workload: Annotated[
-        str, typer.Option(help="founding (short prompts, 100 new tokens) or nano-vllm (its bench.py).")
+        str,
+        typer.Option(
+            help="founding (short prompts, 100 new tokens), nano-vllm (its bench.py) or prompt (reading one)."
+        ),
     ] = "founding",
     requests: Annotated[
-        int | None, typer.Option("--requests", "--prompts", help="Prompts; 4, or nano-vllm's 256, if left out.")
+        int | None,
+        typer.Option("--requests", "--prompts", help="Prompts; 4, nano-vllm's 256 or prompt's 1 if left out."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="founding: new tokens of each prompt.")] = 100,
+    prompt_tokens: Annotated[int, typer.Option(help="prompt: tokens of each.", min=1)] = 512,
     scale: Annotated[float, typer.Option(help="nano-vllm: factor on its lengths, to fit a small machine.")] = 1.0,
-    temperature: Annotated[float | None, typer.Option(help="0.7 for founding, 0.6 for nano-vllm, if left out.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0.7 for founding, 0.6 for nano-vllm, 0 for prompt, if left out.")
+    ] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
     against: Annotated[
@@ -72,22 +79,26 @@ def text(
 
         verax bench text --workload nano-vllm --requests 8 --scale 0.1
 
+        verax bench text --workload prompt --against transformers
+
         verax bench text --shapes hybrid --against transformers
     """
-    if workload not in ("founding", "nano-vllm"):
-        raise typer.BadParameter(f"--workload: expected founding or nano-vllm, got {workload!r}")
+    from verax.bench.text import WORKLOADS, bench_text, founding, nano_vllm, prompt
+
+    if workload not in WORKLOADS:
+        raise typer.BadParameter(f"--workload: expected {', '.join(WORKLOADS)}, got {workload!r}")
     if requests is not None and requests < 1:
         raise typer.BadParameter("--requests: at least 1")
     if scale <= 0:
         raise typer.BadParameter("--scale: more than 0")
-    from verax.bench.text import bench_text, founding, nano_vllm
-
-    heat = options.given(temperature=temperature, requests=requests)
+    given = options.given(temperature=temperature, requests=requests)
 
     def make(vocab_size: int) -> Workload:
         if workload == "founding":
-            return founding(vocab_size, max_tokens=max_tokens, **heat)
-        return nano_vllm(vocab_size, scale=scale, **heat)
+            return founding(vocab_size, max_tokens=max_tokens, **given)
+        if workload == "prompt":
+            return prompt(vocab_size, tokens=prompt_tokens, **given)
+        return nano_vllm(vocab_size, scale=scale, **given)
 
     result = bench_text(
         model,
