@@ -10,7 +10,7 @@ import pytest
 
 from verax import cli
 from verax.bench import delta as bench
-from verax.bench import delta_gated, delta_lam, delta_peers, delta_side, delta_work
+from verax.bench import delta_gated, delta_lam, delta_peers, delta_side, delta_work, timing
 from verax.bench.delta_page import plot
 from verax.bench.report import markdown, write
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
@@ -74,7 +74,7 @@ def small():
         patch.setattr(delta_gated, "HEADS", 2)
         patch.setattr(delta_gated, "SIZE", 16)
         patch.setattr(delta_gated, "DECODE", (3, 2, 16))
-        patch.setattr(delta_side, "SHORTEST", 0.0)
+        patch.setattr(timing, "SHORTEST", 0.0)
         patch.setattr("verax.bench.machine.measure_machine", lambda: LIMITS)
         yield
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -53,9 +53,21 @@ class Benchmark:
         """The machine's limits, measured when they are first asked for."""
         return machine.measure_machine()
 
-    def against_limit(self, seconds: float, *, bytes_moved: float, flops: float, dtype: str) -> dict[str, float]:
-        """What a run of our side did, and how long it would have taken at the machine's limits (`limit_seconds`)."""
-        limit = limit_seconds(self.limits, bytes_moved=bytes_moved, flops=flops, dtype=dtype)
+    @cached_property
+    def read(self) -> Callable[[], object]:
+        """Reads `machine.READ_BYTES` once: a side beside others whose limit is the memory."""
+        return machine.streaming_read()
+
+    def against_limit(
+        self, seconds: float, *, bytes_moved: float, flops: float, dtype: str, bandwidth: float | None = None
+    ) -> dict[str, float]:
+        """What a run of our side did, and how long it would have taken at the machine's limits (`limit_seconds`).
+
+        Args:
+            bandwidth: bytes per second, where it was measured in turn with the run.
+        """
+        limits = self.limits if bandwidth is None else self.limits | {"memory_bandwidth_gb_per_s": bandwidth / 1e9}
+        limit = limit_seconds(limits, bytes_moved=bytes_moved, flops=flops, dtype=dtype)
         return {
             "bytes_moved": bytes_moved,
             "flops": flops,

@@ -14,7 +14,8 @@ from verax.bench.core import Benchmark
 from verax.bench.delta_gated import decode_cases, gated_cases
 from verax.bench.delta_lam import encoder_cases, layer_cases, rule_cases
 from verax.bench.delta_peers import find_peers
-from verax.bench.delta_side import UNTIMED, measure
+from verax.bench.delta_side import measure
+from verax.bench.timing import UNTIMED
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 

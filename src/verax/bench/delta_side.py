@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +16,10 @@ import numpy as np
 
 from verax.bench.core import limit_seconds
 from verax.bench.machine import peak_growth
-from verax.bench.timing import Samples, interleave
+from verax.bench.timing import UNTIMED, Samples, calls_in_turn, interleave
 from verax.errors import VeraxError
 
 __all__ = ["Case", "Side", "error_ratio", "jax_side", "measure", "torch_side"]
-
-SHORTEST = 0.02
-"""Seconds that a side works in a round at least."""
-
-UNTIMED = 1
-"""Calls before them in each round that do not count. The first one after another side may take twice as long: the
-system has to find memory for its results anew."""
-
-MOST_CALLS = 50
-"""In a round."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +127,7 @@ def measure(
     errors, loops = {}, {}
     for name, side in case.sides.items():
         errors[name] = check(case, name, platform)
-        begin = time.perf_counter()
-        side.call()
-        loops[name] = max(1, min(MOST_CALLS, math.ceil(SHORTEST / (time.perf_counter() - begin))))
+        loops[name] = calls_in_turn(side.call)
     peaks = {name: peak_bytes(side, platform) for name, side in case.sides.items()}
     calls = {name: side.call for name, side in case.sides.items()}
     samples = interleave(calls, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED, report=report)

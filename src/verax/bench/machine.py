@@ -31,6 +31,7 @@ __all__ = [
     "peak_device_memory",
     "peak_growth",
     "peak_memory",
+    "streaming_read",
 ]
 
 READ_BYTES = 1 << 29
@@ -109,18 +110,24 @@ def measure_machine() -> dict[str, float]:
 
 
 def measure_bandwidth(repetitions: int = 8) -> float:
-    """Bytes per second of a streaming read of 512 MiB by the device's cores: the best of some repetitions.
+    """Bytes per second of a `streaming_read`: the best of some repetitions."""
+    return READ_BYTES / _best(streaming_read(), repetitions)
 
-    On a CPU, one NumPy reduction a core (the better of a maximum and a dot product); elsewhere, a compiled sum.
+
+def streaming_read() -> Callable[[], object]:
+    """A call that reads `READ_BYTES` of the device's memory once.
+
+    On a CPU with one NumPy reduction a core (a maximum or a dot product, which is faster here); elsewhere with a
+    compiled sum.
     """
     if jax.default_backend() != "cpu":
         data = jnp.ones(READ_BYTES // 4, jnp.float32)
         total = jax.jit(jnp.sum)
-        return READ_BYTES / _best(lambda: total(data).block_until_ready(), repetitions)
+        return lambda: total(data).block_until_ready()
     parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), num_cores())
-    with ThreadPoolExecutor(num_cores()) as pool:
-        ways = (np.max, lambda part: np.dot(part, part))
-        return READ_BYTES / min(_best(lambda way=way: list(pool.map(way, parts)), repetitions) for way in ways)
+    pool = ThreadPoolExecutor(num_cores())
+    ways = [lambda way=way: list(pool.map(way, parts)) for way in (np.max, lambda part: np.dot(part, part))]
+    return min(ways, key=lambda way: _best(way, 3))
 
 
 def _matmul_rate(dtype: Any) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops, progress
+from verax.bench import machine
 from verax.bench.core import Benchmark
-from verax.bench.machine import num_cores
 from verax.bench.ops_attention import Case, attention_cases
 from verax.bench.ops_conv import conv_cases
-from verax.bench.timing import interleave
+from verax.bench.timing import UNTIMED, calls_in_turn, interleave
+from verax.checkpoint.host_memory import HostMemory
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.ops.cpu import library
 
@@ -34,6 +38,12 @@ WEIGHTS: dict[str, tuple[int, int | None] | None] = {
     "int4-128": (4, 128),
 }
 """Kinds of weight by name; of quantised ones, the bits and how many inputs share a scale."""
+
+READ = "streaming read"
+"""The side of each case that shows the memory's bandwidth while the others run."""
+
+COLD = 256 << 20
+"""Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
 
 Sides = dict[str, Callable[[], object]]
 
@@ -102,41 +112,66 @@ def _linear_cases(
     dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
     for kind in weights:
         weight = _weight(dense, kind)
+        held = [_as_loaded(weight) for _ in range(_num_copies(weight.nbytes))]
         dtype = "float32" if kind == "float32" else "bfloat16"
-        theirs = None if torch is None else _torch_tensor(torch, dense, dtype)
+        theirs = [] if torch is None else [_torch_tensor(torch, dense, dtype)]
+        theirs += [tensor.clone() for tensor in theirs for _ in range(1, _num_copies(tensor.nbytes))]
         for count in rows:
             x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
-            sides = _forms(x, weight)
+            sides = _forms(x, held)
             if torch is not None:
-                tensor = _torch_tensor(torch, x, dtype)
-                sides["torch"] = lambda a=tensor, w=theirs: torch.nn.functional.linear(a, w)
+                sides["torch"] = _in_turn(partial(torch.nn.functional.linear, _torch_tensor(torch, x, dtype)), theirs)
             products = 2 * count * size_out * size_in
             chosen = ops.linear.select(x, weight).name
             yield Case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
 
 
+def _in_turn(run: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], object]:
+    """A call with the next of the weights, round and round."""
+    turn = itertools.cycle(weights)
+    return lambda: run(next(turn))
+
+
+def _as_loaded(weight: Any) -> Any:
+    """A copy that lies in memory as a checkpoint's weights do."""
+    memory = HostMemory()
+    return jax.tree.map(lambda array: jax.device_put(memory.copy(array, np.dtype(array.dtype))), weight)
+
+
+def _num_copies(nbytes: int) -> int:
+    return math.ceil(COLD / nbytes)
+
+
 def measure_case(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[str, Any]:
     """Time the forms of one operation, interleaved; numbers as a report holds them, the chosen form's at the top."""
-    samples = interleave(case.sides, runs=runs, warmup=warmup)
+    for run in case.sides.values():
+        run()  # compiles
+    sides = {**case.sides, READ: benchmark.read}
+    loops = {name: calls_in_turn(run) for name, run in sides.items()}
+    samples = interleave(sides, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED)
+    bandwidth = machine.READ_BYTES / samples.pop(READ).median
     ours = samples[case.chosen]
     return {
         "operation": case.operation,
         "case": case.name,
         "runs": case.chosen,
-        **benchmark.against_limit(ours.median, bytes_moved=case.bytes_moved, flops=case.products, dtype=case.dtype),
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        **benchmark.against_limit(
+            ours.median, bytes_moved=case.bytes_moved, flops=case.products, dtype=case.dtype, bandwidth=bandwidth
+        ),
         "sides": {name: side.to_dict(case.bytes_moved) for name, side in samples.items()},
         "ratios": {name: ours.ratio_to(side) for name, side in samples.items() if name != case.chosen},
     }
 
 
-def _forms(x: jax.Array, weight: Any) -> Sides:
+def _forms(x: jax.Array, weights: Sequence[Any]) -> Sides:
     """Every form of the operation that can take this call here, by name."""
     sides: Sides = {}
     for name, form in ops.linear.forms.items():
-        usable = form.accepts(x, weight) or name == "plain" or (name == "native" and library.available())
+        usable = form.accepts(x, weights[0]) or name == "plain" or (name == "native" and library.available())
         if usable and form.runs_on(jax.default_backend()):
-            run = jax.jit(form.function)
-            sides[name] = lambda run=run: jax.block_until_ready(run(x, weight))
+            run = partial(jax.jit(form.function), x)
+            sides[name] = _in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
     return sides
 
 
@@ -152,7 +187,7 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         raise MissingDependencyError("comparing with torch needs it: pip install 'verax[parity]'") from error
-    torch.set_num_threads(num_cores())
+    torch.set_num_threads(machine.num_cores())
     return torch
 
 

@@ -38,7 +38,8 @@ def _text_page(result: dict[str, Any]) -> list[str]:
         f"# Text: {settings['workload']}, {settings['model']}, {precision(settings)}",
         "",
         f"{settings['requests']} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
-        f"temperature {settings['temperature']}; {rounds(result)}.",
+        f"temperature {settings['temperature']}; {rounds(result)}."
+        + (" Tokens are the prompts'." if settings["workload"] == "prompt" else ""),
         "",
         "| side | median s | P10-P90 s | tokens/s |",
         "|---|---|---|---|",
@@ -85,28 +86,34 @@ def _embed_page(result: dict[str, Any]) -> list[str]:
 
 def _ops_page(result: dict[str, Any]) -> list[str]:
     settings, cases = result["settings"], result["cases"]
-    columns = ["operation", "case", "runs", "median ms", "P10-P90 ms", "GB/s", "GFLOP/s", "of the limit"]
+    columns = ["operation", "case", "runs", "median ms", "P10-P90 ms", "GB/s", "memory GB/s", "GFLOP/s", "of the limit"]
     others = sorted({name for case in cases for name in case["ratios"]})
     lines = [
         "# Operations",
         "",
         f"The weight of linear is {settings['size_out']} x {settings['size_in']}. CPU kernels: "
         f"{settings['cpu_level'] or 'none'}. {rounds(result)}; the forms take turns "
-        "in a round. GB/s counts what has to be moved once, as it is stored. The limit is that at the "
-        "measured bandwidth, or the products at the measured rate. The last columns: how many times faster than that "
-        "form.",
+        "in a round, each called again and again for 20 ms, the first call not counted, weights of linear never from "
+        "a cache. GB/s counts what has to be moved once, as it is stored; memory GB/s is a read of 512 MiB that takes "
+        "its turn with the forms. The limit is that, or the products at the measured rate. The last columns: how many "
+        "times faster than that form.",
         "",
         "| " + " | ".join([*columns, *others]) + " |",
         "|" + "---|" * (len(columns) + len(others)),
     ]
     for case in cases:
         side = case["sides"][case["runs"]]
-        ratios = [f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else "" for name in others]
-        lines.append(
-            f"| {case['operation']} | {case['case']} | {case['runs']} | {1e3 * side['median_s']:.2f} "
-            f"| {1e3 * side['p10_s']:.2f}-{1e3 * side['p90_s']:.2f} | {case['gb_per_s']:.1f} "
-            f"| {case['gflop_per_s']:.0f} | {100 * case['fraction_of_limit']:.0f}% | " + " | ".join(ratios) + " |"
-        )
+        cells = [
+            *(case[name] for name in ("operation", "case", "runs")),
+            f"{1e3 * side['median_s']:.2f}",
+            f"{1e3 * side['p10_s']:.2f}-{1e3 * side['p90_s']:.2f}",
+            f"{case['gb_per_s']:.1f}",
+            f"{case['bandwidth_gb_per_s']:.1f}",
+            f"{case['gflop_per_s']:.0f}",
+            f"{100 * case['fraction_of_limit']:.0f}%",
+            *(f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else "" for name in others),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines + [
         line
         for case in cases
@@ -264,9 +271,11 @@ def _other_shapes(settings: dict[str, Any]) -> list[str]:
 
 
 def _fewer_prompts(settings: dict[str, Any]) -> list[str]:
-    """Another number of prompts than the founding case's is another result, beside it."""
-    count = settings["requests"]
-    return [f"{count}-prompt{'s' if count > 1 else ''}"] if settings["workload"] == "founding" and count != 4 else []
+    """Another number of prompts than the founding case's, or another length, is another result, beside it."""
+    count, workload = settings["requests"], settings["workload"]
+    usual = {"founding": 4, "prompt": 1}.get(workload, count)
+    fewer = [] if count == usual else [f"{count}-prompt{'s' if count > 1 else ''}"]
+    return fewer + ([f"{settings['prompt_tokens'] // count}-tokens"] if workload == "prompt" else [])
 
 
 def write_whole(path: Path, text: str) -> Path:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["ENOUGH_RUNS", "Samples", "interleave"]
+__all__ = ["ENOUGH_RUNS", "UNTIMED", "Samples", "calls_in_turn", "interleave"]
 
 ENOUGH_RUNS = 10
 """Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
@@ -18,6 +19,16 @@ MOST_WARMUP = 5
 
 STEADY = 0.9
 """A side is still warming up while a round takes less than this share of the one before."""
+
+SHORTEST = 0.02
+"""Seconds that a side with short calls works in a turn at least."""
+
+MOST_CALLS = 50
+"""In a turn."""
+
+UNTIMED = 1
+"""Calls at the beginning of a turn that do not count, where calls are short: the first one after another side may take
+twice as long, while threads of that one still spin and the system finds memory for the results anew."""
 
 FENCE = 1.5
 """Quartile distances beyond the quartiles where an outlier begins (Tukey, Exploratory Data Analysis, 1977)."""
@@ -100,6 +111,13 @@ def interleave(
         if 0 < first == last - 1 and last <= MOST_WARMUP and any(_faster(taken) for taken in times.values()):
             first = last
     return {name: Samples(tuple(taken[first:]), tuple(taken[:first])) for name, taken in times.items()}
+
+
+def calls_in_turn(run: Callable[[], object]) -> int:
+    """How often a side is called in a turn, for `loops`: by what one call takes now, which should not be the first."""
+    begin = time.perf_counter()
+    run()
+    return max(1, min(MOST_CALLS, math.ceil(SHORTEST / (time.perf_counter() - begin))))
 
 
 def _faster(taken: list[float]) -> bool:
