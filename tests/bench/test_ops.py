@@ -16,7 +16,7 @@ LIMITS = {
 
 
 def run(**changes):
-    settings = dict(size_in=256, size_out=48, rows=[1, 200], weights=["bfloat16", "int4-32"], operations=["linear"])
+    settings = dict(size_in=256, size_out=48, rows=[1, 2000], weights=["bfloat16", "int4-32"], operations=["linear"])
     return bench.bench_ops(**{**settings, **changes}, runs=2, warmup=1)
 
 
@@ -31,14 +31,14 @@ def _no_measurement_of_the_machine(monkeypatch):
 def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
     result = run()
     cases = {case["case"]: case for case in result["cases"]}
-    assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 200 rows", "int4-32, 1 rows", "int4-32, 200 rows"]
+    assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]
     for case in cases.values():
         assert {case["runs"], "plain"} <= set(case["sides"]) <= set(ops.linear.forms)
         assert set(case["ratios"]) == set(case["sides"]) - {case["runs"]}
         assert case["fraction_of_limit"] > 0 < case["bandwidth_gb_per_s"]
     assert cases["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
     assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
-    assert cases["int4-32, 200 rows"]["runs"] == "dequantized"
+    assert cases["int4-32, 2000 rows"]["runs"] == "dequantized"
     written = write(result, tmp_path)
     assert written.name.endswith("-ops-linear.json")  # beside those of other operations, not over them
     assert written.with_suffix(".md").read_text().count("| int4-32, ") == 2

@@ -58,6 +58,15 @@ def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, tmp_pat
     assert write(result, tmp_path).name.endswith("-text-prompt-float32-24-tokens.json")
 
 
+def test_quantised_weights_run_beside_our_own_unquantised_ones(folder):
+    workload = Workload("founding", ((5, 6, 7),), (4,), 0.0)
+    result = bench_text(
+        folder, lambda _: workload, runs=1, warmup=0, dtype="float32", quantization="int8", against=("verax",)
+    )
+    assert set(result["sides"]) == {"verax float32", "verax"}
+    assert set(result["ratios"]) == {"verax / verax float32"}
+
+
 def test_the_result_counts_what_was_done(result):
     assert result["settings"]["new_tokens"] == 10
     assert result["settings"]["prompt_tokens"] == 8
@@ -115,8 +124,10 @@ def test_without_a_model_the_weights_are_random_in_the_real_shapes():
 
 
 def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
-    with pytest.raises(InvalidParameterError, match=r"against: expected transformers or llama.cpp, got 'vllm'"):
+    with pytest.raises(InvalidParameterError, match=r"against: expected transformers or llama.cpp or verax, got 'vllm'"):
         bench_text(None, founding, runs=1, warmup=0, against=("vllm",))
+    with pytest.raises(InvalidParameterError, match=r"against: verax is our side unquantised; give quantization"):
+        bench_text(None, founding, runs=1, warmup=0, against=("verax",))
     with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
         bench_text(None, founding, runs=1, warmup=0, dtype="int8")
     with pytest.raises(InvalidParameterError, match=r"shapes: expected qwen3 or hybrid, got 'llama'"):

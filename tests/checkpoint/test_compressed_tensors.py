@@ -133,7 +133,7 @@ def test_weights_of_two_precisions_are_not_saved_together(tmp_path):
 
 def test_loading_quantises_the_named_layers_only(tmp_path):
     folder = checkpoint.save(Model(64, nnx.Rngs(3)), tmp_path, config={})
-    chosen = lambda name: (4, 32) if name == "up.weight" else None  # noqa: E731
+    chosen = lambda name: (4, 32) if name == "up.weight" else None
     quantised = load_module(abstract(64), Checkpoint.open(folder), dtype=jnp.bfloat16, quantize=chosen)
     kernel = jnp.asarray(load_file(folder / "model.safetensors")["up.weight"])
     same(quantize(kernel, 4, 32), quantised.up.weight.get_value())

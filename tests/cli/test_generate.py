@@ -39,7 +39,7 @@ def test_prompts_come_from_a_file_and_from_a_pipe(run, folder, tmp_path):
     from_file = run("generate", "--file", tmp_path / "prompts.txt", *common)
     piped = run("generate", *common, stdin=lines)
     assert len(from_file.out.splitlines()) == 2
-    strip = lambda out: [json.loads(line)["outputs"] for line in out.splitlines()]  # noqa: E731
+    strip = lambda out: [json.loads(line)["outputs"] for line in out.splitlines()]
     assert strip(from_file.out) == strip(piped.out)
 
 

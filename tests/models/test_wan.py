@@ -68,7 +68,7 @@ def build(config=TINY, seed=0):
 
 def inputs(config=TINY, batch=2, frames=3, height=4, width=6, words=7):
     rng = np.random.default_rng(1)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
     image = draw(batch, 5, config.image_dim) if config.image_dim else None
     return draw(batch, frames, height, width, config.in_dim), draw(batch, words, config.text_dim), image
 

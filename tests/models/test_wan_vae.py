@@ -18,7 +18,7 @@ def decoded():
     """A model, latents larger than a tile with its halo, and their frames."""
     graph, state = nnx.split(nnx.eval_shape(lambda: WanVae(CONFIG, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
     weights = jax.tree.map(lambda leaf: draw(*leaf.shape) * max(3, np.prod(leaf.shape[1:])) ** -0.5, state)
     model = nnx.merge(graph, weights)
     latents = draw(1, 3, 23, 21, CONFIG.z_dim)

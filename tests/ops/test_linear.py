@@ -21,6 +21,19 @@ def test_many_rows_and_none(shape, dtype):
     check((*shape, 67), 35, dtype, None)
 
 
+def test_small_weights_of_many_rows_are_joined():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 150, 48)), jnp.float32)
+    weights = [jnp.asarray(rng.standard_normal((size, 48)), jnp.float32) for size in (12, 40, 7)]
+    biases = [None, jnp.ones(40), jnp.zeros(7)]
+    assert ops.linear_many.select(x, weights).name == "joined"
+    for y, weight, bias in zip(ops.linear_many(x, weights, biases), weights, biases, strict=True):
+        np.testing.assert_allclose(y, ops.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+    others = (x[:1], weights), (x, [*weights, jnp.zeros((513, 48))]), (x, [weights[0], weights[1].astype(jnp.bfloat16)])
+    assert all(ops.linear_many.select(*other).name != "joined" for other in others)
+    assert ops.linear_many.select(x, [ops.quantize(jnp.zeros((32, 48)), 8)]).name != "joined"
+
+
 def check(shape, size_out, dtype, form):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)

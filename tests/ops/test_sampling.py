@@ -12,7 +12,7 @@ from verax.ops import sampling
 
 
 def params(B, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    full = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))  # noqa: E731
+    full = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))
     return sampling.SamplingArrays(
         full(temperature, jnp.float32), full(top_k, jnp.int32), full(top_p, jnp.float32), full(min_p, jnp.float32)
     )

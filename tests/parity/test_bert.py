@@ -6,8 +6,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.support.tiny_encoder import SIZES, random_sentences, sentence_files, tiny_tokenizer  # noqa: E402
-from verax import Encoder  # noqa: E402
+from tests.support.tiny_encoder import SIZES, random_sentences, sentence_files, tiny_tokenizer
+from verax import Encoder
 
 SENTENCES = random_sentences(45, seed=3)
 

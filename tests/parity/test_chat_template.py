@@ -6,11 +6,11 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-import tokenizers  # noqa: E402
-from tokenizers import decoders, models, pre_tokenizers, processors  # noqa: E402
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
-from tests.support.tiny import tiny_tokenizer  # noqa: E402
-from verax.text.tokenizer import Tokenizer  # noqa: E402
+from tests.support.tiny import tiny_tokenizer
+from verax.text.tokenizer import Tokenizer
 
 QWEN3 = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}

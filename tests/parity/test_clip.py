@@ -8,9 +8,9 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.support.layouts import from_torch, spread  # noqa: E402
-from verax.checkpoint.names_clip import TABLE  # noqa: E402
-from verax.models.clip import CLIPVisionConfig, CLIPVisionModel  # noqa: E402
+from tests.support.layouts import from_torch, spread
+from verax.checkpoint.names_clip import TABLE
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 
 SIZES = dict(
     hidden_size=24,

@@ -12,10 +12,10 @@ from flax import nnx
 
 torch = pytest.importorskip("torch")
 
-from verax import cli  # noqa: E402
-from verax.compare import Case, Side, cases, compare, compare_case, tap  # noqa: E402
-from verax.compare.outputs import compare_logits  # noqa: E402
-from verax.errors import InvalidParameterError  # noqa: E402
+from verax import cli
+from verax.compare import Case, Side, cases, compare, compare_case, tap
+from verax.compare.outputs import compare_logits
+from verax.errors import InvalidParameterError
 
 SIZE = 8
 X = np.random.default_rng(0).standard_normal((4, SIZE)).astype(np.float32)

@@ -7,13 +7,13 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS, logits, relative  # noqa: E402
-from tests.support import gguf as files  # noqa: E402
-from tests.support.tiny import tiny_tokenizer  # noqa: E402
-from verax.checkpoint import Checkpoint  # noqa: E402
-from verax.nn import Linear  # noqa: E402
-from verax.ops.quantized import QuantizedWeight  # noqa: E402
-from verax.text.llm import load_model  # noqa: E402
+from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS, logits, relative
+from tests.support import gguf as files
+from tests.support.tiny import tiny_tokenizer
+from verax.checkpoint import Checkpoint
+from verax.nn import Linear
+from verax.ops.quantized import QuantizedWeight
+from verax.text.llm import load_model
 
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
 FAMILIES = {

@@ -7,9 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.support.lam import lam_config, load_lam, random_weights, relative, run  # noqa: E402
-from verax import ops  # noqa: E402
-from verax.bench.lam_torch import LamSentenceEncoder  # noqa: E402
+from tests.support.lam import lam_config, load_lam, random_weights, relative, run
+from verax import ops
+from verax.bench.lam_torch import LamSentenceEncoder
 
 VARIANTS = {"hierarchical": "B", "local": "C"}
 

@@ -9,11 +9,11 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.support.tiny import tiny_tokenizer  # noqa: E402
-from verax.checkpoint import Checkpoint, load_module  # noqa: E402
-from verax.models import causal_lm  # noqa: E402
-from verax.text.llm import LLM  # noqa: E402
-from verax.text.sampling_params import SamplingParams  # noqa: E402
+from tests.support.tiny import tiny_tokenizer
+from verax.checkpoint import Checkpoint, load_module
+from verax.models import causal_lm
+from verax.text.llm import LLM
+from verax.text.sampling_params import SamplingParams
 
 SIZES = dict(
     vocab_size=301,

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.qwen3_5")
 
-from tests.support.tiny import tiny_tokenizer  # noqa: E402
-from verax.checkpoint import Checkpoint  # noqa: E402
-from verax.text.llm import LLM, load_model  # noqa: E402
-from verax.text.sampling_params import SamplingParams  # noqa: E402
+from tests.support.tiny import tiny_tokenizer
+from verax.checkpoint import Checkpoint
+from verax.text.llm import LLM, load_model
+from verax.text.sampling_params import SamplingParams
 
 SIZES = dict(
     vocab_size=301,

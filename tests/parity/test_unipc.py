@@ -7,14 +7,14 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing import (  # noqa: E402
+from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing import (
     SkyReelsV2DiffusionForcingPipeline,
 )
-from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler  # noqa: E402
+from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
-from verax.video import unipc  # noqa: E402
-from verax.video.forcing import forcing_schedule  # noqa: E402
-from verax.video.sigmas import noise_levels  # noqa: E402
+from verax.video import unipc
+from verax.video.forcing import forcing_schedule
+from verax.video.sigmas import noise_levels
 
 SHAPE = (1, 3, 2, 5, 4)  # B F h w C
 STEPS = [1, 2, 3, 8, 30, 50]

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 PIL = pytest.importorskip("PIL.Image")
 
-from tests.support.tiny_video import diffusers_pipeline  # noqa: E402
-from verax.video.pipeline import VideoPipeline  # noqa: E402
+from tests.support.tiny_video import diffusers_pipeline
+from verax.video.pipeline import VideoPipeline
 
 SIZE: dict[str, Any] = dict(height=32, width=48)
 PROMPTS: dict[str, Any] = dict(

@@ -9,8 +9,8 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from verax.checkpoint.names_wan import TABLE  # noqa: E402
-from verax.models.wan import WanConfig, WanModel  # noqa: E402
+from verax.checkpoint.names_wan import TABLE
+from verax.models.wan import WanConfig, WanModel
 
 FRAMES, HEIGHT, WIDTH = 5, 6, 10
 WORDS = 512
@@ -63,7 +63,7 @@ def load(model, dtype=jnp.float32):
 
 def inputs(sizes, batch=2):
     rng = np.random.default_rng(1)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
     image = normal(batch, 11, sizes["image_dim"]) if "image_dim" in sizes else None
     latents = normal(batch, FRAMES, HEIGHT, WIDTH, sizes["in_channels"])
     return latents, normal(batch, WORDS, sizes["text_dim"]), image

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PEERS", "SHAPES", "WORKLOADS", "Workload", "bench_text", "founding", "nano_vllm", "prompt"]
 
-PEERS = ("transformers", "llama.cpp")
-"""What a text benchmark can have beside us."""
+PEERS = ("transformers", "llama.cpp", "verax")
+"""What a text benchmark can have beside us; the last is our own side as it is unquantised."""
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """What llama.cpp's weights are, by our `quantization` or else our `dtype`."""
@@ -132,7 +133,7 @@ def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, tempe
     import random
 
     rng = random.Random(0)
-    length = lambda: max(1, round(rng.randint(100, 1024) * scale))  # noqa: E731
+    length = lambda: max(1, round(rng.randint(100, 1024) * scale))
     prompts = tuple(tuple(rng.randint(0, min(10000, vocab_size - 1)) for _ in range(length())) for _ in range(requests))
     return Workload("nano-vllm", prompts, tuple(length() for _ in range(requests)), temperature)
 
@@ -168,7 +169,7 @@ def bench_text(
         make_workload: of a vocabulary size.
         runs: counted rounds. With `warmup` rounds before them.
         against: of `PEERS`: Hugging Face's generate, prompt by prompt and in one batch, and llama.cpp, all prompts in
-            one batch.
+            one batch; our engine with weights in `dtype`, where `quantization` is given.
         dtype: of all sides.
         quantization: of our side, and of llama.cpp's: Q8_0 for int8, Q4_0 for int4.
         kv_cache_dtype: of our side.
@@ -181,6 +182,8 @@ def bench_text(
     unknown = [name for name in against if name not in PEERS]
     if unknown:
         raise InvalidParameterError(f"against: expected {' or '.join(PEERS)}, got {unknown[0]!r}")
+    if "verax" in against and quantization is None:
+        raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
     benchmark = Benchmark("text")
     with _weights(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as closing:
         opened = checkpoint.Checkpoint.open(folder)
@@ -190,12 +193,12 @@ def bench_text(
         with peak_growth() as loading:
             module = load_model(opened, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
-        llm = LLM.from_module(
-            module,
-            max_num_seqs=max_num_seqs or min(len(workload.prompts), 256),
-            max_model_len=workload.longest,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        sized = {
+            "max_num_seqs": max_num_seqs or min(len(workload.prompts), 256),
+            "max_model_len": workload.longest,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        llm = LLM.from_module(module, **sized)
         runner = llm.engine.runner
         sides: dict[str, Callable[[], object]] = {}
         versions: dict[str, Any] = {}
@@ -214,16 +217,9 @@ def bench_text(
             llama_cpp = closing.enter_context(_llama_cpp(opened, kind, workload))
             versions |= llama_cpp.versions()
             sides[f"llama.cpp {kind}"] = lambda: llama_cpp.batched(workload)
-        prompts, params = [list(p) for p in workload.prompts], workload.params()
-
-        def ours() -> object:
-            # Each run reads its prompts anew: what the prefix cache kept of the run before would be a gift.
-            llm.engine.scheduler.blocks.reset_prefix_cache()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            assert sum(len(o.outputs[0].token_ids) for o in outputs) == workload.new_tokens
-            return outputs
-
-        sides["verax"] = ours
+        if "verax" in against:
+            sides[f"verax {dtype}"] = partial(_generate, LLM.from_module(load_model(opened, dtype=dtype), **sized), workload)
+        sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
@@ -276,8 +272,16 @@ def bench_text(
         if split:
             from verax.bench.split import decode_split
 
-            result["decode_step"] = decode_split(llm, rows=len(prompts), length=workload.longest)
+            result["decode_step"] = decode_split(llm, rows=len(workload.prompts), length=workload.longest)
         return result
+
+
+def _generate(llm: LLM, workload: Workload) -> object:
+    # Each run reads its prompts anew: what the prefix cache kept of the run before would be a gift.
+    llm.engine.scheduler.blocks.reset_prefix_cache()
+    outputs = llm.generate([list(prompt) for prompt in workload.prompts], workload.params(), use_tqdm=False)
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == workload.new_tokens
+    return outputs
 
 
 @contextlib.contextmanager

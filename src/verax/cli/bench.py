@@ -54,7 +54,10 @@ def text(
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
     against: Annotated[
-        str | None, typer.Option(help="transformers, llama.cpp or both with a comma: run them too, interleaved.")
+        str | None,
+        typer.Option(
+            help="transformers, llama.cpp, verax (our side unquantised) or some with commas: run them too, interleaved."
+        ),
     ] = None,
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
@@ -73,7 +76,7 @@ def text(
 
         verax bench text --against transformers --split
 
-        verax bench text --against transformers,llama.cpp --quantization int8
+        verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
 
         verax bench text --against llama.cpp --prompts 1
 

@@ -70,11 +70,12 @@ def demo(
     say("\n-- speed: tokens per second, by sequences at once")
     say("   ".join(f"{n}: {rate:,.0f}" for n, rate in speed.items()))
     nearest = _nearest(say)
-    clip_seconds = _clip(output, seed, say)
+    clip = _clip(output, seed, say)
     _proof(output, say)
     rates = {f"text, {n} at once": f"{rate:,.0f} tokens/s" for n, rate in speed.items()}
-    if clip_seconds is not None:
-        rates["video, 17 frames of 64 x 64"] = f"{clip_seconds:.1f} s"
+    if clip is not None:
+        what, seconds = clip
+        rates[f"video, {what}"] = f"{seconds:.1f} s"
     _benchmark(output / "benchmark.md", rates)
     record = {
         "completion": COMPLETED + story,
@@ -124,8 +125,8 @@ def _nearest(say: _Transcript) -> dict[str, str]:
     return found
 
 
-def _clip(output: Path, seed: int, say: _Transcript) -> float | None:
-    """A clip and its contact sheet; the seconds of a second clip, whose programs are there already."""
+def _clip(output: Path, seed: int, say: _Transcript) -> tuple[str, float] | None:
+    """A clip and its contact sheet; its size, and the seconds of a second one, whose programs are there already."""
     from verax.video.pipeline import VideoPipeline
 
     say(f"\n-- a clip\n> {DRAWN}")
@@ -140,8 +141,9 @@ def _clip(output: Path, seed: int, say: _Transcript) -> float | None:
     pipe(DRAWN, seed=seed + 1)
     seconds = time.perf_counter() - begin
     frames, height, width = made.frames.shape[:3]
-    say(f"{frames} frames of {height} x {width}; another one takes {seconds:.1f} s")
-    return seconds
+    what = f"{frames} frames of {height} x {width}"
+    say(f"{what}; another one takes {seconds:.1f} s")
+    return what, seconds
 
 
 def _proof(output: Path, say: _Transcript) -> None:

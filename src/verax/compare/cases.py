@@ -21,7 +21,7 @@ from verax.compare.recorder import Watch
 from verax.compare.run import Case, Side
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
-from verax.models import DTYPES, causal_lm, encoder, lam_layers
+from verax.models import DTYPES, causal_lm, encoder
 from verax.text.llm import load_model
 from verax.text.tokenizer import Tokenizer
 
@@ -110,7 +110,7 @@ def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHI
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
         loaded = load_model(opened, dtype=dtype)
-        call = lambda model, tokens: model.logits(model(tokens))  # noqa: E731
+        call = lambda model, tokens: model.logits(model(tokens))
         return Side(loaded, given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
 
     about = {"model": _name(model, opened), "architecture": architecture.__name__, **rows.about}
@@ -205,7 +205,7 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
         return Side(loaded, (rows.ids,), call=lambda model, tokens: model.hidden(tokens), inputs=watched)
 
     def ours(dtype: str) -> Side:
-        return Side(_encoder(opened, dtype, as_published), (rows.ids,), call=_one_by_one, inputs=watched)
+        return Side(_encoder(opened, dtype, as_published), (rows.ids,), inputs=watched)
 
     about = {"model": name, "architecture": "LamModel", "rule": rule, **rows.about}
     if rule != config.rule:
@@ -214,15 +214,6 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
             f"its weights are compared under the published rule {rule}"
         )
     return Case("LAM and its PyTorch form", reference, ours, judge=rows.pooled, about=about)
-
-
-def _one_by_one(model: Any, tokens: Any) -> Any:
-    """A LAM's projections of one input by themselves, also of many tokens, so that each is a layer to compare."""
-    usual, lam_layers.TOGETHER_FROM = lam_layers.TOGETHER_FROM, sys.maxsize
-    try:
-        return model(tokens)
-    finally:
-        lam_layers.TOGETHER_FROM = usual
 
 
 def transformers() -> Any:

@@ -248,7 +248,7 @@ def _run_text(model: Any, config: UMT5Config, given: Arrays) -> tuple[Side, Side
     if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= config.vocab_size:
         raise InvalidParameterError(f"inputs: input_ids are integers from 0 to {config.vocab_size - 1}")
     tokens, lengths = tokens.astype(np.int64), np.full(len(tokens), tokens.shape[1], np.int32)
-    theirs = lambda model, tokens: model(input_ids=tokens)  # noqa: E731
+    theirs = lambda model, tokens: model(input_ids=tokens)
     return (
         Side(model, (tokens,), call=theirs, inputs=(r"SelfAttention\.o$",)),
         Side(model, (tokens, lengths), inputs=(r"attn\.o$",)),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
@@ -48,6 +51,26 @@ def linear_many(
     Biases `[F]` may be None, one or all.
     """
     return tuple(linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True))
+
+
+JOINED_ROWS, JOINED_SIZE = 256, 512
+"""At least so many rows of x, and at most so many of each weight: else it takes longer to put the weights beside each
+other than it saves. A LAM's layer is nearly twice as fast for it on a CPU."""
+
+
+def _is_to_be_joined(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
+    if math.prod(x.shape[:-1]) < JOINED_ROWS or any(isinstance(weight, QuantizedWeight) for weight in weights):
+        return False
+    return len({weight.dtype for weight in weights}) == 1 and max(weight.shape[0] for weight in weights) <= JOINED_SIZE
+
+
+@linear_many.form("joined", accepts=_is_to_be_joined)
+def _linear_many_joined(
+    x: Float[Array, "*B D"], weights: Sequence[Array], biases: Sequence[Array | None] | None = None
+) -> tuple[Array, ...]:
+    ends = np.cumsum([weight.shape[0] for weight in weights])[:-1]
+    ys = jnp.split(linear(x, jnp.concatenate(weights)), ends, axis=-1)
+    return tuple(map(_add, ys, biases or [None] * len(ys)))
 
 
 def _is_quantized(x: object, weight: object, bias: object = None) -> bool:

@@ -70,7 +70,7 @@ class Schedule:
         optax = _optax()
         if not 0 <= self.warmup_steps < self.steps:
             raise InvalidParameterError(f"steps: {self.steps} leave none after a warm-up of {self.warmup_steps}")
-        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
         rate = self._rate(self.peak_learning_rate)
         if self.muon_learning_rate is None:
             update = optax.adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices)

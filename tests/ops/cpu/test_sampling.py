@@ -30,7 +30,7 @@ OPTIONS = [
 
 def params(options):
     """A row for each of the options."""
-    column = lambda name, off, dtype: jnp.asarray([o.get(name, off) for o in options], dtype)  # noqa: E731
+    column = lambda name, off, dtype: jnp.asarray([o.get(name, off) for o in options], dtype)
     return SamplingArrays(
         column("temperature", 1.0, jnp.float32),
         column("top_k", 0, jnp.int32),
