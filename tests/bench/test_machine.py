@@ -1,6 +1,7 @@
 """Measured limits are numbers that a machine can have, and the fingerprint says what was measured."""
 
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -30,6 +31,11 @@ def test_the_fingerprint_names_versions_and_devices():
     assert facts["platform"] == "cpu"
     assert facts["cores"] >= 1
     assert facts["memory_gib"] > facts["memory_available_gib"] > 0
+
+
+def test_the_fingerprint_leaves_out_whose_home_the_cache_lies_in(monkeypatch):
+    monkeypatch.setattr(machine, "compilation_cache", lambda: str(Path.home() / ".cache" / "verax"))
+    assert machine.fingerprint()["compilation_cache"] == str(Path("~", ".cache", "verax"))
 
 
 def test_peak_memory_is_in_bytes():

@@ -124,7 +124,9 @@ def test_without_a_model_the_weights_are_random_in_the_real_shapes():
 
 
 def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
-    with pytest.raises(InvalidParameterError, match=r"against: expected transformers or llama.cpp or verax, got 'vllm'"):
+    with pytest.raises(
+        InvalidParameterError, match=r"against: expected transformers or llama.cpp or verax, got 'vllm'"
+    ):
         bench_text(None, founding, runs=1, warmup=0, against=("vllm",))
     with pytest.raises(InvalidParameterError, match=r"against: verax is our side unquantised; give quantization"):
         bench_text(None, founding, runs=1, warmup=0, against=("verax",))

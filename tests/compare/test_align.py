@@ -55,6 +55,13 @@ def test_an_arrangement_that_is_not_the_only_one_says_so():
     assert str(layout).endswith("?")
 
 
+def test_channels_of_a_clips_pictures_move_rather_than_neighbours_change_places():
+    layout = find_layout((1, 4, 8, 12, 8), (4, 8, 8, 12))  # [B, T, H, W, C] and [B T, C, H, W]
+    assert layout.ambiguous
+    assert layout.axes == (0, 1, 4, 2, 3)
+    assert find_layout((4, 8, 8, 12), (1, 4, 8, 12, 8)).axes == (0, 2, 3, 1)
+
+
 def test_names_tables_and_several_results_beside_each_other():
     ours = trace(blocks_3_attn_qkv=(2, 12), blocks_3_norm=(2, 4), head=(1, 2), only=(9,))
     reference = trace(layer_3_q=(2, 4), layer_3_k=(2, 4), layer_3_v=(2, 4), layer_3_norm=(2, 4), head=(2, 1), more=(3,))

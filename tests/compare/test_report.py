@@ -1,5 +1,6 @@
 """What a comparison says, and the pages that it is written as."""
 
+import dataclasses
 import io
 import json
 import math
@@ -31,6 +32,11 @@ def test_the_first_error_beyond_the_trend_is_not_the_largest():
     assert result.failures == [
         "2 of 5 layers have a relative L2 error over 1e-04: the first is d (3.0e-03), the largest d (3.0e-03)"
     ]
+
+
+def test_a_guessed_arrangement_is_named_where_the_numbers_disagree():
+    result = comparison(row("a", 1e-7), dataclasses.replace(row("b", 0.9), layout="[2, 3, 3] -> [2, 3, 3]?"))
+    assert "how b is arranged is a guess: take sizes that differ" in result.failures[-1]
 
 
 def test_an_undefined_number_is_an_error():

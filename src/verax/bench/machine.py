@@ -67,7 +67,7 @@ def fingerprint() -> dict[str, Any]:
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
         "platform": platform_name,
         "devices": [f"{device.device_kind} ({device})" for device in jax.devices()],
-        "compilation_cache": compilation_cache() or "off until a model is loaded",
+        "compilation_cache": (compilation_cache() or "off until a model is loaded").replace(str(Path.home()), "~"),
         "environment": {name: os.environ[name] for name in THREAD_SETTINGS if name in os.environ},
     }
     if clocks := _cpu_clocks():

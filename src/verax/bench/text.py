@@ -218,7 +218,9 @@ def bench_text(
             versions |= llama_cpp.versions()
             sides[f"llama.cpp {kind}"] = lambda: llama_cpp.batched(workload)
         if "verax" in against:
-            sides[f"verax {dtype}"] = partial(_generate, LLM.from_module(load_model(opened, dtype=dtype), **sized), workload)
+            sides[f"verax {dtype}"] = partial(
+                _generate, LLM.from_module(load_model(opened, dtype=dtype), **sized), workload
+            )
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
         with progress.bar("measuring") as report:

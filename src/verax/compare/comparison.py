@@ -132,9 +132,11 @@ class Comparison:
         for what, rows in (("layers", self.rows), ("gradients", self.gradients)):
             if self.bound is not None and (over := [row for row in rows if not row.errors.l2 <= self.bound]):
                 worst = max(over, key=lambda row: math.inf if math.isnan(row.errors.l2) else row.errors.l2)
+                guessed = [row.name for row in over if row.layout.endswith("?")]
                 found.append(
                     f"{len(over)} of {len(rows)} {what} have a relative L2 error over {self.bound:.0e}: the first is "
                     f"{over[0].name} ({over[0].errors.l2:.1e}), the largest {worst.name} ({worst.errors.l2:.1e})"
+                    + (f"; how {guessed[0]} is arranged is a guess: take sizes that differ" if guessed else "")
                 )
         output = self.output
         if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:

@@ -70,8 +70,9 @@ class Layout:
 def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | None:
     """The usual arrangement that fits, or None.
 
-    Preferred in this order: as it is; channels last to channels first and back; two neighbouring axes exchanged (heads
-    and tokens); any other transposition. Axes of one come and go (an extra batch); fewer numbers are repeated.
+    Preferred in this order: as it is; channels last to channels first and back, also those of a clip's pictures; two
+    neighbouring axes exchanged (heads and tokens); any other transposition. Axes of one come and go (an extra batch);
+    fewer numbers are repeated.
     """
     if math.prod(source) != math.prod(target):
         padded = (1,) * (len(target) - len(source)) + source
@@ -83,6 +84,8 @@ def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | No
     usual = [same]
     if n > 2:
         usual += [(0, n - 1, *range(1, n - 1)), (0, *range(2, n), 1)]
+    if n > 4:
+        usual += [(0, 1, n - 1, *range(2, n - 1)), (0, 1, *range(3, n), 2)]
     usual += [(*same[:i], i + 1, i, *same[i + 2 :]) for i in range(n - 1)]
     others = permutations(range(n)) if n <= MAX_AXES else ()
     fitting: dict[tuple[int, ...], tuple[int, ...]] = {}
