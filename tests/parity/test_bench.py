@@ -29,7 +29,7 @@ def test_transformers_generates_what_the_engine_generates(tmp_path):
 
 def test_all_sides_are_in_one_interleaved_result(tmp_path):
     tiny_checkpoint(tmp_path, dtype=jnp.bfloat16)
-    workload = Workload("founding", ((5, 6, 7),), (3,), 0.7)
+    workload = Workload("founding", ((5, 6, 7), (8, 9)), (3, 2), 0.7)
     result = bench_text(str(tmp_path), lambda vocab_size: workload, runs=1, warmup=1, against=("transformers",))
     assert set(result["sides"]) == {"transformers naive", "transformers batched", "verax"}
     assert set(result["ratios"]) == {"verax / transformers naive", "verax / transformers batched"}

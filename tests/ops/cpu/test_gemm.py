@@ -68,8 +68,8 @@ def chosen(*sizes):
 def test_it_runs_where_rows_are_many_and_the_kernel_takes_the_weight():
     with library.use_level("avx512_bf16"):
         assert chosen(24, 64, 48) == chosen(511, 64, 48) == "native_many"
-        assert chosen(12, 64, 48, "float32") == chosen(512, 64, 48, "int8") == "native_many"
-        assert chosen(23, 64, 48) == chosen(11, 64, 48, "float32") == chosen(23, 64, 48, "int8") == "native"
+        assert chosen(12, 64, 48, "float32") == chosen(129, 64, 48, "int8") == "native_many"
+        assert chosen(23, 64, 48) == chosen(11, 64, 48, "float32") == chosen(128, 64, 48, "int8") == "native"
         assert chosen(33, 65, 48) == chosen(33, 64, 47) == chosen(512, 64, 48) == "plain"
         x, w, _ = arrays(33, 64, 48, "float32")
         assert ops.linear.select(x, w.astype(jnp.float16)).name == "plain"

@@ -22,14 +22,14 @@ FORM = "native"
 MAX_ROWS = 32
 """Up to here XLA's matmul library is slower: 1.2 times at 32 rows of a 4096 x 11008 weight (`verax bench ops`)."""
 
-MAX_ROWS_QUANTIZED = {8: 128, 4: 1024}
-"""The same with a quantised weight, by bits: XLA has to write it out as bfloat16 first. At 128 rows it takes 1.1 to 1.2
-times as long as 8 bits with scales of groups take here, and 3.1 to 3.4 times as long as 4 bits, 1.4 times at 512."""
+MAX_ROWS_QUANTIZED = 128
+"""The same with a quantised weight, which XLA has to write out as bfloat16 first: 1.1 to 3.4 times slower at 128 rows.
+At 512 it would still be so for 4 bits, but there x is better kept in bfloat16 than in 8 bits."""
 
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     if isinstance(weight, QuantizedWeight):
-        few = math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED[weight.bits]
+        few = math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
     else:
         few = math.prod(x.shape[:-1]) <= MAX_ROWS and weight.dtype in (jnp.float32, jnp.bfloat16)
     # One device: a mesh divides plain products over its devices, but not a kernel that it knows nothing about.
