@@ -17,8 +17,8 @@ from verax.ops.quantized import QuantizedWeight
 __all__: list[str] = []
 
 MIN_ROWS = {"float32": 12, "bfloat16": 24, "int8": MAX_ROWS_QUANTIZED + 1}
-"""From here it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8 it is from
-24 on, but rounds x to bfloat16 where that one keeps 16 bits: an answer should not depend on what runs beside it."""
+"""From here it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8 it is
+from 24 on, but rounds x to bfloat16 where that one keeps 16 bits: an answer should not depend on its batch."""
 
 TOO_MANY = 512
 """Rows from which XLA's matmul library is as fast, and for some shapes faster. Integers it has to write out as bfloat16
