@@ -1,6 +1,6 @@
 import pytest
 
-from verax.checkpoint.names import NameTable
+from verax.checkpoint.names.table import NameTable
 from verax.errors import CheckpointError
 
 TABLE = NameTable(

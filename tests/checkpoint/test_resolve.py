@@ -11,7 +11,7 @@ from huggingface_hub import errors
 
 from verax.checkpoint import Checkpoint, resolve
 from verax.checkpoint.resolve import resolve_video
-from verax.checkpoint.video_folder import VideoFolder
+from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError
 
 ASK = "import sys; from verax.checkpoint import resolve; print(resolve(sys.argv[1]))"

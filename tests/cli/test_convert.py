@@ -7,8 +7,8 @@ import ml_dtypes
 import pytest
 
 from tests.support.video_folder import CONFIG, SHAPES, VAE, tensors, write_original
-from verax.checkpoint import video_convert
-from verax.checkpoint.video_folder import VideoFolder
+from verax.checkpoint.video import convert as video_convert
+from verax.checkpoint.video.folder import VideoFolder
 
 
 @pytest.fixture

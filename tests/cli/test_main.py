@@ -70,7 +70,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(run, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("verax.bench.machine.fingerprint", interrupted)
+    monkeypatch.setattr("verax.machine.fingerprint", interrupted)
     done = run("info", "--no-measure")
     assert (done.status, done.err) == (130, "interrupted\n")
 

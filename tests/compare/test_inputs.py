@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from verax import builtin
-from verax.compare.cases import _rows
+from verax.compare.cases.text import _rows
 from verax.compare.inputs import Inputs, read_inputs
 from verax.errors import InvalidParameterError
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from verax.checkpoint.names_clip import TABLE
+from verax.checkpoint.names.clip import TABLE
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from verax._compat import compiler_options
-from verax.checkpoint.names_umt5 import TABLE
+from verax.checkpoint.names.umt5 import TABLE
 from verax.errors import UnsupportedModelError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 

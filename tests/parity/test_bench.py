@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from verax.bench.text import Workload, bench_text
+from verax.bench.text.run import bench_text
+from verax.bench.text.workload import Workload
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -12,7 +13,7 @@ pytest.importorskip("transformers")
 
 def test_transformers_generates_what_the_engine_generates(tmp_path):
     from verax import LLM
-    from verax.bench.transformers_side import TransformersSide
+    from verax.bench.text.transformers import TransformersSide
 
     tiny_checkpoint(tmp_path)
     theirs = TransformersSide(tmp_path, "float32")

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from verax.bench import video as bench
-from verax.bench.report import write
+from verax.bench.results import write
+from verax.bench.video import run as bench
 
 
 def test_every_stage_has_the_result_of_diffusers(monkeypatch, tmp_path):

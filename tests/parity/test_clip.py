@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.support.layouts import from_torch, spread
-from verax.checkpoint.names_clip import TABLE
+from verax.checkpoint.names.clip import TABLE
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 
 SIZES = dict(

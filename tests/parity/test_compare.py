@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 from verax import ops
 from verax.compare import align, trace_jax, trace_torch
-from verax.compare.cases import text_case
+from verax.compare.cases.text import text_case
 from verax.compare.comparison import Comparison, measure_rows
 from verax.compare.run import _injection
 

@@ -6,8 +6,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from verax.compare import cases_video, compare_case
-from verax.compare.cases import embed_case, text_case
+from verax.compare import compare_case
+from verax.compare.cases import video as cases_video
+from verax.compare.cases.text import embed_case, text_case
 from verax.compare.inputs import Inputs
 from verax.errors import InvalidParameterError
 

@@ -13,7 +13,8 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 
 from verax import cli
-from verax.compare import Case, Side, cases, compare, compare_case, tap
+from verax.compare import Case, Side, compare, compare_case, tap
+from verax.compare.cases import text as cases
 from verax.compare.outputs import compare_logits
 from verax.errors import InvalidParameterError
 

@@ -6,7 +6,7 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 from verax.compare import compare_case
-from verax.compare.cases_video import video_case
+from verax.compare.cases.video import video_case
 from verax.errors import InvalidParameterError
 
 

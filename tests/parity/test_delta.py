@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.delta import HOUSEHOLDERS, inputs
 from verax import ops
-from verax.bench.delta_peers import plain_fla
+from verax.bench.delta.baselines import plain_fla
 from verax.errors import MissingDependencyError
 
 torch = pytest.importorskip("torch")

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from tests.support.lam import lam_config, load_lam, random_weights, relative, run
 from verax import ops
-from verax.bench.lam_torch import LamSentenceEncoder
+from verax.compare.references.lam import LamSentenceEncoder
 
 VARIANTS = {"hierarchical": "B", "local": "C"}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verax.checkpoint.pth_file import PthFile
+from verax.checkpoint.formats.pth import PthFile
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

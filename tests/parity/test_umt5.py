@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.support.layouts import from_torch, spread
-from verax.checkpoint.names_umt5 import TABLE
+from verax.checkpoint.names.umt5 import TABLE
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel, position_rows
 
 SIZES = dict(vocab_size=100, d_model=20, d_kv=6, d_ff=36, num_layers=3, num_heads=5, feed_forward_proj="gated-gelu")

@@ -9,8 +9,8 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from verax.checkpoint.names_wan import TABLE
-from verax.models.wan import WanConfig, WanModel
+from verax.checkpoint.names.wan import TABLE
+from verax.models.wan.model import WanConfig, WanModel
 
 FRAMES, HEIGHT, WIDTH = 5, 6, 10
 WORDS = 512

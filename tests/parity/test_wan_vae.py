@@ -9,8 +9,8 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from verax.checkpoint.names_wan_vae import name_table
-from verax.models.wan_vae import WanVae, WanVaeConfig
+from verax.checkpoint.names.wan_vae import name_table
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 CONFIGS = {
     "as in diffusers' tests": dict(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1),

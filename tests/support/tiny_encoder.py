@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from verax import checkpoint
 from verax.models import BertConfig, BertModel
-from verax.train.text_words import words
+from verax.train.text.words import words
 
 SIZES = dict(
     vocab_size=60,

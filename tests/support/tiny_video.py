@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
-from verax.models.wan import WanConfig, WanModel
-from verax.models.wan_vae import WanVae, WanVaeConfig
+from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 SIZES = dict(
     num_attention_heads=2,

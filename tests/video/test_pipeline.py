@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
-from verax.checkpoint.video_convert import convert
-from verax.checkpoint.video_folder import VideoFolder
+from verax.checkpoint.video.convert import convert
+from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.video import unipc
 from verax.video.outputs import VideoOutput

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from verax.bench.report import markdown
+from verax.bench.results import markdown
 from verax.errors import InvalidParameterError
 
 __all__ = ["Results", "render"]

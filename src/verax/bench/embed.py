@@ -15,13 +15,13 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin, checkpoint, models, progress
-from verax.bench.core import Benchmark, product_weights
-from verax.bench.machine import num_cores
+from verax.bench.harness import Benchmark, product_weights
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
 from verax.embed.encoder import Encoder
 from verax.errors import InvalidParameterError, MissingDependencyError
-from verax.train.encoder_paraphrases import pairs
+from verax.machine import num_cores
+from verax.train.encoder.paraphrases import pairs
 
 __all__ = ["bench_embed"]
 

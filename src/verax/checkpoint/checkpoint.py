@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verax.checkpoint.compressed_tensors import find_packed
+from verax.checkpoint.formats.compressed_tensors import find_packed
+from verax.checkpoint.formats.safetensors import SafetensorsFile, TensorInfo
 from verax.checkpoint.resolve import resolve
-from verax.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
 from verax.errors import CheckpointError
 from verax.ops.quantized import QuantizedWeight
 
@@ -107,7 +107,7 @@ class Checkpoint:
         """
         folder = resolve(model, revision=revision)
         if folder.is_file():
-            from verax.checkpoint.gguf_weights import GGUFWeights
+            from verax.checkpoint.formats.gguf.weights import GGUFWeights
 
             file = GGUFWeights(folder)
             files = dict.fromkeys(file.tensors, file)

@@ -19,8 +19,8 @@ import numpy as np
 from safetensors import safe_open
 
 from verax.checkpoint.checkpoint import Checkpoint
-from verax.checkpoint.safetensors_file import SafetensorsFile
-from verax.checkpoint.video_parts import PARTS
+from verax.checkpoint.formats.safetensors import SafetensorsFile
+from verax.checkpoint.video.parts import PARTS
 from verax.errors import CheckpointError
 
 __all__ = ["with_lora"]

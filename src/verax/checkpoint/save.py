@@ -18,8 +18,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from verax.checkpoint import compressed_tensors
 from verax.checkpoint.checkpoint import INDEX, SINGLE
+from verax.checkpoint.formats import compressed_tensors
 from verax.checkpoint.resolve import TOKENIZER_FILES
 from verax.errors import CheckpointError
 from verax.ops.quantized import QuantizedWeight

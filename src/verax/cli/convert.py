@@ -35,8 +35,8 @@ def convert(
         verax convert SkyReels-V2-DF-14B-540P-Diffusers DF-14B --to original --dtype bfloat16
     """
     from verax import progress
-    from verax.checkpoint import video_convert
-    from verax.checkpoint.video_folder import VideoFolder
+    from verax.checkpoint.video import convert as video_convert
+    from verax.checkpoint.video.folder import VideoFolder
     from verax.errors import InvalidParameterError
 
     if to not in ("original", "diffusers"):

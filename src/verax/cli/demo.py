@@ -153,7 +153,7 @@ def _proof(output: Path, say: _Transcript) -> None:
     if missing:
         say(f"not compared, for lack of {', '.join(missing)}: pip install 'verax[parity,compare]'")
         return
-    from verax.compare.cases import text_case
+    from verax.compare.cases.text import text_case
     from verax.compare.report import write
     from verax.compare.run import compare_case
 
@@ -167,7 +167,7 @@ def _proof(output: Path, say: _Transcript) -> None:
 
 def _benchmark(path: Path, rates: Mapping[str, str]) -> None:
     """The speeds as a table, with the machine that they were measured on."""
-    from verax.bench.machine import fingerprint
+    from verax.machine import fingerprint
 
     facts = fingerprint()
     machine = ", ".join(f"{name} {facts[name]}" for name in ("cpu", "cores", "platform", "python", "jax"))

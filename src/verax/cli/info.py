@@ -43,8 +43,8 @@ def info(
     from rich.table import Table
 
     from verax._compat import enable_compilation_cache
-    from verax.bench.forms import forms_here
-    from verax.bench.machine import fingerprint, measure_machine
+    from verax.bench.ops.implementations import forms_here
+    from verax.machine import fingerprint, measure_machine
     from verax.ops.cpu import library
 
     enable_compilation_cache()  # as every model does: so that the folder is known

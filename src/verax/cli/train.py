@@ -27,7 +27,7 @@ def text_builtin(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the output folder.")] = False,
 ) -> None:
     """Train the built-in language model: under an hour on two CPU cores. Needs the extra named train."""
-    from verax.train.text_builtin import train_builtin
+    from verax.train.text.recipe import train_builtin
 
     typer.echo(f"trained: {train_builtin(output, steps=steps, seed=seed, resume=resume)}")
 
@@ -42,8 +42,8 @@ def encoder_builtin(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the output folder.")] = False,
 ) -> None:
     """Train the built-in encoder of sentences: some minutes on two CPU cores. Needs the extra named train."""
-    from verax.train.encoder_builtin import train_builtin
-    from verax.train.encoder_evaluation import evaluate
+    from verax.train.encoder.evaluation import evaluate
+    from verax.train.encoder.recipe import train_builtin
 
     folder = train_builtin(output, steps=steps, seed=seed, resume=resume)
     for name, value in evaluate(folder).items():
@@ -70,9 +70,9 @@ def video_builtin(
 ) -> None:
     """Train the built-in video model, about two hours on two CPU cores, and measure it. Needs extras train, video."""
     from verax import builtin
-    from verax.train import video_evaluation
     from verax.train.mesh import parse_mesh
-    from verax.train.video_builtin import train_builtin
+    from verax.train.video import evaluation as video_evaluation
+    from verax.train.video.recipe import train_builtin
 
     made = output / "model"
     if not evaluate:

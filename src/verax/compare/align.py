@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from verax.checkpoint.names import NameTable
+from verax.checkpoint.names.table import NameTable
 from verax.compare.layout import Layout, find_layout
 from verax.compare.trace import Entry, Trace, split_call
 from verax.errors import CheckpointError

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from verax.checkpoint.safetensors_file import SafetensorsFile
+from verax.checkpoint.formats.safetensors import SafetensorsFile
 from verax.errors import CheckpointError, InvalidParameterError
 
 __all__ = ["Inputs", "Shape", "read_inputs"]

@@ -17,11 +17,11 @@ from tokenizers import models, pre_tokenizers, processors
 
 from verax import progress
 from verax.checkpoint.random_weights import random_weights
-from verax.checkpoint.video_folder import VideoFolder
-from verax.checkpoint.video_parts import PARTS
-from verax.compare.cases import transformers
-from verax.compare.cases_video import RANDOM, build_part, video_case
-from verax.compare.cases_video_parts import diffusers
+from verax.checkpoint.video.folder import VideoFolder
+from verax.checkpoint.video.parts import PARTS
+from verax.compare.cases.text import transformers
+from verax.compare.cases.video import RANDOM, build_part, video_case
+from verax.compare.cases.video_parts import diffusers
 from verax.compare.inputs import Inputs
 from verax.compare.torch_side import torch
 from verax.compare.video_report import VideoReport

@@ -15,8 +15,7 @@ import numpy as np
 from flax import nnx
 
 from verax import progress
-from verax.bench.machine import peak_memory
-from verax.checkpoint.names import NameTable
+from verax.checkpoint.names.table import NameTable
 from verax.compare.align import Alignment, Names, Pair, align, translator
 from verax.compare.comparison import Comparison, Row, measure_rows
 from verax.compare.jax_side import gradients_jax, trace_jax
@@ -27,6 +26,7 @@ from verax.compare.recorder import Watch
 from verax.compare.torch_side import gradients_torch, round_like, trace_torch
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
+from verax.machine import peak_memory
 
 __all__ = ["Case", "Side", "compare", "compare_case"]
 

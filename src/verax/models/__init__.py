@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from verax.errors import UnsupportedModelError
 from verax.models.bert import BertConfig, BertModel
 from verax.models.lam import LamConfig, LamModel
-from verax.models.mixing import Attend, Carry, Recurrence
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
+from verax.models.token_mixers import Attend, Carry, Recurrence
 
 __all__ = [
     "DTYPES",

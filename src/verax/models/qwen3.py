@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.models.mixing import Attend, Carry
+from verax.models.token_mixers import Attend, Carry
 from verax.nn import Embedding, Linear, RMSNorm, together
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]

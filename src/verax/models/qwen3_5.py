@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.models.mixing import Attend, Carry, Recurrence
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
+from verax.models.token_mixers import Attend, Carry, Recurrence
 from verax.nn import Embedding, Linear, RMSNorm, together
 
 __all__ = ["DeltaState", "Qwen35Config", "Qwen35ForCausalLM"]

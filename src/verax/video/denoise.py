@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from verax.models.wan import WanConfig, WanContext, WanModel
+from verax.models.wan.model import WanConfig, WanContext, WanModel
 from verax.video import unipc
 from verax.video.forcing import ForcingSchedule
 from verax.video.programs import Component, Program, Weights

@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from verax import checkpoint, progress
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.lora import with_lora
-from verax.checkpoint.video_folder import VideoFolder
+from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import UnsupportedModelError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
-from verax.models.wan import WanConfig, WanModel
-from verax.models.wan_vae import WanVae, WanVaeConfig
+from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.video.programs import Component
 
 __all__ = ["Components", "load_components"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from verax.models.wan import WanConfig
+from verax.models.wan.model import WanConfig
 from verax.video.denoise import Conditions, Denoiser, Tables
 from verax.video.programs import Component, Memory
 from verax.video.request import Grid, VideoRequest

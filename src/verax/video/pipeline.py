@@ -15,10 +15,10 @@ from jaxtyping import Array, Float32
 
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
-from verax.checkpoint.video_folder import VideoFolder
+from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
-from verax.models.wan import WanConfig
-from verax.models.wan_vae import WanVaeConfig
+from verax.models.wan.model import WanConfig
+from verax.models.wan.vae import WanVaeConfig
 from verax.video import pictures
 from verax.video.denoise import Denoiser
 from verax.video.load import load_components

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verax.errors import InvalidParameterError
-from verax.models.wan_layers import ATTENTION
+from verax.models.wan.layers import ATTENTION
 from verax.video.outputs import Callback
 from verax.video.segments import segment_sizes
 from verax.video.settings import RESOLUTIONS, VideoSettings

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, UInt8
 
 from verax import progress
 from verax.errors import InvalidParameterError
-from verax.models.wan import WanConfig
+from verax.models.wan.model import WanConfig
 from verax.video import pictures
 from verax.video.denoise import Conditions, Denoiser, Tables, tables
 from verax.video.forcing import ForcingSchedule, forcing_schedule

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from verax.checkpoint.video_folder import SETTINGS, VideoFolder
+from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError
 
 __all__ = ["KINDS", "REFERENCES", "RESOLUTIONS", "VideoSettings", "read_settings"]

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from verax.models.clip import CLIPVisionModel
 from verax.models.umt5 import UMT5EncoderModel
-from verax.models.wan import WanContext, WanModel
-from verax.models.wan_vae import WanVae, WanVaeConfig
+from verax.models.wan.model import WanContext, WanModel
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.video.programs import Component, Program, Weights
 
 __all__ = ["Stages", "latents_at_once", "tile_at_once"]

@@ -1,0 +1,1 @@
+"""The delta rules beside PyTorch: `verax bench delta`."""

@@ -1,0 +1,197 @@
+"""The other sides of `verax bench delta`: PyTorch, eager, through Cython or compiled, and the libraries built on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.machine import num_cores
+from verax.ops.cpu.build import compiler
+
+__all__ = ["PEERS", "Peers", "cythonized", "find_peers", "plain_fla"]
+
+PEERS = ("torch", "cython", "torch.compile", "transformers", "fla")
+"""PyTorch run eagerly; the same through Cython, as the founding report had it; through torch.compile; transformers'
+PyTorch forms of the gated rule; flash-linear-attention, Triton on a GPU and its plain PyTorch forms on a CPU."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Who is there to compare with, on the platform of JAX's default device."""
+
+    torch: Any
+    device: str
+    """torch's name of the platform."""
+    reference: ModuleType
+    """`lam_torch`: the other side of LAM, and the float64 one."""
+    names: tuple[str, ...]
+    """Out of `PEERS`."""
+    cython: ModuleType | None = None
+    """`lam_torch` through Cython."""
+    cython_s: float | None = None
+    transformers: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    fla: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Forms of the gated rule, chunk and recurrent."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Who is not there, and why."""
+    versions: dict[str, Any] = field(default_factory=dict)
+
+
+def find_peers(against: Sequence[str] | None, folder: Path, *, without: Sequence[str] = ()) -> Peers:
+    """Import and build the other sides.
+
+    Args:
+        against: names out of `PEERS`; None for all, those that cannot be had being skipped with their reason.
+        folder: gets the files of Cython; it has to last as long as the peers do.
+        without: names to leave out of all.
+
+    Raises:
+        InvalidParameterError: for an unknown name, or if JAX and torch have no platform in common.
+        MissingDependencyError: without torch, or without something that `against` names.
+    """
+    names = tuple(name for name in PEERS if name not in without) if against is None else tuple(against)
+    for name in names:
+        if name not in PEERS:
+            raise InvalidParameterError(f"against: expected {', '.join(PEERS)}, got {name!r}")
+    reference = importlib.import_module("verax.compare.references.lam")
+    torch, device = reference.torch, _device(reference.torch)
+    torch.set_num_threads(num_cores())
+    found: dict[str, Any] = {}
+    versions = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
+    finders = {"cython": _find_cython, "transformers": _find_transformers, "fla": _find_fla}
+    skipped = {}
+    for name in names:
+        if name in finders:
+            try:
+                parts, version = finders[name](folder, device)
+            except MissingDependencyError as error:
+                if against is not None:
+                    raise
+                skipped[name] = str(error)
+            else:
+                found |= parts
+                versions |= version
+    return Peers(torch, device, reference, names, skipped=skipped, versions=versions, **found)
+
+
+def _device(torch: Any) -> str:
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return "cpu"
+    if platform == "gpu" and torch.cuda.is_available():
+        return "cuda"
+    raise InvalidParameterError(
+        f"JAX runs on {platform}, where this torch ({torch.__version__}) does not: set JAX_PLATFORMS=cpu to compare on "
+        "the CPU"
+    )
+
+
+def _find_cython(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    module, seconds = cythonized(Path(str(importlib.import_module("verax.compare.references.lam").__file__)), folder)
+    return {"cython": module, "cython_s": seconds}, {"cython": importlib.import_module("Cython").__version__}
+
+
+def _find_transformers(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()  # that it has no faster form here
+        modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    except ImportError as error:
+        raise MissingDependencyError("transformers is not installed: pip install 'verax[parity]'") from error
+    # Unwrapped: where flash-linear-attention is installed, these names would run its kernels.
+    forms = {
+        name: inspect.unwrap(getattr(modeling, f"torch_{name}_gated_delta_rule")) for name in ("chunk", "recurrent")
+    }
+    return {"transformers": forms}, {"transformers": transformers.__version__}
+
+
+def _find_fla(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Its Triton kernels on a GPU; elsewhere they do not run."""
+    if device == "cuda":
+        try:
+            rule = importlib.import_module("fla.ops.gated_delta_rule")
+        except ImportError as error:
+            raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
+        forms = {"chunk": rule.chunk_gated_delta_rule, "recurrent": rule.fused_recurrent_gated_delta_rule}
+    else:
+        rule = plain_fla("gated_delta_rule")
+        forms = {"chunk": rule.naive_chunk_gated_delta_rule, "recurrent": rule.naive_recurrent_gated_delta_rule}
+    return {"fla": forms}, {"flash-linear-attention": importlib.metadata.version(FLA)}
+
+
+FLA = "flash-linear-attention"
+
+
+def plain_fla(family: str) -> ModuleType:
+    """`fla/ops/FAMILY/naive.py` from its file: the package itself needs Triton to import.
+
+    Raises:
+        MissingDependencyError: without flash-linear-attention or einops.
+    """
+    spec = importlib.util.find_spec("fla")
+    missing = [name for name, found in ((FLA, spec), ("einops", importlib.util.find_spec("einops"))) if found is None]
+    if spec is None or missing:
+        raise MissingDependencyError(f"{' and '.join(missing)} not installed: pip install {FLA}")
+    path = Path((spec.submodule_search_locations or [""])[0], "ops", *family.split("."), "naive.py")
+    return _load(f"fla_naive_{family.replace('.', '_')}", path)
+
+
+def cythonized(source: Path, folder: Path, *, flags: Sequence[str] = ("-O2",)) -> tuple[ModuleType, float]:
+    """A Python file translated by Cython and compiled, and the seconds that this took.
+
+    Args:
+        source: the file, which is copied.
+        folder: gets the copy, what Cython makes of it, and the extension module.
+        flags: of the C++ compiler.
+
+    Raises:
+        MissingDependencyError: without Cython or a C++ compiler, or if one of them fails.
+    """
+    if importlib.util.find_spec("Cython") is None:
+        raise MissingDependencyError("Cython is not installed: pip install 'verax[bench]'")
+    command = compiler()
+    if command is None:
+        raise MissingDependencyError("Cython needs a C++ compiler: install one, or name it in CXX")
+    name = f"{source.stem}_cython"
+    copy = folder / f"{name}.py"
+    copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    extension = folder / (name + sysconfig.get_config_var("EXT_SUFFIX"))
+    # Annotations are documentation here, as in Python: Cython would make C numbers of some.
+    translate = ("-m", "cython", "-3", "--cplus", "-X", "annotation_typing=False", str(copy), "-o", f"{copy}.cc")
+    link = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    include = sysconfig.get_paths()["include"]
+    begin = time.perf_counter()
+    _run([sys.executable, *translate])
+    _run([*command, *flags, "-w", "-shared", "-fPIC", *link, f"-I{include}", f"{copy}.cc", "-o", str(extension)])
+    seconds = time.perf_counter() - begin
+    copy.unlink()  # what is imported is the extension
+    return _load(name, extension), seconds
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MissingDependencyError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise MissingDependencyError(f"{path}: no Python module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

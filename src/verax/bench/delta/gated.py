@@ -1,0 +1,172 @@
+"""The exact gated delta rule in `verax bench delta`: whole sequences, and the decode step against memory bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from verax import ops
+from verax.bench.delta.baselines import Peers
+from verax.bench.delta.case import Case, jax_side, torch_side
+from verax.bench.delta.flops import gated_rule_bytes, gated_rule_flops
+from verax.ops.delta import DeltaInputs, delta_recurrence
+from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
+
+__all__ = ["decode_cases", "exact_gated_rule", "gated_cases"]
+
+HEADS, SIZE = 12, 64
+"""The report's heads, in the size that earlier measurements of the exact rule took."""
+
+GPU_SHAPE = (4, 4096, 16, 128)
+"""Batch, tokens, heads and their size of one case more on a GPU, in bfloat16."""
+
+DECODE = (32, 32, 128)
+"""Sequences, heads and their size: Qwen3-Next's, a state of 64 MiB."""
+
+NATIVE_CHUNK = 16
+"""Tokens that our CPU kernel takes at a time."""
+
+PEER_CHUNK = 64
+"""Tokens of the chunks of transformers and flash-linear-attention."""
+
+TOLERANCE = {("cpu", "float32"): 1e-5, ("cuda", "float32"): 5e-3, ("cuda", "bfloat16"): 2e-2}
+"""Against float64, by device and dtype: Triton's float32 products are TF32 by default."""
+
+Arrays = Mapping[str, Any]
+
+
+def gated_cases(configurations: Mapping[str, tuple[int, int, int]], peers: Peers) -> Iterator[Case]:
+    """The report's configurations; with a GPU, a long sequence in bfloat16 too."""
+    for name, (B, n, C) in configurations.items():
+        yield _sequences(name, (B, n * C, HEADS, SIZE), "float32", peers)
+    if peers.device == "cuda":
+        yield _sequences("Long", GPU_SHAPE, "bfloat16", peers)
+
+
+def _sequences(name: str, shape: tuple[int, int, int, int], dtype: str, peers: Peers) -> Case:
+    B, T, H, D = shape
+    arrays, state = _inputs(*shape, dtype), np.zeros((B, H, D, D), np.float32)
+
+    def flops(*chunk: int, **how: bool) -> int:
+        return gated_rule_flops(B * T, H, D, D, *chunk, **how)
+
+    ours = {
+        "native": flops(NATIVE_CHUNK, solved=True),
+        "chunk": flops(CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE)),
+    }
+    sides = {}
+    for form in _forms(arrays, state):
+        with ops.use_forms(delta_recurrence=form):
+            sides[f"verax {form}"] = jax_side(_rule, state, arrays, flops=ours.get(form, flops()))
+    tensors = _tensors(peers, arrays, state)
+    for form, run, chunked in _their_forms(peers):
+        done = flops(PEER_CHUNK) if chunked else flops()
+        sides[form] = torch_side(peers.torch, run, *tensors, flops=done, dtypes=(dtype, "float32"))
+    return Case(
+        "gated",
+        name,
+        {"batch": B, "tokens": T, "heads": H, "size": D},
+        gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize),
+        exact_gated_rule(arrays, state),
+        TOLERANCE[peers.device, dtype],
+        f"verax {_chosen(arrays, state)}",
+        sides,
+    )
+
+
+def decode_cases(peers: Peers) -> Iterator[Case]:
+    """One token of many sequences: their states are read and written, and that is all the time there should be.
+
+    Our state is donated, as an engine's is: each call takes what the call before it left. The others make a new one.
+    """
+    B, H, D = DECODE
+    arrays = _inputs(B, 1, H, D, "float32")
+    state = np.random.default_rng(1).standard_normal((B, H, D, D), np.float32)
+    flops = gated_rule_flops(B, H, D, D)
+    sides = {}
+    for form in _forms(arrays, state):
+        with ops.use_forms(delta_recurrence=form):
+            sides[f"verax {form}"] = jax_side(_rule, arrays, flops=flops, donated=state)
+    tensors = _tensors(peers, arrays, state)
+    for form, run, chunked in _their_forms(peers):
+        if not chunked:
+            sides[form] = torch_side(peers.torch, run, *tensors, flops=flops)
+    yield Case(
+        "decode",
+        "Step",
+        {"batch": B, "tokens": 1, "heads": H, "size": D},
+        gated_rule_bytes(B, B, H, D, D),
+        exact_gated_rule(arrays, state),
+        TOLERANCE[peers.device, "float32"],
+        f"verax {_chosen(arrays, state)}",
+        sides,
+    )
+
+
+def exact_gated_rule(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs `S^T q K^-1/2` and final states in float64, by token: `S <- e^g (I - beta k k^T) S + beta k v^T`."""
+    q, k, v, g, beta = (np.asarray(arrays[name], np.float64) for name in ("q", "k", "v", "g", "beta"))
+    S, out = state.astype(np.float64), np.empty(v.shape)
+    for t in range(q.shape[1]):
+        S = S * np.exp(g[:, t])[..., None, None]
+        found = (k[:, t, :, None] @ S)[..., 0, :]
+        S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - found))[..., None, :]
+        out[:, t] = (q[:, t, :, None] @ S)[..., 0, :] * q.shape[-1] ** -0.5
+    return out, S
+
+
+def _rule(state: jax.Array, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+    return ops.gated_delta_rule(**arrays, initial_state=state, output_final_state=True)
+
+
+def _forms(arrays: Arrays, state: np.ndarray) -> list[str]:
+    """Every form of ours that takes the call here."""
+    inputs, platform = _delta_inputs(arrays), jax.default_backend()
+    return [
+        name
+        for name, form in delta_recurrence.forms.items()
+        if form.runs_on(platform) and form.accepts(inputs, jnp.asarray(state))
+    ]
+
+
+def _chosen(arrays: Arrays, state: np.ndarray) -> str:
+    return delta_recurrence.select(_delta_inputs(arrays), jnp.asarray(state)).name
+
+
+def _delta_inputs(arrays: Arrays) -> DeltaInputs:
+    q, k, v, g, beta = (jnp.asarray(arrays[name], jnp.float32) for name in ("q", "k", "v", "g", "beta"))
+    return DeltaInputs(q, k, k, v, beta, g)
+
+
+def _their_forms(peers: Peers) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+    """Name, form of one call, and whether it goes by chunks."""
+    label = "fla" if peers.device == "cuda" else "fla naive"
+    forms = {f"transformers {name}": form for name, form in peers.transformers.items()}
+    for name, form in (forms | {f"{label} {name}": form for name, form in peers.fla.items()}).items():
+        yield name, _call(form), name.endswith("chunk")
+
+
+def _call(form: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> Any:
+        return form(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+
+    return run
+
+
+def _inputs(B: int, T: int, H: int, D: int, dtype: str) -> dict[str, np.ndarray]:
+    """Keys and queries of length one, gates as in trained models: no side has to normalise or to squash anything."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, T, H, D), np.float32) for _ in range(3))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    beta, g = rng.uniform(0, 1, (B, T, H)), -np.exp(rng.uniform(np.log(1e-3), np.log(1), (B, T, H)))
+    return {name: x.astype(jnp.dtype(dtype)) for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
+
+
+def _tensors(peers: Peers, arrays: Arrays, state: np.ndarray) -> list[Any]:
+    dtype = getattr(peers.torch, str(arrays["q"].dtype))
+    tensors = [peers.torch.from_numpy(np.asarray(x, np.float32)).to(peers.device, dtype) for x in arrays.values()]
+    return [*tensors, peers.torch.from_numpy(state).to(peers.device)]

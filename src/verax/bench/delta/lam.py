@@ -1,0 +1,250 @@
+"""LAM's cases of `verax bench delta`: the published rule by itself, the layer around it, the sentence encoder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from verax import checkpoint, ops
+from verax.bench.delta.baselines import Peers
+from verax.bench.delta.case import Case, Side, jax_side, torch_side
+from verax.bench.delta.flops import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
+from verax.models.lam import LamConfig, LamModel
+from verax.models.lam_layers import EnhancedHierarchicalDeltaNet
+from verax.ops.hierarchical import Perceptron, ResonanceFlux, orthogonality_loss
+
+__all__ = ["encoder_cases", "layer_cases", "rule_cases"]
+
+LAM = LamConfig(vocab_size=30522, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12)
+"""The published sizes: the report's 12 heads are 32 wide each."""
+
+SENTENCES = {"Short": (32, 32), "Long": (8, 256)}
+"""Sentences and tokens of each, in a batch."""
+
+VARIANTS: dict[str, Literal["hierarchical", "local"]] = {"B": "hierarchical", "C": "local"}
+"""The published variants, two states from chunk to chunk and what the published package computes at inference, by their
+names in `LamConfig.rule`."""
+
+TOLERANCE = {"cpu": 1e-4, "gpu": 1e-3}
+"""Of float32 against float64."""
+
+Shape = tuple[int, int, int]
+"""Batch, chunks, tokens of a chunk."""
+
+Theirs = Callable[[ModuleType], Sequence[Any]]
+"""Of `lam_torch`, as it is or through Cython: a function and its arguments."""
+
+
+def rule_cases(configurations: Mapping[str, Shape], peers: Peers) -> Iterator[Case]:
+    """From queries, keys, values, decays and gates to outputs and states; each side in the layout of its own layer."""
+    for name, shape in configurations.items():
+        yield _rule_case(name, shape, peers)
+
+
+def layer_cases(configurations: Mapping[str, Shape], peers: Peers) -> Iterator[Case]:
+    """The layer, with its projections, convolutions, gates and norm: what the report's other side ran."""
+    for name, shape in configurations.items():
+        yield _layer_case(name, shape, peers)
+
+
+def encoder_cases(peers: Peers) -> Iterator[Case]:
+    """The sentence encoder, from token numbers to vectors of length one, in both variants."""
+    for variant in VARIANTS:
+        for name, shape in SENTENCES.items():
+            yield _encoder_case(f"{name}, variant {variant}", variant, *shape, peers)
+
+
+def _rule_case(name: str, shape: Shape, peers: Peers) -> Case:
+    B, n, C = shape
+    with peers.torch.inference_mode():
+        inputs = _layer(peers, peers.reference, C).rule_inputs(_hidden(peers, B, n * C))[:-1]
+
+    def theirs(library: ModuleType) -> Sequence[Any]:
+        def run(*inputs: Any) -> Any:
+            out, states = library.hierarchical_delta_rule(*inputs, chunk_size=C)
+            return out.transpose(1, 2), states
+
+        return run, *inputs, _layer(peers, library, C).resonance_flux
+
+    q, k, v, beta, decays, gates = jax.tree.map(lambda x: jnp.asarray(x.transpose(1, 2).cpu().numpy()), inputs)
+    arrays = q, k, v, beta[..., 0], decays, tuple(gate[..., 0] for gate in gates)
+    H, K = q.shape[2:]
+    rule = *arrays, _flux(_layer(peers, peers.reference, C).resonance_flux)
+    ours = {}
+    for form in _forms(*rule, chunk_size=C):
+        count = hierarchical_rule_flops if form == "plain" else factored_rule_flops
+        with ops.use_forms(hierarchical_delta_rule=form):
+            ours[form] = jax_side(
+                lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C),
+                *rule,
+                flops=count(B * n * C, H, K, C),
+            )
+    moved = _nbytes(arrays) + q.nbytes + 2 * 4 * B * H * K * K
+    done = hierarchical_rule_flops(B * n * C, H, K, C)
+    chosen = ops.hierarchical_delta_rule.select(*rule, chunk_size=C).name
+    return _case("rule", name, _sizes(shape), moved, chosen, ours, done, theirs, peers)
+
+
+def _layer_case(name: str, shape: Shape, peers: Peers) -> Case:
+    B, n, C = shape
+    x = _hidden(peers, B, n * C)
+
+    def theirs(library: ModuleType) -> Sequence[Any]:
+        return lambda layer, x: layer(x)[::3], _layer(peers, library, C), x
+
+    config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
+    graph, weights = _loaded(
+        lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0)), _layer(peers, peers.reference, C)
+    )
+
+    def run(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, states = nnx.merge(graph, weights)(x)
+        return y, orthogonality_loss(states)
+
+    sizes = B * n * C, LAM.hidden_size, LAM.num_attention_heads, C
+    form = _chosen_form("B")
+    flops = layer_flops(*sizes, factored=form != "plain")
+    ours = {form: jax_side(run, weights, jnp.asarray(x.cpu().numpy()), flops=flops)}
+    moved = _nbytes(weights) + 2 * x.nbytes
+    return _case("layer", name, _sizes(shape), moved, form, ours, layer_flops(*sizes), theirs, peers)
+
+
+def _encoder_case(name: str, variant: str, B: int, T: int, peers: Peers) -> Case:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, LAM.vocab_size, (B, T))
+    lengths = rng.integers(T // 2, T, (B,), endpoint=True)
+    mask = (np.arange(T) < lengths[:, None]).astype(np.int64)
+
+    def theirs(library: ModuleType) -> Sequence[Any]:
+        inputs = (peers.torch.from_numpy(x).to(peers.device) for x in (tokens, mask))
+        return lambda encoder, *inputs: (encoder(*inputs),), _encoder(peers, library, variant), *inputs
+
+    config, reference = replace(LAM, rule=VARIANTS[variant]), _encoder(peers, peers.reference, variant)
+    graph, weights = _loaded(lambda: LamModel(config, rngs=nnx.Rngs(0)), reference)
+
+    def run(weights: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        x = nnx.merge(graph, weights)(tokens, jnp.sum(mask, axis=1))
+        total = jnp.sum(x * mask[..., None], axis=1)
+        return total / jnp.linalg.norm(total, axis=-1, keepdims=True)
+
+    D, chunk = LAM.hidden_size, reference.deltanet_layers[0].chunk(T)
+    sizes = B * T, D, LAM.num_attention_heads, chunk, LAM.intermediate_size, LAM.num_hidden_layers, variant
+    form = _chosen_form(variant)
+    flops = encoder_flops(*sizes, factored=form != "plain")
+    ours = {form: jax_side(run, weights, jnp.asarray(tokens), jnp.asarray(mask), flops=flops)}
+    # Of the embeddings, only the rows of these tokens.
+    moved = _nbytes(weights) - 4 * D * (LAM.vocab_size - tokens.size)
+    done = encoder_flops(*sizes)
+    return _case("encoder", name, {"sentences": B, "tokens": T}, moved, form, ours, done, theirs, peers)
+
+
+def _forms(*rule: Any, chunk_size: int) -> list[str]:
+    """Every form of our rule that takes the call here."""
+    return [
+        name
+        for name, form in ops.hierarchical_delta_rule.forms.items()
+        if form.runs_on(jax.default_backend()) and form.accepts(*rule, chunk_size=chunk_size)
+    ]
+
+
+def _chosen_form(variant: str) -> str:
+    """The form of our rule that runs inside the layer."""
+    operation = {"B": ops.hierarchical_delta_rule, "C": ops.local_delta_rule}[variant]
+    head = jax.ShapeDtypeStruct((1, 64, LAM.num_attention_heads, 32), jnp.float32)
+    return operation.select(head, head, head, None, None, None, None, chunk_size=64).name
+
+
+def _case(
+    section: str,
+    name: str,
+    sizes: Mapping[str, int],
+    moved: int,
+    chosen: str,
+    ours: Mapping[str, Side],
+    flops: int,
+    theirs: Theirs,
+    peers: Peers,
+) -> Case:
+    """Our forms and every way to run the PyTorch one; the float64 result is the PyTorch one's."""
+    torch, skipped = peers.torch, {}
+    sides = {f"verax {form}": side for form, side in ours.items()}
+    if "torch" in peers.names:
+        sides["torch"] = torch_side(torch, *theirs(peers.reference), flops=flops)
+    if peers.cython is not None:
+        sides["torch, Cython"] = torch_side(torch, *theirs(peers.cython), flops=flops)
+    if "torch.compile" in peers.names:
+        function, *inputs = theirs(peers.reference)
+        try:
+            compiled = torch.compile(function, dynamic=False)
+            sides["torch.compile"] = torch_side(torch, compiled, *inputs, flops=flops, compiled=True)
+        except Exception as error:  # whatever goes wrong inside its compiler
+            skipped["torch.compile"] = str(error).strip().partition("\n")[0]
+    function, *inputs = theirs(peers.reference)
+    exact = torch_side(torch, function, *jax.tree.map(_double, inputs), flops=0)
+    expected = [x.cpu().numpy() for x in exact.call()]
+    tolerance = TOLERANCE["cpu" if peers.device == "cpu" else "gpu"]
+    return Case(section, name, sizes, moved, expected, tolerance, f"verax {chosen}", sides, skipped)
+
+
+def _double(x: Any) -> Any:
+    """Modules and floating-point tensors in float64."""
+    return x.double() if not hasattr(x, "dtype") or x.dtype.is_floating_point else x
+
+
+def _layer(peers: Peers, library: ModuleType, chunk_size: int) -> Any:
+    """The same weights every time."""
+    peers.torch.manual_seed(0)
+    layer = library.EnhancedHierarchicalDeltaNet(LAM.hidden_size, LAM.num_attention_heads, chunk_size=chunk_size)
+    return layer.eval().to(peers.device)
+
+
+def _encoder(peers: Peers, library: ModuleType, variant: str) -> Any:
+    peers.torch.manual_seed(0)
+    encoder = library.LamSentenceEncoder(
+        vocab_size=LAM.vocab_size,
+        d_model=LAM.hidden_size,
+        num_heads=LAM.num_attention_heads,
+        num_layers=LAM.num_hidden_layers,
+        intermediate_size=LAM.intermediate_size,
+        variant=variant,
+    )
+    return encoder.eval().to(peers.device)
+
+
+def _loaded(abstract: Callable[[], Any], module: Any) -> tuple[Any, Any]:
+    """Our module with the weights of a PyTorch one, through a checkpoint: its graph, and its state."""
+    weights = {name: x.cpu().numpy() for name, x in module.state_dict().items()}
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
+        saved = checkpoint.Checkpoint.open(checkpoint.save(weights, folder, config={}))
+        return nnx.split(checkpoint.load_module(nnx.eval_shape(abstract), saved, dtype=None))
+
+
+def _flux(module: Any) -> ResonanceFlux:
+    chunk, token = (
+        Perceptron(*(jnp.asarray(x.detach().cpu().numpy()) for x in network.parameters()))
+        for network in (module.flux_net, module.token_flux_proj)
+    )
+    bilinear, temperature = (jnp.asarray(x.detach().cpu().numpy()) for x in (module.W_bilinear, module.temp))
+    return ResonanceFlux(bilinear, temperature, chunk, token)
+
+
+def _hidden(peers: Peers, batch: int, length: int) -> Any:
+    noise = np.random.default_rng(0).standard_normal((batch, length, LAM.hidden_size), np.float32)
+    return peers.torch.from_numpy(noise).to(peers.device)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def _sizes(shape: Shape) -> dict[str, int]:
+    batch, chunks, chunk = shape
+    return {"batch": batch, "heads": LAM.num_attention_heads, "chunks": chunks, "chunk": chunk}

@@ -1,0 +1,96 @@
+"""The founding report's comparison, done again with equal work on both sides: `verax bench delta`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from verax import progress
+from verax.bench.delta.baselines import find_peers
+from verax.bench.delta.case import measure
+from verax.bench.delta.gated import decode_cases, gated_cases
+from verax.bench.delta.lam import encoder_cases, layer_cases, rule_cases
+from verax.bench.harness import Benchmark
+from verax.bench.timing import UNTIMED
+from verax.errors import InvalidParameterError
+from verax.ops.cpu import library
+
+__all__ = ["CONFIGURATIONS", "SECTIONS", "bench_delta"]
+
+CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
+"""The report's: batch, chunks, tokens of a chunk; 12 heads."""
+
+SECTIONS = ("rule", "layer", "gated", "decode", "encoder")
+"""LAM's published rule by itself and the layer around it, the exact gated rule and its decode step, LAM's encoder."""
+
+
+def bench_delta(
+    *,
+    sections: Sequence[str] = SECTIONS,
+    configurations: Sequence[str] = tuple(CONFIGURATIONS),
+    against: Sequence[str] | None = None,
+    without: Sequence[str] = (),
+    runs: int,
+    warmup: int,
+) -> dict[str, Any]:
+    """Time the delta rules beside PyTorch, interleaved, on JAX's default device; a report as JSON holds it.
+
+    Every side is checked first: the shapes, dtypes and device of its outputs, and their error against float64.
+
+    Args:
+        sections: names out of `SECTIONS`.
+        configurations: names out of `CONFIGURATIONS`, for rule, layer and gated.
+        against: names out of `delta_peers.PEERS`; all that can be had if None, but those in `without`.
+        runs: counted rounds. With `warmup` rounds before them.
+
+    Raises:
+        InvalidParameterError: for an unknown name, or if JAX runs where torch does not.
+        MissingDependencyError: without torch, or without something that `against` names.
+        VeraxError: if two sides do not compute the same thing where they claim to.
+    """
+    for what, given, known in (
+        ("sections", sections, SECTIONS),
+        ("configurations", configurations, CONFIGURATIONS),
+    ):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise InvalidParameterError(f"{what}: expected {', '.join(known)}, got {unknown[0]!r}")
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder, progress.bar("measuring") as report:
+        peers = find_peers(against, Path(folder), without=without)
+        benchmark, cases = Benchmark("delta"), []
+        chosen = {name: CONFIGURATIONS[name] for name in configurations}
+        makers = {
+            "rule": lambda: rule_cases(chosen, peers),
+            "layer": lambda: layer_cases(chosen, peers),
+            "gated": lambda: gated_cases(chosen, peers),
+            "decode": lambda: decode_cases(peers),
+            "encoder": lambda: encoder_cases(peers),
+        }
+        for section in sections:
+            for case in makers[section]():
+                cases.append(
+                    measure(
+                        case,
+                        benchmark.limits,
+                        platform=jax.default_backend(),
+                        runs=runs,
+                        warmup=warmup,
+                        report=lambda done, total, note, case=case: report(
+                            done, total, f"{case.section}, {case.name}: {note}"
+                        ),
+                    )
+                )
+    settings = {
+        "operations": list(sections),
+        "configurations": list(configurations),
+        "against": list(peers.names),
+        "runs": runs,
+        "warmup": warmup,
+        "untimed": UNTIMED,
+        "cpu_level": library.level(),
+    }
+    return benchmark.result(settings, peers.versions, skipped=peers.skipped, cython_s=peers.cython_s, cases=cases)

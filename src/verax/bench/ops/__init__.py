@@ -1,0 +1,1 @@
+"""Operations by themselves: `verax bench ops`."""

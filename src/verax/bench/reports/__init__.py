@@ -1,0 +1,1 @@
+"""The earlier ports' tables, measured again: `verax bench reports`."""

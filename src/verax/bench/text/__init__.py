@@ -1,0 +1,1 @@
+"""Text generation beside transformers and llama.cpp: `verax bench text`, `verax bench quality`."""

@@ -1,0 +1,97 @@
+"""A checkpoint as a GGUF file without a vocabulary: weights that llama.cpp can run, for a benchmark of token ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.formats.gguf.layout import ROPE_DIVISORS, interleaved, rotated, tensor_name
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.models import causal_lm
+
+__all__ = ["write_gguf"]
+
+
+def write_gguf(opened: Checkpoint, path: Path, kind: str) -> Path:
+    """Write the weights as llama.cpp's converter does: matrices of type `kind`, everything else float32.
+
+    A tied output head is the embeddings, quantised like the rest (llama.cpp's own tool keeps more bits for it).
+
+    Args:
+        opened: an unquantised checkpoint of a Qwen3, Qwen2 or Llama.
+        path: of the new file.
+        kind: `F32`, `BF16`, `Q8_0` or `Q4_0`.
+
+    Raises:
+        CheckpointError: if the checkpoint is quantised already, or has rows that blocks of 32 do not divide.
+    """
+    if opened.packed:
+        raise CheckpointError(f"{opened.folder}: it is quantised; to become a GGUF file it must not be")
+    config, sizes = opened.config, causal_lm(opened.config)[1]
+    family = config["model_type"]
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(sizes.num_hidden_layers)
+    writer.add_context_length(sizes.max_position_embeddings)
+    writer.add_embedding_length(sizes.hidden_size)
+    writer.add_feed_forward_length(sizes.intermediate_size)
+    writer.add_head_count(sizes.num_attention_heads)
+    writer.add_head_count_kv(sizes.num_key_value_heads)
+    writer.add_key_length(sizes.head_dim)
+    writer.add_value_length(sizes.head_dim)
+    writer.add_rope_dimension_count(sizes.head_dim)
+    writer.add_layer_norm_rms_eps(sizes.rms_norm_eps)
+    writer.add_rope_freq_base(sizes.rotary.theta)
+    writer.add_vocab_size(sizes.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+
+    heads = {"model_type": family, "num_attention_heads": sizes.num_attention_heads}
+    heads["num_key_value_heads"] = sizes.num_key_value_heads
+    unused = "lm_head.weight" if sizes.tie_word_embeddings else None
+    names = [name for name in opened.names() if name != unused and not name.endswith("rotary_emb.inv_freq")]
+    extra = _scaling(writer, sizes)
+    types = {name: gguf.GGMLQuantizationType[kind if len(opened.shape(name)) == 2 else "F32"] for name in names}
+    for name, divisors in extra.items():
+        writer.add_tensor_info(name, divisors.shape, divisors.dtype, divisors.nbytes)
+    for name in names:
+        shape, quantized = opened.shape(name), types[name]
+        try:
+            stored = gguf.quant_shape_to_byte_shape(shape, quantized)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{opened.folder}: {name} of shape {list(shape)} cannot be {kind}: {error}"
+            ) from error
+        writer.add_tensor_info(tensor_name(name), stored, np.dtype(np.uint8), int(np.prod(stored)), quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for divisors in extra.values():
+        writer.write_tensor_data(divisors)
+    for name in names:
+        weight = np.asarray(opened.read(name), np.float32)
+        count = rotated(name, heads)
+        weight = weight if count is None else interleaved(weight, count)
+        writer.write_tensor_data(gguf.quantize(np.ascontiguousarray(weight), types[name]).view(np.uint8))
+        opened.release(name)
+    writer.close()
+    return path
+
+
+def _scaling(writer: gguf.GGUFWriter, sizes: Any) -> dict[str, np.ndarray]:
+    """Say how rotary frequencies are scaled; the tensors that this takes."""
+    kind, numbers = sizes.rotary.kind, dict(sizes.rotary.scaling)
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(numbers["factor"])
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(int(numbers["original_max_position_embeddings"]))
+    elif kind == "llama3":
+        plain = type(sizes.rotary)(sizes.rotary.theta)
+        divisors = plain.frequencies(sizes.head_dim)[0] / sizes.rotary.frequencies(sizes.head_dim)[0]
+        return {ROPE_DIVISORS: divisors}
+    elif kind != "default":
+        raise UnsupportedModelError(f"rope_type {kind!r} cannot be written to a GGUF file")
+    return {}

@@ -1,0 +1,248 @@
+"""Text generation: workloads, our engine, and transformers and llama.cpp beside it on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from verax import checkpoint, progress
+from verax.bench.harness import Benchmark, product_weights
+from verax.bench.text.workload import Workload
+from verax.bench.timing import interleave
+from verax.checkpoint.random_weights import random_weights
+from verax.errors import InvalidParameterError
+from verax.machine import peak_growth
+from verax.models import causal_lm
+from verax.text.llm import DTYPES, LLM, load_model
+
+if TYPE_CHECKING:
+    from verax.bench.text.llama_cpp import LlamaCppSide
+
+__all__ = ["PEERS", "SHAPES", "bench_text"]
+
+PEERS = ("transformers", "llama.cpp", "verax")
+"""What a text benchmark can have beside us; the last is our own side as it is unquantised."""
+
+GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+"""What llama.cpp's weights are, by our `quantization` or else our `dtype`."""
+
+QWEN3_0_6B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "max_position_embeddings": 40960,
+}
+"""config.json of Qwen3-0.6B, as far as it decides shapes."""
+
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 32768,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+"""Three delta layers and one of attention, as wide as Qwen3.5-0.8B's 24; an eighth of its vocabulary."""
+
+SHAPES = {"qwen3": ("Qwen3-0.6B shapes", QWEN3_0_6B), "hybrid": ("4 layers of Qwen3.5-0.8B shapes", HYBRID)}
+"""Of random weights: in words, and as a config.json."""
+
+
+def bench_text(
+    model: str | None,
+    make_workload: Callable[[int], Workload],
+    *,
+    runs: int,
+    warmup: int,
+    against: tuple[str, ...] = (),
+    dtype: str = "bfloat16",
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    max_num_seqs: int | None = None,
+    split: bool = False,
+    shapes: str = "qwen3",
+) -> dict[str, Any]:
+    """Run a workload on our engine and, interleaved, on others; a report as JSON holds it.
+
+    Args:
+        model: a checkpoint; random weights if None.
+        make_workload: of a vocabulary size.
+        runs: counted rounds. With `warmup` rounds before them.
+        against: of `PEERS`: Hugging Face's generate, prompt by prompt and in one batch, and llama.cpp, all prompts in
+            one batch; our engine with weights in `dtype`, where `quantization` is given.
+        dtype: of all sides.
+        quantization: of our side, and of llama.cpp's: Q8_0 for int8, Q4_0 for int4.
+        kv_cache_dtype: of our side.
+        max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
+        split: measure the decode step's parts too.
+        shapes: of random weights, a name out of `SHAPES`.
+    """
+    if shapes not in SHAPES:
+        raise InvalidParameterError(f"shapes: expected {' or '.join(SHAPES)}, got {shapes!r}")
+    unknown = [name for name in against if name not in PEERS]
+    if unknown:
+        raise InvalidParameterError(f"against: expected {' or '.join(PEERS)}, got {unknown[0]!r}")
+    if "verax" in against and quantization is None:
+        raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
+    benchmark = Benchmark("text")
+    with _weights(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as closing:
+        opened = checkpoint.Checkpoint.open(folder)
+        sizes = causal_lm(opened.config)[1]
+        workload = make_workload(sizes.vocab_size)
+        begin = time.perf_counter()
+        with peak_growth() as loading:
+            module = load_model(opened, dtype=dtype, quantization=quantization)
+        load_seconds = time.perf_counter() - begin
+        sized = {
+            "max_num_seqs": max_num_seqs or min(len(workload.prompts), 256),
+            "max_model_len": workload.longest,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        llm = LLM.from_module(module, **sized)
+        runner = llm.engine.runner
+        sides: dict[str, Callable[[], object]] = {}
+        versions: dict[str, Any] = {}
+        if "transformers" in against:
+            if opened.metadata:
+                raise InvalidParameterError(f"against: {folder} is a GGUF file; transformers is compared on a folder")
+            from verax.bench.text.transformers import TransformersSide
+
+            theirs = TransformersSide(folder, dtype)
+            versions |= theirs.versions()
+            sides["transformers naive"] = lambda: theirs.naive(workload)
+            if len(workload.prompts) > 1:
+                sides["transformers batched"] = lambda: theirs.batched(workload)
+        if "llama.cpp" in against:
+            kind = "as it is" if opened.metadata else GGUF_TYPES[quantization or dtype]
+            llama_cpp = closing.enter_context(_llama_cpp(opened, kind, workload))
+            versions |= llama_cpp.versions()
+            sides[f"llama.cpp {kind}"] = lambda: llama_cpp.batched(workload)
+        if "verax" in against:
+            sides[f"verax {dtype}"] = partial(
+                _generate, LLM.from_module(load_model(opened, dtype=dtype), **sized), workload
+            )
+        sides["verax"] = partial(_generate, llm, workload)
+        compiled = runner.num_compiled()
+        with progress.bar("measuring") as report:
+            samples = interleave(sides, runs=runs, warmup=warmup, report=report)
+        settings = {
+            "model": model or f"random weights, {SHAPES[shapes][0]}",
+            "shapes": None if model else shapes,
+            "dtype": dtype,
+            "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
+            "workload": workload.name,
+            "requests": len(workload.prompts),
+            "prompt_tokens": workload.prompt_tokens,
+            "new_tokens": workload.new_tokens,
+            "temperature": workload.temperature,
+            "runs": runs,
+            "warmup": warmup,
+            "max_num_seqs": runner.config.max_num_seqs,
+        }
+        steps = workload.steps(runner.config.max_num_seqs)
+        head = sizes.vocab_size * sizes.hidden_size  # of which only a token that another is drawn after needs a product
+        layers = product_weights(opened, tables=None if module.lm_head is None else "embed_tokens") - head
+        positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)  # a last token is not read
+        products = layers * positions + head * workload.new_tokens
+        result = benchmark.result(
+            settings,
+            versions,
+            start_up={
+                "load_s": load_seconds,
+                "weights_gb": runner.weight_bytes / 1e9,
+                "load_peak_gb": (loading() or 0) / 1e9 or None,
+                "compile_s": llm.compile_seconds,
+                "kv_cache": llm.kv_cache,
+                "programs": len(runner.shapes),
+                "compiled_during_runs": runner.num_compiled() - compiled,
+            },
+            sides={name: side.to_dict(workload.counted_tokens) for name, side in samples.items()},
+            ratios={
+                f"verax / {name}": samples["verax"].ratio_to(side) for name, side in samples.items() if name != "verax"
+            },
+            work={
+                "steps": steps,
+                **benchmark.against_limit(
+                    samples["verax"].median,
+                    bytes_moved=steps * runner.weight_bytes,
+                    flops=2 * products,
+                    dtype=dtype,
+                ),
+            },
+        )
+        if split:
+            from verax.bench.text.decode_breakdown import decode_split
+
+            result["decode_step"] = decode_split(llm, rows=len(workload.prompts), length=workload.longest)
+        return result
+
+
+def _generate(llm: LLM, workload: Workload) -> object:
+    # Each run reads its prompts anew: what the prefix cache kept of the run before would be a gift.
+    llm.engine.scheduler.blocks.reset_prefix_cache()
+    outputs = llm.generate([list(prompt) for prompt in workload.prompts], workload.params(), use_tqdm=False)
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == workload.new_tokens
+    return outputs
+
+
+@contextlib.contextmanager
+def _llama_cpp(opened: checkpoint.Checkpoint, kind: str, workload: Workload) -> Iterator[LlamaCppSide]:
+    """llama.cpp with a GGUF file itself, or else the weights as `kind` in a file that is gone afterwards."""
+    from verax.bench.text.gguf_writer import write_gguf
+    from verax.bench.text.llama_cpp import LlamaCppSide, import_llama_cpp
+
+    import_llama_cpp()  # before a file is written for it
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
+        path = opened.folder if opened.metadata else write_gguf(opened, Path(name) / f"{kind}.gguf", kind)
+        side = LlamaCppSide(path, workload)
+        try:
+            yield side
+        finally:
+            side.close()
+
+
+@contextlib.contextmanager
+def _weights(model: str | None, dtype: str, config: dict[str, Any]) -> Iterator[Path]:
+    """The checkpoint's folder; random weights of real spread in a folder that is gone afterwards, if there is none."""
+    if dtype not in DTYPES:
+        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if model is not None:
+        yield checkpoint.resolve(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
+        architecture, sizes = causal_lm(config)
+        weights = random_weights(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))), jnp.bfloat16)
+        yield checkpoint.save(weights, name, config=config)

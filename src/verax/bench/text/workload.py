@@ -1,0 +1,77 @@
+"""Workloads of text benchmarks: prompts as token ids, and the number of tokens that each is to get."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from verax.text.sampling_params import SamplingParams
+
+__all__ = ["WORKLOADS", "Workload", "founding", "nano_vllm", "prompt"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts as token ids, and how many tokens each is to get."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    temperature: float
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a run generates."""
+        return sum(self.max_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens that a run reads."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def counted_tokens(self) -> int:
+        """What rates count: the new tokens; those of the prompts where all is about them."""
+        return self.prompt_tokens if self.name == "prompt" else self.new_tokens
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest text."""
+        return max(len(p) + m for p, m in zip(self.prompts, self.max_tokens, strict=True))
+
+    def steps(self, max_num_seqs: int) -> int:
+        """Steps that an engine needs at least, with so many sequences in each."""
+        return max(*self.max_tokens, math.ceil(self.new_tokens / max_num_seqs), 1)
+
+    def params(self) -> list[SamplingParams]:
+        """Sampling of each prompt: temperature only, no end of text."""
+        return [SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True) for m in self.max_tokens]
+
+
+def founding(vocab_size: int, *, requests: int = 4, max_tokens: int = 100, temperature: float = 0.7) -> Workload:
+    """The founding report's case: short prompts, 100 new tokens each, temperature 0.7."""
+    rng = np.random.default_rng(0)
+    prompts = tuple(tuple(rng.integers(3, vocab_size, 12 + 4 * (i % 4)).tolist()) for i in range(requests))
+    return Workload("founding", prompts, (max_tokens,) * requests, temperature)
+
+
+def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, temperature: float = 0.6) -> Workload:
+    """nano-vllm's bench.py: prompts and answers of 100 to 1024 tokens each; `scale` shrinks both lengths."""
+    import random
+
+    rng = random.Random(0)
+    length = lambda: max(1, round(rng.randint(100, 1024) * scale))
+    prompts = tuple(tuple(rng.randint(0, min(10000, vocab_size - 1)) for _ in range(length())) for _ in range(requests))
+    return Workload("nano-vllm", prompts, tuple(length() for _ in range(requests)), temperature)
+
+
+def prompt(vocab_size: int, *, requests: int = 1, tokens: int = 512, temperature: float = 0.0) -> Workload:
+    """Prompts of `tokens` tokens to be read; one new token each."""
+    prompts = np.random.default_rng(0).integers(3, vocab_size, (requests, tokens)).tolist()
+    return Workload("prompt", tuple(map(tuple, prompts)), (1,) * requests, temperature)
+
+
+WORKLOADS = ("founding", "nano-vllm", "prompt")
+"""Names of what `founding`, `nano_vllm` and `prompt` make."""

@@ -1,0 +1,164 @@
+"""diffusers as the other side of a video benchmark, with our weights. Needs `pip install 'verax[parity]'`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verax.bench.video.cases import Work
+from verax.errors import MissingDependencyError
+from verax.machine import num_cores, peak_growth
+
+__all__ = ["DiffusersSide"]
+
+
+class DiffusersSide:
+    """The same stage in PyTorch on the CPU or its GPU, with all cores; transformers' UMT5 for the text."""
+
+    def __init__(self, work: Work, dtype: str):
+        """Make the model; weights on a CPU are those of `work` where they lie."""
+        try:
+            import diffusers
+            import torch
+            import transformers
+        except ImportError as error:
+            raise MissingDependencyError(
+                "comparing with diffusers needs it, torch and transformers: pip install 'verax[parity]'"
+            ) from error
+        self._torch, self._work, self._dtype = torch, work, getattr(torch, dtype)
+        torch.set_num_threads(num_cores())
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        made = {"transformer": _transformer, "vae": _vae, "text": _text}[work.stage]
+        torch.set_default_dtype(self._dtype)  # as from_pretrained has it while it makes a model
+        try:
+            model = made(diffusers, transformers, work.config)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        tensors = _translated(torch, work)
+        missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+        assert not unexpected, unexpected
+        assert set(missing) <= {"encoder.embed_tokens.weight"}, missing
+        if work.stage == "text":
+            model.tie_weights()
+        kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+        for name, parameter in model.named_parameters():
+            if set(name.split(".")) & set(kept):  # what from_pretrained leaves in float32
+                parameter.data = parameter.data.float()
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._arguments = self._prepared()
+        self.versions: dict[str, Any] = {
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+            "transformers": transformers.__version__,
+            "torch_threads": torch.get_num_threads(),
+            "torch_device": self._device,
+        }
+
+    def run(self) -> Any:
+        """Compute; a tensor, in diffusers' layout, whose values are there."""
+        torch = self._torch
+        with torch.inference_mode():
+            call = self._model.decode if self._work.stage == "vae" else self._model
+            result = call(**self._arguments)[0]
+            if self._device == "cuda":
+                torch.cuda.synchronize()
+        return result
+
+    def result(self) -> np.ndarray:
+        """What `run` gives, in our layout, float32."""
+        values = self.run().float().cpu().numpy()
+        return values if self._work.stage == "text" else values.transpose(0, 2, 3, 4, 1)
+
+    def temporary(self) -> int | None:
+        """Bytes that a call takes beyond what is there before it, measured; None where the system does not tell.
+
+        The first call, which also makes what later ones keep, is not the one that is measured.
+        """
+        self.run()
+        if self._device == "cuda":
+            cuda = self._torch.cuda
+            cuda.reset_peak_memory_stats()
+            before = cuda.memory_allocated()
+            self.run()
+            return cuda.max_memory_allocated() - before
+        with peak_growth() as grown:
+            self.run()
+        return grown()
+
+    def _prepared(self) -> dict[str, Any]:
+        torch, inputs = self._torch, self._work.inputs
+
+        def tensor(x: np.ndarray, *axes: int) -> Any:
+            found = torch.from_numpy(np.ascontiguousarray(x.transpose(axes) if axes else x))
+            return found.to(self._device, self._dtype if found.is_floating_point() else torch.long)
+
+        if self._work.stage == "text":
+            tokens = tensor(inputs[0])
+            return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "return_dict": False}
+        if self._work.stage == "vae":
+            config = self._work.config
+            mean, std = np.asarray(config.latents_mean, np.float32), np.asarray(config.latents_std, np.float32)
+            return {"z": tensor(inputs[0] * std + mean, 0, 4, 1, 2, 3), "return_dict": False}
+        latents, timesteps, text, image = inputs
+        return {
+            "hidden_states": tensor(latents, 0, 4, 1, 2, 3),
+            "timestep": tensor(timesteps),
+            "encoder_hidden_states": tensor(text),
+            "encoder_hidden_states_image": tensor(image),
+            "return_dict": False,
+        }
+
+
+def _translated(torch: Any, work: Work) -> Mapping[str, Any]:
+    tensors = {}
+    for name, weight in work.weights.items():
+        names = work.table.to_diffusers(name)
+        for other, rows in zip(names, np.split(weight, len(names)), strict=True):
+            bits = torch.from_numpy(rows.view(np.int16) if rows.dtype.itemsize == 2 else rows)
+            tensors[other] = bits.view(torch.bfloat16) if rows.dtype.itemsize == 2 else bits
+    return tensors
+
+
+def _transformer(diffusers: Any, transformers: Any, config: Any) -> Any:
+    return diffusers.SkyReelsV2Transformer3DModel(
+        patch_size=(1, config.patch, config.patch),
+        num_attention_heads=config.num_heads,
+        attention_head_dim=config.head_dim,
+        in_channels=config.in_dim,
+        out_channels=config.out_dim,
+        text_dim=config.text_dim,
+        freq_dim=config.freq_dim,
+        ffn_dim=config.ffn_dim,
+        num_layers=config.num_layers,
+        image_dim=config.image_dim,
+        added_kv_proj_dim=config.dim,
+        inject_sample_info=config.inject_sample_info,
+    )
+
+
+def _vae(diffusers: Any, transformers: Any, config: Any) -> Any:
+    return diffusers.AutoencoderKLWan(
+        base_dim=config.base_dim,
+        z_dim=config.z_dim,
+        dim_mult=list(config.dim_mult),
+        num_res_blocks=config.num_res_blocks,
+        temperal_downsample=list(config.temperal_downsample),
+        latents_mean=list(config.latents_mean),
+        latents_std=list(config.latents_std),
+    )
+
+
+def _text(diffusers: Any, transformers: Any, config: Any) -> Any:
+    return transformers.UMT5EncoderModel(
+        transformers.UMT5Config(
+            vocab_size=config.vocab_size,
+            d_model=config.d_model,
+            d_kv=config.d_kv,
+            d_ff=config.d_ff,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            feed_forward_proj="gated-gelu",
+        )
+    )

@@ -1,0 +1,190 @@
+"""Stages of a video pipeline beside diffusers: time of a call, of compiling, the calls until it pays, and memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from verax import progress
+from verax._compat import empty_compilation_cache
+from verax.bench.timing import interleave
+from verax.bench.video.cases import STAGES, Work, products, work
+from verax.errors import InvalidParameterError
+from verax.machine import fingerprint, measure_machine
+from verax.models.wan.layers import ATTENTION
+from verax.ops.cpu import library
+from verax.video.programs import Program
+
+__all__ = ["bench_video", "break_even"]
+
+
+def bench_video(
+    *,
+    size: str = "1.3b",
+    stages: Sequence[str] = STAGES[:2],
+    frames: Sequence[int] = (9,),
+    height: int = 272,
+    width: int = 480,
+    dtype: str = "bfloat16",
+    attention: str = "auto",
+    also: Sequence[str] = (),
+    memory: Sequence[str] = (),
+    layers: int | None = None,
+    runs: int = 3,
+    warmup: int = 1,
+    against: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Time stages with random weights in real sizes; a report as JSON holds it.
+
+    Args:
+        size, layers, dtype: of the models: see `video_work.work`.
+        stages: of `STAGES`; one forward pass of the transformer, of one row: a step with guidance is two.
+        frames, height, width: of clips, a case for each number of frames.
+        attention: the form that the transformer is timed with.
+        also: more forms that it is timed with, as sides called `verax, FORM`.
+        memory: forms whose memory is asked of the compiler too, which runs nothing.
+        runs: counted rounds, with `warmup` before them; 0 times nothing.
+        against: `"diffusers"` runs interleaved with ours.
+
+    Raises:
+        InvalidParameterError: naming what is wrong.
+    """
+    forms = tuple(ATTENTION)
+    for name, given, known in (("against", against, ("diffusers",)), ("also", also, forms), ("memory", memory, forms)):
+        if wrong := [one for one in given if one not in known]:
+            raise InvalidParameterError(f"{name}: expected one of {', '.join(known)}, got {wrong[0]!r}")
+    if attention not in ATTENTION:
+        raise InvalidParameterError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}")
+    sizes: dict[str, Any] = dict(height=height, width=width, dtype=dtype, layers=layers)
+    works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
+    measured = measure_machine() if runs else {}
+    cases, versions = [], {}
+    for stage, count in works if runs else ():
+        options = {"attention": attention} if stage == "transformer" else {}
+        todo = work(stage, size, frames=count, **sizes)
+        case, found = _case(todo, dtype, options, also if options else (), runs, warmup, against)
+        rate = measured[f"matmul_{dtype}_gflop_per_s"]
+        case["fraction_of_limit"] = case["products"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
+        cases.append({"stage": stage, "frames": count, **case})
+        versions |= found
+    table = []
+    for count in frames if memory else ():
+        todo = work("transformer", size, frames=count, **sizes)
+        table += [{"frames": count, "attention": form, **_memory(todo, form)} for form in memory]
+    return {
+        "kind": "video",
+        "machine": {**fingerprint(), **versions},
+        "measured": measured,
+        "settings": {
+            "size": size,
+            "layers": layers,
+            "stages": list(stages),
+            "frames": list(frames),
+            "height": height,
+            "width": width,
+            "dtype": dtype,
+            "attention": attention,
+            "cpu_level": library.level() if jax.default_backend() == "cpu" else None,
+            "runs": runs,
+            "warmup": warmup,
+        },
+        "cases": cases,
+        "forms_memory": table,
+    }
+
+
+def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s: float) -> int | None:
+    """Calls after which ours, compiled first, has taken less time than theirs; None if it never does.
+
+    Args:
+        compile_s: before our first call.
+        ours_s, theirs_s: of a call.
+        theirs_first_s: of their first, which may take longer.
+    """
+    behind = compile_s - (theirs_first_s - theirs_s)
+    if ours_s >= theirs_s:
+        return None
+    return max(1, math.floor(behind / (theirs_s - ours_s)) + 1)
+
+
+def _case(
+    todo: Work,
+    dtype: str,
+    options: dict[str, Any],
+    also: Sequence[str],
+    runs: int,
+    warmup: int,
+    against: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A stage timed on all sides, and the versions of the other."""
+    component, prepare = todo.component, todo.prepare
+    sides: dict[str, Callable[[], object]] = {}
+    result: dict[str, Any] = {"products": products(todo)}
+    with component.weights() as weights:
+        inputs = tuple(map(jax.numpy.asarray, todo.inputs))
+        if prepare is not None:
+            inputs = Program(lambda w, *arrays: prepare(component.module(w), *arrays))(weights, *inputs)
+        with empty_compilation_cache():
+            _, result["compile_s"] = _compiled(todo, weights, inputs, options)
+            program, result["compile_cached_s"] = _compiled(todo, weights, inputs, options)
+        ours = np.asarray(program(weights, *inputs, **options))
+        sides["verax"] = lambda: jax.block_until_ready(program(weights, *inputs, **options))
+        for form in also:
+            sides[f"verax, {form}"] = lambda form=form: jax.block_until_ready(program(weights, *inputs, attention=form))
+        versions: dict[str, Any] = {}
+        if "diffusers" in against:
+            from verax.bench.video.diffusers import DiffusersSide
+
+            other = DiffusersSide(todo, dtype)
+            versions = other.versions
+            begin = time.perf_counter()
+            theirs = other.result()
+            result["diffusers_first_s"] = time.perf_counter() - begin
+            result["difference"] = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+            sides["diffusers"] = other.run
+        with progress.bar(f"measuring: {todo.stage}") as report:
+            samples = interleave(sides, runs=runs, warmup=warmup, report=report)
+    result["sides"] = {name: side.to_dict(result["products"]) for name, side in samples.items()}
+    if "diffusers" in samples:
+        result["ratio"] = samples["verax"].ratio_to(samples["diffusers"])
+        medians = samples["verax"].median, samples["diffusers"].median
+        result["break_even"] = break_even(result["compile_s"], medians[0], result["diffusers_first_s"], medians[1])
+    return result, versions
+
+
+def _program(todo: Work) -> Program:
+    return Program(
+        lambda weights, *inputs, **options: todo.function(todo.component.module(weights), *inputs, **options),
+        options=("attention",),
+    )
+
+
+def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) -> tuple[Program, float]:
+    """A program that is ready for a call, and the seconds that tracing and compiling took."""
+    jax.clear_caches()  # what is traced already would not be traced again
+    program = _program(todo)
+    begin = time.perf_counter()
+    program.memory(weights, *inputs, **options)
+    return program, time.perf_counter() - begin
+
+
+def _memory(todo: Work, attention: str) -> dict[str, Any]:
+    """What a forward pass needs with a form of attention; or why it has none."""
+    component, prepare = todo.component, todo.prepare
+    assert prepare is not None
+    shapes: Any = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in todo.inputs)
+    shapes = jax.eval_shape(lambda w, *arrays: prepare(component.module(w), *arrays), component.shapes, *shapes)
+    try:
+        found = _program(todo).memory(component.shapes, *shapes, attention=attention)
+    except InvalidParameterError as error:
+        return {"left_out": str(error)}
+    return {
+        "peak_gb": found.peak / 1e9,
+        "weights_gb": component.size / 1e9,
+        "temporary_gb": found.temporary / 1e9,
+    }

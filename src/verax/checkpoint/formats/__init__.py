@@ -1,0 +1,1 @@
+"""File formats of weights: safetensors, `.pth`, GGUF, compressed-tensors; all memory-mapped."""

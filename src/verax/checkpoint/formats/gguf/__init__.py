@@ -1,0 +1,1 @@
+"""GGUF, llama.cpp's file format: header and tensors, names and layout, weights."""

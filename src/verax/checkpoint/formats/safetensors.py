@@ -1,0 +1,123 @@
+"""Reading a safetensors file by memory-mapping: arrays are views of the file, and every fault of a file has a message.
+
+Format: https://huggingface.co/docs/safetensors/index#format. The safetensors library writes our files; for reading, its
+numpy interface copies each tensor and cannot give its pages back, which would double the memory of loading.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from verax.checkpoint.formats.mapped_file import MappedFile
+from verax.errors import CheckpointError
+
+__all__ = ["SafetensorsFile", "TensorInfo"]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000
+"""The format's own limit on the header."""
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies: byte offsets from the beginning of the file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class SafetensorsFile(MappedFile):
+    """An open file. Views stay valid while they are referenced; `release` only gives memory back."""
+
+    def __init__(self, path: Path):
+        """Map the file and check its header.
+
+        Raises:
+            CheckpointError: if the file is missing, truncated, or not what its header says; with its name.
+        """
+        super().__init__(path)
+        if self.size < _LENGTH_BYTES:
+            raise self.fault(f"it has {self.size} bytes, too few for a safetensors header")
+        self.tensors: dict[str, TensorInfo] = self._read_header()
+
+    def kind(self, name: str) -> str:
+        """A tensor's dtype."""
+        return str(self.tensors[name].dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        """A read-only view of a tensor's bytes in the file."""
+        info = self.tensors[name]
+        return self.view(info.start, info.end).view(info.dtype).reshape(info.shape)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from memory. No view loses anything: a page that is touched again is mapped again."""
+        info = self.tensors[name]
+        self.release_pages(info.start, info.end)
+
+    def _read_header(self) -> dict[str, TensorInfo]:
+        length = int.from_bytes(self.map[:_LENGTH_BYTES], "little")
+        if length > _LONGEST_HEADER:
+            raise CheckpointError(f"{self.path}: not a safetensors file (its header would have {length} bytes)")
+        begin = _LENGTH_BYTES + length
+        if begin > self.size:
+            raise self.fault(f"the header of {length} bytes does not fit into its {self.size} bytes")
+        try:
+            header = json.loads(self.map[_LENGTH_BYTES:begin].decode("utf-8"))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise self.fault("its header is not valid JSON") from error
+        tensors = {name: self._read_entry(name, entry, begin) for name, entry in entries.items()}
+        self._check_layout(tensors, begin)
+        return tensors
+
+    def _read_entry(self, name: str, entry: Any, begin: int) -> TensorInfo:
+        try:
+            kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            sound = isinstance(kind, str) and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        except (TypeError, KeyError, ValueError) as error:
+            raise self.fault(f"the header's entry of {name} is malformed") from error
+        if not sound:
+            raise self.fault(f"the header's entry of {name} is malformed")
+        if kind not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has dtype {kind}; supported are {', '.join(DTYPES)}")
+        dtype = DTYPES[kind]
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise self.fault(f"{name} of shape {list(shape)} and dtype {kind} cannot have {end - start} bytes")
+        if begin + end > self.size:
+            raise self.fault(f"{name} ends at byte {begin + end}, but the file has {self.size}")
+        return TensorInfo(dtype, shape, begin + start, begin + end)
+
+    def _check_layout(self, tensors: dict[str, TensorInfo], begin: int) -> None:
+        """The format allows neither overlaps nor holes."""
+        at = begin
+        for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+            if info.start != at:
+                raise self.fault(f"{name} begins at byte {info.start} where byte {at} was expected")
+            at = info.end
+        if at != self.size:
+            raise self.fault(f"its tensors end at byte {at}, but the file has {self.size}")

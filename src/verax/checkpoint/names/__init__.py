@@ -1,0 +1,1 @@
+"""Tables between the two published parameter namings of a model: the original and diffusers or transformers."""

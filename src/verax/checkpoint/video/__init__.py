@@ -1,0 +1,1 @@
+"""Folders of SkyReels-V2 and Wan models, in either published layout."""

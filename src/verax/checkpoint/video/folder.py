@@ -1,0 +1,252 @@
+"""A SkyReels-V2 or Wan model in a folder of either published layout, found by looking; weights by the original's names.
+
+- The original's: `config.json` and the transformer's safetensors, beside `Wan2.1_VAE.pth`,
+  `models_t5_umt5-xxl-enc-bf16.pth`, `models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth` and `google/umt5-xxl/`.
+  Each `.pth` may be safetensors instead, with its settings beside it under the same name (`Wan2.1_VAE.json`).
+- Diffusers': `model_index.json` and a folder for each part.
+
+Weights may have the names of either layout in both, and ComfyUI's prefix `model.diffusion_model.`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from verax.checkpoint.checkpoint import Checkpoint, TensorFile, open_stem, open_together, read_json
+from verax.checkpoint.formats.pth import PthFile
+from verax.checkpoint.formats.safetensors import TensorInfo
+from verax.checkpoint.resolve import resolve_video
+from verax.checkpoint.video.parts import PARTS, Form, Part, pipeline_name, scheduler_settings
+from verax.errors import CheckpointError
+
+__all__ = ["VideoFolder"]
+
+TOKENIZER = "google/umt5-xxl"
+"""Its folder in the original layout."""
+SETTINGS = "verax.json"
+"""What a folder of either layout says to verax alone: defaults of a model that is not of the published sizes."""
+_COMFY = "model.diffusion_model."
+_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+class VideoFolder:
+    """An open folder. Weights are mapped when a part is asked for."""
+
+    def __init__(self, path: str | Path):
+        """Look at a folder, or fetch a hub id.
+
+        Raises:
+            CheckpointError: if it is missing, or of neither layout.
+        """
+        self.path = resolve_video(path)
+        named = self.path if Path(path).expanduser().is_dir() else Path(path)
+        self.name = named.resolve().name
+        """Of the folder, or of the repository: in the original layout it can be all that tells the kind of model."""
+        self.layout: Literal["original", "diffusers"] = "diffusers"
+        """Which of the two it is."""
+        if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
+            self.layout = "original"
+            if not (self.path / "config.json").is_file():
+                raise CheckpointError(
+                    f"{self.path}: no video model here: expected model_index.json and a folder for each part "
+                    "(diffusers' layout), or config.json and the transformer's safetensors (the original's)"
+                )
+
+    @property
+    def pipeline(self) -> str:
+        """The name of the pipeline in diffusers, such as `SkyReelsV2ImageToVideoPipeline`."""
+        if self.layout == "original":
+            return pipeline_name(self.config("transformer"), self.name)
+        name = read_json(self.path / "model_index.json").get("_class_name")
+        if not isinstance(name, str):
+            raise CheckpointError(f"{self.path / 'model_index.json'}: expected a _class_name, the pipeline's")
+        return name
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        """Settings of the scheduler: the folder's, or for a published original those that its authors recommend."""
+        if self.layout == "diffusers":
+            return read_json(self.path / "scheduler" / "scheduler_config.json")
+        own = self.path / "scheduler_config.json"
+        return read_json(own) if own.is_file() else scheduler_settings(self.pipeline)
+
+    @property
+    def image_processor(self) -> dict[str, Any] | None:
+        """Settings of the image processor; None if the folder has none."""
+        folder = self.path / "image_processor" if self.layout == "diffusers" else self.path
+        own = folder / "preprocessor_config.json"
+        return read_json(own) if own.is_file() else None
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer's files.
+
+        Raises:
+            CheckpointError: if there is none.
+        """
+        folder = self.path / ("tokenizer" if self.layout == "diffusers" else TOKENIZER)
+        if not folder.is_dir() or not any(folder.iterdir()):
+            raise CheckpointError(f"{self.path}: no tokenizer: expected {folder.relative_to(self.path)}/tokenizer.json")
+        return folder
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a part: transformer, vae, text_encoder or image_encoder."""
+        part = PARTS[name]
+        if self.layout == "diffusers":
+            return (self.path / name).is_dir()
+        return name == "transformer" or bool(self._original_file(part))
+
+    def config(self, name: str) -> dict[str, Any]:
+        """A part's config.json; of a file that was published without one, what it would be.
+
+        Raises:
+            CheckpointError: if the part is missing.
+        """
+        if self.layout == "diffusers":
+            self._check_folder(name)
+            return read_json(self.path / name / "config.json")
+        if name == "transformer":
+            return read_json(self.path / "config.json")
+        beside = self.path / f"{self._stem(PARTS[name])}.json"
+        return read_json(beside) if beside.is_file() else dict(PARTS[name].config)
+
+    def checkpoint(self, name: str) -> Checkpoint:
+        """A part's configuration and weights, these by the original's names.
+
+        Keys that fit neither layout's names stay as they are, for `load_module` to tell.
+
+        Raises:
+            CheckpointError: if the part is missing or a file of it damaged; with the file that was expected.
+        """
+        part, config = PARTS[name], self.config(name)
+        files = self._diffusers_files(name) if self.layout == "diffusers" else self._original_files(name)
+        entries = _by_original_names(part, config, files)
+        if not entries:
+            raise CheckpointError(f"{self.path}: the {part.what} has no weights")
+        where = self.path / name if self.layout == "diffusers" else self.path
+        return Checkpoint(where, config, {}, entries)
+
+    def _check_folder(self, name: str) -> None:
+        if not (self.path / name).is_dir():
+            raise CheckpointError(
+                f"{self.path}: no {PARTS[name].what}: expected {name}/config.json and "
+                f"{name}/{PARTS[name].stem}.safetensors"
+            )
+
+    def _diffusers_files(self, name: str) -> Mapping[str, TensorFile]:
+        files = open_stem(self.path / name, PARTS[name].stem)
+        if not files:
+            raise CheckpointError(
+                f"{self.path / name}: no weights of the {PARTS[name].what}: expected {PARTS[name].stem}.safetensors, "
+                "or numbered files of that name"
+            )
+        return files
+
+    def _original_files(self, name: str) -> Mapping[str, TensorFile]:
+        if name == "transformer":
+            return self._original_transformer()
+        part = PARTS[name]
+        stem = self._stem(part)
+        if files := open_stem(self.path, stem):
+            return files
+        file = PthFile(self.path / f"{stem}.pth")
+        return dict.fromkeys(file.tensors, file)
+
+    def _original_transformer(self) -> Mapping[str, TensorFile]:
+        for stem in ("model", "diffusion_pytorch_model"):
+            if files := open_stem(self.path, stem):
+                return files
+        others = [part.pattern for name, part in PARTS.items() if name != "transformer"]
+        rest = [
+            path
+            for path in sorted(self.path.glob("*.safetensors"))
+            if not any(pattern.fullmatch(path.name) for pattern in others)
+        ]
+        if not rest:
+            raise CheckpointError(
+                f"{self.path}: no weights of the transformer: expected model.safetensors or "
+                "diffusion_pytorch_model.safetensors, or numbered files of either name"
+            )
+        return open_together(rest)
+
+    def _stem(self, part: Part) -> str:
+        """Of a part's files in the original layout, without number and ending."""
+        stem = self._original_file(part)
+        if stem is None:
+            raise CheckpointError(
+                f"{self.path}: no {part.what}: expected {part.original}.pth or {part.original}.safetensors"
+            )
+        return stem
+
+    def _original_file(self, part: Part) -> str | None:
+        found = [path.name for path in sorted(self.path.iterdir()) if part.pattern.fullmatch(path.name)]
+        stems = sorted({_NUMBER.sub("", name.rsplit(".", 1)[0]) for name in found})
+        if part.original in stems:
+            return part.original
+        if len(stems) > 1:
+            raise CheckpointError(f"{self.path}: several files for the {part.what}: {', '.join(found)}; leave one")
+        return stems[0] if stems else None
+
+
+class _Entry:
+    """One weight by the original's name: a tensor of a file, or several whose rows together are it."""
+
+    def __init__(self, name: str, sources: list[tuple[TensorFile, str]], form: Form):
+        self.path = sources[0][0].path
+        self._sources = sources
+        self._form = form
+        infos = [file.tensors[key] for file, key in sources]
+        first = infos[0]
+        rows = (sum(info.shape[0] for info in infos), *first.shape[1:]) if len(infos) > 1 else first.shape
+        if any((info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]) for info in infos):
+            keys = ", ".join(key for _, key in sources)
+            raise CheckpointError(f"{self.path}: {keys} differ in shape or dtype, and should be the rows of {name}")
+        shape = form(np.broadcast_to(np.int8(0), rows)).shape
+        size = sum(info.end - info.start for info in infos)
+        self.tensors = {name: TensorInfo(first.dtype, shape, first.start, first.start + size)}
+
+    def kind(self, name: str) -> str:
+        """The dtype."""
+        return str(self.tensors[name].dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        """A view of the file; a copy if it is of several tensors."""
+        arrays = [file.read(key) for file, key in self._sources]
+        return self._form(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+    def release(self, name: str) -> None:
+        """Drop the pages."""
+        for file, key in self._sources:
+            file.release(key)
+
+
+def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
+    keys = {key.removeprefix(_COMFY): key for key in files}
+    keys = {name: key for name, key in keys.items() if not part.dropped.search(name)}
+    if "shared.weight" in keys:
+        keys.pop("encoder.embed_tokens.weight", None)  # a second copy
+    names = part.names(config)
+    theirs = {name: found for name in keys if (found := names.to_original(name)) is not None}
+    ours = [name for name in keys if names.to_diffusers(name) is not None]
+    if len(ours) >= len(theirs):
+        return {name: _Entry(name, [(files[key], key)], lambda array: array) for name, key in keys.items()}
+    pieces: dict[str, dict[int, str]] = {}
+    for name in keys:
+        original, piece = theirs.get(name, (name, 0))
+        pieces.setdefault(original, {})[piece] = name
+    entries: dict[str, TensorFile] = {}
+    for original, found in pieces.items():
+        wanted = names.to_diffusers(original)
+        if wanted is not None and len(found) != len(wanted):
+            absent = ", ".join(name for i, name in enumerate(wanted) if i not in found)
+            path = files[keys[next(iter(found.values()))]].path
+            raise CheckpointError(f"{path}: {absent} missing, beside {', '.join(found.values())}")
+        sources = [(files[keys[found[i]]], keys[found[i]]) for i in sorted(found)]
+        form = part.form(original).to_original if found[0] in theirs else lambda array: array
+        entries[original] = _Entry(original, sources, form)
+    return entries

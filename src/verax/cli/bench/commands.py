@@ -1,0 +1,397 @@
+"""`verax bench`: measurements that anyone can repeat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verax.cli import options
+from verax.cli.bench import compare, docs, reports
+from verax.cli.lines import read_lines
+
+if TYPE_CHECKING:
+    from verax.bench.text.workload import Workload
+
+__all__ = ["app"]
+
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")]
+
+app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_args_is_help=True)
+
+
+app.command("compare")(compare.compare)
+app.command("docs")(docs.docs)
+app.command("reports")(reports.reports)
+
+
+@app.callback()
+def _group() -> None:
+    """Measure speed and memory, beside other libraries."""
+
+
+@app.command("text")
+def text(
+    model: options.Model = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="founding (short prompts, 100 new tokens), nano-vllm (its bench.py) or prompt (reading one)."
+        ),
+    ] = "founding",
+    requests: Annotated[
+        int | None,
+        typer.Option("--requests", "--prompts", help="Prompts; 4, nano-vllm's 256 or prompt's 1 if left out."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="founding: new tokens of each prompt.")] = 100,
+    prompt_tokens: Annotated[int, typer.Option(help="prompt: tokens of each.", min=1)] = 512,
+    scale: Annotated[float, typer.Option(help="nano-vllm: factor on its lengths, to fit a small machine.")] = 1.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0.7 for founding, 0.6 for nano-vllm, 0 for prompt, if left out.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="transformers, llama.cpp, verax (our side unquantised) or some with commas: run them too, interleaved."
+        ),
+    ] = None,
+    dtype: options.Dtype = "bfloat16",
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
+    split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
+    shapes: Annotated[
+        str, typer.Option(help="Without --model: qwen3 (Qwen3-0.6B), or hybrid (4 layers of Qwen3.5-0.8B).")
+    ] = "qwen3",
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
+
+    Examples:
+
+        verax bench text --against transformers --split
+
+        verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
+
+        verax bench text --against llama.cpp --prompts 1
+
+        verax bench text --workload nano-vllm --requests 8 --scale 0.1
+
+        verax bench text --workload prompt --against transformers
+
+        verax bench text --shapes hybrid --against transformers
+    """
+    from verax.bench.text.run import bench_text
+    from verax.bench.text.workload import WORKLOADS, founding, nano_vllm, prompt
+
+    if workload not in WORKLOADS:
+        raise typer.BadParameter(f"--workload: expected {', '.join(WORKLOADS)}, got {workload!r}")
+    if requests is not None and requests < 1:
+        raise typer.BadParameter("--requests: at least 1")
+    if scale <= 0:
+        raise typer.BadParameter("--scale: more than 0")
+    given = options.given(temperature=temperature, requests=requests)
+
+    def make(vocab_size: int) -> Workload:
+        if workload == "founding":
+            return founding(vocab_size, max_tokens=max_tokens, **given)
+        if workload == "prompt":
+            return prompt(vocab_size, tokens=prompt_tokens, **given)
+        return nano_vllm(vocab_size, scale=scale, **given)
+
+    result = bench_text(
+        model,
+        make,
+        runs=runs,
+        warmup=warmup,
+        against=tuple(name.strip() for name in against.split(",")) if against else (),
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_seqs=max_num_seqs,
+        split=split,
+        shapes=shapes,
+    )
+    _show(result, output, as_json)
+
+
+@app.command("ops")
+def operations(
+    size_in: Annotated[int, typer.Option(help="Inputs of the linear operation.", min=1)] = 4096,
+    size_out: Annotated[int, typer.Option(help="Outputs of the linear operation.", min=1)] = 11008,
+    rows: Annotated[str, typer.Option(help="Rows of the input, one case each.")] = "1,2,4,8,16,32,128",
+    weights: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128; all if left out.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="linear, attention or conv; all if left out.")] = None,
+    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 2,
+    against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Each form of an operation by itself, beside torch and the machine's measured limits.
+
+    Examples:
+
+        verax bench ops --against torch
+
+        verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
+    """
+    from verax.bench.ops.run import OPERATIONS, WEIGHTS, bench_ops
+
+    try:
+        counts = [int(count) for count in rows.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"--rows: expected numbers from 1 such as 1,4,16, got {rows!r}")
+    result = bench_ops(
+        size_in=size_in,
+        size_out=size_out,
+        rows=counts,
+        weights=weights.split(",") if weights else list(WEIGHTS),
+        operations=only.split(",") if only else OPERATIONS,
+        against=tuple(against.split(",")) if against else (),
+        runs=runs,
+        warmup=warmup,
+    )
+    _show(result, output, as_json)
+
+
+@app.command("quality")
+def quality(
+    model: options.Model = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text to measure on, instead of the built-in model's own kind.")
+    ] = None,
+    variants: Annotated[
+        str | None, typer.Option(help="Precisions by name, separated by semicolons; all if left out.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text, at most.", min=2)] = 16384,
+    additions: Annotated[
+        int | None, typer.Option(help="Held-out sums; all of the built-in model, 200 of others, if left out.", min=0)
+    ] = None,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """What quantised weights and an int8 cache cost: perplexity, sums, and the logits' distance from float32.
+
+    Examples:
+
+        verax bench quality
+
+        verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
+    """
+    from verax.bench.text.quality import VARIANTS, bench_quality, read_text
+
+    result = bench_quality(
+        model,
+        text=None if text is None else read_text(text),
+        variants=[name.strip() for name in variants.split(";")] if variants else tuple(VARIANTS),
+        tokens=tokens,
+        additions=additions,
+    )
+    _show(result, output, as_json)
+
+
+@app.command("embed")
+def embeddings(
+    model: options.Model = None,
+    sentences: Annotated[int, typer.Option(help="How many.", min=1)] = 512,
+    batch_size: Annotated[int, typer.Option(help="Most sentences in one call.", min=1)] = 32,
+    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
+    dtype: options.Dtype = "float32",
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
+
+    Examples:
+
+        verax bench embed --against transformers
+
+        verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
+    """
+    from verax.bench.embed import bench_embed
+
+    result = bench_embed(
+        model,
+        sentences=sentences,
+        batch_size=batch_size,
+        runs=runs,
+        warmup=warmup,
+        against=tuple(against.split(",")) if against else (),
+        dtype=dtype,
+    )
+    _show(result, output, as_json)
+
+
+@app.command("delta")
+def delta(
+    only: Annotated[
+        str | None, typer.Option(help="rule, layer, gated, decode, encoder; all of them if left out.")
+    ] = None,
+    configurations: Annotated[
+        str | None, typer.Option("--configs", help="Small, Medium, Large; all of them if left out.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="torch, cython, torch.compile, transformers, fla; what there is of them if left out."),
+    ] = None,
+    runs: Annotated[int | None, typer.Option(help="Counted rounds; 10, or 3 if quick.", min=1)] = None,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="The smallest configuration, without torch.compile.")] = False,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """The delta rules beside PyTorch, equal work on the same device: the founding report's comparison, done again.
+
+    Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU. A plot is written beside the
+    other files of --output.
+
+    Examples:
+
+        verax bench delta --quick
+
+        verax bench delta --only gated,decode --against transformers --output benchmarks/results
+    """
+    from verax import plots
+    from verax.bench.delta.page import plot
+    from verax.bench.delta.run import CONFIGURATIONS, SECTIONS, bench_delta
+
+    if output is not None:
+        plots.pyplot()  # before the work, not after it
+    result = bench_delta(
+        sections=only.split(",") if only else SECTIONS,
+        configurations=configurations.split(",") if configurations else list(CONFIGURATIONS)[: 1 if quick else None],
+        against=against.split(",") if against else None,
+        without=("torch.compile",) if quick else (),
+        runs=runs or (3 if quick else 10),
+        warmup=warmup,
+    )
+    path = _show(result, output, as_json)
+    if path is not None:
+        plot(result, path.with_suffix(".png"))
+
+
+@app.command("video")
+def video(
+    size: Annotated[str, typer.Option(help="1.3b, 14b or tiny: image to video of that size.")] = "1.3b",
+    stage: Annotated[
+        str, typer.Option(help="transformer, vae, text, several with commas, or all.")
+    ] = "transformer,vae",
+    frames: Annotated[str, typer.Option(help="Frames of the clip, 4n + 1; a case each.")] = "9",
+    height: Annotated[int, typer.Option(help="Pixels, divisible by 16.")] = 272,
+    width: Annotated[int, typer.Option(help="Pixels, divisible by 16.")] = 480,
+    attention: Annotated[str, typer.Option(help="Form that the transformer is timed with.")] = "auto",
+    memory: Annotated[
+        str | None, typer.Option(help="Forms whose memory is told, which needs no run: auto,chunked,standard,flash.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of transformer and text encoder; all.", min=1)] = None,
+    runs: Annotated[int, typer.Option(help="Counted rounds; 0 for memory only.", min=0)] = 3,
+    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    against: Annotated[str | None, typer.Option(help="diffusers: run it too, interleaved.")] = None,
+    dtype: options.Dtype = "bfloat16",
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Stages of SkyReels-V2's pipeline with random weights in its real sizes, beside diffusers with the same.
+
+    Examples:
+
+        verax bench video --against diffusers
+
+        verax bench video --runs 0 --memory auto,chunked,standard --frames 57 --height 544 --width 960
+    """
+    from verax.bench.video.cases import STAGES
+    from verax.bench.video.run import bench_video
+
+    counts = frames.split(",")
+    if not all(count.isdigit() for count in counts):
+        raise typer.BadParameter(f"--frames: expected numbers such as 9,17,57, got {frames!r}")
+    if runs == 0 and not memory:
+        raise typer.BadParameter("--runs 0: nothing would be measured; with --memory it is memory only")
+    result = bench_video(
+        size=size,
+        stages=STAGES if stage == "all" else stage.split(","),
+        frames=[int(count) for count in counts],
+        height=height,
+        width=width,
+        dtype=dtype,
+        attention=attention,
+        memory=memory.split(",") if memory else (),
+        layers=layers,
+        runs=runs,
+        warmup=warmup,
+        against=against.split(",") if against else (),
+    )
+    _show(result, output, as_json)
+
+
+@app.command("teacache")
+def teacache(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A folder of SkyReels-V2 or Wan2.1, or its hub id.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with a prompt on each line; the built-in model has some of its own.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="A picture: the first frame of all clips.")] = None,
+    thresholds: Annotated[str, typer.Option(help="Of --cache-threshold.")] = "0.05,0.1,0.2,0.3",
+    num_frames: Annotated[int | None, typer.Option(help="4n + 1.", show_default="checkpoint's")] = None,
+    height: Annotated[int | None, typer.Option(help="Of a frame, in pixels.", show_default="checkpoint's")] = None,
+    width: Annotated[int | None, typer.Option(help="Of a frame, in pixels.", show_default="checkpoint's")] = None,
+    inference_steps: Annotated[int | None, typer.Option(help="Of the solver.", show_default="checkpoint's")] = None,
+    seed: Annotated[int, typer.Option(help="Of the first clip; the next ones have the next.")] = 0,
+    dtype: options.Dtype = "bfloat16",
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """What TeaCache costs in quality and saves in time: clips with it beside the same clips without, by threshold.
+
+    Examples:
+
+        verax bench teacache
+
+        verax bench teacache --model SkyReels-V2-DF-1.3B-540P --prompts prompts.txt --thresholds 0.1,0.2
+    """
+    from verax.bench.video.teacache import bench_teacache
+
+    try:
+        values = [float(value) for value in thresholds.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--thresholds: expected numbers such as 0.1,0.2, got {thresholds!r}") from error
+    result = bench_teacache(
+        model,
+        prompts=read_lines(prompts) if prompts else (),
+        thresholds=values,
+        dtype=dtype,
+        image=image,
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        num_inference_steps=inference_steps,
+        seed=seed,
+    )
+    _show(result, output, as_json)
+
+
+def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> Path | None:
+    """Print a result; the path of its JSON, if it is written too."""
+    from verax.bench.results import markdown, write
+
+    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
+    if output is None:
+        return None
+    path = write(result, output)
+    typer.echo(f"written: {path}", err=True)
+    return path

@@ -1,0 +1,1 @@
+"""Comparisons that `verax compare` knows by name: text, embeddings, video."""

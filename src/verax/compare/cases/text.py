@@ -1,0 +1,308 @@
+"""What `verax compare text` and `embed` compare: a checkpoint in transformers, or LAM in its PyTorch form, and in
+verax."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from verax import builtin, checkpoint, ops
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.random_weights import random_weights
+from verax.compare.inputs import Inputs
+from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
+from verax.compare.recorder import Watch
+from verax.compare.run import Case, Side
+from verax.compare.torch_side import reference_package, torch
+from verax.errors import InvalidParameterError
+from verax.models import DTYPES, causal_lm, encoder
+from verax.text.llm import load_model
+from verax.text.tokenizer import Tokenizer
+
+__all__ = ["embed_case", "text_case", "transformers"]
+
+TOKENS = 40
+"""Of each row. No number of heads, so that no axes are mistaken for each other."""
+
+VECTORS = 4
+"""Rows of an encoder's tokens: from three texts on there is a nearest one."""
+
+LAM_TOKENS = 192
+"""Of each row: three chunks of the published layer."""
+
+RANDOM_TEXT = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}
+RANDOM_BERT = {
+    "model_type": "bert",
+    "architectures": ["BertModel"],
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+}
+VARIANTS = {"hierarchical": "B", "local": "C"}
+"""The published rules of LAM, and what its PyTorch form calls them."""
+
+
+NOTHING = Inputs()
+"""Given: all is random."""
+
+
+def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
+    """A language model in transformers and in verax: logits of every position.
+
+    Args:
+        model: a folder or hub id; `"random"` for a small one of random weights; None for the built-in model.
+        scratch: a folder for random weights.
+        inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
+            tokens if there are neither.
+        tokens: how many of these, in each of two rows.
+
+    Raises:
+        CheckpointError: if the model cannot be read.
+        InvalidParameterError: for inputs that it does not take.
+        MissingDependencyError: without torch or transformers.
+    """
+    lib = transformers()
+    if model == "random":
+        model = _random_folder(RANDOM_TEXT, scratch, causal_lm)
+    opened = Checkpoint.open(builtin.text_model() if model is None else model)
+    if opened.folder.is_file():
+        raise InvalidParameterError(f"model: transformers reads folders, not {opened.folder.name}")
+    architecture, config = causal_lm(opened.config)
+    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=2)
+    given = (rows.ids,)  # what is padded on the right, nothing before it sees
+
+    def reference(dtype: str) -> Side:
+        loaded: Any = lib.AutoModelForCausalLM.from_pretrained(
+            opened.folder, dtype=getattr(torch(), dtype), attn_implementation="eager"
+        )
+        code = sys.modules[type(loaded).__module__]
+        names = ("rotary_q", "rotary_k")
+        rotary = Watch(code, "apply_rotary_pos_emb", outputs=names, axes=(0, 2, 1, 3))
+        return Side(loaded.eval(), given, call=_logits, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
+
+    def ours(dtype: str) -> Side:
+        rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
+        loaded = load_model(opened, dtype=dtype)
+        call = lambda model, tokens: model.logits(model(tokens))
+        return Side(loaded, given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
+
+    about = {"model": _name(model, opened), "architecture": architecture.__name__, **rows.about}
+
+    def judge(theirs: np.ndarray, mine: np.ndarray) -> LogitsComparison:
+        # Each position is about the token after it; the last one's is not there, and any will do.
+        after = np.roll(rows.ids, -1, axis=1)
+        return compare_logits(theirs[rows.real], mine[rows.real], after[rows.real].tolist())
+
+    return Case(f"{architecture.__name__} and transformers", reference, ours, judge=judge, about=about)
+
+
+def _logits(model: Any, tokens: Any) -> Any:
+    return model(input_ids=tokens, use_cache=False)
+
+
+def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
+    """A text encoder, BERT in transformers or LAM in its PyTorch form, and in verax: hidden states.
+
+    Of LAM's rule `gated`, which is verax's own and the built-in model's, there is no PyTorch form: its weights are
+    compared under the published rule `hierarchical`.
+
+    Args:
+        model: a folder or hub id; `"random"` for a small BERT of random weights; None for the built-in LAM.
+        scratch, inputs: as for `text_case`.
+        tokens: random ones, in each of four rows.
+
+    Raises:
+        CheckpointError: if the model cannot be read.
+        InvalidParameterError: for inputs that it does not take.
+        MissingDependencyError: without torch or transformers.
+    """
+    if model == "random":
+        model = _random_folder(RANDOM_BERT, scratch, encoder)
+    opened = Checkpoint.open(builtin.encoder() if model is None else model)
+    name = _name(model, opened)
+    if opened.config.get("model_type") == "lam":
+        return _lam_case(opened, name, inputs, tokens)
+    lib = transformers()
+    _, config = encoder(opened.config)
+    most = config.max_position_embeddings
+    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
+    # Sentence and padding see themselves only, as ours has it, so that there is a right answer for padding too.
+    seen = rows.real[:, None, :, None] == rows.real[:, None, None, :]
+    masked = np.where(seen, 0.0, np.finfo(np.float32).min / 2).astype(np.float32)
+
+    def theirs(model: Any, ids: Any, masked: Any) -> Any:
+        return model(input_ids=ids, attention_mask=masked.to(model.dtype)).last_hidden_state
+
+    def reference(dtype: str) -> Side:
+        loaded: Any = lib.AutoModel.from_pretrained(
+            opened.folder, dtype=getattr(torch(), dtype), attn_implementation="eager", add_pooling_layer=False
+        )
+        return Side(loaded.eval(), (rows.ids, masked), call=theirs, inputs=(r"attention\.output\.dense$",))
+
+    def ours(dtype: str) -> Side:
+        return Side(_encoder(opened, dtype), (rows.ids, rows.lengths), inputs=(r"attention\.output\.dense$",))
+
+    about = {"model": name, "architecture": "BertModel", **rows.about}
+    return Case("BertModel and transformers", reference, ours, judge=rows.pooled, about=about)
+
+
+def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None) -> Case:
+    torch()
+    from verax.compare.references.lam import LamSentenceEncoder
+
+    config: Any = encoder(opened.config)[1]
+    rule = config.rule if config.rule in VARIANTS else "hierarchical"
+    most = config.max_position_embeddings
+    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or min(LAM_TOKENS, most), count=VECTORS, most=most)
+    layer = {**(opened.config.get("lam_config") or {}), "rule": rule}
+    as_published = {**opened.config, "lam_config": layer}
+    watched = (r"\.o_norm$",)
+
+    def reference(dtype: str) -> Side:
+        loaded = LamSentenceEncoder(
+            vocab_size=config.vocab_size,
+            d_model=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_layers=config.num_hidden_layers,
+            intermediate_size=config.intermediate_size,
+            max_positions=config.num_positions,
+            variant=VARIANTS[rule],
+            chunk_size=config.chunk_size or None,
+            allow_neg_eigval=config.allow_neg_eigval,
+        )
+        embeddings = loaded.teacher_model.embeddings
+        embeddings.token_type_embeddings = torch().nn.Embedding(config.type_vocab_size, config.hidden_size)
+        weights = {key: np.array(opened.read(key), np.float32) for key in loaded.state_dict()}
+        loaded.load_state_dict({key: torch().from_numpy(weight) for key, weight in weights.items()})
+        loaded = loaded.eval().to(getattr(torch(), dtype))
+        return Side(loaded, (rows.ids,), call=lambda model, tokens: model.hidden(tokens), inputs=watched)
+
+    def ours(dtype: str) -> Side:
+        return Side(_encoder(opened, dtype, as_published), (rows.ids,), inputs=watched)
+
+    about = {"model": name, "architecture": "LamModel", "rule": rule, **rows.about}
+    if rule != config.rule:
+        about["note"] = (
+            f"the model's own rule, {config.rule}, has no PyTorch form: "
+            f"its weights are compared under the published rule {rule}"
+        )
+    return Case("LAM and its PyTorch form", reference, ours, judge=rows.pooled, about=about)
+
+
+def transformers() -> Any:
+    """The package, told to be quiet."""
+    package = reference_package("transformers")
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
+    return package
+
+
+def _random_folder(config: Mapping[str, Any], folder: Path, find: Any) -> Path:
+    architecture, sizes = find(config)
+    abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
+    return checkpoint.save(random_weights(abstract), folder, config=config)
+
+
+def _encoder(opened: Checkpoint, dtype: str, config: Mapping[str, Any] | None = None) -> nnx.Module:
+    architecture, sizes = encoder(config or opened.config)
+    make: Any = architecture
+    abstract = nnx.eval_shape(lambda: make(sizes, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
+    wanted = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(abstract))]
+    return checkpoint.load_module(
+        abstract,
+        opened,
+        dtype=jnp.dtype(DTYPES[dtype]),
+        ignore=architecture.ignored_weights,
+        aliases=architecture.aliases(wanted, opened.names()),
+    )
+
+
+class _Rows(NamedTuple):
+    """Tokens `[B, T]`, padded on the right, and how many of each row `[B]` are none of the padding."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    origin: Mapping[str, str]
+
+    @property
+    def real(self) -> np.ndarray:
+        """`[B, T]`: whether it is no padding."""
+        return np.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """For a report."""
+        return {"tokens": list(self.ids.shape), **self.origin}
+
+    def pooled(self, theirs: np.ndarray, mine: np.ndarray) -> VectorsComparison:
+        """Of the mean of each row's hidden states, which is what an encoder gives before it normalises."""
+        weights = self.real[..., None] / self.lengths[:, None, None]
+        return compare_vectors((theirs * weights).sum(axis=1), (mine * weights).sum(axis=1))
+
+
+def _rows(folder: Path, vocab_size: int, inputs: Inputs, tokens: int, *, count: int, most: int | None = None) -> _Rows:
+    """The tokens of texts, or those that are given, or random ones: `count` rows of so many `tokens`."""
+    given = inputs.checked({"input_ids": (None, None), "attention_mask": (None, None)}, texts=True)
+    if inputs.texts:
+        tokenizer = Tokenizer.from_folder(folder)
+        found = [tokenizer.encode(text) for text in inputs.texts]
+        if not all(found):
+            raise InvalidParameterError(f"inputs: text {found.index([]) + 1} has no tokens")
+        lengths = np.array([len(row) for row in found], np.int32)
+        ids = np.zeros((len(found), max(lengths)), np.int64)
+        for row, text in zip(ids, found, strict=True):
+            row[: len(text)] = text
+    elif given:
+        ids, lengths = _given_rows(given, vocab_size)
+    else:
+        # Not 0, padding in many models, whose embedding PyTorch gives no gradient.
+        ids = np.random.default_rng(0).integers(1, vocab_size, (count, tokens))
+        lengths = np.full(count, tokens, np.int32)
+    if most is not None and ids.shape[1] > most:
+        raise InvalidParameterError(f"inputs: {ids.shape[1]} tokens in a row, and the model takes {most}")
+    return _Rows(ids, lengths, inputs.about)
+
+
+def _given_rows(given: Mapping[str, np.ndarray], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    if "input_ids" not in given:
+        raise InvalidParameterError("inputs: input_ids is missing, the tokens that attention_mask is about")
+    ids, mask = given["input_ids"], given.get("attention_mask", np.ones_like(given["input_ids"]))
+    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocab_size:
+        raise InvalidParameterError(f"inputs: input_ids are integers from 0 to {vocab_size - 1}")
+    lengths = (mask != 0).sum(axis=1).astype(np.int32)
+    if mask.shape != ids.shape or not np.array_equal(mask != 0, np.arange(ids.shape[1]) < lengths[:, None]):
+        raise InvalidParameterError("inputs: attention_mask is of input_ids' shape, ones and then zeros in each row")
+    if not lengths.all():
+        raise InvalidParameterError(f"inputs: row {int(lengths.argmin())} of attention_mask has no tokens")
+    return ids.astype(np.int64), lengths
+
+
+def _name(model: str | Path | None, opened: Checkpoint) -> str:
+    return "built-in" if model is None else "random" if opened.folder == model else str(model)

@@ -1,0 +1,1 @@
+"""PyTorch references that no library publishes."""

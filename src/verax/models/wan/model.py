@@ -1,0 +1,363 @@
+"""The diffusion transformer of Wan2.1 (Wan Team, 2025, arXiv:2503.20314) and SkyReels-V2 (Chen et al., 2025,
+arXiv:2504.13074): text to video, image to video, and diffusion forcing, where each latent frame has its own time.
+
+Module paths are the keys of the original checkpoints; `checkpoint.names_wan` has diffusers'. Follows both originals'
+`WanModel` and diffusers' `SkyReelsV2Transformer3DModel`, which agree in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Num
+
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.models.wan.layers import (
+    ATTENTION,
+    Block,
+    CrossKeys,
+    Float32Linear,
+    Head,
+    ImageEmbedding,
+    PatchEmbedding,
+    Sequential,
+    block_causal,
+    gelu_tanh,
+    rotary_tables,
+    sinusoid,
+)
+from verax.nn import Embedding, Linear
+
+__all__ = ["WAN_CONFIGS", "WanConfig", "WanContext", "WanModel"]
+
+WanContext = tuple[CrossKeys, ...]
+"""Each layer's cross-attention keys and values, of one prompt per row; a pytree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanConfig:
+    """Sizes, by the names of the original's config.json."""
+
+    dim: int
+    ffn_dim: int
+    num_heads: int
+    num_layers: int
+    in_dim: int = 16
+    """Channels of the input: 16 of the latents and, for image to video, 20 of the condition."""
+    out_dim: int = 16
+    text_dim: int = 4096
+    image_dim: int | None = None
+    """Width of the image encoder's output; None for a model that takes no image beside the text."""
+    freq_dim: int = 256
+    patch: int = 2
+    """Height and width of a token's patch of the latents; it is one frame deep."""
+    eps: float = 1e-6
+    inject_sample_info: bool = False
+    """Whether the model is told the frames per second."""
+    max_positions: int = 1024
+    """Frames, rows or columns of tokens at most."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> WanConfig:
+        """Read the config.json of an original checkpoint (`WanModel`) or of one in diffusers' layout.
+
+        Raises:
+            UnsupportedModelError: naming what is missing or not supported.
+        """
+        kind = config.get("_class_name", "WanModel")
+        if kind not in _READERS:
+            known = ", ".join(_READERS)
+            raise UnsupportedModelError(f"config.json has _class_name {kind!r}; transformers supported are {known}")
+        _refuse(config)
+        return _READERS[kind](config)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        return self.dim // self.num_heads
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads or self.head_dim % 2:
+            raise UnsupportedModelError(f"dim {self.dim} does not divide into {self.num_heads} heads of an even size")
+
+
+def _original(config: Mapping[str, Any]) -> WanConfig:
+    kind = config.get("model_type", "t2v")
+    if kind not in ("t2v", "i2v"):
+        raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are t2v and i2v")
+    same = ("in_dim", "out_dim", "text_dim", "freq_dim", "eps", "inject_sample_info")
+    fields = _required(config, ("dim", "ffn_dim", "num_heads", "num_layers"))
+    return WanConfig(
+        **fields,
+        **{name: config[name] for name in same if name in config},
+        patch=_patch(config),
+        # Two settings that the published files leave unsaid; `verax convert` keeps them by diffusers' names.
+        image_dim=config.get("image_dim", IMAGE_DIM) if kind == "i2v" else None,
+        max_positions=config.get("rope_max_seq_len", 1024),
+    )
+
+
+def _diffusers(config: Mapping[str, Any]) -> WanConfig:
+    names = ("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers")
+    heads, size, ffn_dim, layers = _required(config, names).values()
+    image_dim, added = config.get("image_dim"), config.get("added_kv_proj_dim")
+    if (added is not None or image_dim is not None) and (added != heads * size or image_dim is None):
+        raise UnsupportedModelError(
+            f"image_dim {image_dim} with added_kv_proj_dim {added} is not supported: an image needs both, the second "
+            f"of the model's width {heads * size}"
+        )
+    same = ("text_dim", "freq_dim", "eps", "inject_sample_info")
+    in_dim = config.get("in_channels", 16)
+    return WanConfig(
+        dim=heads * size,
+        ffn_dim=ffn_dim,
+        num_heads=heads,
+        num_layers=layers,
+        in_dim=in_dim,
+        out_dim=config.get("out_channels") or in_dim,
+        image_dim=image_dim,
+        patch=_patch(config),
+        max_positions=config.get("rope_max_seq_len", 1024),
+        **{name: config[name] for name in same if name in config},
+    )
+
+
+_READERS = {
+    "WanModel": _original,
+    "SkyReelsV2Transformer3DModel": _diffusers,
+    "WanTransformer3DModel": _diffusers,
+}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "cross_attn_norm": (True,),
+    "qk_norm": ("rms_norm_across_heads", True),
+    "window_size": ((-1, -1), [-1, -1]),
+    "pos_embed_seq_len": (None,),
+}
+"""Options of either layout, and their values that are supported."""
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    for name, values in _ONLY.items():
+        if name in config and config[name] not in values:
+            raise UnsupportedModelError(f"{name} {config[name]!r} is not supported; only {values[0]!r} is")
+
+
+def _required(config: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    missing = [name for name in names if name not in config]
+    if missing:
+        raise UnsupportedModelError(f"config.json of a Wan transformer lacks {', '.join(missing)}")
+    return {name: config[name] for name in names}
+
+
+def _patch(config: Mapping[str, Any]) -> int:
+    patch = tuple(config.get("patch_size", (1, 2, 2)))
+    if len(patch) != 3 or patch[0] != 1 or patch[1] != patch[2]:
+        raise UnsupportedModelError(f"patch_size {list(patch)} is not supported; only squares one frame deep are")
+    return patch[1]
+
+
+IMAGE_DIM = 1280
+"""Width of CLIP ViT-H/14, the image encoder of every published model."""
+
+_SMALL = WanConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
+_LARGE = WanConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
+
+WAN_CONFIGS: Mapping[str, WanConfig] = MappingProxyType(
+    {
+        "t2v-1.3b": _SMALL,
+        "i2v-1.3b": replace(_SMALL, in_dim=36, image_dim=IMAGE_DIM),
+        "df-1.3b": replace(_SMALL, inject_sample_info=True),
+        "t2v-14b": _LARGE,
+        "i2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM),
+        "df-14b": _LARGE,
+    }
+)
+"""The published sizes: Wan2.1's text to video, SkyReels-V2's image to video and diffusion forcing, and both's 14B."""
+
+
+def _blocks(config: WanConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> list[Block]:
+    """Fresh blocks, each from its own key.
+
+    One is traced and serves for all: what flax does to draw a weight while it traces (`nnx.eval_shape`) takes time
+    with all that was traced before, three quarters of a minute for 30 blocks.
+    """
+
+    def one(key: Array) -> Block:
+        D, F, heads, image = config.dim, config.ffn_dim, config.num_heads, config.image_dim is not None
+        return Block(D, F, heads, image=image, eps=config.eps, dtype=dtype, rngs=nnx.Rngs(params=key))
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: one(jax.random.key(0))))
+    draw = jax.jit(lambda key: nnx.state(one(key)))
+    return [nnx.merge(graph, draw(rngs.params())) for _ in range(config.num_layers)]
+
+
+class WanModel(nnx.Module):
+    """Noisy latents to the flow's velocity.
+
+    The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype,
+    except those of the time's embedding and of the head. The layers are separate arrays under separate names, and one
+    program after another in the compiled step.
+    """
+
+    ignored_weights = (r"\.cross_attn\.norm_q_img\.weight$",)
+    """A norm that some files carry and no model uses."""
+
+    def __init__(self, config: WanConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        D = config.dim
+        self.config = config
+
+        def linear(size_in: int, size_out: int, kind: type[Linear] = Linear) -> Linear:
+            return kind(size_in, size_out, bias=True, dtype=dtype, rngs=rngs)
+
+        self.patch_embedding = PatchEmbedding(config.in_dim, D, config.patch, dtype=dtype, rngs=rngs)
+        self.text_embedding = Sequential([linear(config.text_dim, D), gelu_tanh, linear(D, D)])
+        self.img_emb = None if config.image_dim is None else ImageEmbedding(config.image_dim, D, dtype=dtype, rngs=rngs)
+        silu = jax.nn.silu
+        self.time_embedding = Sequential([linear(config.freq_dim, D, Float32Linear), silu, linear(D, D, Float32Linear)])
+        self.time_projection = Sequential([silu, linear(D, 6 * D, Float32Linear)])
+        told = config.inject_sample_info
+        self.fps_embedding = Embedding(2, D, dtype=dtype, rngs=rngs) if told else None
+        self.fps_projection = (
+            Sequential([linear(D, D, Float32Linear), silu, linear(D, 6 * D, Float32Linear)]) if told else None
+        )
+        self.blocks = nnx.List(_blocks(config, dtype, rngs))
+        self.head = Head(D, config.out_dim * config.patch**2, eps=config.eps, dtype=dtype, rngs=rngs)
+
+    def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> WanContext:
+        """Each layer's keys and values of a prompt, which no step changes.
+
+        Args:
+            text: the text encoder's states; zeros at pads, all of which are attended to. Published models have S 512.
+            image: the image encoder's states, for a model with an `image_dim`.
+
+        Raises:
+            InvalidParameterError: for a missing image, or one that the model has no use for.
+        """
+        if (image is None) != (self.img_emb is None):
+            what = "has no use for one" if self.img_emb is None else "needs an image's states beside the text's"
+            raise InvalidParameterError(f"image: this model {what} (image_dim {self.config.image_dim})")
+        words = self.text_embedding(text)
+        pixels = None if image is None or self.img_emb is None else self.img_emb(image)
+        return tuple(block.cross_attn.keys(words, pixels) for block in self.blocks)
+
+    def embed_time(
+        self, timesteps: Num[Array, "B *F"], fps: Int[Array, "B"] | None = None
+    ) -> tuple[Float[Array, "B G D"], Float[Array, "B G 6 D"]]:
+        """The time's embedding `e` and its projection `e0`; G is 1, or F where each frame has its own time.
+
+        Args:
+            timesteps: 0 (clean) to 1000 (noise).
+            fps: frames per second, for a model with `inject_sample_info`, which tells 16 from all others.
+
+        Raises:
+            InvalidParameterError: for a missing `fps`, or one that the model has no use for.
+        """
+        if (fps is None) != (self.fps_embedding is None):
+            what = "has no use for it" if self.fps_embedding is None else "needs the frames per second"
+            raise InvalidParameterError(f"fps: this model {what} (inject_sample_info)")
+        e = self.time_embedding(sinusoid(timesteps.reshape(timesteps.shape[0], -1), self.config.freq_dim))
+        e0 = self.time_projection(e)
+        if fps is not None and self.fps_embedding is not None and self.fps_projection is not None:
+            e0 += self.fps_projection(self.fps_embedding(jnp.where(fps == 16, 0, 1)))[:, None]
+        return e, e0.reshape(*e.shape[:2], 6, -1)
+
+    def embed_latents(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F h w D"]:
+        """One token for each patch: the residual stream before the blocks.
+
+        Raises:
+            InvalidParameterError: for another number of channels, or a size that does not divide into patches.
+        """
+        config = self.config
+        *_, height, width, channels = latents.shape
+        if channels != config.in_dim:
+            raise InvalidParameterError(f"latents: expected {config.in_dim} channels in the last axis, got {channels}")
+        if height % config.patch or width % config.patch:
+            raise InvalidParameterError(
+                f"latents: {height} x {width} does not divide into patches of {config.patch} x {config.patch}"
+            )
+        return self.patch_embedding(latents)
+
+    def run_blocks(
+        self,
+        x: Float[Array, "B F h w D"],
+        e0: Float[Array, "B #F 6 D"],
+        context: WanContext,
+        *,
+        causal_block_size: int | None = None,
+        attention: str = "auto",
+    ) -> Float[Array, "B F h w D"]:
+        """The residual stream after all blocks. `run_blocks(x, ...) - x` is what step caches keep.
+
+        Args:
+            x: of `embed_latents`.
+            e0: of `embed_time`.
+            context: of `encode_context`.
+            causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
+            attention: a name of `wan_layers.ATTENTION`.
+
+        Raises:
+            InvalidParameterError: for too large a video, an unknown form of attention, or an empty block.
+        """
+        config = self.config
+        _, F, h, w, _ = x.shape
+        if max(F, h, w) > config.max_positions:
+            raise InvalidParameterError(
+                f"latents: {F} frames of {h} x {w} patches; this model has positions for {config.max_positions} of each"
+            )
+        if attention not in ATTENTION:
+            raise InvalidParameterError(f"attention: expected one of {', '.join(ATTENTION)}, got {attention!r}")
+        if causal_block_size is not None and causal_block_size < 1:
+            raise InvalidParameterError(f"causal_block_size: expected at least 1 frame, got {causal_block_size}")
+        attend = ATTENTION[attention]
+        attend_self = attend if causal_block_size is None else block_causal(attend, causal_block_size * h * w)
+        rotary = rotary_tables(F, h, w, config.head_dim)
+        for block, keys in zip(self.blocks, context, strict=True):
+            x = block(x, e0, keys, rotary, attend, attend_self)
+        return x
+
+    def unembed(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F hp wp O"]:
+        """The residual stream after the blocks to the velocity of each latent."""
+        p = self.config.patch
+        patches = self.head(x, e)
+        B, F, h, w, _ = patches.shape
+        grid = patches.reshape(B, F, h, w, p, p, -1).transpose(0, 1, 2, 4, 3, 5, 6)
+        return grid.reshape(B, F, h * p, w * p, -1)
+
+    def __call__(
+        self,
+        latents: Float[Array, "B F hp wp C"],
+        timesteps: Num[Array, "B *F"],
+        context: WanContext,
+        *,
+        fps: Int[Array, "B"] | None = None,
+        causal_block_size: int | None = None,
+        attention: str = "auto",
+    ) -> Float[Array, "B F hp wp O"]:
+        """The velocity of each latent, in float32.
+
+        Args:
+            latents: normalised, with the condition's channels behind them where the model has any.
+            timesteps: `[B]`, or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
+            context: of `encode_context`.
+            fps: see `embed_time`.
+            causal_block_size, attention: see `run_blocks`.
+
+        Raises:
+            InvalidParameterError: naming the argument that does not fit.
+        """
+        if timesteps.shape not in (latents.shape[:1], latents.shape[:2]):
+            raise InvalidParameterError(
+                f"timesteps: expected shape {list(latents.shape[:1])} or {list(latents.shape[:2])}, "
+                f"got {list(timesteps.shape)}"
+            )
+        e, e0 = self.embed_time(timesteps, fps)
+        x = self.embed_latents(latents)
+        x = self.run_blocks(x, e0, context, causal_block_size=causal_block_size, attention=attention)
+        return self.unembed(x, e)

@@ -1,0 +1,304 @@
+"""The video VAE of Wan 2.1 and SkyReels-V2 (Wan Team, 2025, arXiv:2503.20314): clips to latents and back.
+
+Follows `modules/vae.py` of Wan 2.1; module paths are the keys of `Wan2.1_VAE.pth`. Both directions are causal in time
+and can be run in chunks of frames of any size, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.models.wan.vae_layers import (
+    AttentionBlock,
+    Downsample,
+    Head,
+    ResidualBlock,
+    Tails,
+    Upsample,
+    in_chunks,
+    in_tiles,
+)
+from verax.nn import CausalConv3d
+
+__all__ = ["WanVae", "WanVaeConfig"]
+
+LOG_VARIANCE = (-30.0, 20.0)
+"""Between these the logarithm of a variance is kept, as everywhere since Stable Diffusion's VAE."""
+
+# fmt: off
+PUBLISHED_MEAN = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+)
+PUBLISHED_STD = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class WanVaeConfig:
+    """Sizes by the names of diffusers' config.json; the defaults are the published model's, which has no such file.
+
+    Attributes:
+        base_dim: channels of the encoder at full resolution; `decoder_base_dim` those of the decoder, the same if None.
+        z_dim: channels of a latent.
+        dim_mult: channels at each resolution, in multiples; between two, height and width halve.
+        num_res_blocks: residual blocks at each resolution of the encoder. The decoder has one more.
+        temperal_downsample: where also frames halve (diffusers' spelling).
+        latents_mean, latents_std: of each channel of the latents, over the training data.
+    """
+
+    base_dim: int = 96
+    decoder_base_dim: int | None = None
+    z_dim: int = 16
+    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
+    num_res_blocks: int = 2
+    temperal_downsample: tuple[bool, ...] = (False, True, True)
+    latents_mean: tuple[float, ...] = PUBLISHED_MEAN
+    latents_std: tuple[float, ...] = PUBLISHED_STD
+    in_channels: int = 3
+    out_channels: int = 3
+
+    def __post_init__(self) -> None:
+        if len(self.temperal_downsample) != len(self.dim_mult) - 1:
+            raise UnsupportedModelError(
+                f"temperal_downsample has {len(self.temperal_downsample)} entries, expected {len(self.dim_mult) - 1}: "
+                f"one between each two of dim_mult {list(self.dim_mult)}"
+            )
+        for name in ("latents_mean", "latents_std"):
+            if len(getattr(self, name)) != self.z_dim:
+                raise UnsupportedModelError(
+                    f"{name} has {len(getattr(self, name))} entries, expected z_dim, {self.z_dim}"
+                )
+
+    @property
+    def frames_per_latent(self) -> int:
+        """Frames for each latent after the first, which stands for one frame."""
+        return 2 ** sum(self.temperal_downsample)
+
+    @property
+    def pixels_per_latent(self) -> int:
+        """Pixels in height, and in width, for each of a latent."""
+        return 2 ** len(self.temperal_downsample)
+
+    @property
+    def halo(self) -> int:
+        """Latents at each side of a tile that its pixels depend on."""
+        depth = 0  # pixels from an edge that is not the frame's, to where it no longer shows
+        for level in range(len(self.dim_mult)):
+            if level:
+                depth = 2 * depth + 1  # enlarged, and a convolution
+            depth += 2 * (self.num_res_blocks + 1)
+        return -(-(depth + 1) // self.pixels_per_latent)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> WanVaeConfig:
+        """Read the config.json of diffusers' `AutoencoderKLWan`; an empty one is the published model's.
+
+        Raises:
+            UnsupportedModelError: for the VAE of Wan 2.2, attention elsewhere than in the middle, or sizes that
+                contradict each other.
+        """
+        for name in ("is_residual", "patch_size", "attn_scales"):
+            if config.get(name):
+                raise UnsupportedModelError(
+                    f"a video VAE with {name} {config[name]!r} is not supported; only that of Wan 2.1 and SkyReels-V2 "
+                    "is, which has none"
+                )
+        read: dict[str, Any] = {name: config[name] for name in cls.__dataclass_fields__ if name in config}
+        for name in ("dim_mult", "temperal_downsample", "latents_mean", "latents_std"):
+            if name in read:
+                read[name] = tuple(read[name])
+        return cls(**read)
+
+
+class Encoder(nnx.Module):
+    """Frames to twice as many channels as a latent has."""
+
+    def __init__(self, config: WanVaeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        sizes = [config.base_dim * multiple for multiple in config.dim_mult]
+        self.conv1 = CausalConv3d(config.in_channels, sizes[0], (3, 3, 3), padding=1, dtype=dtype, rngs=rngs)
+        layers = []
+        size = sizes[0]
+        for level, size_out in enumerate(sizes):
+            for _ in range(config.num_res_blocks):
+                layers.append(ResidualBlock(size, size_out, dtype=dtype, rngs=rngs))
+                size = size_out
+            if level < len(sizes) - 1:
+                layers.append(Downsample(size, time=config.temperal_downsample[level], dtype=dtype, rngs=rngs))
+        self.downsamples = nnx.List(layers)
+        self.middle = nnx.List(_middle(size, dtype=dtype, rngs=rngs))
+        self.head = Head(size, 2 * config.z_dim, dtype=dtype, rngs=rngs)
+
+    def __call__(self, frames: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B F h w Z"]:
+        x = tails.convolve(self.conv1, frames)
+        for layer in (*self.downsamples, *self.middle):
+            x = layer(x, tails)
+        return self.head(x, tails)
+
+
+class Decoder(nnx.Module):
+    """Latents to frames."""
+
+    def __init__(self, config: WanVaeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        sizes = [(config.decoder_base_dim or config.base_dim) * multiple for multiple in reversed(config.dim_mult)]
+        doubled = config.temperal_downsample[::-1]
+        size = sizes[0]
+        self.conv1 = CausalConv3d(config.z_dim, size, (3, 3, 3), padding=1, dtype=dtype, rngs=rngs)
+        self.middle = nnx.List(_middle(size, dtype=dtype, rngs=rngs))
+        layers = []
+        for level, size_out in enumerate(sizes):
+            for _ in range(config.num_res_blocks + 1):
+                layers.append(ResidualBlock(size, size_out, dtype=dtype, rngs=rngs))
+                size = size_out
+            if level < len(sizes) - 1:
+                layers.append(Upsample(size, time=doubled[level], dtype=dtype, rngs=rngs))
+                size //= 2
+        self.upsamples = nnx.List(layers)
+        self.head = Head(size, config.out_channels, dtype=dtype, rngs=rngs)
+
+    def __call__(self, latents: Float[Array, "B F h w Z"], tails: Tails) -> Float[Array, "B T H W C"]:
+        return self.enlarge(self.begin(latents, tails), tails)
+
+    def begin(self, latents: Float[Array, "B F h w Z"], tails: Tails) -> Float[Array, "B F h w D"]:
+        """All that is at the latents' resolution and sees a whole frame."""
+        x = tails.convolve(self.conv1, latents)
+        for layer in self.middle:
+            x = layer(x, tails)
+        return x
+
+    def enlarge(self, x: Float[Array, "B F h w D"], tails: Tails) -> Float[Array, "B T H W C"]:
+        """The rest, where a pixel depends on its neighbourhood only."""
+        for layer in self.upsamples:
+            x = layer(x, tails)
+        return self.head(x, tails)
+
+
+def _middle(size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> list[nnx.Module]:
+    """What stands at the lowest resolution of either direction."""
+    return [
+        ResidualBlock(size, size, dtype=dtype, rngs=rngs),
+        AttentionBlock(size, dtype=dtype, rngs=rngs),
+        ResidualBlock(size, size, dtype=dtype, rngs=rngs),
+    ]
+
+
+class WanVae(nnx.Module):
+    """Encoder and decoder.
+
+    With bfloat16 weights, what convolutions and attention multiply is rounded; norms, sums and latents are float32.
+    """
+
+    def __init__(self, config: WanVaeConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        Z = config.z_dim
+        self.encoder = Encoder(config, dtype=dtype, rngs=rngs)
+        self.conv1 = CausalConv3d(2 * Z, 2 * Z, (1, 1, 1), dtype=dtype, rngs=rngs)
+        self.conv2 = CausalConv3d(Z, Z, (1, 1, 1), dtype=dtype, rngs=rngs)
+        self.decoder = Decoder(config, dtype=dtype, rngs=rngs)
+
+    def encode(self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None) -> Float[Array, "B F h w Z"]:
+        """The most likely latents of a clip, normalised. Float32.
+
+        Args:
+            frames: colours between -1 and 1; `T = 1 + n * frames_per_latent`, and height and width are divisible by
+                `pixels_per_latent`: 4n + 1 and 8 for the published model.
+            chunk: latents at a time, which bounds memory and changes nothing else; None is all.
+
+        Raises:
+            InvalidParameterError: for a clip of other sizes.
+        """
+        return self.normalize(self.encode_distribution(frames, chunk=chunk)[0])
+
+    def encode_distribution(
+        self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None
+    ) -> tuple[Float[Array, "B F h w Z"], Float[Array, "B F h w Z"]]:
+        """Mean and logarithm of the variance of a clip's latents, not normalised. Float32; arguments as for `encode`.
+
+        Raises:
+            InvalidParameterError: for a clip of other sizes.
+        """
+        _, T, H, W, _ = frames.shape
+        ratio, pixels = self.config.frames_per_latent, self.config.pixels_per_latent
+        if T % ratio != 1 % ratio or T == 0:
+            lower = max(1, (T - 1) // ratio * ratio + 1)
+            raise InvalidParameterError(
+                f"frames: expected {ratio}n + 1 of them, got {T}; {lower} and {lower + ratio} are the nearest"
+            )
+        if H % pixels or W % pixels or 0 in (H, W):
+            raise InvalidParameterError(f"frames: expected height and width divisible by {pixels}, got {H} x {W}")
+        first, size = _chunks((T - 1) // ratio + 1, chunk)
+        z = in_chunks(
+            lambda x, tails: self.conv1(self.encoder(x, tails)).astype(jnp.float32),
+            frames.astype(jnp.float32),
+            1 + (first - 1) * ratio,
+            size * ratio,
+        )
+        mean, log_variance = jnp.split(z, 2, axis=-1)
+        return mean, jnp.clip(log_variance, *LOG_VARIANCE)
+
+    def decode(
+        self, latents: Float[Array, "B F h w Z"], *, chunk: int | None = None, tile: tuple[int, int] | None = None
+    ) -> Float[Array, "B T H W C"]:
+        """The clip of normalised latents: `1 + (F - 1) * frames_per_latent` frames, colours from -1 to 1. Float32.
+
+        Args:
+            latents: as `encode` gives them.
+            chunk: latents at a time, which bounds memory and changes nothing else; None is all.
+            tile: height and width in latents of what is enlarged at a time, which bounds memory too and changes nothing
+                else. Each tile is computed with its neighbourhood (`config.halo` latents at each side, which cost as
+                much as those that are kept), so that no blending is needed.
+
+        Raises:
+            InvalidParameterError: for other channels, no latents, or an empty tile.
+        """
+        if latents.shape[-1] != self.config.z_dim or 0 in latents.shape:
+            raise InvalidParameterError(
+                f"latents: expected [B, F, h, w, {self.config.z_dim}], none zero, got {list(latents.shape)}"
+            )
+        if tile is not None and min(tile) < 1:
+            raise InvalidParameterError(f"tile: expected a height and a width from 1, got {tile}")
+        first, size = _chunks(latents.shape[1], chunk)
+        z = self.denormalize(latents)
+
+        def begin(z: Array, tails: Tails) -> Array:
+            return self.decoder.begin(self.conv2(z), tails)
+
+        def enlarge(x: Array, tails: Tails) -> Array:
+            return jnp.clip(self.decoder.enlarge(x, tails).astype(jnp.float32), -1.0, 1.0)
+
+        if tile is None or (tile[0] >= z.shape[2] and tile[1] >= z.shape[3]):
+            return in_chunks(lambda z, tails: enlarge(begin(z, tails), tails), z, first, size)
+        x = in_chunks(begin, z, first, size)
+        return in_tiles(
+            lambda part: in_chunks(enlarge, part, first, size), x, tile, self.config.halo, self.config.pixels_per_latent
+        )
+
+    def normalize(self, latents: Float[Array, "*B Z"]) -> Float[Array, "*B Z"]:
+        """Latents with the mean and standard deviation of the training data taken out of each channel."""
+        return (latents.astype(jnp.float32) - self._statistic("latents_mean")) / self._statistic("latents_std")
+
+    def denormalize(self, latents: Float[Array, "*B Z"]) -> Float[Array, "*B Z"]:
+        """What `normalize` took out, put back."""
+        return latents.astype(jnp.float32) * self._statistic("latents_std") + self._statistic("latents_mean")
+
+    def _statistic(self, name: str) -> Float[Array, "Z"]:
+        return jnp.asarray(getattr(self.config, name), jnp.float32)
+
+
+def _chunks(latents: int, chunk: int | None) -> tuple[int, int]:
+    """Latents of the first chunk, and of each other."""
+    if chunk is not None and chunk < 1:
+        raise InvalidParameterError(f"chunk: expected at least 1 latent, or None for all, got {chunk}")
+    size = chunk or latents
+    return 1 + (latents - 1) % size, size

@@ -1,0 +1,1 @@
+"""The built-in encoder: its data and its recipe."""

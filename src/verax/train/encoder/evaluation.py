@@ -1,0 +1,60 @@
+"""How good a built-in encoder is: how often it finds the other phrasing of a sentence among many."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from verax.embed.encoder import Encoder
+from verax.train.encoder.paraphrases import pairs
+
+__all__ = ["Confusion", "confusions", "evaluate", "retrieval"]
+
+
+class Confusion(NamedTuple):
+    """A sentence whose nearest candidate is not its paraphrase."""
+
+    kind: str
+    """Of statement: a name in `encoder_domains.KINDS`."""
+    sentence: str
+    paraphrase: str
+    found: str
+    """The candidate that was nearer."""
+
+
+def evaluate(folder: Path, *, dtype: str = "float32", count: int = 1000, seed: int = 0) -> dict[str, float]:
+    """Measure a trained folder on meanings that training never sees, through the engine that users have.
+
+    Returns:
+        The share of sentences whose paraphrase is the nearest of `count`: `retrieval`; `retrieval_unseen_patterns`, if
+        the candidates are phrased by patterns that training never has; `retrieval_near_misses` and
+        `retrieval_near_misses_unseen_patterns`, if half of all meanings differ from another of them in one fact.
+    """
+    encoder = Encoder(folder, dtype=dtype, show_progress=False)
+    shares = {}
+    for near, what in ((0.0, "retrieval"), (0.5, "retrieval_near_misses")):
+        for unseen, how in ((False, ""), (True, "_unseen_patterns")):
+            shares[what + how] = retrieval(encoder, count=count, seed=seed, near=near, unseen_patterns=unseen)
+    return shares
+
+
+def retrieval(encoder: Encoder, *, count: int, seed: int, near: float, unseen_patterns: bool) -> float:
+    """Share of `count` first phrasings to which the nearest of all second phrasings is their own."""
+    wrong = confusions(encoder, count=count, seed=seed, near=near, unseen_patterns=unseen_patterns)
+    return 1 - len(wrong) / count
+
+
+def confusions(
+    encoder: Encoder, *, count: int, seed: int, near: float, unseen_patterns: bool = False
+) -> list[Confusion]:
+    """What `retrieval` counts as wrong."""
+    drawn = list(islice(pairs(seed, split="held_out", near=near, unseen_patterns=unseen_patterns), count))
+    first, second = zip(*(pair for _, pair in drawn), strict=True)
+    scores = encoder.encode(first, show_progress=False) @ encoder.encode(second, show_progress=False).T
+    nearest = scores.argmax(axis=1)
+    return [
+        Confusion(meaning.kind, pair.first, pair.second, second[found])
+        for i, ((meaning, pair), found) in enumerate(zip(drawn, nearest, strict=True))
+        if found != i
+    ]

@@ -1,0 +1,1 @@
+"""The built-in language model: its data and its recipe."""

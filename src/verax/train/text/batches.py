@@ -1,0 +1,86 @@
+"""Documents packed into rows of fixed length, and batches of rows that can be made again from their number alone."""
+
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+from tokenizers import Tokenizer
+
+from verax.errors import InvalidParameterError
+from verax.train.text.arithmetic import Split
+from verax.train.text.data import Document, documents
+
+_ENCODED_AT_ONCE = 64
+"""Documents per call of the tokenizer: enough to hide the call, few enough that little is thrown away per batch."""
+
+
+class Row(NamedTuple):
+    """A packed row of T tokens.
+
+    `segments` number the documents of the row from 1; padding is 0. `positions` count from 0 in each segment. A
+    document that crosses the end of a row goes on in the next as a segment of its own.
+    """
+
+    tokens: Int32[np.ndarray, "T"]
+    segments: Int32[np.ndarray, "T"]
+    positions: Int32[np.ndarray, "T"]
+
+
+def _row(pieces: list[list[int]], length: int, pad: int) -> Row:
+    tokens = np.full(length, pad, np.int32)
+    segments = np.zeros(length, np.int32)
+    positions = np.zeros(length, np.int32)
+    start = 0
+    for number, piece in enumerate(pieces, 1):
+        stop = start + len(piece)
+        tokens[start:stop] = piece
+        segments[start:stop] = number
+        positions[start:stop] = np.arange(len(piece))
+        start = stop
+    return Row(tokens, segments, positions)
+
+
+def _encoded(texts: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    stream = iter(texts)
+    while chunk := [document.text for document in islice(stream, _ENCODED_AT_ONCE)]:
+        for encoding in tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
+            yield encoding.ids
+
+
+def pack(texts: Iterable[Document], tokenizer: Tokenizer, length: int, *, pad: int = 0) -> Iterator[Row]:
+    """All documents, one after another, cut into rows of `length` tokens; only the last row may end in padding."""
+    if length < 1:
+        raise InvalidParameterError(f"length: a row needs at least one token, got {length}")
+    pieces: list[list[int]] = []
+    free = length
+    for ids in _encoded(texts, tokenizer):
+        start = 0
+        while start < len(ids):
+            piece = ids[start : start + free]
+            pieces.append(piece)
+            start += len(piece)
+            free -= len(piece)
+            if free == 0:
+                yield _row(pieces, length, pad)
+                pieces, free = [], length
+    if pieces:
+        yield _row(pieces, length, pad)
+
+
+def batch(
+    step: int, tokenizer: Tokenizer, *, seed: int, batch_size: int, length: int, split: Split = "train"
+) -> dict[str, Int32[np.ndarray, "B T"]]:
+    """The batch of a step: `tokens`, `segments` and `positions`. It does not depend on other steps."""
+    rows = islice(pack(documents(f"{seed}/{step}", split=split), tokenizer, length), batch_size)
+    columns = zip(*rows, strict=True)
+    return {name: np.stack(column) for name, column in zip(Row._fields, columns, strict=True)}
+
+
+def batches(
+    tokenizer: Tokenizer, *, seed: int, batch_size: int, length: int, split: Split = "train", start: int = 0
+) -> Iterator[dict[str, Int32[np.ndarray, "B T"]]]:
+    """Endless batches from step `start` on: to resume a training run, begin at the next step."""
+    for step in count(start):
+        yield batch(step, tokenizer, seed=seed, batch_size=batch_size, length=length, split=split)

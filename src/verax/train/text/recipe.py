@@ -1,0 +1,153 @@
+"""The recipe of the built-in language model: tokenizer, sizes, data, schedule and export.
+
+About 2.9 million parameters of the Qwen3 architecture, trained on text that `text_data` makes up: stories, sums, facts,
+JSON records, and chats about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from tokenizers import Tokenizer
+
+from verax import ops
+from verax.checkpoint import save
+from verax.models import Qwen3ForCausalLM, causal_lm
+from verax.train.loop import Schedule, train
+from verax.train.loss import next_token_loss
+from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.text.batches import batch
+from verax.train.text.tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
+
+__all__ = ["CONFIG", "SCHEDULE", "export", "held_out_loss", "train_builtin"]
+
+CONTEXT = 1024
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 576,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "max_position_embeddings": CONTEXT,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
+}
+
+SCHEDULE = Schedule(steps=4400, peak_learning_rate=2e-3, warmup_steps=150)
+
+ROWS = ((32, 128), (32, 128), (32, 128), (32, 128), (32, 128), (8, 512))
+"""(rows, tokens) of a batch, in turn: about 4,096 tokens each. Most documents are shorter than 128 tokens and attention
+over short rows is cheap; the long rows, whose documents see each other's positions, teach distances up to 512."""
+
+
+def train_builtin(
+    output: Path,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    stop_at: int | None = None,
+    show_progress: bool = True,
+) -> Path:
+    """Train the built-in model and export it as a Hugging Face folder; that folder, `output / "model"`.
+
+    Takes under an hour on two CPU cores. `output` also gets the training state, the log and the loss plot.
+
+    Args:
+        output: created if missing.
+        steps: length of the schedule, for trials; the recipe's own if None.
+        seed: of data, tokenizer and initial weights.
+        resume: go on from the state in `output`.
+        stop_at: leave after this step although the schedule goes on.
+        show_progress: a progress bar on a terminal.
+    """
+    schedule = SCHEDULE.of(steps)
+    tokenizer = train_tokenizer(seed)
+    graph, params = initial(seed)
+    trained = train(
+        lambda params, batch: packed_loss(nnx.merge(graph, params), batch),
+        params,
+        lambda start: _batches(tokenizer, seed, start),
+        schedule,
+        output,
+        resume=resume,
+        stop_at=stop_at,
+        show_progress=show_progress,
+    )
+    return export(nnx.merge(graph, trained), tokenizer, output / "model")
+
+
+def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Fresh weights, those that end a residual branch scaled down by its depth (GPT-2's initialisation)."""
+    architecture, config = causal_lm(CONFIG)
+    model = architecture(config, rngs=nnx.Rngs(seed))
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight[...] = projection.weight[...] * (2 * config.num_hidden_layers) ** -0.5
+    return nnx.split(model)
+
+
+def packed_loss(model: Qwen3ForCausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
+    """Next-token loss of a packed batch (`tokens`, `segments`, `positions` of T + 1 columns), products in bfloat16."""
+    graph, params = nnx.split(model)
+    model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
+    tokens, segments, positions = (jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions"))
+    # Long rows are read as one text, so that the model meets positions that no document of its own reaches.
+    is_long = tokens.shape[1] > 256
+    visible = jnp.where(segments > 0, 1, 0) if is_long else segments
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if is_long else positions
+
+    def attend(
+        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+    ) -> Float[Array, "B T N H"]:
+        return ops.attention(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), segments=visible[:, :-1])
+
+    with ops.use_forms(linear=ROUNDED_GRADIENT):
+        logits = model.logits(model(tokens[:, :-1], at[:, :-1], attend))
+    return next_token_loss(logits, tokens, segments)
+
+
+def _batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
+    step = start
+    while True:
+        rows, length = ROWS[step % len(ROWS)]
+        yield batch(step, tokenizer, seed=seed, batch_size=rows, length=length + 1)
+        step += 1
+
+
+def export(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> Path:
+    """Save as bfloat16 with the tokenizer: an ordinary Hugging Face folder."""
+    save(model, folder, config=CONFIG, dtype=jnp.bfloat16)
+    save_tokenizer(tokenizer, folder, context=CONTEXT)
+    return folder
+
+
+def held_out_loss(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, batches: int = 8, seed: int = 1) -> float:
+    """Nats per token on documents that training never sees (held-out sums and stories; new draws of the rest)."""
+    graph, params = nnx.split(model)
+    loss = jax.jit(lambda params, batch: packed_loss(nnx.merge(graph, params), batch))
+    values = [
+        loss(params, batch(i, tokenizer, seed=seed, batch_size=32, length=129, split="held_out"))
+        for i in range(batches)
+    ]
+    return float(np.mean(values))

@@ -1,0 +1,1 @@
+"""The built-in video model: its data and its recipe."""

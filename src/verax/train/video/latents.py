@@ -1,0 +1,126 @@
+"""Drawn clips as the transformer's training data: latents, first frames and captions, made once and kept on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float16, Int32, UInt8
+
+from verax import progress
+from verax.models.wan.vae import WanVae
+from verax.train.video.shapes import COLOURS, DIRECTIONS, SHAPES, TEMPLATES, Scene, Split, draw, scenes
+from verax.train.video.tokenizer import video_tokenizer
+from verax.train.video.vae import FRAMES, SIZE, colours
+
+__all__ = ["CLIP_MEAN", "CLIP_STD", "TEXT_TOKENS", "WORDS", "Clips", "clips", "labels", "tokens"]
+
+TEXT_TOKENS = 24
+"""Rows of a prompt, padding included. The longest caption has 18."""
+
+WORDS = {"shape": SHAPES, "colour": tuple(COLOURS), "direction": tuple(DIRECTIONS)} | {
+    end: tuple(COLOURS) for end in ("top", "bottom")
+}
+"""What a caption says, and the words for it."""
+
+CHUNK = 64
+"""Clips in a file, which an interruption loses at most, and AT_ONCE of them through the VAE together."""
+AT_ONCE = 4
+
+
+class Clips(NamedTuple):
+    """N clips. `condition` is what a model for image to video is shown: latents of the first frame and then grey."""
+
+    latents: Float16[np.ndarray, "N F h w Z"]
+    condition: Float16[np.ndarray, "N F h w Z"]
+    first: UInt8[np.ndarray, "N H W 3"]
+    tokens: Int32[np.ndarray, "N templates S"]
+    lengths: Int32[np.ndarray, "N templates"]
+    labels: Int32[np.ndarray, "N words"]
+
+
+def clips(
+    vae: WanVae, folder: Path, count: int, *, seed: int = 0, split: Split = "train", show_progress: bool = True
+) -> Clips:
+    """The seed's first `count` clips. Files in `folder` that are there already are not made again.
+
+    `count` is rounded up to whole files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    encode = encoder(vae)
+    starts = range(0, count, CHUNK)
+    parts = []
+    with progress.bar("latents", enabled=show_progress) as report:
+        for done, start in enumerate(starts):
+            path = folder / f"{split}-{start:06}.npz"
+            if not path.exists():
+                drawn = draw(scenes(seed, start, CHUNK, split=split), frames=FRAMES, height=SIZE, width=SIZE)
+                partial = path.with_suffix(".partial.npz")
+                np.savez(partial, latents=encode(drawn), condition=encode(shown(drawn[:, 0])), first=drawn[:, 0])
+                os.replace(partial, path)
+            with np.load(path) as saved:
+                parts.append({name: saved[name] for name in ("latents", "condition", "first")})
+            report(done + 1, len(starts), "")
+    drawn = scenes(seed, 0, len(parts) * CHUNK, split=split)
+    written = [tokens([replace(s, template=t).caption for t in range(len(TEMPLATES))]) for s in drawn]
+    return Clips(
+        **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+        tokens=np.stack([rows for rows, _ in written]),
+        lengths=np.stack([lengths for _, lengths in written]),
+        labels=np.stack([labels(s) for s in drawn]),
+    )
+
+
+def encoder(vae: WanVae) -> Callable[[UInt8[np.ndarray, "N T H W 3"]], Float16[np.ndarray, "N F h w Z"]]:
+    """A function from clips to their normalised latents. N divides by AT_ONCE."""
+    graph, params = nnx.split(vae)
+
+    def program(params: nnx.State, pixels: Array) -> Float[Array, "B F h w Z"]:
+        return nnx.merge(graph, params).encode(colours(pixels))
+
+    compiled = jax.jit(program)
+
+    def encode(pixels: np.ndarray) -> np.ndarray:
+        rows = [np.asarray(compiled(params, pixels[i : i + AT_ONCE])) for i in range(0, len(pixels), AT_ONCE)]
+        return np.concatenate(rows).astype(np.float16)
+
+    return encode
+
+
+def shown(first: UInt8[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N T H W 3"]:
+    """Clips of a picture and then grey, 8-bit as near as that is to 0 between -1 and 1."""
+    grey = np.full((len(first), FRAMES, *first.shape[1:]), 127.5, np.float32)
+    grey[:, 0] = first
+    return grey
+
+
+def tokens(captions: list[str]) -> tuple[Int32[np.ndarray, "N S"], Int32[np.ndarray, "N"]]:
+    """Padded rows of tokens, and how many are not padding."""
+    rows = np.zeros((len(captions), TEXT_TOKENS), np.int32)
+    lengths = np.zeros(len(captions), np.int32)
+    for i, encoded in enumerate(video_tokenizer().encode_batch(captions)):
+        ids = encoded.ids[:TEXT_TOKENS]
+        rows[i, : len(ids)] = ids
+        lengths[i] = len(ids)
+    return rows, lengths
+
+
+def labels(scene: Scene) -> Int32[np.ndarray, "words"]:
+    """The number of each of a scene's `WORDS`."""
+    return np.asarray([words.index(getattr(scene, name)) for name, words in WORDS.items()], np.int32)
+
+
+def normalized_picture(first: Array) -> Float[Array, "B H W 3"]:
+    """A picture's bytes as CLIP's image encoder takes them (Radford et al., 2021, arXiv:2103.00020)."""
+    return (jnp.asarray(first, jnp.float32) / 255 - jnp.asarray(CLIP_MEAN)) / jnp.asarray(CLIP_STD)
+
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

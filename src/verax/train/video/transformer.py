@@ -1,0 +1,178 @@
+"""The recipe of the built-in video model's transformer and encoders: sizes, loss and schedule.
+
+Flow matching (Lipman et al., 2022, arXiv:2210.02747; Liu et al., 2022, arXiv:2209.03003): from `(1 - s) x + s noise`
+the model tells `noise - x`. Text and image to video are one image-to-video model, which for text alone is shown zeros.
+The text encoder, which learned to read before (`video_reader`), goes on with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from verax import ops
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.wan.model import WanConfig, WanModel
+from verax.train.loop import Schedule, train
+from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.video.latents import Clips, normalized_picture, tokens
+from verax.train.video.reader import Reader, matrices_by_width, told_loss
+from verax.train.video.vae import SIZE
+
+__all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
+
+TRANSFORMER = WanConfig(
+    dim=128, ffn_dim=512, num_heads=2, num_layers=4, in_dim=36, text_dim=96, image_dim=64, freq_dim=128
+)
+IMAGE_ENCODER = CLIPVisionConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=SIZE,
+    patch_size=16,
+)
+
+SCHEDULE = Schedule(
+    steps=11000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99, muon_learning_rate=4e-3
+)
+
+BATCH = 32
+SHIFT = 3.0
+"""Of the noise levels, as in sampling: most are high, where position, motion and colours are settled."""
+
+WITHOUT_TEXT = 0.1
+"""Part of the prompts that are empty, for guidance (Ho and Salimans, 2022, arXiv:2207.12598)."""
+
+WITH_IMAGE = 0.5
+"""Part of the clips that are image to video."""
+
+TELLING = 0.05
+"""Weight of the reader's loss."""
+
+AVERAGE = 0.998
+
+
+class Trainee(nnx.Module):
+    """What is trained together."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.transformer = WanModel(TRANSFORMER, dtype=jnp.float32, rngs=rngs)
+        self.image_encoder = CLIPVisionModel(IMAGE_ENCODER, dtype=jnp.float32, rngs=rngs)
+        self.reader = Reader(rngs=rngs)
+
+
+def train_transformer(
+    clips: Clips,
+    reader: Reader,
+    output: Path,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    stop_at: int | None = None,
+    mesh: Mesh | None = None,
+    show_progress: bool = True,
+) -> Trainee:
+    """Train transformer and encoders, with state, log and plot in `output`.
+
+    Other arguments as of `video_builtin.train_builtin`.
+
+    Args:
+        clips: what is learned from.
+        reader: from `train_reader`.
+    """
+    schedule = SCHEDULE.of(steps)
+    graph, params = initial(reader, seed)
+    trained = train(
+        lambda params, batch: loss(nnx.merge(graph, params), batch),
+        params,
+        lambda start: batches(clips, seed, start),
+        schedule,
+        output,
+        resume=resume,
+        stop_at=stop_at,
+        save_every=100,
+        average=AVERAGE,
+        counted="labels",
+        loss_unit="squared error of the velocity, and terms",
+        mesh=mesh,
+        show_progress=show_progress,
+    )
+    return nnx.merge(graph, trained)
+
+
+def initial(reader: Reader, seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Fresh weights: gates and the head begin at zero (Peebles and Xie, 2022, arXiv:2212.09748), matrices by width."""
+    model = Trainee(rngs=nnx.Rngs(seed))
+    matrices_by_width(model, seed)
+    model.reader = reader
+    head = model.transformer.head.head
+    head.weight[...] = jnp.zeros_like(head.weight[...])
+    projection = model.transformer.time_projection[1]
+    projection.weight[...] = jnp.zeros_like(projection.weight[...])
+    for block in model.transformer.blocks:
+        block.modulation[...] = jnp.zeros_like(block.modulation[...])
+        block.cross_attn.o.weight[...] *= (3 * TRANSFORMER.num_layers) ** -0.5
+    return nnx.split(model)
+
+
+def batches(clips: Clips, seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches from step `start` on, with the `seed` of the noise."""
+    nothing, nothing_length = tokens([""])
+    for step in count(start):
+        rng = np.random.default_rng((seed, step))
+        rows = rng.integers(len(clips.latents), size=BATCH)
+        template = rng.integers(clips.tokens.shape[1], size=BATCH)
+        silent = rng.random(BATCH) < WITHOUT_TEXT
+        yield {
+            "latents": clips.latents[rows],
+            "condition": clips.condition[rows],
+            "first": clips.first[rows],
+            "with_image": rng.random(BATCH) < WITH_IMAGE,
+            "tokens": np.where(silent[:, None], nothing, clips.tokens[rows, template]),
+            "lengths": np.where(silent, nothing_length, clips.lengths[rows, template]),
+            "silent": silent,
+            "labels": clips.labels[rows],
+            "seed": np.asarray(step, np.uint32),
+        }
+
+
+def condition(latents: Float[Array, "B F h w Z"], with_image: Float[Array, "B"]) -> Float[Array, "B F h w E"]:
+    """What the transformer is shown of a first frame: 4 channels that are 1 in its latent frame, then the latents.
+
+    All zeros where there is no image.
+    """
+    mask = jnp.zeros((*latents.shape[:-1], 4), jnp.float32).at[:, 0].set(1.0)
+    shown = jnp.concatenate([mask, latents.astype(jnp.float32)], axis=-1)
+    return shown * with_image[:, None, None, None, None]
+
+
+def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
+    """Of a batch; products are of bfloat16."""
+    graph, params = nnx.split(model)
+    model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
+    clean, with_image = batch["latents"].astype(jnp.float32), batch["with_image"].astype(jnp.float32)
+    times, noises = jax.random.split(jax.random.key(batch["seed"]))
+    noise = jax.random.normal(noises, clean.shape)
+    # One time in each of B equal parts of 0 to 1: batches differ less than if all were drawn freely.
+    evenly = (jnp.arange(len(clean)) + jax.random.uniform(times, clean.shape[:1])) / len(clean)
+    level = SHIFT * evenly / (1 + (SHIFT - 1) * evenly)
+    noisy = clean + level[:, None, None, None, None] * (noise - clean)
+    with ops.use_forms(linear=ROUNDED_GRADIENT, attention="plain", layer_norm="plain", rms_norm="plain"):
+        text = model.reader.text_encoder(batch["tokens"], batch["lengths"])
+        image = model.image_encoder(normalized_picture(batch["first"])) * with_image[:, None, None]
+        context = model.transformer.encode_context(text, image)
+        inputs = jnp.concatenate([noisy, condition(batch["condition"], with_image)], axis=-1)
+        velocity = model.transformer(inputs, 1000 * level, context, attention="standard")
+        told = told_loss(model.reader, text, batch["lengths"], batch["labels"], ~batch["silent"])
+    return jnp.mean((velocity - (noise - clean)) ** 2) + TELLING * told

@@ -1,0 +1,85 @@
+"""The operations' benchmark: every form is there, numbers fit together, wrong names are refused."""
+
+import pytest
+
+from verax import ops
+from verax.bench import timing
+from verax.bench.ops import attention, conv
+from verax.bench.ops import run as bench
+from verax.bench.results import markdown, write
+from verax.errors import InvalidParameterError
+
+LIMITS = {
+    "memory_bandwidth_gb_per_s": 50.0,
+    "matmul_float32_gflop_per_s": 400.0,
+    "matmul_bfloat16_gflop_per_s": 900.0,
+}
+
+
+def run(**changes):
+    settings = dict(size_in=256, size_out=48, rows=[1, 2000], weights=["bfloat16", "int4-32"], operations=["linear"])
+    return bench.bench_ops(**{**settings, **changes}, runs=2, warmup=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_measurement_of_the_machine(monkeypatch):
+    monkeypatch.setattr("verax.machine.measure_machine", lambda: LIMITS)
+    monkeypatch.setattr("verax.machine.READ_BYTES", 1 << 16)
+    monkeypatch.setattr(timing, "SHORTEST", 0.0)
+    monkeypatch.setattr(bench, "COLD", 1 << 16)
+
+
+def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
+    result = run()
+    cases = {case["case"]: case for case in result["cases"]}
+    assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]
+    for case in cases.values():
+        assert {case["runs"], "plain"} <= set(case["sides"]) <= set(ops.linear.forms)
+        assert set(case["ratios"]) == set(case["sides"]) - {case["runs"]}
+        assert case["fraction_of_limit"] > 0 < case["bandwidth_gb_per_s"]
+    assert cases["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
+    assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
+    assert cases["int4-32, 2000 rows"]["runs"] == "dequantized"
+    written = write(result, tmp_path)
+    assert written.name.endswith("-ops-linear.json")  # beside those of other operations, not over them
+    assert written.with_suffix(".md").read_text().count("| int4-32, ") == 2
+    assert markdown(result).startswith("# Operations")
+    assert cases["bfloat16, 1 rows"]["flops"] == 2 * 256 * 48
+
+
+def test_attention_and_cache_writes_are_cases_too(monkeypatch):
+    small = [
+        attention._dense(20, 2, 16, "bfloat16", None),
+        attention.paged_decode_case(2, 20, None, heads=4, kv_heads=2, size=16),
+        attention._chunk(3, 5, heads=4, kv_heads=2, size=16),
+        attention._write(4, kv_heads=2, size=16),
+    ]
+    monkeypatch.setattr(bench, "attention_cases", lambda torch: small)
+    result = run(operations=["attention"])
+    kinds = [case["operation"] for case in result["cases"]]
+    assert kinds == ["attention", "paged_decode_attention", "paged_attention", "write_pages"]
+    assert result["cases"][0]["flops"] == 4 * 2 * 20 * 20 * 16
+    assert all(case["runs"] in case["sides"] for case in result["cases"])
+    assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
+
+
+def test_convolutions_are_cases_too(monkeypatch):
+    small = [
+        conv._video((3, 4, 6), 2, 5, torch=None),
+        conv._video((3, 4, 6), 2, 5, torch=None, cached=False, dtype="float32"),
+        conv._image((4, 6), 2, 5, torch=None, stride=2, padding=((0, 1), (0, 1))),
+    ]
+    monkeypatch.setattr(bench, "conv_cases", lambda torch: small)
+    whole, first, image = run(operations=["conv"])["cases"]
+    assert [whole["operation"], image["operation"]] == ["conv3d", "conv2d"]
+    assert whole["flops"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)
+    assert first["flops"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
+    assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
+    assert image["flops"] == 2 * (2 * 3 * 5) * (2 * 9)
+    assert all({case["runs"], "plain"} <= set(case["sides"]) for case in (whole, first, image))
+
+
+@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"operations": ["pool"]}])
+def test_unknown_names_are_refused(wrong):
+    with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
+        run(**wrong)

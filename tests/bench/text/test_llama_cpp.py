@@ -1,0 +1,167 @@
+"""llama.cpp as a peer: its file has our weights, its steps are ours, and where it is installed its tokens are ours."""
+
+import sys
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax.bench.text import llama_cpp
+from verax.bench.text import run as text
+from verax.bench.text.gguf_writer import write_gguf
+from verax.bench.text.llama_cpp import LlamaCppSide
+from verax.bench.text.run import bench_text
+from verax.bench.text.workload import Workload
+from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError, VeraxError
+from verax.models import causal_lm
+from verax.text.llm import LLM
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": {"tie_word_embeddings": False},
+    "llama": {"rope_parameters": ROPE, "attention_bias": True},
+    "qwen3-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+}
+WORKLOAD = Workload("test", ((5, 6, 7), (9, 8, 7, 6, 5), tuple(range(3, 40))), (16, 1, 12), 0.0)
+
+
+def tiny(folder, family="qwen3", **changes):
+    return tiny_checkpoint(folder, family=family.split("-")[0], **{**FAMILIES[family], **changes})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_file_has_the_folders_weights_and_sizes(family, tmp_path):
+    opened = Checkpoint.open(tiny(tmp_path / "folder", family))
+    written = Checkpoint.open(write_gguf(opened, tmp_path / "a.gguf", "F32"))
+    assert sorted(written.names()) == sorted(opened.names())
+    for name in opened.names():
+        np.testing.assert_array_equal(written.read(name), opened.read(name), err_msg=name)
+    ours, theirs = (causal_lm(checkpoint.config)[1] for checkpoint in (written, opened))
+    np.testing.assert_allclose(ours.rotary.frequencies(16)[0], theirs.rotary.frequencies(16)[0], rtol=1e-6)
+    assert (ours.rms_norm_eps, ours.head_dim) == (pytest.approx(theirs.rms_norm_eps), theirs.head_dim)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_quantised_files_have_ggmls_own_rounding(kind, tmp_path):
+    opened = Checkpoint.open(tiny(tmp_path / "folder"))
+    written = Checkpoint.open(write_gguf(opened, tmp_path / "a.gguf", kind))
+    known = gguf.GGMLQuantizationType[kind]
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        expected = gguf.dequantize(gguf.quantize(np.asarray(opened.read(name)), known), known)
+        np.testing.assert_array_equal(written.read(name).dequantize(), expected)
+
+
+def test_rows_that_blocks_do_not_divide_and_quantised_checkpoints_are_refused(tmp_path):
+    opened = Checkpoint.open(tiny(tmp_path / "a", intermediate_size=40))
+    with pytest.raises(CheckpointError, match=r"mlp\.down_proj\.weight of shape \[64, 40\] cannot be Q8_0"):
+        write_gguf(opened, tmp_path / "a.gguf", "Q8_0")
+    write_gguf(Checkpoint.open(tiny(tmp_path / "b")), tmp_path / "b.gguf", "Q8_0")
+    with pytest.raises(CheckpointError, match="it is quantised; to become a GGUF file it must not be"):
+        write_gguf(Checkpoint.open(tmp_path / "b.gguf"), tmp_path / "c.gguf", "Q8_0")
+
+
+def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr("verax.bench.text.gguf_writer.write_gguf", lambda *arguments: pytest.fail("a file was written"))
+    with pytest.raises(MissingDependencyError, match=r"pip install 'verax\[llama-cpp\]'"):
+        bench_text(str(tiny(tmp_path)), lambda size: WORKLOAD, runs=1, warmup=0, against=("llama.cpp",))
+
+
+def test_transformers_is_not_compared_on_a_gguf_file(tmp_path):
+    path = write_gguf(Checkpoint.open(tiny(tmp_path / "folder")), tmp_path / "a.gguf", "F32")
+    with pytest.raises(InvalidParameterError, match=r"against: .*a\.gguf is a GGUF file"):
+        bench_text(str(path), lambda size: WORKLOAD, runs=1, warmup=0, against=("transformers",))
+
+
+class Recorder:
+    """Stands for the C library: keeps calls of llama_decode; behind position p of sequence s is token 100 s + p."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: SimpleNamespace()
+
+    def llama_log_callback(self, function):
+        return function
+
+    def llama_batch_init(self, size, embedding, sequences):
+        self.size = size
+        rows = {name: [None] * size for name in ("token", "pos", "logits", "n_seq_id")}
+        return SimpleNamespace(n_tokens=0, seq_id=[[None] for _ in range(size)], **rows)
+
+    def llama_decode(self, context, batch):
+        n = batch.n_tokens
+        self.calls.append([(batch.seq_id[i][0], batch.token[i], batch.pos[i], batch.logits[i]) for i in range(n)])
+        return 0
+
+    def llama_sampler_sample(self, sampler, context, row):
+        sequence, _, position, wanted = self.calls[-1][row]
+        assert wanted
+        return 100 * sequence + position
+
+
+def test_all_sequences_go_one_token_a_step_and_leave_when_they_are_done(monkeypatch, tmp_path):
+    library = Recorder()
+    monkeypatch.setitem(sys.modules, "llama_cpp", library)
+    monkeypatch.setattr(llama_cpp, "_BATCH_TOKENS", 4)
+    workload = Workload("test", ((5, 6, 7), (9, 8)), (3, 2), 0.7)
+    side = LlamaCppSide(tmp_path / "a.gguf", workload)
+    assert side.generate(workload) == [[2, 3, 4], [101, 102]]
+    assert library.calls == [
+        [(0, 5, 0, False), (0, 6, 1, False), (0, 7, 2, True), (1, 9, 0, False)],
+        [(1, 8, 1, True)],
+        [(0, 2, 3, True), (1, 101, 2, True)],
+        [(0, 3, 4, True)],
+    ]
+    assert side.batched(workload) == 5
+    with pytest.raises(InvalidParameterError, match="at most 256 sequences"):
+        LlamaCppSide(tmp_path / "a.gguf", Workload("test", ((1,),) * 257, (1,) * 257, 0.0))
+
+
+def test_the_types_match_what_our_side_computes_with():
+    assert text.GGUF_TYPES == {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_generates_our_tokens(family, tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
+    folder = tiny(tmp_path, family)
+    side = LlamaCppSide(write_gguf(Checkpoint.open(folder), tmp_path / "a.gguf", "F32"), WORKLOAD)
+    theirs = [side.generate(WORKLOAD) for _ in range(2)]
+    side.close()
+    llm = LLM(folder, dtype="float32", max_num_seqs=3, max_model_len=64, use_tqdm=False)
+    ours = llm.generate([list(prompt) for prompt in WORKLOAD.prompts], WORKLOAD.params(), use_tqdm=False)
+    assert theirs == [[list(output.outputs[0].token_ids) for output in ours]] * 2
+
+
+def test_a_file_that_llama_cpp_refuses_is_told_with_its_words(tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
+    (tmp_path / "a.gguf").write_bytes(b"PK" + bytes(100))
+    with pytest.raises(VeraxError, match=r"llama\.cpp: cannot load .*a\.gguf: .*magic"):
+        LlamaCppSide(tmp_path / "a.gguf", WORKLOAD)
+
+
+def test_it_is_in_one_interleaved_result_with_us(tmp_path):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
+    workload = Workload("test", ((5, 6, 7),), (3,), 0.7)
+    result = bench_text(
+        str(tiny(tmp_path)), lambda size: workload, runs=1, warmup=0, against=("llama.cpp",), quantization="int8"
+    )
+    assert set(result["sides"]) == {"llama.cpp Q8_0", "verax"}
+    (tmp_path / "folder").mkdir()
+    path = write_gguf(Checkpoint.open(tmp_path), tmp_path / "folder" / "a.gguf", "Q4_0")
+    ours = bench_text(str(path), lambda size: workload, runs=1, warmup=0, against=("llama.cpp",))
+    assert set(ours["sides"]) == {"llama.cpp as it is", "verax"}
+    assert result["machine"]["llama_cpp_threads"] >= 1

@@ -1,0 +1,68 @@
+"""The quality benchmark on the built-in model: distances are those of the precision, refusals are clear."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax import cli
+from verax.bench.results import markdown, write
+from verax.bench.text.quality import bench_quality
+
+
+@pytest.fixture(scope="module")
+def result():
+    variants = ["float32", "int8", "bfloat16, int8 cache", "int4-64", "int4-128"]
+    return bench_quality(variants=variants, tokens=1500, additions=0)
+
+
+def test_fewer_bits_are_further_from_float32(result):
+    rows = result["variants"]
+    assert rows["float32"]["kl_divergence"] == 0
+    assert rows["float32"]["top1_agreement"] == 1
+    assert 1.3 < rows["float32"]["perplexity"] < 2
+    assert 0 < rows["bfloat16, int8 cache"]["kl_divergence"] < rows["int4-64"]["kl_divergence"]
+    assert rows["int8"]["kl_divergence"] < rows["int4-64"]["kl_divergence"] < 0.1
+    assert rows["int8"]["weights_mb"] > rows["int4-64"]["weights_mb"]
+    # 6 layers, 2 heads of 32, keys and values: a byte each, and a scale
+    assert rows["bfloat16, int8 cache"]["cache_bytes_per_token"] == 2 * 6 * 2 * (32 + 4)
+
+
+def test_groups_that_do_not_divide_a_layer_are_left_out_with_the_reason(result, tmp_path):
+    assert "128 does not divide" in result["variants"]["int4-128"]["left_out"]
+    path = write(result, tmp_path)
+    assert json.loads(path.read_text())["variants"] == result["variants"]
+    assert "| int4-128 | left out: " in path.with_suffix(".md").read_text()
+    assert markdown(result).startswith("# Quality: built-in")
+
+
+def test_any_model_and_text_can_be_measured(tmp_path):
+    folder = str(tiny_checkpoint(tmp_path / "tiny"))
+    result = bench_quality(
+        folder, text="once upon a time there was a small fox " * 20, variants=["bfloat16"], additions=3
+    )
+    row = result["variants"]["bfloat16"]
+    assert np.isfinite(row["perplexity"])
+    assert row["additions_exact"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variants", "int3"], "variants: expected float32; "),
+        (["--text", "nowhere.txt"], "text: nowhere.txt cannot be read"),
+        (["--text", "one"], "text: it has fewer than two tokens"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one").write_text("")
+    monkeypatch.setattr(sys, "argv", ["verax", "bench", "quality", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,157 @@
+"""The text benchmark on a tiny checkpoint: the work is what it says, nothing compiles while timed, reports hold."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax import cli
+from verax.bench.results import markdown, write
+from verax.bench.text import run as text
+from verax.bench.text.run import bench_text
+from verax.bench.text.workload import Workload, founding, nano_vllm, prompt
+from verax.checkpoint import Checkpoint
+from verax.errors import InvalidParameterError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def result(folder):
+    workload = Workload("founding", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
+    return bench_text(folder, lambda vocab_size: workload, runs=2, warmup=1, dtype="float32", split=True)
+
+
+def test_the_founding_case_is_four_prompts_of_a_hundred_tokens():
+    workload = founding(1000)
+    assert len(workload.prompts) == 4
+    assert workload.max_tokens == (100,) * 4
+    assert workload.temperature == 0.7
+    assert workload.new_tokens == 400
+    assert all(0 <= token < 1000 for prompt in workload.prompts for token in prompt)
+
+
+def test_nano_vllms_case_has_its_lengths_and_scales():
+    workload = nano_vllm(151936)
+    lengths = [len(prompt) for prompt in workload.prompts]
+    assert len(lengths) == 256
+    assert 100 <= min(lengths) < 150
+    assert 970 < max(lengths) <= 1024
+    assert all(100 <= count <= 1024 for count in workload.max_tokens)
+    small = nano_vllm(100, requests=8, scale=0.1)
+    assert max(len(prompt) for prompt in small.prompts) <= 102
+    assert all(token < 100 for prompt in small.prompts for token in prompt)
+
+
+def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, tmp_path):
+    assert prompt(1000).prompt_tokens == 512
+    result = bench_text(folder, lambda vocab: prompt(vocab, tokens=24), runs=2, warmup=0, dtype="float32")
+    side = result["sides"]["verax"]
+    assert (result["settings"]["prompt_tokens"], result["settings"]["new_tokens"]) == (24, 1)
+    assert side["rate"] == 24 / side["median_s"]
+    assert "Tokens are the prompts'." in markdown(result)
+    assert write(result, tmp_path).name.endswith("-text-prompt-float32-24-tokens.json")
+
+
+def test_quantised_weights_run_beside_our_own_unquantised_ones(folder):
+    workload = Workload("founding", ((5, 6, 7),), (4,), 0.0)
+    result = bench_text(
+        folder, lambda _: workload, runs=1, warmup=0, dtype="float32", quantization="int8", against=("verax",)
+    )
+    assert set(result["sides"]) == {"verax float32", "verax"}
+    assert set(result["ratios"]) == {"verax / verax float32"}
+
+
+def test_the_result_counts_what_was_done(result):
+    assert result["settings"]["new_tokens"] == 10
+    assert result["settings"]["prompt_tokens"] == 8
+    assert result["start_up"]["compiled_during_runs"] == 0
+    side = result["sides"]["verax"]
+    assert len(side["seconds"]) == 2
+    assert side["rate"] == 10 / side["median_s"]
+
+
+def test_what_our_side_did_is_counted_against_the_limit(result, folder):
+    work = result["work"]
+    shapes = [Checkpoint.open(folder).shape(name) for name in Checkpoint.open(folder).names()]
+    matrices = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    head = math.prod(Checkpoint.open(folder).shape("model.embed_tokens.weight"))
+    assert work["flops"] == 2 * ((matrices - head) * (7 + 5 + 3 + 1) + head * 10)  # the head where a token is drawn
+    assert work["steps"] == 6
+    assert work["bytes_moved"] == pytest.approx(6e9 * result["start_up"]["weights_gb"])
+    assert 0 < work["fraction_of_limit"] == pytest.approx(work["limit_s"] / result["sides"]["verax"]["median_s"])
+
+
+def test_steps_are_those_of_the_longest_answer_or_of_all_in_turn():
+    workload = Workload("founding", ((5,), (6,), (7,)), (4, 6, 5), 0.7)
+    assert [workload.steps(n) for n in (1, 2, 3)] == [15, 8, 6]
+
+
+def test_the_split_adds_up_to_the_step(result):
+    split = result["decode_step"]
+    assert sum(split["parts_ms"].values()) == pytest.approx(split["whole_ms"])
+    assert split["weight_gb_per_s"] == pytest.approx(1e3 * split["weight_gb"] / split["whole_ms"])
+
+
+def test_reports_are_written_beside_each_other(result, tmp_path):
+    path = write(result, tmp_path / "results")
+    assert json.loads(path.read_text())["sides"] == result["sides"]
+    page = path.with_suffix(".md").read_text()
+    assert f"{result['sides']['verax']['rate']:.1f}" in page
+    assert result["machine"]["jax"] in page
+    assert "| attention |" in page
+
+
+def test_ratios_appear_when_there_are_two_sides(result):
+    both = {**result, "sides": {**result["sides"], "transformers batched": result["sides"]["verax"]}}
+    both["ratios"] = {"verax / transformers batched": 1.5}
+    assert "verax / transformers batched: 1.50x" in markdown(both)
+
+
+def test_without_a_model_the_weights_are_random_in_the_real_shapes():
+    config = {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512}
+    with text._weights(None, "bfloat16", config) as folder:
+        opened = Checkpoint.open(folder)
+        assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)
+        spread = np.std(np.asarray(opened.read("model.layers.0.mlp.down_proj.weight"), np.float32))
+        assert spread == pytest.approx(3072**-0.5, rel=0.02)
+    assert not folder.exists()
+
+
+def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
+    with pytest.raises(
+        InvalidParameterError, match=r"against: expected transformers or llama.cpp or verax, got 'vllm'"
+    ):
+        bench_text(None, founding, runs=1, warmup=0, against=("vllm",))
+    with pytest.raises(InvalidParameterError, match=r"against: verax is our side unquantised; give quantization"):
+        bench_text(None, founding, runs=1, warmup=0, against=("verax",))
+    with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
+        bench_text(None, founding, runs=1, warmup=0, dtype="int8")
+    with pytest.raises(InvalidParameterError, match=r"shapes: expected qwen3 or hybrid, got 'llama'"):
+        bench_text(None, founding, runs=1, warmup=0, shapes="llama")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--workload", "mlperf"], ["--runs", "0"], ["--requests", "0"], ["--scale", "0"]]
+)
+def test_the_command_refuses_nonsense_in_one_line(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["verax", "bench", "text", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_prints_json_for_scripts(monkeypatch, capsys, folder):
+    arguments = ["--model", folder, "--requests", "2", "--max-tokens", "3", "--runs", "1", "--warmup", "0", "--json"]
+    monkeypatch.setattr(sys, "argv", ["verax", "bench", "text", "--dtype", "float32", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert json.loads(capsys.readouterr().out)["settings"]["new_tokens"] == 6

@@ -1,0 +1,287 @@
+"""Wan's transformer by itself: published sizes, configurations read or refused, forms of attention, and its parts."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.models.wan.layers import ATTENTION, block_causal, rotary_tables
+from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
+
+TINY = WanConfig(
+    dim=24, ffn_dim=40, num_heads=2, num_layers=2, in_dim=4, out_dim=3, text_dim=10, freq_dim=16, max_positions=64
+)
+WITH_IMAGE = dataclasses.replace(TINY, image_dim=6)
+TOLD = dataclasses.replace(TINY, inject_sample_info=True)
+
+ORIGINAL = {
+    "_class_name": "WanModel",
+    "model_type": "i2v",
+    "dim": 1536,
+    "eps": 1e-06,
+    "ffn_dim": 8960,
+    "freq_dim": 256,
+    "in_dim": 36,
+    "num_heads": 12,
+    "num_layers": 30,
+    "out_dim": 16,
+    "text_len": 512,
+}
+DIFFUSERS = {
+    "_class_name": "SkyReelsV2Transformer3DModel",
+    "added_kv_proj_dim": 1536,
+    "attention_head_dim": 128,
+    "cross_attn_norm": True,
+    "eps": 1e-06,
+    "ffn_dim": 8960,
+    "freq_dim": 256,
+    "image_dim": 1280,
+    "in_channels": 36,
+    "inject_sample_info": False,
+    "num_attention_heads": 12,
+    "num_layers": 30,
+    "out_channels": 16,
+    "patch_size": [1, 2, 2],
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 1024,
+    "text_dim": 4096,
+}
+
+
+def build(config=TINY, seed=0):
+    """Random weights with real spread."""
+    model = nnx.eval_shape(lambda: WanModel(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        width = math.prod(leaf.shape[1:]) if len(leaf.shape) > 1 else 4
+        return jnp.asarray(rng.standard_normal(leaf.shape, np.float32) * width**-0.5)
+
+    return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+def inputs(config=TINY, batch=2, frames=3, height=4, width=6, words=7):
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
+    image = draw(batch, 5, config.image_dim) if config.image_dim else None
+    return draw(batch, frames, height, width, config.in_dim), draw(batch, words, config.text_dim), image
+
+
+@nnx.jit(static_argnames=("causal_block_size", "attention"))
+def run(model, latents, timesteps, text, image=None, **options):
+    return model(latents, timesteps, model.encode_context(text, image), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("t2v-1.3b", 1.419), ("i2v-1.3b", 1.564), ("df-1.3b", 1.436), ("t2v-14b", 14.29), ("i2v-14b", 16.39)],
+)
+def test_published_models_have_as_many_parameters_as_published(name, billions):
+    model = nnx.eval_shape(lambda: WanModel(WAN_CONFIGS[name], dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    assert round(count / 1e9, 2 if billions > 10 else 3) == billions
+
+
+def test_paths_are_the_keys_of_published_checkpoints():
+    config = dataclasses.replace(TOLD, image_dim=6)
+    state = nnx.state(nnx.eval_shape(lambda: WanModel(config, rngs=nnx.Rngs(0))))
+    keys = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
+    attention = ["q.weight", "k.bias", "v.weight", "o.bias", "norm_q.weight", "norm_k.weight"]
+    assert {
+        "patch_embedding.weight",
+        "text_embedding.2.bias",
+        "time_embedding.0.weight",
+        "time_projection.1.weight",
+        "img_emb.proj.0.bias",
+        "img_emb.proj.1.weight",
+        "img_emb.proj.4.weight",
+        "fps_embedding.weight",
+        "fps_projection.2.bias",
+        "blocks.0.modulation",
+        "blocks.1.norm3.weight",
+        *(f"blocks.1.self_attn.{name}" for name in attention),
+        *(f"blocks.0.cross_attn.{name}" for name in (*attention, "k_img.weight", "v_img.bias", "norm_k_img.weight")),
+        "blocks.0.ffn.0.weight",
+        "blocks.1.ffn.2.bias",
+        "head.modulation",
+        "head.head.weight",
+    } <= keys
+    assert not {key for key in keys if "norm1" in key or "norm2" in key}
+    assert state["patch_embedding"]["weight"].shape == (24, 4, 1, 2, 2)
+
+
+@pytest.mark.parametrize("config", [ORIGINAL, DIFFUSERS, dict(DIFFUSERS, _class_name="WanTransformer3DModel")])
+def test_both_layouts_describe_the_same_model(config):
+    assert WanConfig.from_hf(config) == WAN_CONFIGS["i2v-1.3b"]
+
+
+def test_sizes_that_were_never_published_are_read_from_the_originals_layout():
+    found = WanConfig.from_hf(dict(ORIGINAL, image_dim=20, rope_max_seq_len=32))
+    assert (found.image_dim, found.max_positions) == (20, 32)
+    assert WanConfig.from_hf(dict(ORIGINAL, model_type="t2v", image_dim=20)).image_dim is None
+
+
+def test_the_original_tells_its_diffusion_forcing_model_the_frames_per_second():
+    config = dict(ORIGINAL, model_type="t2v", in_dim=16, inject_sample_info=True)
+    assert WanConfig.from_hf(config) == WAN_CONFIGS["df-1.3b"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(ORIGINAL, model_type="vace"), "model_type 'vace' is not supported; those supported are t2v and i2v"),
+        (dict(ORIGINAL, _class_name="UNet"), "_class_name 'UNet'; transformers supported are WanModel, SkyReels"),
+        ({"_class_name": "WanModel", "dim": 8}, "lacks ffn_dim, num_heads, num_layers"),
+        (dict(ORIGINAL, num_heads=7), "dim 1536 does not divide into 7 heads"),
+        (dict(ORIGINAL, patch_size=[2, 2, 2]), r"patch_size \[2, 2, 2\]"),
+        (dict(ORIGINAL, window_size=[8, 8]), r"window_size \[8, 8\]"),
+        (dict(DIFFUSERS, qk_norm=None), "qk_norm None"),
+        (dict(DIFFUSERS, cross_attn_norm=False), "cross_attn_norm False"),
+        (dict(DIFFUSERS, pos_embed_seq_len=514), "pos_embed_seq_len 514"),
+        (dict(DIFFUSERS, added_kv_proj_dim=None), "image_dim 1280 with added_kv_proj_dim None"),
+        (dict(DIFFUSERS, image_dim=None), "image_dim None with added_kv_proj_dim 1536"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        WanConfig.from_hf(config)
+
+
+def test_one_time_for_all_frames_is_that_time_for_each():
+    model, (latents, text, _) = build(), inputs()
+    timesteps = jnp.array([900, 30])
+    each = jnp.repeat(timesteps[:, None], 3, axis=1)
+    whole = run(model, latents, timesteps, text)
+    assert whole.shape == (2, 3, 4, 6, 3)
+    np.testing.assert_allclose(run(model, latents, each, text), whole, atol=2e-5)
+    other = run(model, latents, each.at[0, 1].set(0), text)
+    assert np.abs(other - whole)[0, 1].max() > 1e-2
+    np.testing.assert_allclose(other[1], whole[1], atol=2e-5)
+
+
+def test_a_block_of_frames_does_not_see_later_blocks():
+    model, (latents, text, _) = build(), inputs(frames=5)
+    timesteps = jnp.full((2, 5), 500)
+    whole = run(model, latents, timesteps, text, causal_block_size=2)
+    # The last block is one frame.
+    first = run(model, latents[:, :4], timesteps[:, :4], text, causal_block_size=2)
+    np.testing.assert_allclose(first, whole[:, :4], atol=2e-5)
+    changed = run(model, latents.at[:, 1].add(1), timesteps, text, causal_block_size=2)
+    assert np.abs(changed - whole).max(axis=(0, 2, 3, 4)).min() > 1e-3
+
+
+@pytest.mark.parametrize("form", ["standard", "chunked", "flash"])
+@pytest.mark.parametrize(("T", "S"), [(7, 5), (300, 513), (512, 300)])
+def test_forms_of_attention_agree(form, T, S):
+    if form == "flash" and jax.default_backend() != "cpu":
+        pytest.skip("needs a fast form of ops.attention")
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 3, 12), np.float32)) for n in (T, S, S))
+    scores = np.einsum("btnh,bsnh->bnts", q, k, dtype=np.float64) * 12**-0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(ATTENTION[form](q, k, v), expected, atol=2e-6)
+
+
+def test_chunks_need_no_more_memory_in_many_layers_than_in_few():
+    shapes = [jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for length in (2000, 8, 8)]
+
+    def temporary(layers):
+        def run(q, k, v):
+            for _ in range(layers):
+                q = q + ATTENTION["chunked"](q, k, v)
+            return q
+
+        return jax.jit(run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(6) < 1.2 * temporary(2)
+
+
+def test_block_causal_attention_is_that_under_a_mask():
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 13, 2, 6)) for _ in range(3))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) * 6**-0.5
+    block = np.arange(13) // 4
+    scores = np.where(block[None, :] <= block[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
+    attend = block_causal(ATTENTION["standard"], 4)
+    actual = attend(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+
+def test_late_positions_turn_as_in_float64():
+    cos, sin = rotary_tables(700, 1, 3, 128)
+    angle = 699 * 10000.0 ** -(np.arange(22) / 22)
+    np.testing.assert_allclose(cos[-1, :44], np.repeat(np.cos(angle), 2), atol=1e-6)
+    np.testing.assert_allclose(sin[-1, 1:44:2], np.sin(angle), atol=1e-6)
+    np.testing.assert_allclose(cos[-1, 44:86], 1, atol=0)
+    np.testing.assert_allclose(cos[-1, 86:], np.repeat(np.cos(2 * 10000.0 ** -(np.arange(21) / 21)), 2), atol=1e-6)
+
+
+def test_the_parts_make_the_whole_and_a_stored_residual_can_stand_for_the_blocks():
+    model, (latents, text, image) = build(WITH_IMAGE), inputs(WITH_IMAGE)
+    timesteps = jnp.array([700, 20])
+    context = model.encode_context(text, image)
+    e, e0 = model.embed_time(timesteps)
+    x = model.embed_latents(latents)
+    residual = model.run_blocks(x, e0, context) - x
+    np.testing.assert_allclose(model.unembed(x + residual, e), model(latents, timesteps, context), atol=2e-5)
+    assert (e.shape, e0.shape) == ((2, 1, 24), (2, 1, 6, 24))
+
+
+def test_prompts_of_a_batch_do_not_meet():
+    model, (latents, text, image) = build(WITH_IMAGE), inputs(WITH_IMAGE)
+    timesteps = jnp.array([700, 20])
+    whole = run(model, latents, timesteps, text, image)
+    for i in range(2):
+        one = run(model, latents[i : i + 1], timesteps[i : i + 1], text[i : i + 1], image[i : i + 1])
+        np.testing.assert_allclose(one, whole[i : i + 1], atol=2e-5)
+
+
+@pytest.mark.parametrize("attention", ["standard", "flash"])
+def test_the_model_has_gradients(attention):
+    model, (latents, text, _) = build(), inputs(batch=1)
+
+    def loss(model):
+        context = model.encode_context(text)
+        return jnp.mean(model(latents, jnp.array([[3, 400, 999]]), context, attention=attention) ** 2)
+
+    gradients = nnx.jit(nnx.grad(loss))(model)
+    for path, gradient in nnx.to_flat_state(gradients):
+        # A constant added to all keys of a query leaves its weights as they are.
+        assert np.abs(gradient).max() > 0 or path[-2:] == ("k", "bias"), path
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (TINY, {"attention": "fast"}, "attention: expected one of auto, standard, chunked, flash, got 'fast'"),
+        (TINY, {"causal_block_size": 0}, "causal_block_size: expected at least 1 frame, got 0"),
+        (TINY, {"fps": jnp.array([16, 16])}, "fps: this model has no use for it"),
+        (TOLD, {}, "fps: this model needs the frames per second"),
+        (WITH_IMAGE, {}, "image: this model needs an image's states"),
+        (TINY, {"image": jnp.ones((2, 5, 6))}, "image: this model has no use for one"),
+        (TINY, {"timesteps": jnp.ones((2, 4))}, r"timesteps: expected shape \[2\] or \[2, 3\], got \[2, 4\]"),
+        (TINY, {"latents": jnp.ones((2, 3, 4, 6, 5))}, "latents: expected 4 channels in the last axis, got 5"),
+        (TINY, {"latents": jnp.ones((2, 3, 4, 5, 4))}, "latents: 4 x 5 does not divide into patches of 2 x 2"),
+        (TINY, {"latents": jnp.ones((2, 3, 4, 132, 4))}, "3 frames of 2 x 66 patches; this model has positions for 64"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_by_name(config, options, message):
+    model = nnx.eval_shape(lambda: WanModel(config, rngs=nnx.Rngs(0)))
+    latents, text, _ = inputs()
+    arguments = dict(latents=latents, timesteps=jnp.array([1, 2]), text=text, image=None) | options
+
+    def call(model, image, **arguments):
+        return model(context=model.encode_context(arguments.pop("text"), image), **arguments)
+
+    static = {key: arguments.pop(key) for key in ("attention", "causal_block_size") if key in arguments}
+    with pytest.raises(InvalidParameterError, match=message):
+        nnx.eval_shape(lambda model: call(model, **arguments, **static), model)

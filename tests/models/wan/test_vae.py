@@ -1,0 +1,45 @@
+"""Decoding in tiles: the same frames as in one piece."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from verax.errors import InvalidParameterError
+from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.video.stages import tile_at_once
+
+CONFIG = WanVaeConfig(base_dim=4, dim_mult=(1, 2), num_res_blocks=1, temperal_downsample=(True,))
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    """A model, latents larger than a tile with its halo, and their frames."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: WanVae(CONFIG, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
+    weights = jax.tree.map(lambda leaf: draw(*leaf.shape) * max(3, np.prod(leaf.shape[1:])) ** -0.5, state)
+    model = nnx.merge(graph, weights)
+    latents = draw(1, 3, 23, 21, CONFIG.z_dim)
+    return model, latents, np.asarray(jax.jit(model.decode)(latents))
+
+
+@pytest.mark.parametrize("tile", [(5, 4), (23, 6)])
+def test_tiles_give_the_frames_of_the_whole(decoded, tile):
+    model, latents, whole = decoded
+    got = jax.jit(lambda z: model.decode(z, chunk=1, tile=tile))(latents)
+    assert whole.std() > 0.1
+    np.testing.assert_allclose(got, whole, atol=1e-6)
+    assert CONFIG.halo == 7  # so that these frames are larger than a tile with its halo
+
+
+def test_an_empty_tile_is_refused(decoded):
+    with pytest.raises(InvalidParameterError, match=r"tile: expected a height and a width from 1, got \(0, 3\)"):
+        decoded[0].decode(decoded[1], tile=(0, 3))
+
+
+def test_a_published_model_decodes_frames_up_to_720p_whole():
+    assert WanVaeConfig().halo == 13
+    assert tile_at_once(WanVaeConfig(), 720, 1280) is None
+    assert tile_at_once(WanVaeConfig(), 1088, 1920) == (68, 120)
