@@ -44,8 +44,8 @@ def test_info_names_versions_devices_and_every_operation(run):
     assert facts["measured"] is None
     assert set(facts["operations"]) == set(ops.operations())
     for name, row in facts["operations"].items():
-        for form in row["runs"].split(", "):
-            assert form.split(" (")[0] in ops.operations()[name].forms
+        for implementation in row["runs"].split(", "):
+            assert implementation.split(" (")[0] in ops.operations()[name].implementations
 
 
 def test_info_describes_a_checkpoint(run, tmp_path):

@@ -1,4 +1,4 @@
-"""cuDNN's attention against the plain form."""
+"""cuDNN's attention against the reference."""
 
 import jax
 import jax.numpy as jnp

@@ -34,7 +34,7 @@ def test_half_precision_without_masks_runs_on_cudnn():
 
 
 @pytest.mark.usefixtures("gpu")
-def test_what_cudnn_would_do_otherwise_or_not_at_all_is_left_to_other_forms():
+def test_what_cudnn_would_do_otherwise_or_not_at_all_is_left_to_other_implementations():
     others = [
         chosen(dtype=jnp.float32),
         chosen(H=12),
@@ -49,7 +49,7 @@ def test_what_cudnn_would_do_otherwise_or_not_at_all_is_left_to_other_forms():
 def test_other_devices_do_without(gpu):
     for capability in ("7.5", "gfx942", ""):
         gpu(capability)
-        assert chosen() == "plain"
+        assert chosen() == "reference"
 
 
 def test_a_cpu_does_without():

@@ -26,30 +26,30 @@ def pairs(padding):
     return [(side, side) if isinstance(side, int) else side for side in padding]
 
 
-@pytest.mark.parametrize("form", ["plain", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["reference", "bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_it_is_the_sum_over_the_kernel(case, dtype, form):
+def test_it_is_the_sum_over_the_kernel(case, dtype, implementation):
     x, weight, bias = conv_arrays(case["x"], case["kernel"], 7, dtype=dtype)
     stride, padding = case.get("stride", (1, 1, 1)), case.get("padding", 0)
-    with ops.use_forms(conv3d=form, conv2d=form):
+    with ops.use_implementations(conv3d=implementation, conv2d=implementation):
         y = ops.conv3d(x, weight, bias, stride=stride, padding=padding)
     assert y.dtype == dtype
-    tolerance = 1e-5 if dtype == jnp.float32 and form == "plain" else 2e-2
+    tolerance = 1e-5 if dtype == jnp.float32 and implementation == "reference" else 2e-2
     exact = exact_conv3d(x, weight, bias, stride=stride, padding=pairs(padding))
     np.testing.assert_allclose(y.astype(jnp.float32), exact, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("form", ["plain", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["reference", "bfloat16"])
 @pytest.mark.parametrize("stride", [1, 2, (2, 1)])
 @pytest.mark.parametrize("padding", [0, 1, ((0, 1), (0, 1)), ((2, 0), (1, 3))])
-def test_images_are_videos_of_one_frame(stride, padding, form):
+def test_images_are_videos_of_one_frame(stride, padding, implementation):
     x, weight, bias = conv_arrays((2, 6, 7, 5), (3, 3), 4)
     strides = (stride, stride) if isinstance(stride, int) else stride
-    with ops.use_forms(conv2d=form):
+    with ops.use_implementations(conv2d=implementation):
         y = ops.conv2d(x, weight, bias, stride=stride, padding=padding)
     exact = exact_conv3d(x[:, None], weight[:, :, None], bias, stride=(1, *strides), padding=pairs(padding))[:, 0]
-    np.testing.assert_allclose(y, exact, atol=1e-5 if form == "plain" else 4e-2)
+    np.testing.assert_allclose(y, exact, atol=1e-5 if implementation == "reference" else 4e-2)
 
 
 def test_an_output_frame_sees_no_later_frame():
@@ -96,11 +96,11 @@ def test_x_is_rounded_to_the_weight_and_keeps_its_dtype():
     np.testing.assert_allclose(y, exact, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["plain", "bfloat16"])
-def test_both_dtypes_can_be_trained(form):
+@pytest.mark.parametrize("implementation", ["reference", "bfloat16"])
+def test_both_dtypes_can_be_trained(implementation):
     for dtype in (jnp.float32, jnp.bfloat16):
         x, weight, bias = conv_arrays((1, 2, 4, 4, 3), (3, 3, 3), 2, dtype=dtype)
-        with ops.use_forms(conv3d=form):
+        with ops.use_implementations(conv3d=implementation):
             loss = jax.grad(lambda *a: ops.conv3d(*a, padding=1).astype(jnp.float32).sum(), argnums=(0, 1, 2))
             gradients = loss(x, weight, bias)
         assert [g.shape for g in gradients] == [x.shape, weight.shape, bias.shape]
@@ -125,10 +125,10 @@ def test_what_does_not_fit_is_refused(changes, message):
         ConvShape(**{"x": (1, 2, 4, 4, 3), "weight": (2, 3, 3, 3, 3), "stride": 1, "padding": 1, **changes})
 
 
-@pytest.mark.parametrize("form", ["plain", "bfloat16", "native"])
-def test_every_form_refuses_it(form):
+@pytest.mark.parametrize("implementation", ["reference", "bfloat16", "native"])
+def test_every_implementation_refuses_it(implementation):
     x, weight, _ = conv_arrays((1, 2, 4, 4, 3), (3, 3, 3), 2)
-    with ops.use_forms(conv2d=form, conv3d=form):
+    with ops.use_implementations(conv2d=implementation, conv3d=implementation):
         for call in (
             lambda: ops.conv3d(x, weight, stride=0),
             lambda: ops.conv2d(x[0], weight[:, :, 0], padding=-1),

@@ -1,4 +1,4 @@
-"""Choosing forms: by what a call looks like, by name, by environment, and with a warning when the choice is slow."""
+"""Choice of an implementation: by the call, by name, by environment; a warning when the choice is slow."""
 
 import logging
 
@@ -17,16 +17,16 @@ def doubled():
         return 2 * x
 
     op = Operation(double_it, {})
-    op.form("shifted", platforms=("cpu",), accepts=lambda x: x > 10, slow_on={"cpu": "it is for the test"})(
+    op.implementation("shifted", platforms=("cpu",), accepts=lambda x: x > 10, slow_on={"cpu": "it is for the test"})(
         lambda x: x + x
     )
-    op.form("elsewhere", platforms=("tpu",))(lambda x: -1)
+    op.implementation("elsewhere", platforms=("tpu",))(lambda x: -1)
     yield op
     del _REGISTRY["double_it"]
 
 
 def test_the_newest_form_that_takes_the_call_is_chosen(doubled):
-    assert doubled.select(3).name == "plain"
+    assert doubled.select(3).name == "reference"
     assert doubled.select(30).name == "shifted"
 
 
@@ -35,41 +35,43 @@ def test_a_slow_choice_says_so_once(doubled, caplog):
         doubled(30)
         doubled(40)
     assert [record.message for record in caplog.records] == [
-        "double_it runs its shifted form on cpu: it is for the test"
+        "double_it runs its shifted implementation on cpu: it is for the test"
     ]
 
 
 def test_a_form_can_be_named(doubled):
-    with ops.use_forms(double_it="elsewhere"):
+    with ops.use_implementations(double_it="elsewhere"):
         assert doubled(3) == -1
     assert doubled(3) == 6
 
 
 def test_a_form_that_accepts_nothing_is_only_taken_by_name(doubled):
-    doubled.form("own", accepts=None)(lambda x: -2)
+    doubled.implementation("own", accepts=None)(lambda x: -2)
     assert doubled(3) == 6
-    with ops.use_forms(double_it="own"):
+    with ops.use_implementations(double_it="own"):
         assert doubled(3) == -2
 
 
 def test_nested_choices_add_up(doubled):
-    with ops.use_forms(double_it="elsewhere"), ops.use_forms(linear="plain"):
+    with ops.use_implementations(double_it="elsewhere"), ops.use_implementations(linear="reference"):
         assert doubled(3) == -1
-        assert ops.linear.select(jnp.ones((1, 2)), jnp.ones((3, 2))).name == "plain"
+        assert ops.linear.select(jnp.ones((1, 2)), jnp.ones((3, 2))).name == "reference"
 
 
 def test_the_environment_chooses(doubled, monkeypatch):
-    monkeypatch.setenv("VERAX_FORMS", "double_it=elsewhere")
+    monkeypatch.setenv("VERAX_IMPLEMENTATIONS", "double_it=elsewhere")
     assert doubled(3) == -1
 
 
-@pytest.mark.parametrize(("choice", "named"), [({"nothing": "plain"}, "nothing"), ({"linear": "magic"}, "two_rows")])
+@pytest.mark.parametrize(
+    ("choice", "named"), [({"nothing": "reference"}, "nothing"), ({"linear": "magic"}, "pad_to_two_rows")]
+)
 def test_unknown_names_are_refused_with_what_there_is(choice, named):
-    with pytest.raises(InvalidParameterError, match=named), ops.use_forms(**choice):
+    with pytest.raises(InvalidParameterError, match=named), ops.use_implementations(**choice):
         pass
 
 
 def test_a_wrong_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("VERAX_FORMS", "linear")
-    with pytest.raises(InvalidParameterError, match="VERAX_FORMS"):
+    monkeypatch.setenv("VERAX_IMPLEMENTATIONS", "linear")
+    with pytest.raises(InvalidParameterError, match="VERAX_IMPLEMENTATIONS"):
         ops.linear(jnp.ones((2, 2)), jnp.ones((3, 2)))

@@ -1,4 +1,4 @@
-"""LAM's rules: the fast forms against the plain ones, what is odd in the published rules, and what the gated one mends.
+"""LAM's rules: fast implementations against references, oddities of the published rules, their mending.
 
 Parity of the published rules with PyTorch in float64 is in tests/parity/test_lam.py.
 """
@@ -18,8 +18,8 @@ from verax.ops.hierarchical import orthogonality_loss
 FLUX = flux()
 
 
-def published(x, rule="hierarchical_delta_rule", form="factored", **options):
-    function = ops.operations()[rule].forms[form].function
+def published(x, rule="hierarchical_delta_rule", implementation="factored", **options):
+    function = ops.operations()[rule].implementations[implementation].function
     return jax.jit(lambda x: function(**x, flux=FLUX, **options))(x)
 
 
@@ -60,7 +60,7 @@ def test_the_factored_forms_give_what_the_equations_give(T, chunk_size, keys):
     x = inputs(T=T, keys=keys)
     for rule in ("hierarchical_delta_rule", "local_delta_rule"):
         with jax.enable_x64(True):
-            exact = published(jax.tree.map(lambda a: a.astype(np.float64), x), rule, "plain", chunk_size=chunk_size)
+            exact = published(jax.tree.map(lambda a: a.astype(np.float64), x), rule, "reference", chunk_size=chunk_size)
         out, _ = published(x, rule, chunk_size=chunk_size)
         # Repeated keys make T as large as C, and sums over it cancel.
         assert error(out, exact[0]) < (1e-4 if keys == "repeated" else 5e-6)
@@ -68,10 +68,12 @@ def test_the_factored_forms_give_what_the_equations_give(T, chunk_size, keys):
 
 def test_the_factored_forms_leave_the_same_states():
     x = inputs(T=128)
-    for state, exact in zip(published(x)[1], published(x, form="plain")[1], strict=True):
+    for state, exact in zip(published(x)[1], published(x, implementation="reference")[1], strict=True):
         np.testing.assert_allclose(state, exact, atol=2e-6)
     options = {"rule": "local_delta_rule", "chunk_size": 64, "output_final_state": True}
-    np.testing.assert_allclose(published(x, **options)[1], published(x, form="plain", **options)[1], atol=2e-6)
+    np.testing.assert_allclose(
+        published(x, **options)[1], published(x, implementation="reference", **options)[1], atol=2e-6
+    )
 
 
 def test_gradients_are_finite_on_zero_rows():
@@ -113,8 +115,8 @@ def test_published_rows_of_a_batch_depend_on_each_other_from_the_third_chunk_on(
     """States are mixed by a mean of psi over the batch. After the first chunk both are the same, however mixed."""
     with jax.enable_x64(True):  # the coupling is weak
         x = jax.tree.map(lambda a: a.astype(np.float64), inputs(B=2, T=192))
-        alone = np.asarray(published(cut_rows(x, 0, 1), form="plain", chunk_size=64)[0])
-        together = np.asarray(published(x, form="plain", chunk_size=64)[0])[:1]
+        alone = np.asarray(published(cut_rows(x, 0, 1), implementation="reference", chunk_size=64)[0])
+        together = np.asarray(published(x, implementation="reference", chunk_size=64)[0])[:1]
     np.testing.assert_allclose(together[:, :128], alone[:, :128], rtol=1e-10, atol=1e-12)
     assert np.abs(together[:, 128:] - alone[:, 128:]).max() > 1e-7
 
@@ -199,5 +201,5 @@ def test_gated_memories_are_mixed():
 )
 def test_shapes_that_do_not_fit_are_named(unchecked, changes, message):
     with pytest.raises(InvalidParameterError) as raised:
-        published({**inputs(), **changes}, form="plain")
+        published({**inputs(), **changes}, implementation="reference")
     assert message in str(raised.value)

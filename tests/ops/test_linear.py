@@ -1,4 +1,4 @@
-"""The linear operation against float64, in every form that runs here."""
+"""The linear operation against float64, in every implementation that runs here."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,11 @@ import pytest
 from verax import ops
 
 
-@pytest.mark.parametrize("form", ["plain", "two_rows", None])
+@pytest.mark.parametrize("implementation", ["reference", "pad_to_two_rows", None])
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_one_row_in_every_form(form, shape, dtype):
-    check((*shape, 67), 35, dtype, form)
+def test_one_row_in_every_implementation(implementation, shape, dtype):
+    check((*shape, 67), 35, dtype, implementation)
 
 
 @pytest.mark.parametrize("shape", [(2,), (3, 5), (0,)])
@@ -26,22 +26,22 @@ def test_small_weights_of_many_rows_are_joined():
     x = jnp.asarray(rng.standard_normal((2, 150, 48)), jnp.float32)
     weights = [jnp.asarray(rng.standard_normal((size, 48)), jnp.float32) for size in (12, 40, 7)]
     biases = [None, jnp.ones(40), jnp.zeros(7)]
-    assert ops.linear_many.select(x, weights).name == "joined"
-    for y, weight, bias in zip(ops.linear_many(x, weights, biases), weights, biases, strict=True):
+    assert ops.multi_linear.select(x, weights).name == "concatenated"
+    for y, weight, bias in zip(ops.multi_linear(x, weights, biases), weights, biases, strict=True):
         np.testing.assert_allclose(y, ops.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
     others = (x[:1], weights), (x, [*weights, jnp.zeros((513, 48))]), (x, [weights[0], weights[1].astype(jnp.bfloat16)])
-    assert all(ops.linear_many.select(*other).name != "joined" for other in others)
-    assert ops.linear_many.select(x, [ops.quantize(jnp.zeros((32, 48)), 8)]).name != "joined"
+    assert all(ops.multi_linear.select(*other).name != "concatenated" for other in others)
+    assert ops.multi_linear.select(x, [ops.quantize(jnp.zeros((32, 48)), 8)]).name != "concatenated"
 
 
-def check(shape, size_out, dtype, form):
+def check(shape, size_out, dtype, implementation):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     w = jnp.asarray(rng.standard_normal((size_out, shape[-1])), dtype)
     b = jnp.asarray(rng.standard_normal(size_out), dtype)
     exact = np.asarray(x.astype(dtype), np.float64) @ np.asarray(w, np.float64).T + np.asarray(b, np.float64)
-    choice = {} if form is None else {"linear": form}
-    with ops.use_forms(**choice):
+    choice = {} if implementation is None else {"linear": implementation}
+    with ops.use_implementations(**choice):
         y = jax.jit(ops.linear)(x, w, b)
     assert y.shape == exact.shape
     assert y.dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""Paged attention: every form against dense attention in float64."""
+"""Paged attention: every implementation against dense attention in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,23 @@ RAGGED = {
 
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3), (4, 1)])
-@pytest.mark.parametrize("form", ["plain", "tiled"])
-def test_ragged_attention_equals_dense_attention_in_float64(name, N, K, form):
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
+def test_ragged_attention_equals_dense_attention_in_float64(name, N, K, implementation):
     lengths, counts = RAGGED[name]
     arrays, *rest = paged_problem(0, lengths, counts, N=N, K=K, H=8, p=16)
-    with ops.use_forms(paged_attention=form):
+    with ops.use_implementations(paged_attention=implementation):
         out = jax.jit(ops.paged_attention)(*arrays, *rest)
     np.testing.assert_allclose(out, exact_paged_attention(arrays, *rest), atol=2e-5)
 
 
 @pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3), (8, 1)])
 @pytest.mark.parametrize("p", [16, 8, 48])
-@pytest.mark.parametrize("form", ["plain", "chunked"])
-def test_decode_attention_equals_dense_attention_in_float64(N, K, p, form):
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_decode_attention_equals_dense_attention_in_float64(N, K, p, implementation):
     lengths = [1, 130, 16, 0, 257]
     counts = [1, 1, 1, 1, 1]
     (q, k, v), table, kv, starts = paged_problem(1, lengths, counts, N=N, K=K, H=8, p=p)
-    with ops.use_forms(paged_decode_attention=form):
+    with ops.use_implementations(paged_decode_attention=implementation):
         out = jax.jit(ops.paged_decode_attention)(q[:5], k, v, table, kv)
     expected = exact_paged_attention((q[:5], k, v), table, [1, 130, 16, 1, 257], starts)
     expected[3] = 0  # the padding row
@@ -53,8 +53,8 @@ def test_table_wider_than_the_sequence_needs_is_not_read_into_the_result():
 def test_bfloat16_cache_loses_no_more_than_rounding_its_inputs():
     arrays, *rest = paged_problem(3, [90, 33], [5, 33], N=4, K=2, H=16, p=16, dtype=jnp.bfloat16)
     exact = exact_paged_attention(arrays, *rest)
-    for form in ("plain", "tiled"):
-        with ops.use_forms(paged_attention=form):
+    for implementation in ("reference", "tiled"):
+        with ops.use_implementations(paged_attention=implementation):
             out = ops.paged_attention(*arrays, *rest)
         assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2
 
@@ -83,9 +83,9 @@ def test_int8_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, 
     lengths, counts = RAGGED[name]
     pages, arrays, *rest = quantized_problem(0, lengths, counts, N=N, K=K, H=8, p=16)
     exact = exact_paged_attention(arrays, *rest)
-    with ops.use_forms(paged_attention="plain"):
+    with ops.use_implementations(paged_attention="reference"):
         np.testing.assert_allclose(jax.jit(ops.paged_attention)(*pages, *rest), exact, atol=2e-5)
-    with ops.use_forms(paged_attention="tiled"):
+    with ops.use_implementations(paged_attention="tiled"):
         out = jax.jit(ops.paged_attention)(*pages, *rest)
     assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2  # queries and weights are rounded to bfloat16
 
@@ -95,8 +95,8 @@ def test_int8_decode_attention_is_that_of_the_numbers(p):
     (q, k, v), (_, *floats), table, kv, starts = quantized_problem(1, [1, 130, 16, 0, 257], [1] * 5, N=6, K=2, H=8, p=p)
     expected = exact_paged_attention((q[:5], *floats), table, [1, 130, 16, 1, 257], starts)
     expected[3] = 0  # the padding row
-    for form in ("plain", "chunked"):
-        with ops.use_forms(paged_decode_attention=form):
+    for implementation in ("reference", "chunked"):
+        with ops.use_implementations(paged_decode_attention=implementation):
             out = jax.jit(ops.paged_decode_attention)(q[:5], k, v, table, kv)
         assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-2
 

@@ -1,4 +1,4 @@
-"""Quantised weights: what is stored stands for the weight, and the forms of `linear` agree about it."""
+"""Quantised weights: what is stored stands for the weight, and the implementations of `linear` agree about it."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_a_weight_of_zeros_stays_one(bits, group):
 
 
 @pytest.mark.parametrize(("bits", "group"), SCHEMES)
-def test_many_rows_agree_with_the_plain_form(bits, group):
+def test_many_rows_agree_with_the_reference(bits, group):
     x, q, bias = gaussian(1100, 256, seed=1), ops.quantize(gaussian(24, 256), bits, group), gaussian(24)
     assert ops.linear.select(x, q, bias).name == "dequantized"
     y = jax.jit(ops.linear)(x, q, bias)

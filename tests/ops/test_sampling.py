@@ -45,9 +45,9 @@ LOGITS = np.log(np.asarray([0.4, 0.05, 0.3, 0.15, 0.1], np.float32))
         ({"temperature": 0.0, "top_k": 3}, {0}),
     ],
 )
-@pytest.mark.parametrize("form", ["plain", "bisect"])
-def test_truncation_keeps_exactly_the_tokens_of_its_definition(how, kept, form):
-    with ops.use_forms(sample=form):
+@pytest.mark.parametrize("implementation", ["reference", "bisect"])
+def test_truncation_keeps_exactly_the_tokens_of_its_definition(how, kept, implementation):
+    with ops.use_implementations(sample=implementation):
         assert possible(LOGITS, **how) == kept
 
 
@@ -57,13 +57,13 @@ def test_ties_at_the_threshold_are_all_kept():
 
 @jax.jit
 def sorting(logits, how, u):
-    with ops.use_forms(sample="plain"):
+    with ops.use_implementations(sample="reference"):
         return sampling.sample(logits, how, u)
 
 
 @jax.jit
 def bisecting(logits, how, u):
-    with ops.use_forms(sample="bisect"):
+    with ops.use_implementations(sample="bisect"):
         return sampling.sample(logits, how, u)
 
 

@@ -140,7 +140,7 @@ def both(folder, template):
         {"tools": []},
         {"enable_thinking": False, "date_string": "1 Jan"},
     ],
-    ids=["plain", "no prompt", "tools", "empty tools", "variables"],
+    ids=["reference", "no prompt", "tools", "empty tools", "variables"],
 )
 def test_prompts_are_those_of_transformers(tmp_path, template, messages, options):
     ours, theirs = both(tmp_path, template)

@@ -25,7 +25,7 @@ def assert_same(ours, theirs):
         np.testing.assert_allclose(a, b.numpy(), rtol=2e-5, atol=3e-6)
 
 
-def plain_forms(family):
+def references(family):
     try:
         return plain_fla(family)
     except MissingDependencyError as error:
@@ -33,14 +33,15 @@ def plain_forms(family):
 
 
 @pytest.mark.parametrize(
-    ("form", "mode"), [("torch_chunk_gated_delta_rule", "chunk"), ("torch_recurrent_gated_delta_rule", "recurrent")]
+    ("implementation", "mode"),
+    [("torch_chunk_gated_delta_rule", "chunk"), ("torch_recurrent_gated_delta_rule", "recurrent")],
 )
-def test_transformers_gated_delta_rule(form, mode):
+def test_transformers_gated_delta_rule(implementation, mode):
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     x = inputs("gated_delta_rule", T=75, H=2, HV=2)
     state = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 2, 12, 20)).astype(np.float32))
     arrays = as_torch(x)
-    theirs = getattr(modeling, form)(
+    theirs = getattr(modeling, implementation)(
         *(arrays.pop(name) for name in "qkv"),
         **arrays,
         initial_state=state.clone(),
@@ -54,22 +55,22 @@ def test_transformers_gated_delta_rule(form, mode):
 
 
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
-def test_fla_recurrent_forms(rule):
+def test_fla_recurrent_implementations(rule):
     x = inputs(rule, H=2, HV=2)
-    theirs = getattr(plain_forms(rule), f"naive_recurrent_{rule}")(**as_torch(x), output_final_state=True)
+    theirs = getattr(references(rule), f"naive_recurrent_{rule}")(**as_torch(x), output_final_state=True)
     assert_same(getattr(ops, rule)(**as_jax(x), output_final_state=True, mode="chunk"), theirs)
 
 
 def test_fla_comba():
-    # Its chunked form, which like its kernels reads before the decay; `naive_recurrent_comba` reads after.
+    # Its chunked implementation, which like its kernels reads before the decay; `naive_recurrent_comba` reads after.
     x = inputs("comba", H=2, HV=2)
-    theirs = plain_forms("comba").naive_chunk_comba(**as_torch(x), output_final_state=True)
+    theirs = references("comba").naive_chunk_comba(**as_torch(x), output_final_state=True)
     assert_same(ops.comba(**as_jax(x), output_final_state=True, mode="chunk"), theirs)
 
 
 def test_fla_gated_delta_product():
     x = inputs("gated_delta_product", H=2, HV=2)
-    theirs = plain_forms("gated_delta_product").naive_recurrent_gated_delta_product(
+    theirs = references("gated_delta_product").naive_recurrent_gated_delta_product(
         **as_torch(x), scale=0.5, output_final_state=True, num_householder=HOUSEHOLDERS
     )
     ours = ops.gated_delta_product(
@@ -82,7 +83,7 @@ def test_fla_dplr():
     x = inputs("dplr_delta_rule")
     theirs = as_torch({name: a.swapaxes(1, 2) for name, a in x.items()})
     alpha, beta = theirs.pop("a"), theirs.pop("b")
-    out, state = plain_forms("generalized_delta_rule.dplr").dplr_recurrence(**theirs, alpha=alpha, beta=beta)
+    out, state = references("generalized_delta_rule.dplr").dplr_recurrence(**theirs, alpha=alpha, beta=beta)
     ours = ops.dplr_delta_rule(**as_jax(x), output_final_state=True, mode="chunk")
     assert_same(ours, (out.transpose(1, 2), state))
 
@@ -90,5 +91,5 @@ def test_fla_dplr():
 def test_fla_delta_rule():
     x = inputs("delta_rule", H=2, HV=2)
     theirs = as_torch({name: a.swapaxes(1, 2) for name, a in x.items()})
-    out, state = plain_forms("delta_rule").delta_rule_recurrence(**theirs)
+    out, state = references("delta_rule").delta_rule_recurrence(**theirs)
     assert_same(ops.delta_rule(**as_jax(x), output_final_state=True, mode="chunk"), (out.transpose(1, 2), state))

@@ -41,7 +41,7 @@ def paged_problem(seed, lengths, counts, *, N, K, H, p, spare_pages=3, dtype=np.
 
 
 def quantized_problem(*args, **options):
-    """`paged_problem` with int8 pages, as written by the plain form, and the arrays that they stand for."""
+    """`paged_problem` with int8 pages, as written by the reference, and the arrays that they stand for."""
     (q, *caches), *rest = paged_problem(*args, **options)
     pages = [QuantizedPages(*quantize_tokens(x)) for x in caches]
     return (q, *pages), (q, *(x.values * x.scales[..., None] for x in pages)), *rest

@@ -56,10 +56,10 @@ def test_a_template_file_goes_before_the_configured_one(tmp_path):
 
 def test_named_templates_are_chosen_by_use(tmp_path):
     tiny_tokenizer(tmp_path)
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
+    named = [{"name": "default", "template": "reference"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.apply_chat_template(HELLO) == "plain"
+    assert tokenizer.apply_chat_template(HELLO) == "reference"
     assert tokenizer.apply_chat_template(HELLO, tools=[{"name": "f"}]) == "f"
 
 

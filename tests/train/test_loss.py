@@ -37,15 +37,15 @@ def test_rounded_gradients_are_those_of_the_plain_form_up_to_rounding():
     )
     weight = jnp.asarray(rng.standard_normal((17, 33)), jnp.float32)
 
-    def gradients(form, dtype):
+    def gradients(implementation, dtype):
         def loss(x, weight, bias):
-            with ops.use_forms(linear=form):
+            with ops.use_implementations(linear=implementation):
                 return jnp.sum(jnp.sin(ops.linear(x, weight.astype(dtype), bias)))
 
         return jax.grad(loss, (0, 1, 2))(x, weight, bias)
 
     for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
-        for got, exact in zip(gradients(ROUNDED_GRADIENT, dtype), gradients("plain", dtype), strict=True):
+        for got, exact in zip(gradients(ROUNDED_GRADIENT, dtype), gradients("reference", dtype), strict=True):
             assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact)
 
 

@@ -66,7 +66,11 @@ print("equal")
 
 
 def test_several_devices_train_as_one_does(tmp_path):
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+    }
     root = Path(__file__).parents[2]
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=root, env=environment, capture_output=True, text=True

@@ -80,7 +80,7 @@ def request(**options):
 
 
 def plan_of(asked, change):
-    """Work in proportion to frames, pixels and rows, and 30 times that with the standard form of attention."""
+    """Work in proportion to frames, pixels and rows, and 30 times that with standard attention."""
     asked = SimpleNamespace(**{**vars(asked), **change})
     latents = GRID.latents(min(asked.num_frames, asked.base_num_frames))
     work = latents * asked.height * asked.width * (2 if asked.guidance == "batch" else 1)

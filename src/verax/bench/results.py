@@ -93,11 +93,11 @@ def _ops_page(result: dict[str, Any]) -> list[str]:
         "# Operations",
         "",
         f"The weight of linear is {settings['size_out']} x {settings['size_in']}. CPU kernels: "
-        f"{settings['cpu_level'] or 'none'}. {rounds(result)}; the forms take turns "
+        f"{settings['cpu_level'] or 'none'}. {rounds(result)}; the implementations take turns "
         "in a round, each called again and again for 20 ms, the first call not counted, weights of linear never from "
         "a cache. GB/s counts what has to be moved once, as it is stored; memory GB/s is a read of 512 MiB that takes "
-        "its turn with the forms. The limit is that, or the products at the measured rate. The last columns: how many "
-        "times faster than that form.",
+        "its turn with the implementations. The limit is that, or the products at the measured rate. The last columns: "
+        "how many times faster than that implementation.",
         "",
         "| " + " | ".join([*columns, *others]) + " |",
         "|" + "---|" * (len(columns) + len(others)),

@@ -1,4 +1,4 @@
-"""`verax info`: what the machine can do and which form of each operation runs on it; or what a checkpoint holds."""
+"""`verax info`: the machine, the chosen implementation of each operation; or what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def info(
     measure: Annotated[bool, typer.Option(help="Measure memory bandwidth and matmul rate (some seconds).")] = True,
     as_json: options.Json = False,
 ) -> None:
-    """Versions, devices, memory, measured bandwidth and matmul rate, and the form of each operation that runs here.
+    """Versions, devices, memory, measured bandwidth and matmul rate, and the chosen implementation of each operation.
 
     With a checkpoint: its architecture, size, precision and tokenizer, without loading it.
 
@@ -43,7 +43,7 @@ def info(
     from rich.table import Table
 
     from verax._compat import enable_compilation_cache
-    from verax.bench.ops.implementations import forms_here
+    from verax.bench.ops.implementations import chosen_implementations
     from verax.machine import fingerprint, measure_machine
     from verax.ops.cpu import library
 
@@ -51,7 +51,7 @@ def info(
     facts = {
         "machine": fingerprint(),
         "measured": measure_machine() if measure else None,
-        "operations": forms_here(),
+        "operations": chosen_implementations(),
         "cpu_kernels": {"level": library.level(), "levels": library.levels(), "problem": library.problem()},
     }
     if as_json:
@@ -61,7 +61,7 @@ def info(
     for title in ("machine", "measured"):
         if facts[title]:
             console.print(_table(title, facts[title]))
-    table = Table("operation", "runs here", "other forms", title="operations", title_justify="left")
+    table = Table("operation", "runs here", "other implementations", title="operations", title_justify="left")
     for name, row in facts["operations"].items():
         table.add_row(name, row["runs"], ", ".join(row["others"]))
     console.print(table)

@@ -79,7 +79,7 @@ def trace_jax(
     args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
     function = partial(call, model) if call is not None else model
     # Layers that one operation could run together run one by one, or nobody would see them.
-    with recording(recorder, watch), _patched(model, recorder), ops.use_forms(linear_many="plain"):
+    with recording(recorder, watch), _patched(model, recorder), ops.use_implementations(multi_linear="reference"):
         if jit:
             result = jax.jit(function)(*args, **kwargs)
             jax.effects_barrier()

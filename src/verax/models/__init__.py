@@ -13,14 +13,13 @@ from verax.models.bert import BertConfig, BertModel
 from verax.models.lam import LamConfig, LamModel
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
-from verax.models.token_mixers import Attend, Carry, Recurrence
+from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent
 
 __all__ = [
     "DTYPES",
-    "Attend",
+    "AttentionFn",
     "BertConfig",
     "BertModel",
-    "Carry",
     "DeltaState",
     "LamConfig",
     "LamModel",
@@ -28,7 +27,8 @@ __all__ = [
     "Qwen3ForCausalLM",
     "Qwen35Config",
     "Qwen35ForCausalLM",
-    "Recurrence",
+    "RecurrentLayer",
+    "RunRecurrent",
     "causal_lm",
     "encoder",
 ]

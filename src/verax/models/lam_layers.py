@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.nn import Linear, together
+from verax.nn import Linear, fused_linear
 from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
 
 __all__ = ["DeltaNetConfig", "EnhancedHierarchicalDeltaNet", "HierarchicalGatedDeltaNet", "LamState", "Rule"]
@@ -171,7 +171,7 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
 
     def project_in(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T C"], Float[Array, "B T D"]]:
         """Queries, keys and values beside each other, and the logits of the output's gate."""
-        *qkv, gate = together(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
+        *qkv, gate = fused_linear(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         return jnp.concatenate(qkv, axis=-1), gate
 
     def convolve(self, qkv: Float[Array, "B S C"]) -> list[Float[Array, "B T H K"]]:
@@ -182,7 +182,7 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
 
     def token_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
         """beta, the logits of the decays, and the output gates, `[B, T, H]` each; pairs are of fast and slow."""
-        beta, fast, slow, fast_gate, slow_gate = together(
+        beta, fast, slow, fast_gate, slow_gate = fused_linear(
             x, self.b_proj, self.fast_decay_proj, self.slow_decay_proj, self.fast_gate_proj, self.slow_gate_proj
         )
         decays = (

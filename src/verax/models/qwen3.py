@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.models.token_mixers import Attend, Carry
-from verax.nn import Embedding, Linear, RMSNorm, together
+from verax.models.token_mixers import AttentionFn, RunRecurrent
+from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
 
@@ -68,7 +68,7 @@ class Qwen3Config:
         return cls(**fields)
 
     def new_state(self, layer: int, num_seqs: int) -> Any:
-        """Zeroed state of `num_seqs` sequences for a layer that carries one from token to token (a `Recurrence`).
+        """Zeroed state of `num_seqs` sequences for a layer that carries one from token to token (a `RecurrentLayer`).
 
         None for a layer that attends: it keeps keys and values instead.
         """
@@ -128,8 +128,10 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
 
-    def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
-        q, k, v = map(self._heads, together(x, self.q_proj, self.k_proj, self.v_proj))
+    def __call__(
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
+    ) -> Float[Array, "*B T D"]:
+        q, k, v = map(self._heads, fused_linear(x, self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
@@ -150,7 +152,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(F, D, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        gate, up = together(x, self.gate_proj, self.up_proj)
+        gate, up = fused_linear(x, self.gate_proj, self.up_proj)
         return self.down_proj(jax.nn.silu(gate) * up)
 
 
@@ -163,7 +165,9 @@ class DecoderLayer(nnx.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
+    def __call__(
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
+    ) -> Float[Array, "*B T D"]:
         x = x + self.self_attn(self.input_layernorm(x), rotary, layer, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -178,7 +182,7 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
     def __call__(
-        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: Attend
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
         x = self.embed_tokens(tokens)
         rotary = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
@@ -222,8 +226,8 @@ class Qwen3ForCausalLM(nnx.Module):
         self,
         tokens: Int[Array, "*B T"],
         positions: Int[Array, "*B T"] | None = None,
-        attend: Attend | None = None,
-        carry: Carry | None = None,
+        attend: AttentionFn | None = None,
+        carry: RunRecurrent | None = None,
     ) -> Float[Array, "*B T D"]:
         """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1.
 

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
-from verax.models.token_mixers import Attend, Carry, Recurrence
-from verax.nn import Embedding, Linear, RMSNorm, together
+from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent
+from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
 __all__ = ["DeltaState", "Qwen35Config", "Qwen35ForCausalLM"]
 
@@ -129,7 +129,7 @@ class DepthwiseConv(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """The gated delta rule over short convolutions of the input, normalised and gated by head; a `Recurrence`."""
+    """The gated delta rule over short convolutions of the input, normalised and gated by head; a `RecurrentLayer`."""
 
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -181,7 +181,7 @@ class GatedDeltaNet(nnx.Module):
         """q, k and v side by side, the gate z, and what the write strength (b) and the decay (a) are made of."""
         config = self.config
         if not config.fused_projections:
-            qkv, z, b, a = together(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+            qkv, z, b, a = fused_linear(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
             return qkv, z, b, a
         H, K = config.linear_num_key_heads, config.linear_key_head_dim
         values = config.linear_num_value_heads // H * config.linear_value_head_dim
@@ -205,8 +205,10 @@ class GatedAttention(nnx.Module):
         self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
         self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
 
-    def __call__(self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend) -> Float[Array, "*B T D"]:
-        queries, keys, values = together(x, self.q_proj, self.k_proj, self.v_proj)
+    def __call__(
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
+    ) -> Float[Array, "*B T D"]:
+        queries, keys, values = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
         # A head's query and gate lie beside each other.
         q, gate = jnp.split(_heads(queries, 2 * self.head_dim), 2, axis=-1)
         k, v = _heads(keys, self.head_dim), _heads(values, self.head_dim)
@@ -228,7 +230,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = _norm(config, dtype)
 
     def __call__(
-        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: Attend, carry: Carry
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn, carry: RunRecurrent
     ) -> Float[Array, "*B T D"]:
         normed = self.input_layernorm(x)
         if hasattr(self, "linear_attn"):
@@ -250,7 +252,7 @@ class Decoder(nnx.Module):
         self.norm = _norm(config, dtype)
 
     def __call__(
-        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: Attend, carry: Carry
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn, carry: RunRecurrent
     ) -> Float[Array, "*B T D"]:
         x = self.embed_tokens(tokens)
         rotary = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
@@ -278,8 +280,8 @@ class Qwen35ForCausalLM(Qwen3ForCausalLM):
         self,
         tokens: Int[Array, "*B T"],
         positions: Int[Array, "*B T"] | None = None,
-        attend: Attend | None = None,
-        carry: Carry | None = None,
+        attend: AttentionFn | None = None,
+        carry: RunRecurrent | None = None,
     ) -> Float[Array, "*B T D"]:
         """Final hidden states, float32. Alone: `[B, T]` tokens at positions 0..T-1, causal attention, fresh states."""
         if positions is None:
@@ -287,7 +289,7 @@ class Qwen35ForCausalLM(Qwen3ForCausalLM):
         return self.model(tokens, positions, attend or self._causal, carry or _from_nothing)
 
 
-def _from_nothing(layer: int, x: Float[Array, "B T D"], recurrence: Recurrence) -> Float[Array, "B T D"]:
+def _from_nothing(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
     return recurrence(x, None, None)[0]
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.ops.conv import Padding, Stride
 
-__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "together"]
+__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_linear"]
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
@@ -35,12 +35,12 @@ class Linear(nnx.Module):
         return ops.linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...])
 
 
-def together(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
-    """`layer(x)`, `[*B, F]`, of each layer, in one operation where there is a fast form of it."""
+def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
+    """`layer(x)`, `[*B, F]`, of each layer, in one operation where there is a fast implementation of it."""
     weights = [layer.weight.get_value() for layer in layers]
-    if ops.linear_many.select(x, weights).name == "plain":
+    if ops.multi_linear.select(x, weights).name == "reference":
         return tuple(layer(x) for layer in layers)  # so that whoever watches the layers sees them
-    return ops.linear_many(x, weights, [None if layer.bias is None else layer.bias[...] for layer in layers])
+    return ops.multi_linear(x, weights, [None if layer.bias is None else layer.bias[...] for layer in layers])
 
 
 class Embedding(nnx.Module):

@@ -1,12 +1,12 @@
-"""Operations on arrays: each has a plain form, which is the oracle, and fast forms behind the same function."""
+"""Operations on arrays: a reference, which is the test oracle, and fast implementations behind the same function."""
 
 from verax.ops import delta, hierarchical, sampling
-from verax.ops._dispatch import Form, Operation, operation, operations, use_forms
+from verax.ops._dispatch import Implementation, Operation, operation, operations, use_implementations
 from verax.ops.attention import attention
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
-from verax.ops.linear import linear, linear_many
+from verax.ops.linear import linear, multi_linear
 from verax.ops.norm import layer_norm, rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
 from verax.ops.pages import Pages, QuantizedPages, new_pages
@@ -14,7 +14,7 @@ from verax.ops.quantized import QuantizedWeight, quantize
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 from verax.ops.short_convolution import short_convolution
 
-# Fast forms register themselves with the operations above.
+# Fast implementations register themselves with the operations above.
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.delta  # isort: skip
@@ -27,7 +27,7 @@ import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # noqa: F401  # isort: skip
 
 __all__ = [
-    "Form",
+    "Implementation",
     "Operation",
     "Pages",
     "QuantizedPages",
@@ -49,8 +49,8 @@ __all__ = [
     "kda",
     "layer_norm",
     "linear",
-    "linear_many",
     "local_delta_rule",
+    "multi_linear",
     "new_pages",
     "operation",
     "operations",
@@ -61,6 +61,6 @@ __all__ = [
     "rotary_tables",
     "sampling",
     "short_convolution",
-    "use_forms",
+    "use_implementations",
     "write_pages",
 ]

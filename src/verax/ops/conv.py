@@ -89,7 +89,7 @@ def _is_bfloat16(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
 
 
 # cuDNN and TPUs accumulate in float32, but give the sum in the dtype of what they multiply.
-@conv3d.form("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
+@conv3d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
 def _conv3d_bfloat16(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -105,7 +105,7 @@ def _conv3d_bfloat16(
     return _convolve(x, weight, bias, shape, jnp.bfloat16)
 
 
-@conv2d.form("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
+@conv2d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
 def _conv2d_bfloat16(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from verax.ops._dispatch import operation
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["linear", "linear_many"]
+__all__ = ["linear", "multi_linear"]
 
 
 Weight = Float[Array, "F D"] | QuantizedWeight
@@ -43,7 +43,7 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
 
 
 @operation
-def linear_many(
+def multi_linear(
     x: Float[Array, "*B D"], weights: Sequence[Weight], biases: Sequence[Array | None] | None = None
 ) -> tuple[Array, ...]:
     """`linear(x, W, b)` for each of several weights `[F, D]`: a model's queries, keys and values, say.
@@ -53,19 +53,22 @@ def linear_many(
     return tuple(linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True))
 
 
-JOINED_ROWS, JOINED_SIZE = 256, 512
+CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512
 """At least so many rows of x, and at most so many of each weight: else it takes longer to put the weights beside each
 other than it saves. A LAM's layer is nearly twice as fast for it on a CPU."""
 
 
-def _is_to_be_joined(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
-    if math.prod(x.shape[:-1]) < JOINED_ROWS or any(isinstance(weight, QuantizedWeight) for weight in weights):
+def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
+    if math.prod(x.shape[:-1]) < CONCATENATED_ROWS or any(isinstance(weight, QuantizedWeight) for weight in weights):
         return False
-    return len({weight.dtype for weight in weights}) == 1 and max(weight.shape[0] for weight in weights) <= JOINED_SIZE
+    return (
+        len({weight.dtype for weight in weights}) == 1
+        and max(weight.shape[0] for weight in weights) <= CONCATENATED_SIZE
+    )
 
 
-@linear_many.form("joined", accepts=_is_to_be_joined)
-def _linear_many_joined(
+@multi_linear.implementation("concatenated", accepts=_is_worth_concatenating)
+def _multi_linear_concatenated(
     x: Float[Array, "*B D"], weights: Sequence[Array], biases: Sequence[Array | None] | None = None
 ) -> tuple[Array, ...]:
     ends = np.cumsum([weight.shape[0] for weight in weights])[:-1]
@@ -77,7 +80,7 @@ def _is_quantized(x: object, weight: object, bias: object = None) -> bool:
     return isinstance(weight, QuantizedWeight)
 
 
-@linear.form("dequantized", accepts=_is_quantized)
+@linear.implementation("dequantized", accepts=_is_quantized)
 def _linear_dequantized(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
@@ -96,8 +99,8 @@ def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, weight: object, bias: ob
     return x.size == x.shape[-1] and not isinstance(weight, QuantizedWeight)
 
 
-@linear.form("two_rows", platforms=("cpu",), accepts=_is_single_row)
-def _linear_two_rows(
+@linear.implementation("pad_to_two_rows", platforms=("cpu",), accepts=_is_single_row)
+def _linear_pad_to_two_rows(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     # XLA:CPU leaves a one-row product to generic code that converts the whole weight first: 15 times slower than two

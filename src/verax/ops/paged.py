@@ -20,7 +20,7 @@ from verax.ops.pages import Pages, QuantizedPages, gather_pages, quantize_tokens
 __all__ = ["paged_attention", "paged_decode_attention", "write_pages"]
 
 KV_CHUNK = 128
-"""Tokens of the cache taken at a time by the chunked forms: measured best of 64..512 on a CPU at 8 heads of 128."""
+"""Cached tokens taken at a time by the chunked implementations: the best of 64..512 on a CPU at 8 heads of 128."""
 
 QUERY_TILE = 32
 """Queries of one sequence taken at a time in a ragged step: a shorter prompt chunk pads to it."""
@@ -63,7 +63,7 @@ def paged_attention(
         scale: factor on the scores; `H ** -0.5` if None.
 
     Returns:
-        Float32. The plain form holds `O(T W p)` keys; use it for small shapes.
+        Float32. The reference holds `O(T W p)` keys; use it for small shapes.
     """
     T, N, H = q.shape
     B, W = page_table.shape
@@ -167,7 +167,7 @@ def _attend_chunks(
     return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
-@paged_decode_attention.form("chunked")
+@paged_decode_attention.implementation("chunked")
 def _paged_decode_attention_chunked(
     q: Float[Array, "B N H"],
     k_cache: Pages,
@@ -188,7 +188,7 @@ def _paged_decode_attention_chunked(
     return out[:, :, :G].reshape(B, N, H)
 
 
-@paged_attention.form("tiled")
+@paged_attention.implementation("tiled")
 def _paged_attention_tiled(
     q: Float[Array, "T N H"],
     k_cache: Pages,

@@ -69,7 +69,7 @@ def penalize(
 def sample(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     """Draw one token a row with the uniform number `u` in [0, 1). Ties at a truncation threshold are all kept.
 
-    This form sorts; it is the oracle of the one that runs.
+    This implementation sorts; it is the oracle of the one that runs.
     """
     greedy = jnp.argmax(logits, axis=-1)
     scores = logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
@@ -90,7 +90,7 @@ def sample(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, 
     return jnp.where(params.temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
 
 
-@sample.form("bisect")
+@sample.implementation("bisect")
 def _sample_bisect(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

@@ -167,9 +167,11 @@ class ModelRunner:
         self._slots, self._cache, output = self._steps[shape](self._weights, self._slots, self._cache, packed)
         return output
 
-    def compile_with_forms(self, shape: StepShape, **forms: str) -> Callable[[np.ndarray], StepOutput]:
-        """A step on this runner's state, compiled anew with other forms of operations (`ops.use_forms`), to measure."""
-        with ops.use_forms(**forms):
+    def compile_with_implementations(
+        self, shape: StepShape, **implementations: str
+    ) -> Callable[[np.ndarray], StepOutput]:
+        """Step on this runner's state, compiled with the named implementations of operations, to measure."""
+        with ops.use_implementations(**implementations):
             step = self._compile_later(shape).lower(*self._arguments(shape)).compile()
 
         def run(packed: np.ndarray) -> StepOutput:

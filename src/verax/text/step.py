@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.models import DeltaState, Qwen3ForCausalLM, Recurrence
+from verax.models import DeltaState, Qwen3ForCausalLM, RecurrentLayer
 from verax.ops import sampling
 from verax.text.sampling_params import MAX_LOGPROBS
 from verax.text.slots import SlotParams, Slots
@@ -105,7 +105,7 @@ def make_step(
                 return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row, lengths)
             return ops.paged_attention(q, k_pages, v_pages, pages_by_row, lengths, starts)
 
-        def carry(layer: int, x: Float[Array, "T D"], recurrence: Recurrence) -> Float[Array, "T D"]:
+        def carry(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
             # A sequence's first tokens begin from nothing, whatever the slot's last owner left in it; rows of padding
             # have a slot past the end, so that what they leave is dropped.
             def before(states: Float[Array, "S *D"]) -> Float[Array, "B *D"]:

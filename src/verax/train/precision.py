@@ -11,7 +11,7 @@ from verax import ops
 __all__ = ["ROUNDED_GRADIENT"]
 
 ROUNDED_GRADIENT = "rounded_gradient"
-"""Form of `ops.linear` for `ops.use_forms`: incoming gradients are rounded to the weight's dtype before their products.
+"""Implementation of `ops.linear` whose incoming gradients are rounded to the weight's dtype before their products.
 
 Without it the two products of the backward pass multiply float32 by bfloat16, which XLA does in float32: on a CPU with
 bfloat16 dot products a whole training step takes 1.3 times as long.
@@ -42,7 +42,7 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-@ops.linear.form(ROUNDED_GRADIENT, accepts=None)
+@ops.linear.implementation(ROUNDED_GRADIENT, accepts=None)
 def _linear_rounded_gradient(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:

@@ -218,7 +218,7 @@ class VideoPipeline:
             addnoise_condition: diffusion forcing: timesteps of noise, of 1000, in which frames that are given are shown
                 to the model: 20 hides seams.
             base_num_frames: frames of a segment.
-            attention: a form of `wan_layers.ATTENTION`.
+            attention: an implementation of `wan_layers.ATTENTION`.
             resume: a .safetensors file in which finished segments are kept, and from which they are taken if it is
                 there: the same request then goes on where it was ended, also with other prompts for later segments,
                 or more frames.

@@ -1,4 +1,4 @@
-"""The operations' benchmark: every form is there, numbers fit together, wrong names are refused."""
+"""The operations' benchmark: every implementation is there, numbers fit together, wrong names are refused."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
     cases = {case["case"]: case for case in result["cases"]}
     assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]
     for case in cases.values():
-        assert {case["runs"], "plain"} <= set(case["sides"]) <= set(ops.linear.forms)
+        assert {case["runs"], "reference"} <= set(case["sides"]) <= set(ops.linear.implementations)
         assert set(case["ratios"]) == set(case["sides"]) - {case["runs"]}
         assert case["fraction_of_limit"] > 0 < case["bandwidth_gb_per_s"]
     assert cases["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
@@ -76,7 +76,7 @@ def test_convolutions_are_cases_too(monkeypatch):
     assert first["flops"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
     assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
     assert image["flops"] == 2 * (2 * 3 * 5) * (2 * 9)
-    assert all({case["runs"], "plain"} <= set(case["sides"]) for case in (whole, first, image))
+    assert all({case["runs"], "reference"} <= set(case["sides"]) for case in (whole, first, image))
 
 
 @pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"operations": ["pool"]}])

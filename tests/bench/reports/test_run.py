@@ -105,7 +105,7 @@ def test_paged_attention_has_a_row_for_each_batch(monkeypatch):
     assert [row[0] for row in table.rows] == ["1", "3"]
     chosen = result["cases"][1]["runs"]
     assert table.rows[1][1] == chosen
-    assert (table.rows[1][5] != "") == (chosen != "plain")
+    assert (table.rows[1][5] != "") == (chosen != "reference")
 
 
 def test_the_delta_rule_is_set_against_torch_and_cython(monkeypatch):

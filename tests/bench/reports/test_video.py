@@ -1,4 +1,4 @@
-"""The reports on video: memory by form, speed by frames, and what compiling costs, out of the benchmark's cases."""
+"""Video reports: memory by implementation, speed by frames, and what compiling costs, from the benchmark's cases."""
 
 import pytest
 
@@ -32,20 +32,20 @@ def asked(monkeypatch):
             for frames in options["frames"]
         ]
         plans = [
-            {"frames": frames, "attention": form, "peak_gb": 4.25, "weights_gb": 0.5}
-            if form != "auto"
-            else {"frames": frames, "attention": form, "left_out": "no"}
-            for form in options.get("memory", ())
+            {"frames": frames, "attention": implementation, "peak_gb": 4.25, "weights_gb": 0.5}
+            if implementation != "auto"
+            else {"frames": frames, "attention": implementation, "left_out": "no"}
+            for implementation in options.get("memory", ())
             for frames in options["frames"]
         ]
-        return {"settings": {}, "machine": {}, "cases": cases, "forms_memory": plans}
+        return {"settings": {}, "machine": {}, "cases": cases, "attention_memory": plans}
 
     monkeypatch.setattr(video, "bench_video", bench_video)
     return asked
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_memory_is_of_the_reports_size_by_form_and_frames(asked, quick, monkeypatch):
+def test_memory_is_of_the_reports_size_by_implementation_and_frames(asked, quick, monkeypatch):
     monkeypatch.setattr(
         video,
         "_measured",

@@ -20,7 +20,7 @@ def _no_measurement_of_the_machine(monkeypatch):
     monkeypatch.setattr(bench, "measure_machine", lambda: LIMITS)
 
 
-def test_stages_are_timed_and_memory_is_told_by_form(tmp_path):
+def test_stages_are_timed_and_memory_is_told_by_implementation(tmp_path):
     settings = dict(frames=[5], memory=["standard", "chunked"], runs=2, warmup=0)
     result = bench.bench_video(size="tiny", stages=["transformer", "vae"], **CLIP, **settings)
     assert [case["stage"] for case in result["cases"]] == ["transformer", "vae"]
@@ -29,8 +29,8 @@ def test_stages_are_timed_and_memory_is_told_by_form(tmp_path):
         assert len(side["seconds"]) == 2
         assert case["fraction_of_limit"] == pytest.approx(case["products"] / side["median_s"] / 900e9)
         assert min(case["compile_cached_s"], case["compile_s"]) > 0
-    assert [row["attention"] for row in result["forms_memory"]] == ["standard", "chunked"]
-    assert all(row["peak_gb"] > row["weights_gb"] > 0 for row in result["forms_memory"])
+    assert [row["attention"] for row in result["attention_memory"]] == ["standard", "chunked"]
+    assert all(row["peak_gb"] > row["weights_gb"] > 0 for row in result["attention_memory"])
     path = write(result, tmp_path)
     assert path.name.endswith("-video-tiny-transformer-vae-bfloat16-5x16x32.json")
     assert "| VAE, decoding | 5 | verax |" in markdown(result)

@@ -1,4 +1,4 @@
-"""Wan's transformer by itself: published sizes, configurations read or refused, forms of attention, and its parts."""
+"""Wan's transformer: published sizes, configurations read or refused, attention implementations, parts."""
 
 import dataclasses
 import math
@@ -176,17 +176,17 @@ def test_a_block_of_frames_does_not_see_later_blocks():
     assert np.abs(changed - whole).max(axis=(0, 2, 3, 4)).min() > 1e-3
 
 
-@pytest.mark.parametrize("form", ["standard", "chunked", "flash"])
+@pytest.mark.parametrize("implementation", ["standard", "chunked", "flash"])
 @pytest.mark.parametrize(("T", "S"), [(7, 5), (300, 513), (512, 300)])
-def test_forms_of_attention_agree(form, T, S):
-    if form == "flash" and jax.default_backend() != "cpu":
-        pytest.skip("needs a fast form of ops.attention")
+def test_implementations_of_attention_agree(implementation, T, S):
+    if implementation == "flash" and jax.default_backend() != "cpu":
+        pytest.skip("needs a fast implementation of ops.attention")
     rng = np.random.default_rng(2)
     q, k, v = (jnp.asarray(rng.standard_normal((2, n, 3, 12), np.float32)) for n in (T, S, S))
     scores = np.einsum("btnh,bsnh->bnts", q, k, dtype=np.float64) * 12**-0.5
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bnts,bsnh->btnh", weights / weights.sum(-1, keepdims=True), v)
-    np.testing.assert_allclose(ATTENTION[form](q, k, v), expected, atol=2e-6)
+    np.testing.assert_allclose(ATTENTION[implementation](q, k, v), expected, atol=2e-6)
 
 
 def test_chunks_need_no_more_memory_in_many_layers_than_in_few():

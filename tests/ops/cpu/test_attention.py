@@ -1,4 +1,4 @@
-"""The native attention kernel at every level, against the definition in float64 and the plain form's derivative."""
+"""The native attention kernel at every level, against the definition in float64 and the reference's derivative."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from verax.ops.cpu import library
 pytestmark = needs_library
 
 native = jax.jit(
-    lambda *args, **options: ops.attention.forms["native"].function(*args, **options),
+    lambda *args, **options: ops.attention.implementations["native"].function(*args, **options),
     static_argnames=("causal", "scale"),
 )
-plain = ops.attention.__wrapped__
+reference = ops.attention.__wrapped__
 
 LENGTHS = [(1, 1), (1, 70), (7, 7), (64, 65), (31, 200), (257, 257), (3, 1100)]
 HEADS = [(1, 1, 16), (2, 1, 20), (4, 4, 64), (5, 1, 80), (10, 2, 33), (8, 1, 128), (2, 2, 256)]
@@ -111,7 +111,7 @@ def test_nan_and_infinity_reach_the_queries_that_see_them(level, dtype, value):
         with_value = np.asarray(native(q, k, v.at[0, 66, 0, 3].set(value)))
     np.testing.assert_array_equal(with_key[:, :40], before[:, :40])
     assert np.isnan(value) <= np.isnan(with_key[:, 40:]).all()
-    # Of masked values the plain form promises nothing within a block; blocks before it are untouched.
+    # Of masked values the reference promises nothing within a block; blocks before it are untouched.
     np.testing.assert_array_equal(np.isfinite(with_value[:, 66:, :, 3]), False)
     np.testing.assert_array_equal(with_value[..., :3], before[..., :3])
 
@@ -120,21 +120,21 @@ def test_other_dtypes_of_q_scale_and_jit():
     q, k, v = arrays(1, 9, 9, 2, 2, 24, jnp.bfloat16)
     half = q.astype(jnp.bfloat16)
     np.testing.assert_array_equal(native(half, k, v), native(half.astype(jnp.float32), k, v))
-    np.testing.assert_allclose(native(q, k, v, scale=0.5), plain(q, k, v, scale=0.5), atol=2e-2)
+    np.testing.assert_allclose(native(q, k, v, scale=0.5), reference(q, k, v, scale=0.5), atol=2e-2)
 
 
-def test_derivatives_are_the_plain_forms():
+def test_derivatives_are_the_references():
     q, k, v = arrays(2, 20, 20, 4, 2, 16)
     segments = jnp.asarray(np.repeat([0, 1], 10)[None].repeat(2, 0))
 
     def loss(q, k, v):
         return jnp.sum(jnp.sin(ops.attention(q, k, v, segments=segments)))
 
-    with ops.use_forms(attention="native"):
+    with ops.use_implementations(attention="native"):
         ours = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
         tangent = jax.jvp(loss, (q, k, v), (k.repeat(2, 2), k, v))
         second = jax.jvp(jax.grad(loss), (q, k, v), (q, k, v))[1]
-    with ops.use_forms(attention="plain"):
+    with ops.use_implementations(attention="reference"):
         np.testing.assert_array_equal(tangent, jax.jvp(loss, (q, k, v), (k.repeat(2, 2), k, v)))
         np.testing.assert_array_equal(second, jax.jvp(jax.grad(loss), (q, k, v), (q, k, v))[1])
         theirs = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
@@ -143,7 +143,7 @@ def test_derivatives_are_the_plain_forms():
 
 def test_a_training_step_does_not_run_the_kernel():
     q, k, v = arrays(1, 8, 8, 2, 1, 16)
-    with ops.use_forms(attention="native"):
+    with ops.use_implementations(attention="native"):
         assert "verax_attention" in jax.jit(ops.attention).lower(q, k, v).as_text()
         gradient = jax.jit(jax.grad(lambda q: ops.attention(q, k, v).sum()))
         assert "verax_attention" not in gradient.lower(q).as_text()
@@ -151,7 +151,7 @@ def test_a_training_step_does_not_run_the_kernel():
 
 def test_it_can_be_mapped():
     q, k, v = arrays(3, 9, 9, 2, 1, 16)
-    with ops.use_forms(attention="native"):
+    with ops.use_implementations(attention="native"):
         mapped = jax.vmap(lambda q, k, v: ops.attention(q[None], k[None], v[None])[0])(q, k, v)
     np.testing.assert_array_equal(mapped, native(q, k, v))
 
@@ -165,11 +165,11 @@ def test_memory_is_linear_in_the_sequence():
 def test_it_is_chosen_except_where_queries_see_nothing():
     q, k, v = arrays(1, 8, 8, 2, 1, 16)
     assert ops.attention.select(q, k, v).name == "native"
-    assert ops.attention.select(q, k[:, :4], v[:, :4]).name == "plain"
+    assert ops.attention.select(q, k[:, :4], v[:, :4]).name == "reference"
     assert ops.attention.select(q, k[:, :4], v[:, :4], causal=False).name == "native"
-    assert ops.attention.select(q, k.astype(jnp.float16), v.astype(jnp.float16)).name == "plain"
+    assert ops.attention.select(q, k.astype(jnp.float16), v.astype(jnp.float16)).name == "reference"
 
 
-def test_float64_oracle_agrees_with_the_plain_form():
+def test_float64_oracle_agrees_with_the_reference():
     q, k, v = arrays(1, 20, 33, 4, 2, 16)
-    np.testing.assert_allclose(float64(plain(q, k, v)), exact(q, k, v, True), atol=2e-6)
+    np.testing.assert_allclose(float64(reference(q, k, v)), exact(q, k, v, True), atol=2e-6)

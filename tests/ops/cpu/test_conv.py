@@ -1,4 +1,4 @@
-"""The native convolution at every level, against the definition in float64 and the plain form."""
+"""The native convolution at every level, against the definition in float64 and the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from verax.ops.cpu import library
 pytestmark = needs_library
 
 native, native2d = (
-    jax.jit(operation.forms["native"].function, static_argnames=("stride", "padding"))
+    jax.jit(operation.implementations["native"].function, static_argnames=("stride", "padding"))
     for operation in (ops.conv3d, ops.conv2d)
 )
-plain = ops.conv3d.__wrapped__
+reference = ops.conv3d.__wrapped__
 
 ONES = ((1, 1), (1, 1))
 CASES = {
@@ -95,7 +95,7 @@ def test_nan_and_infinity_reach_the_pixels_that_see_them(level, dtype, value):
     x = x.at[0, 1, 0, 8, 2].set(value)
     with library.use_level(level):
         y = native(x, weight, bias, padding=1).astype(jnp.float32)
-    expected = np.asarray(plain(x, weight, bias, padding=1).astype(jnp.float32))
+    expected = np.asarray(reference(x, weight, bias, padding=1).astype(jnp.float32))
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     np.testing.assert_allclose(y, expected, atol=2e-2 if dtype == jnp.bfloat16 else 2e-5)
 
@@ -114,7 +114,7 @@ def test_no_images():
     assert native2d(x[:, 0], weight[:, :, 0]).shape == (0, 2, 2, 6)
 
 
-def test_derivatives_are_the_plain_forms():
+def test_derivatives_are_the_references():
     x, weight, bias = conv_arrays((1, 3, 5, 6, 4), (3, 3, 3), 5)
     cache = jnp.ones((1, 2, 5, 6, 4))
 
@@ -122,15 +122,15 @@ def test_derivatives_are_the_plain_forms():
         return jnp.sum(jnp.sin(ops.conv3d(x, weight, bias, padding=1, stride=(1, 2, 1), cache=cache)))
 
     gradients = {}
-    for form in ("native", "plain"):
-        with ops.use_forms(conv3d=form):
-            gradients[form] = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, weight, bias, cache)
+    for implementation in ("native", "reference"):
+        with ops.use_implementations(conv3d=implementation):
+            gradients[implementation] = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, weight, bias, cache)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *gradients.values())
 
 
 def test_it_can_be_mapped():
     x, weight, bias = conv_arrays((3, 2, 4, 5, 8), (3, 3, 3), 6)
-    with ops.use_forms(conv3d="native"):
+    with ops.use_implementations(conv3d="native"):
         mapped = jax.vmap(lambda x: ops.conv3d(x[None], weight, bias, padding=1)[0])(x)
     np.testing.assert_array_equal(mapped, native(x, weight, bias, padding=1))
 
@@ -139,7 +139,7 @@ def test_it_is_chosen_for_the_dtypes_that_it_reads():
     x, weight, bias = conv_arrays((1, 2, 4, 4, 8), (3, 3, 3), 6)
     assert ops.conv3d.select(x, weight, bias).name == "native"
     assert ops.conv3d.select(x, weight.astype(jnp.bfloat16)).name == "native"
-    assert ops.conv3d.select(x.astype(jnp.float16), weight.astype(jnp.float16)).name == "plain"
+    assert ops.conv3d.select(x.astype(jnp.float16), weight.astype(jnp.float16)).name == "reference"
     assert ops.conv2d.select(x[:, 0], weight[:, :, 0]).name == "native"
 
 

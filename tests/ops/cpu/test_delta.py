@@ -1,4 +1,4 @@
-"""The native form of the delta rule at every level: float64, hard inputs, packing, decoding in place, gradients."""
+"""The delta rule's C++ kernel at every level: float64, hard inputs, packing, decoding in place, gradients."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ def native(rule, **settings):
 
     @jax.jit
     def run(x, more):
-        with ops.use_forms(delta_recurrence="native"):
+        with ops.use_implementations(delta_recurrence="native"):
             return getattr(ops, rule)(**x, **more, **options(rule), **settings, output_final_state=True)
 
     return lambda x, **more: run(x, more)
@@ -135,7 +135,7 @@ def test_decoding_goes_on_from_a_prompt_in_place():
     step = jax.jit(
         lambda x, state: ops.gated_delta_rule(**x, initial_state=state, output_final_state=True), donate_argnums=1
     )
-    with ops.use_forms(delta_recurrence="native"):
+    with ops.use_implementations(delta_recurrence="native"):
         _, state = prompt(part(0, 17))
         memory = step.lower(part(17, 18), state).compile().memory_analysis()
         assert memory.alias_size_in_bytes == state.nbytes
@@ -157,10 +157,10 @@ def test_gradients_are_those_of_the_token_walk(rule, packing, chunk_size):
     x["initial_state"] = jnp.asarray(rng.standard_normal((N, x["v"].shape[2], 12, 8)), jnp.float32)
     weights = [rng.standard_normal(shape) for shape in (x["v"].shape, x["initial_state"].shape)]
 
-    def gradients(form):
+    def gradients(implementation):
         def loss(x):
             more = {} if packing is None else {"cu_seqlens": jnp.asarray(packing)}
-            with ops.use_forms(delta_recurrence=form):
+            with ops.use_implementations(delta_recurrence=implementation):
                 result = getattr(ops, rule)(
                     **x, **more, use_qk_l2norm=True, output_final_state=True, chunk_size=chunk_size
                 )
@@ -168,30 +168,30 @@ def test_gradients_are_those_of_the_token_walk(rule, packing, chunk_size):
 
         return jax.jit(jax.value_and_grad(loss))(x)
 
-    for ours, theirs in zip(jax.tree.leaves(gradients("native")), jax.tree.leaves(gradients("plain")), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(gradients("native")), jax.tree.leaves(gradients("reference")), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
 
 
 def test_gradients_of_gradients_and_of_bfloat16():
     x = float32(inputs("gated_delta_rule", B=1, T=18, H=1, HV=2, K=4, V=3))
 
-    def slope(form):
+    def slope(implementation):
         def loss(k):
-            with ops.use_forms(delta_recurrence=form):
+            with ops.use_implementations(delta_recurrence=implementation):
                 return jnp.sum(jnp.sin(ops.gated_delta_rule(**(x | {"k": k}))[0]))
 
         return jax.jit(jax.grad(lambda k: jnp.sum(jax.grad(loss)(k) ** 2)))(x["k"])
 
-    np.testing.assert_allclose(slope("native"), slope("plain"), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(slope("native"), slope("reference"), rtol=1e-4, atol=1e-4)
     low = x | {"v": x["v"].astype(jnp.bfloat16)}
-    with ops.use_forms(delta_recurrence="native"):
+    with ops.use_implementations(delta_recurrence="native"):
         found = jax.jit(jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x)[0])))(low)
     assert {name: a.dtype for name, a in found.items()} == {name: a.dtype for name, a in low.items()}
 
 
 def test_a_training_step_runs_the_kernel_and_keeps_one_state_a_chunk():
     x = float32(inputs("gated_delta_rule", T=256, K=16, V=16))
-    with ops.use_forms(delta_recurrence="native"):
+    with ops.use_implementations(delta_recurrence="native"):
 
         def out(x):
             return ops.gated_delta_rule(**x, chunk_size=64)[0]
@@ -213,7 +213,7 @@ def test_it_is_chosen_for_what_it_takes():
 
 def test_it_can_be_mapped():
     x = float32(inputs("gated_delta_rule", B=3, T=20))
-    with ops.use_forms(delta_recurrence="native"):
+    with ops.use_implementations(delta_recurrence="native"):
         together, _ = ops.gated_delta_rule(**x)
         mapped = jax.vmap(lambda x: ops.gated_delta_rule(**{name: a[None] for name, a in x.items()})[0][0])(x)
     np.testing.assert_array_equal(mapped, together)

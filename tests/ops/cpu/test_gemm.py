@@ -27,7 +27,7 @@ def arrays(m, k, n, kind="bfloat16"):
 
 @jax.jit
 def native(x, w, bias=None):
-    with ops.use_forms(linear="native_many"):
+    with ops.use_implementations(linear="native_gemm"):
         return ops.linear(x, w, bias)
 
 
@@ -67,18 +67,18 @@ def chosen(*sizes):
 @pytest.mark.skipif("avx512_bf16" not in library.levels(), reason="this machine has no bfloat16 dot products")
 def test_it_runs_where_rows_are_many_and_the_kernel_takes_the_weight():
     with library.use_level("avx512_bf16"):
-        assert chosen(24, 64, 48) == chosen(511, 64, 48) == "native_many"
-        assert chosen(12, 64, 48, "float32") == chosen(129, 64, 48, "int8") == "native_many"
+        assert chosen(24, 64, 48) == chosen(511, 64, 48) == "native_gemm"
+        assert chosen(12, 64, 48, "float32") == chosen(129, 64, 48, "int8") == "native_gemm"
         assert chosen(23, 64, 48) == chosen(11, 64, 48, "float32") == chosen(128, 64, 48, "int8") == "native"
-        assert chosen(33, 65, 48) == chosen(33, 64, 47) == chosen(512, 64, 48) == "plain"
+        assert chosen(33, 65, 48) == chosen(33, 64, 47) == chosen(512, 64, 48) == "reference"
         x, w, _ = arrays(33, 64, 48, "float32")
-        assert ops.linear.select(x, w.astype(jnp.float16)).name == "plain"
+        assert ops.linear.select(x, w.astype(jnp.float16)).name == "reference"
         assert ops.linear.select(x, ops.quantize(w, 8, 32)).name == "native"
 
 
 def test_it_runs_only_where_it_is_faster():
     with library.use_level("portable"):
-        assert chosen(33, 64, 48) == "plain"
+        assert chosen(33, 64, 48) == "reference"
         assert chosen(200, 64, 48, "int8") == "dequantized"
 
 
@@ -86,14 +86,17 @@ def test_it_runs_only_where_it_is_faster():
 def test_it_can_be_differentiated(kind):
     x, w, bias = arrays(40, 64, 48, kind)
 
-    def loss(form, x, bias, w):
-        with ops.use_forms(linear=form):
+    def loss(implementation, x, bias, w):
+        with ops.use_implementations(linear=implementation):
             return jnp.sum(jnp.tanh(ops.linear(x.reshape(2, 20, 64), w, bias)))
 
     by = (0, 1) if kind == "int8" else (0, 1, 2)
-    gradients = [jax.jit(jax.grad(lambda *a, f=form: loss(f, *a), by))(x, bias, w) for form in FORMS]
+    gradients = [
+        jax.jit(jax.grad(lambda *a, f=implementation: loss(f, *a), by))(x, bias, w)
+        for implementation in IMPLEMENTATIONS
+    ]
     for got, wanted in zip(*gradients, strict=True):
         np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol=0.02, atol=0.02)
 
 
-FORMS = ("native_many", "plain")
+IMPLEMENTATIONS = ("native_gemm", "reference")

@@ -1,4 +1,4 @@
-"""The native kernels of LAM's published rules at every level, against the plain forms in float64."""
+"""The native kernels of LAM's published rules at every level, against the references in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ pytestmark = needs_library
 RULES = ("hierarchical_delta_rule", "local_delta_rule")
 
 
-def run(rule, form, x, weights, chunk_size):
-    function = ops.operations()[rule].forms[form].function
+def run(rule, implementation, x, weights, chunk_size):
+    function = ops.operations()[rule].implementations[implementation].function
     return jax.jit(lambda x: function(**x, flux=weights, chunk_size=chunk_size)[0])(x)
 
 
@@ -35,31 +35,34 @@ def test_results_are_those_of_the_equations(level, T, chunk_size, K, V, keys):
     x, weights = inputs(T=T, K=K, V=V, keys=keys), flux(K=K, V=V)
     for rule in RULES:
         with jax.enable_x64(True):
-            exact = run(rule, "plain", jax.tree.map(lambda a: a.astype(np.float64), x), weights, chunk_size)
+            exact = run(rule, "reference", jax.tree.map(lambda a: a.astype(np.float64), x), weights, chunk_size)
         with library.use_level(level):
             assert error(run(rule, "native", x, weights, chunk_size), exact) < 5e-6
 
 
 # Four chunks: the fast and the slow state are alike until the third.
-def test_states_and_what_is_read_from_each_are_those_of_the_plain_form():
+def test_states_and_what_is_read_from_each_are_those_of_the_reference():
     x = jax.tree.map(jnp.asarray, inputs(T=128))
-    forms = ops.hierarchical_delta_rule.forms
-    native, plain = (forms[form].function(**x, flux=flux(), chunk_size=32) for form in ("native", "plain"))
-    for a, b in zip(jax.tree.leaves(native), jax.tree.leaves(plain), strict=True):
+    implementations = ops.hierarchical_delta_rule.implementations
+    native, reference = (
+        implementations[implementation].function(**x, flux=flux(), chunk_size=32)
+        for implementation in ("native", "reference")
+    )
+    for a, b in zip(jax.tree.leaves(native), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * max(1.0, float(np.abs(b).max())))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_gradients_are_those_of_the_plain_form(rule):
+def test_gradients_are_those_of_the_reference(rule):
     x, weights = inputs(T=64, K=8, V=12), flux(K=8, V=12)
 
-    def loss(arguments, form):
+    def loss(arguments, implementation):
         x, weights = arguments
-        return jnp.sum(jnp.sin(run(rule, form, x, weights, 32)))
+        return jnp.sum(jnp.sin(run(rule, implementation, x, weights, 32)))
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    native, plain = (gradient((x, weights), form) for form in ("native", "plain"))
-    for a, b in zip(jax.tree.leaves(native), jax.tree.leaves(plain), strict=True):
+    native, reference = (gradient((x, weights), implementation) for implementation in ("native", "reference"))
+    for a, b in zip(jax.tree.leaves(native), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(np.abs(b).max())))
 
 

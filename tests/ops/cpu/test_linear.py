@@ -1,4 +1,4 @@
-"""The native linear kernels at every level, against the plain form and against float64."""
+"""The native linear kernels at every level, against the reference and against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def arrays(m, k, n, dtype, seed=0):
 
 @jax.jit
 def _native(x, w, bias):
-    with ops.use_forms(linear="native"):
+    with ops.use_implementations(linear="native"):
         return ops.linear(x, w, bias)
 
 
@@ -57,32 +57,32 @@ def test_a_row_does_not_depend_on_its_batch(level, dtype):
 @for_each_level
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_come_through_as_in_the_plain_form(level, dtype, value):
+def test_nan_and_infinity_come_through_as_in_the_reference(level, dtype, value):
     x, w = arrays(3, 70, 9, dtype)
     x = x.at[1, 69].set(value)
     w = w.at[4, 3].set(value).at[5].set(0)
     with library.use_level(level):
         y = native(x, w)
-    plain = np.asarray(ops.linear.__wrapped__(x, w))
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(plain))
-    np.testing.assert_array_equal(np.where(np.isinf(plain), plain, 0), np.where(np.isinf(y), y, 0))
+    reference = np.asarray(ops.linear.__wrapped__(x, w))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(reference))
+    np.testing.assert_array_equal(np.where(np.isinf(reference), reference, 0), np.where(np.isinf(y), y, 0))
 
 
 def test_bias_leading_axes_and_other_input_dtypes():
     x, w = arrays(6, 40, 10, jnp.bfloat16)
     bias = jnp.arange(10, dtype=jnp.bfloat16)
-    plain = ops.linear.__wrapped__(x, w, bias)
+    reference = ops.linear.__wrapped__(x, w, bias)
     y = native(x.reshape(2, 3, 40), w, bias)
-    np.testing.assert_allclose(y, plain.reshape(2, 3, 10), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(y, reference.reshape(2, 3, 10), rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(native(x.astype(jnp.bfloat16), w, bias), y.reshape(6, 10))
 
 
 def test_it_can_be_mapped_and_differentiated():
     x, w = arrays(3, 40, 10, jnp.float32)
-    with ops.use_forms(linear="native"):
+    with ops.use_implementations(linear="native"):
         many = jax.vmap(ops.linear, (0, None))(jnp.stack([x, 2 * x]), w)
         slope = jax.grad(lambda x, w: jnp.sum(ops.linear(x, w) ** 2), (0, 1))(x, w)
-    with ops.use_forms(linear="plain"):
+    with ops.use_implementations(linear="reference"):
         expected = jax.grad(lambda x, w: jnp.sum(ops.linear(x, w) ** 2), (0, 1))(x, w)
     np.testing.assert_array_equal(many[1], 2 * many[0])
     for ours, theirs in zip(slope, expected, strict=True):
@@ -94,7 +94,7 @@ def test_few_rows_run_natively_and_many_do_not():
     assert ops.linear.select(jnp.ones((1, 64)), w).name == "native"
     assert ops.linear.select(jnp.ones((4, 4, 64)), w).name == "native"
     assert ops.linear.select(jnp.ones((512, 64)), w).name != "native"
-    assert ops.linear.select(jnp.ones((512, 64)), w.astype(jnp.float32)).name == "plain"
+    assert ops.linear.select(jnp.ones((512, 64)), w.astype(jnp.float32)).name == "reference"
 
 
 def taken(x, q, level):
@@ -170,8 +170,8 @@ def test_a_row_with_a_nan_or_infinity_is_not_finite_and_leaves_the_others_alone(
 
 @jax.jit
 def _many(x, weights, biases):
-    with ops.use_forms(linear_many="native"):
-        return ops.linear_many(x, weights, biases)
+    with ops.use_implementations(multi_linear="native"):
+        return ops.multi_linear(x, weights, biases)
 
 
 @for_each_level
@@ -192,7 +192,7 @@ def test_several_weights_give_what_each_gives_alone(level, kind):
 def test_weights_of_two_kinds_are_multiplied_one_by_one():
     x, w = arrays(2, 64, 32, jnp.bfloat16)
     other = w.astype(jnp.float32)
-    assert ops.linear_many.select(x, [w, w]).name == "native"
-    assert ops.linear_many.select(x, [w, other]).name == "plain"
-    for y, weight in zip(ops.linear_many(x, [w, other]), (w, other), strict=True):
+    assert ops.multi_linear.select(x, [w, w]).name == "native"
+    assert ops.multi_linear.select(x, [w, other]).name == "reference"
+    for y, weight in zip(ops.multi_linear(x, [w, other]), (w, other), strict=True):
         np.testing.assert_array_equal(y, ops.linear(x, weight))

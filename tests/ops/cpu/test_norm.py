@@ -14,7 +14,7 @@ pytestmark = needs_library
 
 @jax.jit
 def native(x, weight):
-    with ops.use_forms(rms_norm="native"):
+    with ops.use_implementations(rms_norm="native"):
         return ops.rms_norm(x, weight, 1e-6)
 
 
@@ -41,19 +41,19 @@ def test_zeros_nan_and_infinity_stay_in_their_rows(level):
     x = x.at[0].set(0).at[1, 99].set(jnp.nan).at[2, 5].set(jnp.inf)
     with library.use_level(level):
         y = np.asarray(native(x, weight))
-    plain = np.asarray(ops.rms_norm.__wrapped__(x, weight, 1e-6))
+    reference = np.asarray(ops.rms_norm.__wrapped__(x, weight, 1e-6))
     assert (y[0] == 0).all()
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(plain))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(reference))
     np.testing.assert_allclose(y[3], plain[3], rtol=1e-6)
 
 
 def test_it_can_be_mapped_and_differentiated():
     x, weight = arrays((3, 40), jnp.float32)
     slopes = {}
-    for form in ("native", "plain"):
-        with ops.use_forms(rms_norm=form):
-            slopes[form] = jax.grad(lambda x, w: jnp.sum(ops.rms_norm(x, w, 1e-6) ** 3), (0, 1))(x, weight)
-    with ops.use_forms(rms_norm="native"):
+    for implementation in ("native", "reference"):
+        with ops.use_implementations(rms_norm=implementation):
+            slopes[implementation] = jax.grad(lambda x, w: jnp.sum(ops.rms_norm(x, w, 1e-6) ** 3), (0, 1))(x, weight)
+    with ops.use_implementations(rms_norm="native"):
         np.testing.assert_array_equal(jax.vmap(lambda row: ops.rms_norm(row, weight, 1e-6))(x), native(x, weight))
-    for ours, theirs in zip(slopes["native"], slopes["plain"], strict=True):
+    for ours, theirs in zip(slopes["native"], slopes["reference"], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

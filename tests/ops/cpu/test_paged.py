@@ -22,9 +22,9 @@ from verax.ops.pages import QuantizedPages, quantize_tokens
 
 pytestmark = needs_library
 
-ragged = jax.jit(ops.paged_attention.forms["native"].function)
-decode = jax.jit(ops.paged_decode_attention.forms["native"].function)
-write = jax.jit(ops.write_pages.forms["native"].function)
+ragged = jax.jit(ops.paged_attention.implementations["native"].function)
+decode = jax.jit(ops.paged_decode_attention.implementations["native"].function)
+write = jax.jit(ops.write_pages.implementations["native"].function)
 
 RAGGED = {
     "one token": ([1], [1]),
@@ -214,7 +214,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 @for_each_level
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("T", [0, 1, 4, 300])
-def test_written_pages_are_the_plain_forms_to_the_bit(level, dtype, T):
+def test_written_pages_are_the_references_to_the_bit(level, dtype, T):
     rng = np.random.default_rng(7)
     cache = jnp.asarray(rng.standard_normal((40, 3, 8, 20)), dtype)
     x = jnp.asarray(rng.standard_normal((T, 3, 20)), jnp.float32)
@@ -231,7 +231,7 @@ def test_written_pages_are_the_plain_forms_to_the_bit(level, dtype, T):
 
 @for_each_level
 @pytest.mark.parametrize("T", [0, 1, 300])
-def test_written_int8_pages_are_the_plain_forms_to_the_bit(level, T):
+def test_written_int8_pages_are_the_references_to_the_bit(level, T):
     rng = np.random.default_rng(7)
     x = jnp.asarray(rng.standard_normal((T, 3, 20)) * np.exp(rng.standard_normal((T, 3, 1)) * 5), jnp.float32)
     x = x.at[:1, 0].set(0).at[:1, 1, 4].set(np.nan).at[:1, 2, 4].set(-np.inf)
@@ -264,7 +264,7 @@ def test_a_donated_cache_is_written_in_place(dtype):
             x = x + ops.paged_decode_attention(x, caches[i], caches[i + 1], table, kv)
         return caches, x
 
-    with ops.use_forms(write_pages="native", paged_decode_attention="native"):
+    with ops.use_implementations(write_pages="native", paged_decode_attention="native"):
         jitted = jax.jit(step, donate_argnums=0)
         arguments = caches, jnp.ones((3, 2, 32)), jnp.ones((3, 8), jnp.int32), jnp.ones(3, jnp.int32)
         compiled = jitted.lower(*arguments).compile()

@@ -1,4 +1,4 @@
-"""The native sampler at every level: it draws what the sorting form draws."""
+"""The native sampler at every level: it draws what the sorting implementation draws."""
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +39,16 @@ def params(options):
     )
 
 
-def drawing(form):
+def drawing(implementation):
     @jax.jit
     def run(logits, how, u):
-        with ops.use_forms(sample=form):
+        with ops.use_implementations(sample=implementation):
             return sample(logits, how, u)
 
     return lambda *args: np.asarray(run(*args))
 
 
-native, plain = drawing("native"), drawing("plain")
+native, reference = drawing("native"), drawing("reference")
 
 
 @for_each_level
@@ -60,7 +60,7 @@ def test_it_draws_what_the_sorting_form_draws(level, V):
         for spread in (0.1, 3.0, 30.0):
             logits = jnp.asarray(rng.standard_normal((len(OPTIONS), V)) * spread, jnp.float32)
             u = jnp.asarray(rng.random(len(OPTIONS)), jnp.float32)
-            got, expected = native(logits, how, u), plain(logits, how, u)
+            got, expected = native(logits, how, u), reference(logits, how, u)
             # A draw that falls on a boundary may go to the neighbour: then the weights up to them differ by rounding.
             for row in np.flatnonzero(got != expected):
                 scores = np.asarray(logits[row], np.float64) / (OPTIONS[row].get("temperature") or 1)
@@ -78,7 +78,7 @@ def test_only_what_truncation_keeps_is_drawn(level, how):
         rows = params([how] * 300)
         tokens = native(jnp.broadcast_to(logits, (300, 600)), rows, u)
     possible = np.asarray(logits)[tokens]
-    expected = np.asarray(logits)[plain(jnp.broadcast_to(logits, (300, 600)), rows, u)]
+    expected = np.asarray(logits)[reference(jnp.broadcast_to(logits, (300, 600)), rows, u)]
     assert set(possible) == set(expected)
 
 

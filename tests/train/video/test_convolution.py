@@ -1,4 +1,4 @@
-"""The training form of convolutions against XLA's own gradients."""
+"""The training implementation of convolutions against XLA's own gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_the_plain_form(case):
+def test_values_and_gradients_are_those_of_the_reference(case):
     x_shape, w_shape, options = CASES[case]
     keys = jax.random.split(jax.random.key(0), 5)
     x, weight = jax.random.normal(keys[0], x_shape), jax.random.normal(keys[1], w_shape)
@@ -28,13 +28,13 @@ def test_values_and_gradients_are_those_of_the_plain_form(case):
     options = {**options, **({"cache": jax.random.normal(keys[3], options["cache"])} if "cache" in options else {})}
     operation = ops.conv3d if len(w_shape) == 5 else ops.conv2d
 
-    def run(form):
+    def run(implementation):
         name = "conv3d" if len(w_shape) == 5 else "conv2d"
-        with ops.use_forms(**{name: form}):
+        with ops.use_implementations(**{name: implementation}):
             y, pull = jax.vjp(lambda *a: operation(*a, **options), x, weight, bias)
             return y, *pull(jax.random.normal(keys[4], y.shape))
 
-    for got, expected in zip(run(OWN_GRADIENT), run("plain"), strict=True):
+    for got, expected in zip(run(OWN_GRADIENT), run("reference"), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5 * float(jnp.abs(expected).max()))
 
 
@@ -47,9 +47,9 @@ def test_bfloat16_weights_get_bfloat16_gradients_near_the_exact_ones():
     def loss(x, weight):
         return jnp.sum(jnp.sin(ops.conv3d(x, weight, padding=1).astype(jnp.float32)))
 
-    with ops.use_forms(conv3d="plain"):
+    with ops.use_implementations(conv3d="reference"):
         exact = jax.grad(loss, (0, 1))(x, weight)
-    with ops.use_forms(conv3d=OWN_GRADIENT):
+    with ops.use_implementations(conv3d=OWN_GRADIENT):
         rounded = jax.grad(loss, (0, 1))(x, weight.astype(jnp.bfloat16))
     assert rounded[1].dtype == jnp.bfloat16
     for got, expected in zip(rounded, exact, strict=True):

@@ -44,7 +44,7 @@ class Peers:
     cython_s: float | None = None
     transformers: dict[str, Callable[..., Any]] = field(default_factory=dict)
     fla: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Forms of the gated rule, chunk and recurrent."""
+    """Implementations of the gated rule, chunk and recurrent."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Who is not there, and why."""
     versions: dict[str, Any] = field(default_factory=dict)
@@ -108,15 +108,15 @@ def _find_transformers(folder: Path, device: str) -> tuple[dict[str, Any], dict[
     try:
         import transformers
 
-        transformers.utils.logging.set_verbosity_error()  # that it has no faster form here
+        transformers.utils.logging.set_verbosity_error()  # that it has no faster implementation here
         modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     except ImportError as error:
         raise MissingDependencyError("transformers is not installed: pip install 'verax[parity]'") from error
     # Unwrapped: where flash-linear-attention is installed, these names would run its kernels.
-    forms = {
+    implementations = {
         name: inspect.unwrap(getattr(modeling, f"torch_{name}_gated_delta_rule")) for name in ("chunk", "recurrent")
     }
-    return {"transformers": forms}, {"transformers": transformers.__version__}
+    return {"transformers": implementations}, {"transformers": transformers.__version__}
 
 
 def _find_fla(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -126,11 +126,14 @@ def _find_fla(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]
             rule = importlib.import_module("fla.ops.gated_delta_rule")
         except ImportError as error:
             raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
-        forms = {"chunk": rule.chunk_gated_delta_rule, "recurrent": rule.fused_recurrent_gated_delta_rule}
+        implementations = {"chunk": rule.chunk_gated_delta_rule, "recurrent": rule.fused_recurrent_gated_delta_rule}
     else:
         rule = plain_fla("gated_delta_rule")
-        forms = {"chunk": rule.naive_chunk_gated_delta_rule, "recurrent": rule.naive_recurrent_gated_delta_rule}
-    return {"fla": forms}, {"flash-linear-attention": importlib.metadata.version(FLA)}
+        implementations = {
+            "chunk": rule.naive_chunk_gated_delta_rule,
+            "recurrent": rule.naive_recurrent_gated_delta_rule,
+        }
+    return {"fla": implementations}, {"flash-linear-attention": importlib.metadata.version(FLA)}
 
 
 FLA = "flash-linear-attention"

@@ -70,7 +70,7 @@ def jax_side(function: Callable[..., Any], *arguments: Any, flops: int, donated:
     kept = jax.device_put(arguments)
     given = () if donated is None else (jnp.array(donated),)
     begin = time.perf_counter()
-    # A new function for each side: JAX knows those that it has traced, whatever form an operation has by now.
+    # A new function for each side: JAX knows those that it has traced, whatever implementation an operation has by now.
     run = jax.jit(lambda *all: function(*all), donate_argnums=tuple(range(len(given)))).lower(*given, *kept).compile()
     seconds = time.perf_counter() - begin
 

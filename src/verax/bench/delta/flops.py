@@ -54,7 +54,7 @@ def hierarchical_rule_flops(L: int, H: int, K: int, C: int, variant: str = "B") 
 
 
 def factored_rule_flops(L: int, H: int, K: int, C: int, variant: str = "B", *, block: int = 64) -> int:
-    """LAM's published rule without products of whole chunks (docs/lam.md), which its forms but the plain one run.
+    """LAM's published rule without products of whole chunks (docs/lam.md): all implementations but the reference.
 
     Products with a triangle of rank K take squares of `block` tokens and, in a longer chunk, sums over the blocks
     before: with K columns to make T, then with those that go through T and through P. In variant B these are 2K and 2K,

@@ -59,13 +59,13 @@ def _sequences(name: str, shape: tuple[int, int, int, int], dtype: str, peers: P
         "chunk": flops(CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE)),
     }
     sides = {}
-    for form in _forms(arrays, state):
-        with ops.use_forms(delta_recurrence=form):
-            sides[f"verax {form}"] = jax_side(_rule, state, arrays, flops=ours.get(form, flops()))
+    for impl in _implementations(arrays, state):
+        with ops.use_implementations(delta_recurrence=impl):
+            sides[f"verax {impl}"] = jax_side(_rule, state, arrays, flops=ours.get(impl, flops()))
     tensors = _tensors(peers, arrays, state)
-    for form, run, chunked in _their_forms(peers):
+    for impl, run, chunked in _their_implementations(peers):
         done = flops(PEER_CHUNK) if chunked else flops()
-        sides[form] = torch_side(peers.torch, run, *tensors, flops=done, dtypes=(dtype, "float32"))
+        sides[impl] = torch_side(peers.torch, run, *tensors, flops=done, dtypes=(dtype, "float32"))
     return Case(
         "gated",
         name,
@@ -88,13 +88,13 @@ def decode_cases(peers: Peers) -> Iterator[Case]:
     state = np.random.default_rng(1).standard_normal((B, H, D, D), np.float32)
     flops = gated_rule_flops(B, H, D, D)
     sides = {}
-    for form in _forms(arrays, state):
-        with ops.use_forms(delta_recurrence=form):
-            sides[f"verax {form}"] = jax_side(_rule, arrays, flops=flops, donated=state)
+    for impl in _implementations(arrays, state):
+        with ops.use_implementations(delta_recurrence=impl):
+            sides[f"verax {impl}"] = jax_side(_rule, arrays, flops=flops, donated=state)
     tensors = _tensors(peers, arrays, state)
-    for form, run, chunked in _their_forms(peers):
+    for impl, run, chunked in _their_implementations(peers):
         if not chunked:
-            sides[form] = torch_side(peers.torch, run, *tensors, flops=flops)
+            sides[impl] = torch_side(peers.torch, run, *tensors, flops=flops)
     yield Case(
         "decode",
         "Step",
@@ -123,13 +123,13 @@ def _rule(state: jax.Array, arrays: Arrays) -> tuple[jax.Array, jax.Array | None
     return ops.gated_delta_rule(**arrays, initial_state=state, output_final_state=True)
 
 
-def _forms(arrays: Arrays, state: np.ndarray) -> list[str]:
-    """Every form of ours that takes the call here."""
+def _implementations(arrays: Arrays, state: np.ndarray) -> list[str]:
+    """Every implementation of ours that takes the call here."""
     inputs, platform = _delta_inputs(arrays), jax.default_backend()
     return [
         name
-        for name, form in delta_recurrence.forms.items()
-        if form.runs_on(platform) and form.accepts(inputs, jnp.asarray(state))
+        for name, impl in delta_recurrence.implementations.items()
+        if impl.runs_on(platform) and impl.accepts(inputs, jnp.asarray(state))
     ]
 
 
@@ -142,17 +142,17 @@ def _delta_inputs(arrays: Arrays) -> DeltaInputs:
     return DeltaInputs(q, k, k, v, beta, g)
 
 
-def _their_forms(peers: Peers) -> Iterator[tuple[str, Callable[..., Any], bool]]:
-    """Name, form of one call, and whether it goes by chunks."""
+def _their_implementations(peers: Peers) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+    """Name, implementation of one call, and whether it goes by chunks."""
     label = "fla" if peers.device == "cuda" else "fla naive"
-    forms = {f"transformers {name}": form for name, form in peers.transformers.items()}
-    for name, form in (forms | {f"{label} {name}": form for name, form in peers.fla.items()}).items():
-        yield name, _call(form), name.endswith("chunk")
+    implementations = {f"transformers {name}": impl for name, impl in peers.transformers.items()}
+    for name, impl in (implementations | {f"{label} {name}": impl for name, impl in peers.fla.items()}).items():
+        yield name, _call(impl), name.endswith("chunk")
 
 
-def _call(form: Callable[..., Any]) -> Callable[..., Any]:
+def _call(impl: Callable[..., Any]) -> Callable[..., Any]:
     def run(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> Any:
-        return form(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
+        return impl(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
 
     return run
 

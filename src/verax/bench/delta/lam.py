@@ -79,10 +79,10 @@ def _rule_case(name: str, shape: Shape, peers: Peers) -> Case:
     H, K = q.shape[2:]
     rule = *arrays, _flux(_layer(peers, peers.reference, C).resonance_flux)
     ours = {}
-    for form in _forms(*rule, chunk_size=C):
-        count = hierarchical_rule_flops if form == "plain" else factored_rule_flops
-        with ops.use_forms(hierarchical_delta_rule=form):
-            ours[form] = jax_side(
+    for impl in _implementations(*rule, chunk_size=C):
+        count = hierarchical_rule_flops if impl == "reference" else factored_rule_flops
+        with ops.use_implementations(hierarchical_delta_rule=impl):
+            ours[impl] = jax_side(
                 lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C),
                 *rule,
                 flops=count(B * n * C, H, K, C),
@@ -110,11 +110,11 @@ def _layer_case(name: str, shape: Shape, peers: Peers) -> Case:
         return y, orthogonality_loss(states)
 
     sizes = B * n * C, LAM.hidden_size, LAM.num_attention_heads, C
-    form = _chosen_form("B")
-    flops = layer_flops(*sizes, factored=form != "plain")
-    ours = {form: jax_side(run, weights, jnp.asarray(x.cpu().numpy()), flops=flops)}
+    impl = _chosen_implementation("B")
+    flops = layer_flops(*sizes, factored=impl != "reference")
+    ours = {impl: jax_side(run, weights, jnp.asarray(x.cpu().numpy()), flops=flops)}
     moved = _nbytes(weights) + 2 * x.nbytes
-    return _case("layer", name, _sizes(shape), moved, form, ours, layer_flops(*sizes), theirs, peers)
+    return _case("layer", name, _sizes(shape), moved, impl, ours, layer_flops(*sizes), theirs, peers)
 
 
 def _encoder_case(name: str, variant: str, B: int, T: int, peers: Peers) -> Case:
@@ -137,26 +137,26 @@ def _encoder_case(name: str, variant: str, B: int, T: int, peers: Peers) -> Case
 
     D, chunk = LAM.hidden_size, reference.deltanet_layers[0].chunk(T)
     sizes = B * T, D, LAM.num_attention_heads, chunk, LAM.intermediate_size, LAM.num_hidden_layers, variant
-    form = _chosen_form(variant)
-    flops = encoder_flops(*sizes, factored=form != "plain")
-    ours = {form: jax_side(run, weights, jnp.asarray(tokens), jnp.asarray(mask), flops=flops)}
+    impl = _chosen_implementation(variant)
+    flops = encoder_flops(*sizes, factored=impl != "reference")
+    ours = {impl: jax_side(run, weights, jnp.asarray(tokens), jnp.asarray(mask), flops=flops)}
     # Of the embeddings, only the rows of these tokens.
     moved = _nbytes(weights) - 4 * D * (LAM.vocab_size - tokens.size)
     done = encoder_flops(*sizes)
-    return _case("encoder", name, {"sentences": B, "tokens": T}, moved, form, ours, done, theirs, peers)
+    return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, done, theirs, peers)
 
 
-def _forms(*rule: Any, chunk_size: int) -> list[str]:
-    """Every form of our rule that takes the call here."""
+def _implementations(*rule: Any, chunk_size: int) -> list[str]:
+    """Every implementation of our rule that takes the call here."""
     return [
         name
-        for name, form in ops.hierarchical_delta_rule.forms.items()
-        if form.runs_on(jax.default_backend()) and form.accepts(*rule, chunk_size=chunk_size)
+        for name, impl in ops.hierarchical_delta_rule.implementations.items()
+        if impl.runs_on(jax.default_backend()) and impl.accepts(*rule, chunk_size=chunk_size)
     ]
 
 
-def _chosen_form(variant: str) -> str:
-    """The form of our rule that runs inside the layer."""
+def _chosen_implementation(variant: str) -> str:
+    """The implementation of our rule that runs inside the layer."""
     operation = {"B": ops.hierarchical_delta_rule, "C": ops.local_delta_rule}[variant]
     head = jax.ShapeDtypeStruct((1, 64, LAM.num_attention_heads, 32), jnp.float32)
     return operation.select(head, head, head, None, None, None, None, chunk_size=64).name
@@ -173,9 +173,9 @@ def _case(
     theirs: Theirs,
     peers: Peers,
 ) -> Case:
-    """Our forms and every way to run the PyTorch one; the float64 result is the PyTorch one's."""
+    """Our implementations and every way to run the PyTorch one; the float64 result is the PyTorch one's."""
     torch, skipped = peers.torch, {}
-    sides = {f"verax {form}": side for form, side in ours.items()}
+    sides = {f"verax {impl}": side for impl, side in ours.items()}
     if "torch" in peers.names:
         sides["torch"] = torch_side(torch, *theirs(peers.reference), flops=flops)
     if peers.cython is not None:

@@ -49,7 +49,7 @@ def page(result: dict[str, Any]) -> list[str]:
         f"{', and begin each turn with a call that does not count' if settings.get('untimed') else ''}. CPU kernels: "
         f"{settings['cpu_level'] or 'none'}. Every side's outputs were on that device, in the same shapes. Error is "
         "the root mean square of the difference from float64 over that of the result. GFLOP are products by formula, "
-        "of the form that a side runs. The limit is those at the measured rate, or what has to be moved at the "
+        "of the implementation that runs. The limit is those at the measured rate, or what has to be moved at the "
         "measured bandwidth if that is longer. Peak is memory beyond the arguments. 'verax is' so many times faster: "
         "the median over the rounds of the ratio within a round.",
     ]

@@ -16,10 +16,10 @@ from verax import ops
 from verax._compat import compiler_options
 from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
 
-__all__ = ["Case", "attention_cases", "forms", "paged_decode_case", "random"]
+__all__ = ["Case", "attention_cases", "implementations", "paged_decode_case", "random"]
 
 PLAIN_LIMIT = 2**29
-"""Scores that the plain form may hold; it is left out of longer cases."""
+"""Scores that the reference may hold; it is left out of longer cases."""
 
 PAGE = 16
 """Tokens of a page: the engine's block size."""
@@ -38,7 +38,7 @@ class Case:
     products: int
     """Floating-point operations of the products, masked ones not counted."""
     chosen: str
-    """The form that a call without a choice runs."""
+    """The implementation that a call without a choice runs."""
     sides: Mapping[str, Callable[[], object]]
 
 
@@ -61,9 +61,9 @@ def attention_cases(torch: Any = None) -> Iterator[Case]:
 
 def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Case:
     q, k, v = (random((1, length, heads, size), dtype, seed) for seed in range(3))
-    sides = forms(ops.attention, q, k, v, causal=False)
+    sides = implementations(ops.attention, q, k, v, causal=False)
     if heads * length**2 > PLAIN_LIMIT:
-        sides.pop("plain", None)
+        sides.pop("reference", None)
     if torch is not None:
         sides["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
     return Case(
@@ -93,9 +93,9 @@ def paged_decode_case(
         caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))
     q = random((rows, heads, size), "float32", 2)
     arguments = q, *caches, table, jnp.full(rows, length, jnp.int32)
-    sides = forms(ops.paged_decode_attention, *arguments)
+    sides = implementations(ops.paged_decode_attention, *arguments)
     if rows * heads * length > PLAIN_LIMIT // 1024:
-        sides.pop("plain", None)
+        sides.pop("reference", None)
     if torch is not None:  # over keys that lie together: it has no pages
         dense = (random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
         sides["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
@@ -116,8 +116,8 @@ def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size
     caches, table = _cache(1, length, kv_heads, size)
     q = random((tokens, heads, size), "float32", 2)
     arguments = q, *caches, table, jnp.asarray([length], jnp.int32), jnp.asarray([0, tokens], jnp.int32)
-    sides = forms(ops.paged_attention, *arguments)
-    sides.pop("plain", None)  # holds the keys once for each token
+    sides = implementations(ops.paged_attention, *arguments)
+    sides.pop("reference", None)  # holds the keys once for each token
     return Case(
         "paged_attention",
         f"bfloat16, {tokens} tokens after {cached}, {heads} heads over {kv_heads} of {size}",
@@ -136,9 +136,9 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
     arguments = x, places // PAGE, places % PAGE
     sides = {}
-    for name, form in ops.write_pages.forms.items():
-        if name == "plain" or (form.runs_on(jax.default_backend()) and form.accepts(cache, *arguments)):
-            run: Any = jax.jit(form.function, donate_argnums=0, compiler_options=compiler_options())
+    for name, impl in ops.write_pages.implementations.items():
+        if name == "reference" or (impl.runs_on(jax.default_backend()) and impl.accepts(cache, *arguments)):
+            run: Any = jax.jit(impl.function, donate_argnums=0, compiler_options=compiler_options())
             held = [jnp.copy(cache)]
 
             def write(run: Any = run, held: list[jax.Array] = held) -> None:
@@ -169,13 +169,13 @@ def random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
-def forms(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
-    """Every form of the operation that takes this call here, by name."""
+def implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
+    """Every implementation of the operation that takes this call here, by name."""
     sides: dict[str, Callable[[], object]] = {}
-    for name, form in operation.forms.items():
-        if form.runs_on(jax.default_backend()) and form.accepts(*args, **kwargs):
+    for name, impl in operation.implementations.items():
+        if impl.runs_on(jax.default_backend()) and impl.accepts(*args, **kwargs):
             run: Any = jax.jit(
-                lambda *a, function=form.function: function(*a, **kwargs), compiler_options=compiler_options()
+                lambda *a, function=impl.function: function(*a, **kwargs), compiler_options=compiler_options()
             )
             sides[name] = lambda run=run: jax.block_until_ready(run(*args))
     return sides

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
-from verax.bench.ops.attention import Case, forms, random
+from verax.bench.ops.attention import Case, implementations, random
 
 __all__ = ["conv_cases"]
 
@@ -59,7 +59,7 @@ def _video(
         x.nbytes + cached * cache.nbytes + weight.nbytes + x.nbytes // channels * out,
         2 * math.prod(size[1:]) * channels * out * math.prod(kernel[1:]) * seen,
         ops.conv3d.select(x, weight, bias, **options).name,
-        {**forms(ops.conv3d, x, weight, bias, **options), **torch_sides},
+        {**implementations(ops.conv3d, x, weight, bias, **options), **torch_sides},
     )
 
 
@@ -87,7 +87,7 @@ def _image(
         x.nbytes + weight.nbytes + x.itemsize * pixels * out,
         2 * pixels * out * channels * 9,
         ops.conv2d.select(x, weight, bias, **options).name,
-        {**forms(ops.conv2d, x, weight, bias, **options), **torch_sides},
+        {**implementations(ops.conv2d, x, weight, bias, **options), **torch_sides},
     )
 
 

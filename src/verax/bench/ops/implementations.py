@@ -1,4 +1,4 @@
-"""Which form of each operation runs on this machine, at the shapes that a small language model has."""
+"""Which implementation of each operation runs on this machine, at the shapes that a small language model has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verax.ops import sampling
 from verax.ops.delta import DeltaInputs
 from verax.ops.hierarchical import Perceptron, ResonanceFlux
 
-__all__ = ["forms_here"]
+__all__ = ["chosen_implementations"]
 
 
 def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
@@ -45,7 +45,7 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
         "hierarchical_delta_rule": [("", lam, {})],
         "layer_norm": [("", (a(4, 1024), a(1024), a(1024), 1e-6), {})],
         "linear": [("1 row", (a(1, 1024), weight), {}), ("4 rows", (a(4, 1024), weight), {})],
-        "linear_many": [("4 rows", (a(4, 1024), [weight] * 3), {})],
+        "multi_linear": [("4 rows", (a(4, 1024), [weight] * 3), {})],
         "local_delta_rule": [("", lam, {})],
         "paged_attention": [("", (a(32, 16, 128), cache, cache, i(4, 8), i(4), i(5)), {})],
         "paged_decode_attention": [("", (a(4, 16, 128), cache, cache, i(4, 8), i(4)), {})],
@@ -56,12 +56,15 @@ def _calls() -> dict[str, list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
     }
 
 
-def forms_here() -> dict[str, dict[str, Any]]:
-    """By operation: the form that runs (by case, where it depends on the shape), and the others that there are."""
+def chosen_implementations() -> dict[str, dict[str, Any]]:
+    """Chosen implementation of each operation (by case, where it depends on the shape), and the others that exist."""
     calls, result = _calls(), {}
     for name, operation in ops.operations().items():
         chosen = [(case, operation.select(*args, **kwargs).name) for case, args, kwargs in calls[name]]
-        shown = ", ".join(f"{form} ({case})" if case else form for case, form in chosen)
-        used = {form for _, form in chosen}
-        result[name] = {"runs": shown, "others": [form for form in operation.forms if form not in used]}
+        shown = ", ".join(f"{impl} ({case})" if case else impl for case, impl in chosen)
+        used = {impl for _, impl in chosen}
+        result[name] = {
+            "runs": shown,
+            "others": [impl for impl in operation.implementations if impl not in used],
+        }
     return result

@@ -1,4 +1,4 @@
-"""Operations by themselves: every form, torch, and the machine's measured limits."""
+"""Operations by themselves: every implementation, torch, and the machine's measured limits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bench_ops(
     runs: int,
     warmup: int,
 ) -> dict[str, Any]:
-    """Time operations in each of their forms, interleaved; a report as JSON holds it.
+    """Time operations in each of their implementations, interleaved; a report as JSON holds it.
 
     Args:
         size_in, size_out: of the weight `[size_out, size_in]`.
@@ -117,7 +117,7 @@ def _linear_cases(
         theirs += [tensor.clone() for tensor in theirs for _ in range(1, _num_copies(tensor.nbytes))]
         for count in rows:
             x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
-            sides = _forms(x, held)
+            sides = _implementations(x, held)
             if torch is not None:
                 sides["torch"] = _in_turn(partial(torch.nn.functional.linear, _torch_tensor(torch, x, dtype)), theirs)
             products = 2 * count * size_out * size_in
@@ -142,7 +142,7 @@ def _num_copies(nbytes: int) -> int:
 
 
 def measure_case(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[str, Any]:
-    """Time the forms of one operation, interleaved; numbers as a report holds them, the chosen form's at the top."""
+    """Time the implementations of one operation, interleaved; the chosen one comes first in the result."""
     for run in case.sides.values():
         run()  # compiles
     sides = {**case.sides, READ: benchmark.read}
@@ -163,13 +163,13 @@ def measure_case(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> di
     }
 
 
-def _forms(x: jax.Array, weights: Sequence[Any]) -> Sides:
-    """Every form of the operation that can take this call here, by name."""
+def _implementations(x: jax.Array, weights: Sequence[Any]) -> Sides:
+    """Every implementation of the operation that can take this call here, by name."""
     sides: Sides = {}
-    for name, form in ops.linear.forms.items():
-        usable = form.accepts(x, weights[0]) or name == "plain" or (name == "native" and library.available())
-        if usable and form.runs_on(jax.default_backend()):
-            run = partial(jax.jit(form.function), x)
+    for name, impl in ops.linear.implementations.items():
+        usable = impl.accepts(x, weights[0]) or name == "reference" or (name == "native" and library.available())
+        if usable and impl.runs_on(jax.default_backend()):
+            run = partial(jax.jit(impl.function), x)
             sides[name] = _in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
     return sides
 

@@ -61,7 +61,7 @@ def generation_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
 
 
 def paged_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
-    """The decode step's attention, by sequences: the form that runs, chunks in XLA, and keys gathered first."""
+    """The decode step's attention, by sequences: the chosen implementation, chunks in XLA, and keys gathered first."""
     benchmark, cases = Benchmark("ops"), []
     runs = 5 if quick else 15
     for rows in BATCHES:
@@ -70,15 +70,15 @@ def paged_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
     for rows, case in zip(BATCHES, cases, strict=True):
         sides = case["sides"]
         times_of = {name: milliseconds(side["median_s"]) for name, side in sides.items()}
-        gathered = "plain" in sides and case["runs"] != "plain"
+        gathered = "reference" in sides and case["runs"] != "reference"
         lines.append(
             [
                 str(rows),
                 case["runs"],
                 times_of[case["runs"]],
                 times_of.get("chunked", ""),
-                times_of.get("plain", ""),
-                times(case["ratios"]["plain"]) if gathered else "",
+                times_of.get("reference", ""),
+                times(case["ratios"]["reference"]) if gathered else "",
                 f"{case['gb_per_s']:.1f}",
                 f"{100 * case['fraction_of_limit']:.0f}%",
             ]
@@ -88,7 +88,16 @@ def paged_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
         "rounds. 'gathered' puts the keys of all pages together first and then attends, as the report's older form. "
         "Keys of a small batch fit in the processor's cache, which is faster than the limit, its memory."
     )
-    columns = ["batch", "form", "ms", "chunked ms", "gathered ms", "faster than gathered", "GB/s", "of the limit"]
+    columns = [
+        "batch",
+        "implementation",
+        "ms",
+        "chunked ms",
+        "gathered ms",
+        "faster than gathered",
+        "GB/s",
+        "of the limit",
+    ]
     result = benchmark.result({"operations": ["paged"], "runs": runs, "warmup": 2}, cases=cases)
     return [Table("Paged attention by batch", columns, lines, note)], result
 

@@ -18,7 +18,7 @@ __all__ = ["memory_tables", "speed_tables"]
 FRAMES = (9, 17, 57)
 """Of the reports' clips, of 544 x 960."""
 
-FORMS = {"standard": "standard attention", "chunked": "chunked attention", "auto": "what verax runs"}
+IMPLEMENTATIONS = {"standard": "standard attention", "chunked": "chunked attention", "auto": "what verax runs"}
 """Of attention, as the report calls them."""
 
 STEPS = (5, 10, 30, 50)
@@ -47,14 +47,14 @@ SIDES = {
 
 
 def memory_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
-    """Memory of a forward pass at the reports' full size, by form of attention.
+    """Memory of a forward pass at the reports' full size, by implementation of attention.
 
     Ours is the compiler's plan, and nothing runs; PyTorch has none, and runs one layer.
     """
     layers = 1 if quick else LAYERS
     sizes: dict[str, Any] = dict(height=544, width=960)
-    result = bench_video(frames=FRAMES, memory=tuple(FORMS), runs=0, layers=layers, **sizes)
-    by = {(row["frames"], row["attention"]): row for row in result["forms_memory"]}
+    result = bench_video(frames=FRAMES, memory=tuple(IMPLEMENTATIONS), runs=0, layers=layers, **sizes)
+    by = {(row["frames"], row["attention"]): row for row in result["attention_memory"]}
     weights = next(row["weights_gb"] for row in by.values() if "weights_gb" in row)
     result["diffusers_memory"], rows = [], []
     for count in FRAMES:
@@ -63,14 +63,20 @@ def memory_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
             theirs = {"frames": count, **_measured(count, sizes, weights)}
             result["machine"] |= theirs.pop("versions", {})
         result["diffusers_memory"].append(theirs)
-        rows.append([str(count), *(_gigabytes(by[count, form]) for form in FORMS), _gigabytes(theirs)])
+        rows.append(
+            [
+                str(count),
+                *(_gigabytes(by[count, impl]) for impl in IMPLEMENTATIONS),
+                _gigabytes(theirs),
+            ]
+        )
     note = (
         f"544 x 960, bfloat16, one forward pass of the transformer with {layers} of its {LAYERS} layers, whose weights "
         f"({weights:.2f} GB) are included. verax: `memory_analysis()` of the compiled program. PyTorch: what the "
         "process grew by at most while one layer ran, measured."
     )
-    columns = ["frames", *(f"{name}, GB" for name in FORMS.values()), "PyTorch (diffusers), GB"]
-    return [Table("Memory by form of attention and frames", columns, rows, note)], result
+    columns = ["frames", *(f"{name}, GB" for name in IMPLEMENTATIONS.values()), "PyTorch (diffusers), GB"]
+    return [Table("Memory by implementation of attention and frames", columns, rows, note)], result
 
 
 def _measured(frames: int, sizes: dict[str, Any], weights: float) -> dict[str, Any]:
@@ -116,7 +122,9 @@ def _speed(cases: dict[tuple[str, int], Any], frames: tuple[int, ...], what: str
         totals = {}
         for side, name in SIDES.items():
             step = GUIDED * denoise[side]["median_s"]
-            video = decode[side.partition(",")[0]]["median_s"]  # decoding has no attention to choose a form of
+            video = decode[side.partition(",")[0]][
+                "median_s"
+            ]  # decoding has no attention to choose an implementation of
             totals[side] = STEPS[0] * step + video
             cells = [f"{seconds:.2f}" for seconds in (step, STEPS[0] * step, video, totals[side])]
             faster = times(GUIDED * denoise["diffusers"]["median_s"] / step), times(totals["diffusers"] / totals[side])

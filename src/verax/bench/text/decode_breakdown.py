@@ -24,7 +24,7 @@ __all__ = ["decode_split"]
 REPETITIONS = 15
 
 
-@ops.paged_decode_attention.form("skipped", accepts=None)
+@ops.paged_decode_attention.implementation("skipped", accepts=None)
 def _no_attention(
     q: Float[Array, "B N H"],
     k_cache: ops.Pages,
@@ -37,7 +37,7 @@ def _no_attention(
     return q
 
 
-@ops.write_pages.form("skipped", accepts=None)
+@ops.write_pages.implementation("skipped", accepts=None)
 def _no_write(
     cache: ops.Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
 ) -> ops.Pages:
@@ -53,7 +53,7 @@ def _first_replaced(values: Array, x: Float[Array, "T K H"]) -> Array:
     return jax.lax.dynamic_update_slice(values, one, (0,) * values.ndim)
 
 
-@sampling.sample.form("skipped", accepts=None)
+@sampling.sample.implementation("skipped", accepts=None)
 def _no_sampling(logits: Float[Array, "B V"], params: sampling.SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -75,10 +75,10 @@ def decode_split(llm: LLM, *, rows: int, length: int) -> dict[str, Any]:
     runner = llm.engine.runner
     rows = min(rows, runner.config.max_num_seqs)
     host_ms, packed, shape = _prepare(llm, rows, length)
-    variants, skipped = {"whole step": runner.compile_with_forms(shape)}, {}
+    variants, skipped = {"whole step": runner.compile_with_implementations(shape)}, {}
     for part, choice in LADDER:
         skipped.update(choice)
-        variants[f"without {part}"] = runner.compile_with_forms(shape, **skipped)
+        variants[f"without {part}"] = runner.compile_with_implementations(shape, **skipped)
     samples = interleave(
         {name: (lambda step=step: jax.block_until_ready(step(packed))) for name, step in variants.items()},
         runs=REPETITIONS,

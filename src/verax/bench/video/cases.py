@@ -178,7 +178,7 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def products(work: Work) -> float:
-    """Operations of a call, by XLA's count of the plain forms: two for each product that is added."""
+    """Operations of a call, by XLA's count of the references: two for each product that is added."""
     component = work.component
     shapes: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), work.inputs)
 
@@ -189,6 +189,8 @@ def products(work: Work) -> float:
     if work.prepare is not None:
         prepare = work.prepare
         shapes = jax.eval_shape(lambda w, *inputs: prepare(component.module(w), *inputs), component.shapes, *shapes)
-    with ops.use_forms(linear="plain", attention="plain", conv2d="plain", conv3d="plain", rms_norm="plain"):
+    with ops.use_implementations(
+        linear="reference", attention="reference", conv2d="reference", conv3d="reference", rms_norm="reference"
+    ):
         analysis: Any = jax.jit(call).lower(component.shapes, *shapes).cost_analysis()
     return float(analysis["flops"])

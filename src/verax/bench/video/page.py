@@ -46,7 +46,7 @@ def page(result: dict[str, Any]) -> list[str]:
             "|" + "---|" * len(COLUMNS),
         ]
         lines += [_row(case, name) for case in result["cases"] for name in case["sides"]]
-    if result["forms_memory"]:
+    if result["attention_memory"]:
         lines += [
             "",
             "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included:",
@@ -54,7 +54,7 @@ def page(result: dict[str, Any]) -> list[str]:
             "| frames | attention | GB | weights | temporary |",
             "|---|---|---|---|---|",
         ]
-        for row in result["forms_memory"]:
+        for row in result["attention_memory"]:
             start = f"| {row['frames']} | {row['attention']} |"
             if "left_out" in row:
                 lines.append(f"{start} left out: {row['left_out']} | | |")

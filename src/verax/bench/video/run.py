@@ -45,17 +45,21 @@ def bench_video(
         size, layers, dtype: of the models: see `video_work.work`.
         stages: of `STAGES`; one forward pass of the transformer, of one row: a step with guidance is two.
         frames, height, width: of clips, a case for each number of frames.
-        attention: the form that the transformer is timed with.
-        also: more forms that it is timed with, as sides called `verax, FORM`.
-        memory: forms whose memory is asked of the compiler too, which runs nothing.
+        attention: the implementation that the transformer is timed with.
+        also: more implementations that it is timed with, as sides called `verax, IMPLEMENTATION`.
+        memory: implementations whose memory is asked of the compiler too, which runs nothing.
         runs: counted rounds, with `warmup` before them; 0 times nothing.
         against: `"diffusers"` runs interleaved with ours.
 
     Raises:
         InvalidParameterError: naming what is wrong.
     """
-    forms = tuple(ATTENTION)
-    for name, given, known in (("against", against, ("diffusers",)), ("also", also, forms), ("memory", memory, forms)):
+    implementations = tuple(ATTENTION)
+    for name, given, known in (
+        ("against", against, ("diffusers",)),
+        ("also", also, implementations),
+        ("memory", memory, implementations),
+    ):
         if wrong := [one for one in given if one not in known]:
             raise InvalidParameterError(f"{name}: expected one of {', '.join(known)}, got {wrong[0]!r}")
     if attention not in ATTENTION:
@@ -75,7 +79,7 @@ def bench_video(
     table = []
     for count in frames if memory else ():
         todo = work("transformer", size, frames=count, **sizes)
-        table += [{"frames": count, "attention": form, **_memory(todo, form)} for form in memory]
+        table += [{"frames": count, "attention": impl, **_memory(todo, impl)} for impl in memory]
     return {
         "kind": "video",
         "machine": {**fingerprint(), **versions},
@@ -94,7 +98,7 @@ def bench_video(
             "warmup": warmup,
         },
         "cases": cases,
-        "forms_memory": table,
+        "attention_memory": table,
     }
 
 
@@ -134,8 +138,8 @@ def _case(
             program, result["compile_cached_s"] = _compiled(todo, weights, inputs, options)
         ours = np.asarray(program(weights, *inputs, **options))
         sides["verax"] = lambda: jax.block_until_ready(program(weights, *inputs, **options))
-        for form in also:
-            sides[f"verax, {form}"] = lambda form=form: jax.block_until_ready(program(weights, *inputs, attention=form))
+        for impl in also:
+            sides[f"verax, {impl}"] = lambda impl=impl: jax.block_until_ready(program(weights, *inputs, attention=impl))
         versions: dict[str, Any] = {}
         if "diffusers" in against:
             from verax.bench.video.diffusers import DiffusersSide
@@ -174,7 +178,7 @@ def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) ->
 
 
 def _memory(todo: Work, attention: str) -> dict[str, Any]:
-    """What a forward pass needs with a form of attention; or why it has none."""
+    """What a forward pass needs with an implementation of attention; or why it has none."""
     component, prepare = todo.component, todo.prepare
     assert prepare is not None
     shapes: Any = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in todo.inputs)

@@ -136,7 +136,7 @@ def operations(
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """Each form of an operation by itself, beside torch and the machine's measured limits.
+    """Each implementation of an operation by itself, beside torch and the machine's measured limits.
 
     Examples:
 
@@ -292,9 +292,10 @@ def video(
     frames: Annotated[str, typer.Option(help="Frames of the clip, 4n + 1; a case each.")] = "9",
     height: Annotated[int, typer.Option(help="Pixels, divisible by 16.")] = 272,
     width: Annotated[int, typer.Option(help="Pixels, divisible by 16.")] = 480,
-    attention: Annotated[str, typer.Option(help="Form that the transformer is timed with.")] = "auto",
+    attention: Annotated[str, typer.Option(help="Implementation that the transformer is timed with.")] = "auto",
     memory: Annotated[
-        str | None, typer.Option(help="Forms whose memory is told, which needs no run: auto,chunked,standard,flash.")
+        str | None,
+        typer.Option(help="Implementations whose memory is told, which needs no run: auto,chunked,standard,flash."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of transformer and text encoder; all.", min=1)] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds; 0 for memory only.", min=0)] = 3,

@@ -313,9 +313,9 @@ PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
             CLIPVisionConfig.from_hf,
             partial(_eager, "CLIPVisionModel", "CLIPVisionConfig"),
             lambda settings: tuple(
-                form(table)
+                impl(table)
                 for table in (names_clip.TABLE, _CLIP_MODULES)
-                for form in (lambda table: table, _Unprefixed)
+                for impl in (lambda table: table, _Unprefixed)
             ),
             _image_inputs,
             _run_image,

@@ -21,7 +21,7 @@ from verax.nn import LayerNorm, Linear, RMSNorm
 
 __all__ = [
     "ATTENTION",
-    "Attend",
+    "AttentionFn",
     "Block",
     "CrossKeys",
     "Float32Linear",
@@ -36,7 +36,7 @@ __all__ = [
     "sinusoid",
 ]
 
-Attend = Callable[[Array, Array, Array], Array]
+AttentionFn = Callable[[Array, Array, Array], Array]
 """Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`; every query sees every key."""
 
 Rotary = tuple[Array, Array]
@@ -45,7 +45,7 @@ CHUNK = 256
 """Queries in a chunk of `chunked` attention: that of the reports whose memory tables it reproduces."""
 
 MAX_SCORES = 1 << 26
-"""Scores that attention without a fast form writes out at once; 256 MB."""
+"""Scores that attention without a fast implementation writes out at once; 256 MB."""
 
 
 def _standard(q: Array, k: Array, v: Array) -> Array:
@@ -70,35 +70,35 @@ def _chunked(q: Array, k: Array, v: Array) -> Array:
 
 def _flash(q: Array, k: Array, v: Array) -> Array:
     platform = jax.default_backend()
-    for form in reversed(ops.attention.forms.values()):
-        if form.name != "plain" and form.runs_on(platform) and form.accepts(q, k, v, causal=False):
-            return form.function(q, k, v, causal=False)
+    for impl in reversed(ops.attention.implementations.values()):
+        if impl.name != "reference" and impl.runs_on(platform) and impl.accepts(q, k, v, causal=False):
+            return impl.function(q, k, v, causal=False)
     raise InvalidParameterError(
-        f"attention: 'flash' has no form on {platform} for {q.shape[2]} heads of size {q.shape[3]} in {k.dtype}; "
-        "'chunked' runs everywhere"
+        f"attention: 'flash' has no implementation on {platform} for {q.shape[2]} heads of size {q.shape[3]} in "
+        f"{k.dtype}; 'chunked' runs everywhere"
     )
 
 
 def _auto(q: Array, k: Array, v: Array) -> Array:
-    form = ops.attention.select(q, k, v, causal=False)
-    if form.name == "plain" and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] > MAX_SCORES:
+    impl = ops.attention.select(q, k, v, causal=False)
+    if impl.name == "reference" and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] > MAX_SCORES:
         return _chunked(q, k, v)
-    return form.function(q, k, v, causal=False)
+    return impl.function(q, k, v, causal=False)
 
 
-ATTENTION: Mapping[str, Attend] = MappingProxyType(
+ATTENTION: Mapping[str, AttentionFn] = MappingProxyType(
     {"auto": _auto, "standard": _standard, "chunked": _chunked, "flash": _flash}
 )
-"""Forms of attention by name.
+"""Implementations of attention by name.
 
 - `auto`: what `ops.attention` chooses, in chunks where that would write out many scores.
 - `standard`: all scores written out; memory is `O(T S)`.
 - `chunked`: the same, 256 queries at a time.
-- `flash`: a form of `ops.attention` with memory linear in T; an error where there is none.
+- `flash`: an implementation of `ops.attention` with memory linear in T; an error where there is none.
 """
 
 
-def block_causal(attend: Attend, block: int) -> Attend:
+def block_causal(attend: AttentionFn, block: int) -> AttentionFn:
     """Attention in which a query sees the keys of its own block of `block` tokens and of earlier blocks.
 
     By ranges of keys, so that nothing is computed to be masked. The last block may be shorter.
@@ -269,7 +269,7 @@ class Projections(nnx.Module):
 class SelfAttention(Projections):
     """Attention among all tokens, with queries and keys turned by their positions."""
 
-    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: Attend) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: AttentionFn) -> Float[Array, "B T D"]:
         q = rotate(self.split(self.norm_q(self.q(x))), rotary)
         k = rotate(self.split(self.norm_k(self.k(x))), rotary)
         v = self.split(self.v(x))
@@ -294,7 +294,7 @@ class CrossAttention(Projections):
             v_img = self.split(self.v_img(image)).astype(self.dtype)
         return CrossKeys(k.astype(self.dtype), v.astype(self.dtype), k_img, v_img)
 
-    def __call__(self, x: Float[Array, "B T D"], keys: CrossKeys, attend: Attend) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], keys: CrossKeys, attend: AttentionFn) -> Float[Array, "B T D"]:
         q = self.split(self.norm_q(self.q(x)))
         out = attend(q, keys.k, keys.v)
         if keys.k_img is not None and keys.v_img is not None:
@@ -323,8 +323,8 @@ class Block(nnx.Module):
         e0: Float[Array, "B #F 6 D"],
         keys: CrossKeys,
         rotary: Rotary,
-        attend: Attend,
-        attend_self: Attend,
+        attend: AttentionFn,
+        attend_self: AttentionFn,
     ) -> Float[Array, "B F h w D"]:
         """One layer.
 

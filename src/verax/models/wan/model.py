@@ -303,7 +303,7 @@ class WanModel(nnx.Module):
             attention: a name of `wan_layers.ATTENTION`.
 
         Raises:
-            InvalidParameterError: for too large a video, an unknown form of attention, or an empty block.
+            InvalidParameterError: for too large a video, an unknown implementation of attention, or an empty block.
         """
         config = self.config
         _, F, h, w, _ = x.shape

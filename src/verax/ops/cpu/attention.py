@@ -1,4 +1,4 @@
-"""Native form of `ops.attention`: tiles of queries over blocks of keys, with memory linear in the sequence."""
+"""C++ kernel of `ops.attention`: tiles of queries over blocks of keys, with memory linear in the sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def takes(q: Any, k: Any, v: Any, num_kv_heads: int) -> bool:
 
 
 def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = None, scale: float | None = None) -> bool:
-    # With fewer keys than causal queries, the first queries see nothing, for which the plain form has its own answer.
+    # With fewer keys than causal queries, the first queries see nothing, for which the reference has its own answer.
     return takes(q, k, v, k.shape[2]) and (not causal or k.shape[1] >= q.shape[1])
 
 
@@ -52,16 +52,16 @@ def _attention(
 def _attention_jvp(
     causal: bool, scale: float | None, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Array, Array]:
-    # Where a derivative is taken, the plain form computes the value too: its softmax is what the derivative needs.
+    # Where a derivative is taken, the reference computes the value too: its softmax is what the derivative needs.
     *arrays, segments = primals
 
-    def plain(q: Array, k: Array, v: Array) -> Array:
+    def reference(q: Array, k: Array, v: Array) -> Array:
         return attention.__wrapped__(q, k, v, causal=causal, segments=segments, scale=scale)
 
-    return jax.jvp(plain, tuple(arrays), tangents[:3])
+    return jax.jvp(reference, tuple(arrays), tangents[:3])
 
 
-@attention.form("native", platforms=("cpu",), accepts=_accepts)
+@attention.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _attention_native(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

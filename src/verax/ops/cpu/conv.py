@@ -1,4 +1,4 @@
-"""Native form of `ops.conv3d` and `ops.conv2d`: patches are multiplied where they lie, frames of zeros skipped."""
+"""C++ kernel of `ops.conv3d` and `ops.conv2d`: patches are multiplied where they lie, frames of zeros skipped."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _conv3d_jvp(
     primals: tuple[Any, ...],
     tangents: tuple[Any, ...],
 ) -> tuple[Array, Array]:
-    def plain(x: Array, weight: Array, bias: Array | None, cache: Array | None) -> Array:
+    def reference(x: Array, weight: Array, bias: Array | None, cache: Array | None) -> Array:
         return conv3d.__wrapped__(x, weight, bias, stride=stride, padding=padding, cache=cache)
 
-    return _conv3d(*primals, stride, padding), jax.jvp(plain, primals, tangents)[1]
+    return _conv3d(*primals, stride, padding), jax.jvp(reference, primals, tangents)[1]
 
 
-@conv3d.form("native", platforms=("cpu",), accepts=_accepts)
+@conv3d.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _conv3d_native(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -73,7 +73,7 @@ def _conv3d_native(
     return _conv3d(x, weight, bias, cache, shape.stride, shape.sides[-2:])
 
 
-@conv2d.form("native", platforms=("cpu",), accepts=_accepts)
+@conv2d.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _conv2d_native(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],

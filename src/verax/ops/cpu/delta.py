@@ -1,4 +1,4 @@
-"""Native form of the delta rule's recurrence: chunks, or single tokens, with the state in the first cache levels."""
+"""C++ kernel of the delta rule's recurrence: chunks, or single tokens, with the state in the first cache levels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _accepts(x: DeltaInputs, initial_state: Any, cu_seqlens: Any = None, *, scal
     return dtypes and not isinstance(scale, jax.Array) and jax.device_count() == 1 and library.available()
 
 
-@delta_recurrence.form("native", platforms=("cpu",), accepts=_accepts)
+@delta_recurrence.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _delta_native(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],

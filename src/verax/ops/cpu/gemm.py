@@ -1,4 +1,4 @@
-"""Native form of `ops.linear` for many rows: blocks of both operands are packed and multiplied in cache."""
+"""Native implementation of `ops.linear` for many rows: blocks of both operands are packed and multiplied in cache."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
     return _product(*primals), jax.jvp(_plain, primals, tangents)[1]
 
 
-@linear.form("native_many", platforms=("cpu",), accepts=_accepts)
-def _linear_native_many(
+@linear.implementation("native_gemm", platforms=("cpu",), accepts=_accepts)
+def _linear_native_gemm(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     parts = (weight.values, weight.scales[:, 0]) if isinstance(weight, QuantizedWeight) else (weight, None)

@@ -1,4 +1,4 @@
-"""Native forms of LAM's published rules: a chunk at a time in the caches, the states of each head walking behind."""
+"""C++ kernels of LAM's published rules: a chunk at a time in the caches, the states of each head walking behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _accepts(q: Any, *_: Any, output_final_state: bool = False, **__: Any) -> bo
     return fits and jax.device_count() == 1 and library.available()
 
 
-@hierarchical_delta_rule.form("native", platforms=("cpu",), accepts=_accepts)
+@hierarchical_delta_rule.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _hierarchical_native(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -40,7 +40,7 @@ def _hierarchical_native(
     return _hierarchical(*_floats((q, k, v, beta, decays, gates, flux)), chunk_length(q.shape[1], chunk_size))
 
 
-@local_delta_rule.form("native", platforms=("cpu",), accepts=_accepts)
+@local_delta_rule.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _local_native(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -78,8 +78,8 @@ def _hierarchical(
 
 @_hierarchical.defjvp
 def _hierarchical_jvp(size: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    plain = partial(hierarchical_delta_rule.forms["factored"].function, chunk_size=size)
-    return _hierarchical(*primals, size), jax.jvp(plain, primals, tangents)[1]
+    reference = partial(hierarchical_delta_rule.implementations["factored"].function, chunk_size=size)
+    return _hierarchical(*primals, size), jax.jvp(reference, primals, tangents)[1]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(5,))
@@ -89,7 +89,7 @@ def _local(q: Array, k: Array, v: Array, beta: Array, gates: Pair, size: int) ->
 
 @_local.defjvp
 def _local_jvp(size: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    def plain(q: Array, k: Array, v: Array, beta: Array, gates: Pair) -> Array:
+    def reference(q: Array, k: Array, v: Array, beta: Array, gates: Pair) -> Array:
         return local_outputs(cut(q, k, v, beta, gates, gates, size))  # the decays play no part
 
-    return _local(*primals, size), jax.jvp(plain, primals, tangents)[1]
+    return _local(*primals, size), jax.jvp(reference, primals, tangents)[1]

@@ -93,7 +93,7 @@ def call(
     """Call a handler with one result. Under `vmap`: once by element.
 
     Raises:
-        MissingDependencyError: if there is no library, as when a native form is forced by name.
+        MissingDependencyError: if there is no library, as when a native implementation is forced by name.
     """
     return call_many(handler, [jax.ShapeDtypeStruct(tuple(shape), dtype)], *arrays, **attributes)[0]
 

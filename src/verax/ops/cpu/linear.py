@@ -1,4 +1,4 @@
-"""Native forms of `ops.linear`: few rows of x, at the speed at which the weight comes from memory."""
+"""Native implementations of `ops.linear`: few rows of x, at the speed at which the weight comes from memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from verax.ops.cpu import library
-from verax.ops.linear import Weight, linear, linear_many
+from verax.ops.linear import Weight, linear, multi_linear
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
 
-FORM = "native"
+IMPLEMENTATION = "native"
 
 MAX_ROWS = 32
 """Up to here XLA's matmul library is slower: 1.2 times at 32 rows of a 4096 x 11008 weight (`verax bench ops`)."""
@@ -32,12 +32,12 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
         few = math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
     else:
         few = math.prod(x.shape[:-1]) <= MAX_ROWS and weight.dtype in (jnp.float32, jnp.bfloat16)
-    # One device: a mesh divides plain products over its devices, but not a kernel that it knows nothing about.
+    # One device: a mesh divides reference products over its devices, but not a kernel that it knows nothing about.
     return few and jax.device_count() == 1 and library.available()
 
 
-def _accepts_many(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
-    return len({_kind(weight) for weight in weights}) == 1 and linear.select(x, weights[0]).name == FORM
+def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
+    return len({_kind(weight) for weight in weights}) == 1 and linear.select(x, weights[0]).name == IMPLEMENTATION
 
 
 def _kind(weight: Any) -> tuple[Any, ...]:
@@ -68,8 +68,8 @@ def _products_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tu
     return _products(*primals), tangent
 
 
-@linear_many.form(FORM, platforms=("cpu",), accepts=_accepts_many)
-def _linear_many_native(
+@multi_linear.implementation(IMPLEMENTATION, platforms=("cpu",), accepts=_accepts_multi)
+def _multi_linear_native(
     x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any] | None = None
 ) -> tuple[Array, ...]:
     rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights))
@@ -78,8 +78,8 @@ def _linear_many_native(
     return tuple(y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs)
 
 
-@linear.form(FORM, platforms=("cpu",), accepts=_accepts)
+@linear.implementation(IMPLEMENTATION, platforms=("cpu",), accepts=_accepts)
 def _linear_native(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    return _linear_many_native(x, [weight], [bias])[0]
+    return _multi_linear_native(x, [weight], [bias])[0]

@@ -1,4 +1,4 @@
-"""The native form of `ops.rms_norm`: one pass over a row that is in the cache, where XLA runs several programs."""
+"""C++ kernel of `ops.rms_norm`: one pass over a row that is in the cache, where XLA runs several programs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def _normalize_jvp(eps: float, primals: tuple[Array, Array], tangents: tuple[Arr
     return jax.jvp(lambda x, weight: rms_norm.__wrapped__(x, weight, eps), primals, tangents)
 
 
-@rms_norm.form("native", platforms=("cpu",), accepts=_accepts)
+@rms_norm.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _rms_norm_native(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
     return _normalize(x, weight, eps)

@@ -1,4 +1,4 @@
-"""The native form of `ops.sampling.sample`: a row in the caches of one core, where XLA goes over it in memory."""
+"""C++ kernel of `ops.sampling.sample`: a row in the caches of one core, where XLA goes over it in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _accepts(logits: Any, params: Any, u: Any) -> bool:
     return logits.shape[-1] > 0 and jax.device_count() == 1 and library.available()
 
 
-@sample.form("native", platforms=("cpu",), accepts=_accepts)
+@sample.implementation("native", platforms=("cpu",), accepts=_accepts)
 def _sample_native(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     floats = (x.astype(jnp.float32) for x in (params.top_p, params.min_p, u))
     return library.call(

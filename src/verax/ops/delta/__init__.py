@@ -1,9 +1,10 @@
 """The delta rule and its family: linear attention whose state replaces what it held for a key (docs/delta.md).
 
-One recurrence (`DeltaInputs`) with a plain form, a chunked form and a decode step, and the published rules as cases.
+One recurrence (`DeltaInputs`) with a reference, a chunked implementation and a decode step; the published rules are its
+cases.
 """
 
-from verax.ops.delta import _chunk, _step  # noqa: F401  (they register their forms)
+from verax.ops.delta import _chunk, _step  # noqa: F401  (they register their implementations)
 from verax.ops.delta._inputs import DeltaInputs
 from verax.ops.delta._parallel import sequence_parallel
 from verax.ops.delta._recurrence import delta_recurrence

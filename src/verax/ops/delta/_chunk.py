@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
     inner: Float[Array, "*B C C"]
 
 
-@delta_recurrence.form("chunk")
+@delta_recurrence.implementation("chunk")
 def _delta_chunk(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],
@@ -78,7 +78,7 @@ def chunk_forward(
     erase_before_decay: bool,
     chunk_size: int | None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"], Float[Array, "n B HV K V"]]:
-    """What the chunked form returns and, for `chunk_backward`, the state before each chunk."""
+    """What the chunked implementation returns and, for `chunk_backward`, the state before each chunk."""
     layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
     chunks = _to_chunks(x.ready(scale, use_qk_l2norm), layout)
     (out, states), (*_, before) = _walk_forward(chunks, _by_heads(initial_state, x), layout.owner, erase_before_decay)

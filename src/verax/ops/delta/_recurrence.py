@@ -1,4 +1,4 @@
-"""The recurrence token by token: the plain form, which is the oracle of the others."""
+"""The recurrence token by token: the reference, which is the oracle of the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def delta_recurrence(
         scale: factor on the outputs.
         use_qk_l2norm: normalise `read`, `erase` and `write` first, see `l2_normalize`.
         erase_before_decay: the erase key reads the state as it was before this token's decay.
-        chunk_size: tokens handled at a time by the forms that chunk; the result does not depend on it.
+        chunk_size: tokens handled at a time by the implementations that chunk; the result does not depend on it.
     """
     x = x.ready(scale, use_qk_l2norm)
     T = x.v.shape[1]

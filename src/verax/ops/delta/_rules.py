@@ -25,7 +25,7 @@ __all__ = [
     "kda",
 ]
 
-FORMS = {"recurrent": "plain", "chunk": "chunk", "step": "step"}
+IMPLEMENTATIONS = {"recurrent": "reference", "chunk": "chunk", "step": "step"}
 
 
 class DeltaOptions(TypedDict, total=False):
@@ -248,8 +248,8 @@ def _run(
     check_shapes(
         k=(k, q.shape), v=(v, (B, T, HV, V)), beta=(beta, (B, T, HV)), initial_state=(initial_state, (N, HV, K, V))
     )
-    if mode not in ("auto", *FORMS):
-        raise InvalidParameterError(f"mode: expected auto, {', '.join(FORMS)}, got {mode!r}")
+    if mode not in ("auto", *IMPLEMENTATIONS):
+        raise InvalidParameterError(f"mode: expected auto, {', '.join(IMPLEMENTATIONS)}, got {mode!r}")
     if mode == "step" and (steps != T or cu_seqlens is not None):
         raise InvalidParameterError(f"mode: step takes one token of each sequence of a batch, got T = {T // steps}")
     if chunk_size is not None and (chunk_size < SMALLEST_CHUNK or chunk_size & (chunk_size - 1)):
@@ -266,7 +266,7 @@ def _run(
     )
     state = jnp.zeros((N, HV, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
     offsets = None if cu_seqlens is None else cu_seqlens * steps
-    run = delta_recurrence if mode == "auto" else delta_recurrence.forms[FORMS[mode]].function
+    run = delta_recurrence if mode == "auto" else delta_recurrence.implementations[IMPLEMENTATIONS[mode]].function
     out, state = run(
         x,
         state,

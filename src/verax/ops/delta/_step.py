@@ -19,7 +19,7 @@ def _is_step(x: DeltaInputs, initial_state: object, cu_seqlens: object = None, *
     return cu_seqlens is None and 1 <= x.read.shape[1] <= STEP_TOKENS
 
 
-@delta_recurrence.form("step", accepts=_is_step)
+@delta_recurrence.implementation("step", accepts=_is_step)
 def _delta_step(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],

@@ -1,1 +1,1 @@
-"""Fast forms for GPUs: what JAX and the vendors' libraries have, registered with the operations."""
+"""Fast implementations for GPUs: what JAX and the vendors' libraries have, registered with the operations."""

@@ -40,7 +40,7 @@ def _is_nvidia(capability: int) -> bool:
     return major.isdigit() and int(major) >= capability
 
 
-@attention.form("cudnn", platforms=("gpu",), accepts=_accepts)
+@attention.implementation("cudnn", platforms=("gpu",), accepts=_accepts)
 def _attention_cudnn(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

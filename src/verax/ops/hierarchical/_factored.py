@@ -49,7 +49,7 @@ class Within(NamedTuple):
     """Of the keys and of U, over the tokens."""
 
 
-@hierarchical_delta_rule.form("factored")
+@hierarchical_delta_rule.implementation("factored")
 def _hierarchical_factored(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -109,7 +109,7 @@ def read(
     return joined(shares[..., :1] * fast + shares[..., 1:] * slow)
 
 
-@local_delta_rule.form("factored")
+@local_delta_rule.implementation("factored")
 def _local_factored(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],

@@ -99,7 +99,7 @@ def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:
     """Contrastive loss of a batch of first phrasings, then second ones; products in bfloat16."""
     graph, params = nnx.split(model)
     encode: Any = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
-    with ops.use_forms(linear=ROUNDED_GRADIENT):
+    with ops.use_implementations(linear=ROUNDED_GRADIENT):
         hidden = encode(batch["tokens"], batch["lengths"])
     first, second = jnp.split(normalized(pool(hidden, batch["lengths"], "mean")), 2)
     return contrastive_loss(first, second, TEMPERATURE)

@@ -122,7 +122,7 @@ def packed_loss(model: Qwen3ForCausalLM, batch: dict[str, Array]) -> Float[Array
     ) -> Float[Array, "B T N H"]:
         return ops.attention(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), segments=visible[:, :-1])
 
-    with ops.use_forms(linear=ROUNDED_GRADIENT):
+    with ops.use_implementations(linear=ROUNDED_GRADIENT):
         logits = model.logits(model(tokens[:, :-1], at[:, :-1], attend))
     return next_token_loss(logits, tokens, segments)
 

@@ -14,7 +14,7 @@ from verax.ops.conv import ConvShape, Padding, Stride
 __all__ = ["OWN_GRADIENT"]
 
 OWN_GRADIENT = "own_gradient"
-"""Form of `ops.conv2d` and `ops.conv3d` for `ops.use_forms`.
+"""Implementation of `ops.conv2d` and `ops.conv3d` for `ops.use_implementations`.
 
 XLA's own gradients of a convolution with few channels are ten times slower on a CPU. The gradient to the input is a
 convolution of the incoming gradient with the kernel turned round; that to the kernel one of the input, with channels in
@@ -25,12 +25,12 @@ Sides = tuple[tuple[int, int], ...]
 
 
 def _valid(x: Array, weight: Array) -> Array:
-    """Convolution of stride 1 without padding, by the quickest form, in the dtype of `x`."""
+    """Convolution of stride 1 without padding, by the quickest implementation, in the dtype of `x`."""
     before = x[:, :0]
-    native = ops.conv3d.forms.get("native")
+    native = ops.conv3d.implementations.get("native")
     if native is not None and native.runs_on(jax.default_backend()) and native.accepts(x, weight, cache=before):
         return native.function(x, weight, cache=before)
-    return ops.conv3d.forms["plain"].function(x, weight, cache=before)
+    return ops.conv3d.implementations["reference"].function(x, weight, cache=before)
 
 
 def _spread(x: Array, low: tuple[int, ...], high: tuple[int, ...], between: tuple[int, ...]) -> Array:
@@ -48,9 +48,9 @@ def _convolve(x: Array, weight: Array, stride: tuple[int, ...], sides: Sides) ->
     padded = _padded(x, sides)
     if stride == (1, 1, 1):
         return _valid(padded, weight)
-    native = ops.conv3d.forms.get("native")
-    form = native if native is not None and native.accepts(padded, weight) else ops.conv3d.forms["plain"]
-    return form.function(padded, weight, stride=stride, cache=padded[:, :0])
+    native = ops.conv3d.implementations.get("native")
+    impl = native if native is not None and native.accepts(padded, weight) else ops.conv3d.implementations["reference"]
+    return impl.function(padded, weight, stride=stride, cache=padded[:, :0])
 
 
 def _forward(x: Array, weight: Array, stride: tuple[int, ...], sides: Sides) -> tuple[Array, tuple[Array, Array]]:
@@ -82,7 +82,7 @@ def _backward(
 _convolve.defvjp(_forward, _backward)
 
 
-@ops.conv3d.form(OWN_GRADIENT, accepts=None)
+@ops.conv3d.implementation(OWN_GRADIENT, accepts=None)
 def _conv3d_own_gradient(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -101,7 +101,7 @@ def _conv3d_own_gradient(
     return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-@ops.conv2d.form(OWN_GRADIENT, accepts=None)
+@ops.conv2d.implementation(OWN_GRADIENT, accepts=None)
 def _conv2d_own_gradient(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],

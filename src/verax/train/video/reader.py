@@ -72,7 +72,7 @@ def train_reader(
 
     def loss(params: nnx.State, batch: dict[str, Array]) -> Float[Array, ""]:
         model = nnx.merge(graph, params)
-        with ops.use_forms(linear=ROUNDED_GRADIENT, rms_norm="plain"):
+        with ops.use_implementations(linear=ROUNDED_GRADIENT, rms_norm="reference"):
             states = model.text_encoder(batch["tokens"], batch["lengths"])
         return told_loss(model, states, batch["lengths"], batch["labels"])
 

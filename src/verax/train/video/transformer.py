@@ -168,7 +168,9 @@ def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
     evenly = (jnp.arange(len(clean)) + jax.random.uniform(times, clean.shape[:1])) / len(clean)
     level = SHIFT * evenly / (1 + (SHIFT - 1) * evenly)
     noisy = clean + level[:, None, None, None, None] * (noise - clean)
-    with ops.use_forms(linear=ROUNDED_GRADIENT, attention="plain", layer_norm="plain", rms_norm="plain"):
+    with ops.use_implementations(
+        linear=ROUNDED_GRADIENT, attention="reference", layer_norm="reference", rms_norm="reference"
+    ):
         text = model.reader.text_encoder(batch["tokens"], batch["lengths"])
         image = model.image_encoder(normalized_picture(batch["first"])) * with_image[:, None, None]
         context = model.transformer.encode_context(text, image)

@@ -197,7 +197,7 @@ def loss(model: WanVae, batch: dict[str, Array]) -> Float[Array, ""]:
     graph, params = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     frames = colours(batch["pixels"])
-    with ops.use_forms(conv2d=OWN_GRADIENT, conv3d=OWN_GRADIENT, linear=ROUNDED_GRADIENT):
+    with ops.use_implementations(conv2d=OWN_GRADIENT, conv3d=OWN_GRADIENT, linear=ROUNDED_GRADIENT):
         mean, log_variance = model.encode_distribution(frames)
         noise = jax.random.normal(jax.random.key(batch["seed"]), mean.shape)
         latents = mean + jnp.exp(0.5 * log_variance) * noise
