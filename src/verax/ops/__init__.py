@@ -2,6 +2,7 @@
 
 from verax.ops import delta, hierarchical, sampling
 from verax.ops._dispatch import Implementation, Operation, operation, operations, use_implementations
+from verax.ops._target import Target, target, use_target
 from verax.ops.attention import attention
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
@@ -33,6 +34,7 @@ __all__ = [
     "QuantizedPages",
     "QuantizedWeight",
     "RotaryConfig",
+    "Target",
     "apply_rotary",
     "attention",
     "comba",
@@ -61,6 +63,8 @@ __all__ = [
     "rotary_tables",
     "sampling",
     "short_convolution",
+    "target",
     "use_implementations",
+    "use_target",
     "write_pages",
 ]
