@@ -167,24 +167,30 @@ def peak_device_memory() -> int | None:
 
 @contextlib.contextmanager
 def peak_growth() -> Iterator[Callable[[], int | None]]:
-    """Most bytes that this process holds while the block runs, beyond what it held before; None unless on Linux.
+    """Peak of this process's memory while the block runs, in bytes beyond what it held before; None unless on Linux.
 
-    What is yielded gives the number, when called after the block.
+    The context's value is a function that returns the number, to be called after the block. The kernel keeps the peak
+    (`VmHWM`), so it does not depend on when this process gets to run. Pages of mapped files that the kernel takes back
+    meanwhile, as it does when memory is short, count as not held before. Memory that other threads free meanwhile does
+    lower the number: a process has one peak.
     """
     grown: list[int] = []
     try:
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is held now (man 5 proc)
-        before = _high_water()
+        before = _memory_status()
     except OSError:
         before = None
     yield lambda: grown[0] if grown else None
     if before is not None:
-        grown.append(_high_water() - before)
+        after = _memory_status()
+        taken_back = max(0, before["RssFile"] - after["RssFile"])
+        grown.append(after["VmHWM"] - (before["VmHWM"] - taken_back))
 
 
-def _high_water() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+def _memory_status() -> dict[str, int]:
+    """Peak (`VmHWM`) and pages of mapped files (`RssFile`) of this process, in bytes."""
+    fields = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(value.split()[0]) * 1024 for name, _, value in fields if name in ("VmHWM", "RssFile")}
 
 
 def _cpu_name() -> str:
