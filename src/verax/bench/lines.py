@@ -7,7 +7,7 @@ from typing import Any
 
 from verax.bench.timing import ENOUGH_RUNS
 
-__all__ = ["noise_line", "outliers", "rounds"]
+__all__ = ["noise_line", "outliers", "rounds", "sides_lines"]
 
 
 def noise_line(noise: Mapping[str, Any]) -> str:
@@ -34,3 +34,39 @@ def outliers(sides: Mapping[str, Any], *, unit: float = 1.0, name: str = "s") ->
         if numbers.get("outliers")
     ]
     return ["", f"Outliers, which count like every run: {'; '.join(shown)}."] if shown else []
+
+
+def sides_lines(result: Mapping[str, Any], rate: str, *, digits: int, rate_digits: int) -> list[str]:
+    """Table of all sides with outliers, ratios and the work of our side below it.
+
+    Args:
+        result: with `sides`, `ratios` and perhaps `work`.
+        rate: name of the last column, such as `tokens/s`.
+        digits: decimals of seconds.
+        rate_digits: decimals of the rate.
+    """
+    lines = ["", f"| side | median s | P10-P90 s | {rate} |", "|---|---|---|---|"]
+    for name, side in result["sides"].items():
+        low, middle, high = (f"{side[key]:.{digits}f}" for key in ("p10_s", "median_s", "p90_s"))
+        lines.append(f"| {name} | {middle} | {low}-{high} | {side['rate']:.{rate_digits}f} |")
+    return [*lines, *outliers(result["sides"]), *_ratio_lines(result), *_work_lines(result)]
+
+
+def _ratio_lines(result: Mapping[str, Any]) -> list[str]:
+    if not result["ratios"]:
+        return []
+    lines = ["", "Ratios are medians over the rounds of the ratio within a round.", ""]
+    return [*lines, *(f"- {name}: {ratio:.2f}x" for name, ratio in result["ratios"].items())]
+
+
+def _work_lines(result: Mapping[str, Any]) -> list[str]:
+    """Least work of our side, against the machine's limits."""
+    if "work" not in result:
+        return []
+    work = result["work"]
+    return [
+        "",
+        f"verax read {work['bytes_moved'] / 1e9:.1f} GB of weights and did {work['flops'] / 1e12:.3g} TFLOP of "
+        f"products with them (attention left out): {work['gb_per_s']:.1f} GB/s, {work['gflop_per_s']:.0f} GFLOP/s, "
+        f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
+    ]

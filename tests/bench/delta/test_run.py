@@ -14,6 +14,7 @@ from verax.bench.delta import baselines, flops, gated, lam
 from verax.bench.delta import run as bench
 from verax.bench.delta.case import Case, check, torch_side
 from verax.bench.delta.page import plot
+from verax.bench.delta.sizes import CONFIGURATIONS, SECTIONS
 from verax.bench.results import markdown, write
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 
@@ -72,7 +73,7 @@ def small():
         sizes = dict(vocab_size=40, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=3)
         patch.setattr(lam, "LAM", dataclasses.replace(lam.LAM, **sizes))
         patch.setattr(lam, "SENTENCES", {"Short": (2, 64)})
-        patch.setitem(bench.CONFIGURATIONS, "Small", (2, 2, 32))
+        patch.setitem(CONFIGURATIONS, "Small", (2, 2, 32))
         patch.setattr(gated, "HEADS", 2)
         patch.setattr(gated, "SIZE", 16)
         patch.setattr(gated, "DECODE", (3, 2, 16))
@@ -89,7 +90,7 @@ def result(small):
 def test_all_sides_do_the_same_work_and_are_in_one_result(result):
     cases = {(case["section"], case["case"]): case for case in result["cases"]}
     names = ["Short, variant B", "Short, variant C"]
-    assert list(cases) == [(name, "Small") for name in bench.SECTIONS[:3]] + [("decode", "Step")] + [
+    assert list(cases) == [(name, "Small") for name in SECTIONS[:3]] + [("decode", "Step")] + [
         ("encoder", name) for name in names
     ]
     transformers = {"transformers chunk", "transformers recurrent"}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verax import plots
+from verax.bench.delta.sizes import CONFIGURATIONS
 from verax.bench.lines import outliers, rounds
 
-__all__ = ["page", "plot"]
+__all__ = ["KIND", "plot", "render", "slug"]
+
+KIND = "delta"
 
 TITLES = {
     "rule": "LAM's published rule by itself",
@@ -37,7 +41,7 @@ COLOURS = {"verax": "C0", "torch": "C1", "transformers": "C2", "fla": "C3"}
 """By the first word of a side's name."""
 
 
-def page(result: dict[str, Any]) -> list[str]:
+def render(result: Mapping[str, Any]) -> list[str]:
     """Markdown: how to read the numbers, then a table a section."""
     settings = result["settings"]
     where = result["cases"][0]["sides"] if result["cases"] else {}
@@ -69,6 +73,13 @@ def page(result: dict[str, Any]) -> list[str]:
     if result["cython_s"]:
         lines += [f"Cython and the C++ compiler took {result['cython_s']:.1f} s, once for all."]
     return lines
+
+
+def slug(result: Mapping[str, Any]) -> list[str]:
+    """Parts of the file name: the sections, and the configurations where they are not all of them."""
+    settings = result["settings"]
+    chosen = settings["configurations"]
+    return [*settings["operations"], *(name.lower() for name in chosen if len(chosen) < len(CONFIGURATIONS))]
 
 
 def _sizes(cases: list[dict[str, Any]]) -> list[str]:

@@ -14,18 +14,13 @@ from verax.bench.delta.baselines import find_peers
 from verax.bench.delta.case import measure
 from verax.bench.delta.gated import decode_cases, gated_cases
 from verax.bench.delta.lam import encoder_cases, layer_cases, rule_cases
+from verax.bench.delta.sizes import CONFIGURATIONS, SECTIONS
 from verax.bench.harness import Benchmark
 from verax.bench.timing import UNTIMED
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 
-__all__ = ["CONFIGURATIONS", "SECTIONS", "bench_delta"]
-
-CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
-"""The report's: batch, chunks, tokens of a chunk; 12 heads."""
-
-SECTIONS = ("rule", "layer", "gated", "decode", "encoder")
-"""LAM's published rule by itself and the layer around it, the exact gated rule and its decode step, LAM's encoder."""
+__all__ = ["bench_delta"]
 
 
 def bench_delta(

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from verax.bench.delta.run import CONFIGURATIONS, bench_delta
+from verax.bench.delta.run import bench_delta
+from verax.bench.delta.sizes import CONFIGURATIONS
 from verax.bench.harness import Benchmark
 from verax.bench.ops.attention import paged_decode_case
 from verax.bench.ops.run import measure_case

@@ -1,12 +1,13 @@
-"""The comparisons of `verax bench video` and `verax bench teacache` for readers."""
+"""Page of `verax bench video`: times and memory of each stage."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["cache_page", "page"]
+__all__ = ["KIND", "render", "slug"]
+
+KIND = "video"
 
 COLUMNS = (
     "stage",
@@ -25,7 +26,7 @@ COLUMNS = (
 TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
 
 
-def page(result: dict[str, Any]) -> list[str]:
+def render(result: Mapping[str, Any]) -> list[str]:
     """Markdown: what was done, a table of times, a table of memory."""
     settings = result["settings"]
     layers = f", {settings['layers']} layers" if settings["layers"] else ""
@@ -63,6 +64,16 @@ def page(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def slug(result: Mapping[str, Any]) -> list[str]:
+    """Parts of the file name: model, layers where they are not all, stages, dtype, and size of the clip."""
+    settings = result["settings"]
+    frames = "-".join(map(str, settings["frames"]))
+    layers = [f"{settings['layers']}-layers"] if settings["layers"] else []
+    stages = settings["stages"] if result["cases"] else ["memory"]
+    clip = f"{frames}x{settings['height']}x{settings['width']}"
+    return [settings["size"], *layers, *stages, settings["dtype"], clip]
+
+
 def _row(case: dict[str, Any], name: str) -> str:
     side = case["sides"][name]
     cells = [TITLES[case["stage"]], str(case["frames"]), name, f"{side['median_s']:.2f}"]
@@ -81,27 +92,3 @@ def _calls(case: dict[str, Any]) -> str:
     if "break_even" not in case:
         return ""
     return "never" if case["break_even"] is None else f"after {case['break_even']}"
-
-
-def cache_page(result: dict[str, Any]) -> list[str]:
-    """Markdown: what TeaCache costs, a row for each threshold."""
-    settings = result["settings"]
-    count, height, width = settings["frames"]
-    lines = [
-        f"# TeaCache: {Path(settings['model']).name}, {settings['dtype']}",
-        "",
-        f"{len(settings['prompts'])} clips of {count} frames of {height} x {width}, each made without TeaCache and "
-        "then with each threshold from the same noise; PSNR in dB of the second beside the first. Seconds: median of "
-        f"the loop over {settings['steps']} steps.",
-        "",
-        "| threshold | steps computed | s | times as fast | PSNR, mean | PSNR, worst clip |",
-        "|---|---|---|---|---|---|",
-        f"| none | {settings['steps']} | {result['seconds']:.3g} | 1 | | |",
-    ]
-    for row in result["thresholds"]:
-        found = [psnr for psnr in row["psnr"] if psnr is not None]
-        cells = [f"{row['threshold']:g}", f"{row['computed']} of {settings['steps']}", f"{row['seconds']:.3g}"]
-        cells += [f"{result['seconds'] / row['seconds']:.2f}"]
-        cells += [f"{fmean(found):.1f}", f"{min(found):.1f}"] if found else ["no difference", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines

@@ -221,7 +221,7 @@ def embeddings(
 
         verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
     """
-    from verax.bench.embed import bench_embed
+    from verax.bench.embed.run import bench_embed
 
     result = bench_embed(
         model,
@@ -266,7 +266,8 @@ def delta(
     """
     from verax import plots
     from verax.bench.delta.page import plot
-    from verax.bench.delta.run import CONFIGURATIONS, SECTIONS, bench_delta
+    from verax.bench.delta.run import bench_delta
+    from verax.bench.delta.sizes import CONFIGURATIONS, SECTIONS
 
     if output is not None:
         plots.pyplot()  # before the work, not after it

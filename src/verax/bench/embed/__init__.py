@@ -1,0 +1,1 @@
+"""Sentence embeddings beside transformers: `verax bench embed`."""

@@ -1,0 +1,71 @@
+"""Page of `verax bench text`: times of all sides, start-up, parts of a decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verax.bench.lines import rounds, sides_lines
+
+__all__ = ["KIND", "render", "slug"]
+
+KIND = "text"
+
+USUAL_PROMPTS = {"founding": 4, "prompt": 1}
+"""Prompts of a workload if no other number is given."""
+
+
+def render(result: Mapping[str, Any]) -> list[str]:
+    """Markdown lines: settings, times of all sides, start-up, and the parts of a decode step if they were measured."""
+    settings, start = result["settings"], result["start_up"]
+    lines = [
+        f"# Text: {settings['workload']}, {settings['model']}, {precision(settings)}",
+        "",
+        f"{settings['requests']} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
+        f"temperature {settings['temperature']}; {rounds(result)}."
+        + (" Tokens are the prompts'." if settings["workload"] == "prompt" else ""),
+        *sides_lines(result, "tokens/s", digits=2, rate_digits=1),
+        "",
+        f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s"
+        + (f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else "")
+        + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
+        f"during the runs. Cache: {start['kv_cache']}.",
+    ]
+    if "decode_step" in result:
+        lines += _breakdown_table(result["decode_step"])
+    return lines
+
+
+def slug(result: Mapping[str, Any]) -> list[str]:
+    """Parts of the file name: workload, shapes, precision, and the workload's size where it is not the usual one."""
+    settings = result["settings"]
+    shapes = [settings["shapes"]] if settings.get("shapes") not in (None, "qwen3") else []
+    return [settings["workload"], *shapes, precision(settings), *_size(settings)]
+
+
+def _size(settings: Mapping[str, Any]) -> list[str]:
+    count, workload = settings["requests"], settings["workload"]
+    usual = USUAL_PROMPTS.get(workload, count)
+    prompts = [] if count == usual else [f"{count}-prompt{'s' if count > 1 else ''}"]
+    return prompts + ([f"{settings['prompt_tokens'] // count}-tokens"] if workload == "prompt" else [])
+
+
+def precision(settings: Mapping[str, Any]) -> str:
+    """Precision of verax's weights, and of its cache if that is another."""
+    weights = settings["quantization"] or settings["dtype"]
+    cache = settings["kv_cache_dtype"]
+    return weights if cache == "auto" else f"{weights}, {cache} cache"
+
+
+def _breakdown_table(step: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "",
+        f"A decode step of {step['rows']} sequences of about {step['length']} tokens: {step['whole_ms']:.1f} ms, "
+        f"{step['weight_gb_per_s']:.1f} GB/s of weights, {100 * step['fraction_of_bandwidth']:.0f}% of the measured "
+        "bandwidth.",
+        "",
+        "| part | ms |",
+        "|---|---|",
+    ]
+    lines += [f"| {part} | {ms:.1f} |" for part, ms in step["parts_ms"].items()]
+    return [*lines, f"| host (beside the device) | {step['host_ms']:.1f} |"]
