@@ -17,7 +17,7 @@ def test_transformers_generates_what_the_engine_generates(tmp_path):
 
     tiny_checkpoint(tmp_path)
     theirs = TransformersSide(tmp_path, "float32")
-    workload = Workload("founding", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 8), 0.0)
+    workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 8), 0.0)
     assert theirs.naive(workload) == theirs.batched(workload) == 16
     ours = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_model_len=32, use_tqdm=False)
     outputs = ours.generate([list(p) for p in workload.prompts], workload.params(), use_tqdm=False)
@@ -30,7 +30,7 @@ def test_transformers_generates_what_the_engine_generates(tmp_path):
 
 def test_all_sides_are_in_one_interleaved_result(tmp_path):
     tiny_checkpoint(tmp_path, dtype=jnp.bfloat16)
-    workload = Workload("founding", ((5, 6, 7), (8, 9)), (3, 2), 0.7)
+    workload = Workload("short-prompts", ((5, 6, 7), (8, 9)), (3, 2), 0.7)
     result = bench_text(str(tmp_path), lambda vocab_size: workload, runs=1, warmup=1, against=("transformers",))
     assert set(result["sides"]) == {"transformers naive", "transformers batched", "verax"}
     assert set(result["ratios"]) == {"verax / transformers naive", "verax / transformers batched"}

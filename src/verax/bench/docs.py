@@ -20,7 +20,7 @@ FILE = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)-(?P<machine>.+?)-(?P<cores>\d+)c-(
 
 
 class Results:
-    """The results in a folder, by what they are of: `text-founding-int8`, say. Of several, the latest."""
+    """The results in a folder, by what they are of: `text-short-prompts-int8`, say. Of several, the latest."""
 
     def __init__(self, folder: Path):
         self._folder = folder

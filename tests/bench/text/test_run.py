@@ -12,7 +12,7 @@ from verax import cli
 from verax.bench.results import markdown, write
 from verax.bench.text import run as text
 from verax.bench.text.run import bench_text
-from verax.bench.text.workload import Workload, founding, nano_vllm, prompt
+from verax.bench.text.workload import Workload, nano_vllm, prompt
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 
@@ -24,12 +24,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def result(folder):
-    workload = Workload("founding", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
+    workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
     return bench_text(folder, lambda vocab_size: workload, runs=2, warmup=1, dtype="float32", split=True)
 
 
-def test_the_founding_case_is_four_prompts_of_a_hundred_tokens():
-    workload = founding(1000)
+def test_short_prompts_are_four_prompts_of_a_hundred_tokens():
+    workload = short_prompts(1000)
     assert len(workload.prompts) == 4
     assert workload.max_tokens == (100,) * 4
     assert workload.temperature == 0.7
@@ -60,7 +60,7 @@ def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, tmp_pat
 
 
 def test_quantised_weights_run_beside_our_own_unquantised_ones(folder):
-    workload = Workload("founding", ((5, 6, 7),), (4,), 0.0)
+    workload = Workload("short-prompts", ((5, 6, 7),), (4,), 0.0)
     result = bench_text(
         folder, lambda _: workload, runs=1, warmup=0, dtype="float32", quantization="int8", against=("verax",)
     )
@@ -89,7 +89,7 @@ def test_what_our_side_did_is_counted_against_the_limit(result, folder):
 
 
 def test_steps_are_those_of_the_longest_answer_or_of_all_in_turn():
-    workload = Workload("founding", ((5,), (6,), (7,)), (4, 6, 5), 0.7)
+    workload = Workload("short-prompts", ((5,), (6,), (7,)), (4, 6, 5), 0.7)
     assert [workload.steps(n) for n in (1, 2, 3)] == [15, 8, 6]
 
 
@@ -128,13 +128,13 @@ def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
     with pytest.raises(
         InvalidParameterError, match=r"against: expected transformers or llama.cpp or verax, got 'vllm'"
     ):
-        bench_text(None, founding, runs=1, warmup=0, against=("vllm",))
+        bench_text(None, short_prompts, runs=1, warmup=0, against=("vllm",))
     with pytest.raises(InvalidParameterError, match=r"against: verax is our side unquantised; give quantization"):
-        bench_text(None, founding, runs=1, warmup=0, against=("verax",))
+        bench_text(None, short_prompts, runs=1, warmup=0, against=("verax",))
     with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
-        bench_text(None, founding, runs=1, warmup=0, dtype="int8")
+        bench_text(None, short_prompts, runs=1, warmup=0, dtype="int8")
     with pytest.raises(InvalidParameterError, match=r"shapes: expected qwen3 or hybrid, got 'llama'"):
-        bench_text(None, founding, runs=1, warmup=0, shapes="llama")
+        bench_text(None, short_prompts, runs=1, warmup=0, shapes="llama")
 
 
 @pytest.mark.parametrize(

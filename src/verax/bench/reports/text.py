@@ -13,7 +13,7 @@ from verax.bench.ops.attention import paged_decode_case
 from verax.bench.ops.run import measure_case
 from verax.bench.reports.tables import Table, deviation, milliseconds, not_run, times
 from verax.bench.text.run import bench_text
-from verax.bench.text.workload import founding
+from verax.bench.text.workload import short_prompts
 
 __all__ = ["delta_tables", "generation_tables", "paged_tables"]
 
@@ -30,11 +30,11 @@ PEER_NAMES = {
 
 
 def generation_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
-    """Hugging Face prompt by prompt and in one batch, and our engine: the founding case, fewer tokens if quick."""
+    """Hugging Face prompt by prompt and in one batch, and our engine: short prompts, fewer tokens if quick."""
     runs, tokens = (3, 16) if quick else (10, 100)
     result = bench_text(
         None,
-        lambda vocab_size: founding(vocab_size, max_tokens=tokens),
+        lambda vocab_size: short_prompts(vocab_size, max_tokens=tokens),
         runs=runs,
         warmup=1,
         against=("transformers",),

@@ -11,7 +11,7 @@ __all__ = ["KIND", "render", "slug"]
 
 KIND = "text"
 
-USUAL_PROMPTS = {"founding": 4, "prompt": 1}
+USUAL_PROMPTS = {"short-prompts": 4, "prompt": 1}
 """Prompts of a workload if no other number is given."""
 
 

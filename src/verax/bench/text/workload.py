@@ -9,7 +9,7 @@ import numpy as np
 
 from verax.text.sampling_params import SamplingParams
 
-__all__ = ["WORKLOADS", "Workload", "founding", "nano_vllm", "prompt"]
+__all__ = ["WORKLOADS", "Workload", "nano_vllm", "prompt", "short_prompts"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Workload:
         return [SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True) for m in self.max_tokens]
 
 
-def founding(vocab_size: int, *, requests: int = 4, max_tokens: int = 100, temperature: float = 0.7) -> Workload:
-    """The founding report's case: short prompts, 100 new tokens each, temperature 0.7."""
+def short_prompts(vocab_size: int, *, requests: int = 4, max_tokens: int = 100, temperature: float = 0.7) -> Workload:
+    """Short prompts of random tokens, 100 new tokens each, temperature 0.7: the case of the earlier ports."""
     rng = np.random.default_rng(0)
     prompts = tuple(tuple(rng.integers(3, vocab_size, 12 + 4 * (i % 4)).tolist()) for i in range(requests))
-    return Workload("founding", prompts, (max_tokens,) * requests, temperature)
+    return Workload("short-prompts", prompts, (max_tokens,) * requests, temperature)
 
 
 def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, temperature: float = 0.6) -> Workload:
@@ -73,5 +73,5 @@ def prompt(vocab_size: int, *, requests: int = 1, tokens: int = 512, temperature
     return Workload("prompt", tuple(map(tuple, prompts)), (1,) * requests, temperature)
 
 
-WORKLOADS = ("founding", "nano-vllm", "prompt")
-"""Names of what `founding`, `nano_vllm` and `prompt` make."""
+WORKLOADS = ("short-prompts", "nano-vllm", "prompt")
+"""Names of what `short_prompts`, `nano_vllm` and `prompt` make."""

@@ -38,19 +38,17 @@ def text(
     model: options.Model = None,
     workload: Annotated[
         str,
-        typer.Option(
-            help="founding (short prompts, 100 new tokens), nano-vllm (its bench.py) or prompt (reading one)."
-        ),
-    ] = "founding",
+        typer.Option(help="short-prompts (100 new tokens each), nano-vllm (its bench.py) or prompt (reading one)."),
+    ] = "short-prompts",
     requests: Annotated[
         int | None,
         typer.Option("--requests", "--prompts", help="Prompts; 4, nano-vllm's 256 or prompt's 1 if left out."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="founding: new tokens of each prompt.")] = 100,
+    max_tokens: Annotated[int, typer.Option(help="short-prompts: new tokens of each prompt.")] = 100,
     prompt_tokens: Annotated[int, typer.Option(help="prompt: tokens of each.", min=1)] = 512,
     scale: Annotated[float, typer.Option(help="nano-vllm: factor on its lengths, to fit a small machine.")] = 1.0,
     temperature: Annotated[
-        float | None, typer.Option(help="0.7 for founding, 0.6 for nano-vllm, 0 for prompt, if left out.")
+        float | None, typer.Option(help="0.7 for short-prompts, 0.6 for nano-vllm, 0 for prompt, if left out.")
     ] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
@@ -88,7 +86,7 @@ def text(
         verax bench text --shapes hybrid --against transformers
     """
     from verax.bench.text.run import bench_text
-    from verax.bench.text.workload import WORKLOADS, founding, nano_vllm, prompt
+    from verax.bench.text.workload import WORKLOADS, nano_vllm, prompt
 
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"--workload: expected {', '.join(WORKLOADS)}, got {workload!r}")
@@ -99,8 +97,8 @@ def text(
     given = options.given(temperature=temperature, requests=requests)
 
     def make(vocab_size: int) -> Workload:
-        if workload == "founding":
-            return founding(vocab_size, max_tokens=max_tokens, **given)
+        if workload == "short-prompts":
+            return short_prompts(vocab_size, max_tokens=max_tokens, **given)
         if workload == "prompt":
             return prompt(vocab_size, tokens=prompt_tokens, **given)
         return nano_vllm(vocab_size, scale=scale, **given)
