@@ -1,4 +1,4 @@
-"""The founding reports: sections become tables, what fails is said to, and pages join those of earlier runs."""
+"""The earlier ports, measured again: sections become tables, failures are named, pages join those of earlier runs."""
 
 import json
 import sys

@@ -24,7 +24,7 @@ from verax.ops.cpu.build import compiler
 __all__ = ["PEERS", "Peers", "cythonized", "find_peers", "plain_fla"]
 
 PEERS = ("torch", "cython", "torch.compile", "transformers", "fla")
-"""PyTorch run eagerly; the same through Cython, as the founding report had it; through torch.compile; transformers'
+"""PyTorch run eagerly; the same through Cython, as the earlier port had it; through torch.compile; transformers'
 PyTorch forms of the gated rule; flash-linear-attention, Triton on a GPU and its plain PyTorch forms on a CPU."""
 
 

@@ -1,4 +1,4 @@
-"""The founding report's comparison, done again with equal work on both sides: `verax bench delta`."""
+"""Delta rules beside PyTorch, with equal work on both sides: `verax bench delta`."""
 
 from __future__ import annotations
 

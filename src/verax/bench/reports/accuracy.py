@@ -1,4 +1,4 @@
-"""The founding report on accuracy, measured again: what `verax bench reports` runs of it."""
+"""Tables of accuracy of the earlier ports, measured again by `verax bench reports`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["frame_tables", "layer_tables"]
 DTYPES = ("float32", "bfloat16")
 
 CLIP = Clip(num_frames=13, height=64, width=64, num_inference_steps=5)
-"""As many frames and steps as the report's."""
+"""Frames and steps of the earlier port's clip."""
 
 LAYERS = 12
 """Rows of a table of layers: those with the largest errors."""

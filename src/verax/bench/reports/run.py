@@ -1,4 +1,4 @@
-"""`verax bench reports`: the tables of the project's founding reports, measured on this machine."""
+"""`verax bench reports`: the tables of the earlier ports, measured again on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tables = Callable[[bool], tuple[list[Table], dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Report:
-    """One founding report: its page's title, what it was about, and what makes its tables, by name."""
+    """One page: its title, the earlier port that its tables come from, and the functions that make them, by name."""
 
     title: str
     about: str
@@ -39,23 +39,24 @@ class Report:
 REPORTS: dict[str, Report] = {
     "video": Report(
         "Video beside PyTorch: memory and speed",
-        "The founding report made 57 frames of 544 x 960 in 5 steps on a GPU: PyTorch in 20 s, its JAX port in 130 s.",
+        "The earlier port made 57 frames of 544 x 960 in 5 steps on a GPU: PyTorch in 20 s, the port in 130 s.",
         {"memory": memory_tables, "speed": speed_tables},
     ),
     "accuracy": Report(
         "Accuracy beside PyTorch",
-        "The founding report's clip of 13 frames, in bfloat16, had 36.63 dB and an SSIM of 0.9937 against PyTorch's.",
+        "The earlier port's clip of 13 frames, in bfloat16, had 36.63 dB and an SSIM of 0.9937 against PyTorch's.",
         {"frames": frame_tables, "layers": layer_tables},
     ),
     "text": Report(
         "Text generation beside Hugging Face",
-        "The founding report ran Qwen3-0.6B on a GPU: 37.5 tokens/s prompt by prompt, 117.0 batched, 76.1 with its JAX "
+        "The earlier port ran Qwen3-0.6B on a GPU: 37.5 tokens/s prompt by prompt, 117.0 batched, 76.1 with its JAX "
         "engine.",
         {"generation": generation_tables, "paged attention": paged_tables},
     ),
     "delta-rule": Report(
         "The hierarchical delta rule beside PyTorch and Cython",
-        "What became of the founding report's 758x to 1958x is told in [delta-comparison.md](../delta-comparison.md).",
+        "The earlier port reported 758x to 1958x; what remains of that is in "
+        "[delta-comparison.md](../delta-comparison.md).",
         {"delta rule": delta_tables},
     ),
 }
@@ -143,10 +144,10 @@ def page(result: dict[str, Any]) -> str:
 
 def _index(results: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "# The founding reports, measured again",
+        "# The earlier ports, measured again",
         "",
-        "The project began with reports on earlier ports, each with tables of speed, memory or accuracy. `verax bench "
-        "reports` makes the same tables on any machine, and says of each that cannot be made there why.",
+        "verax began with reports on earlier ports, each with tables of speed, memory or accuracy. `verax bench "
+        "reports` makes the same tables on any machine. A table that cannot be made there states the reason.",
         "",
         "| report | tables | not run | seconds | made by | date |",
         "|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Tables of the founding reports, and how they become Markdown: what was measured, or why it was not."""
+"""Tables of the earlier ports as Markdown: measured numbers, or the reason that there are none."""
 
 from __future__ import annotations
 

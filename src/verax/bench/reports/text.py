@@ -1,4 +1,4 @@
-"""The founding reports on text and on the delta rule, measured again: what `verax bench reports` runs of them."""
+"""Tables of the earlier ports on text and on the delta rule, measured again by `verax bench reports`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def delta_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
         rows = [_delta_row(case) for case in result["cases"] if case["section"] == section]
         columns = ["config", "batch", "chunks", "chunk size", "verax ms", "torch ms", "Cython ms", "against torch"]
         note = "12 heads; both sides do the same work on the same device, checked against float64 first" + (
-            "; the founding report set our rule against the other side's whole layer." if section == "rule" else "."
+            "; the earlier port set its rule against the other side's whole layer." if section == "rule" else "."
         )
         tables.append(Table(f"{here}: {what}", [*columns, "against Cython"], rows, note))
     if left := [name for name in CONFIGURATIONS if name not in names]:

@@ -1,6 +1,6 @@
-"""The founding reports on the speed and memory of video, measured again: what `verax bench reports` runs of them.
+"""Tables of the earlier ports on the speed and memory of video, measured again by `verax bench reports`.
 
-Random weights in the shapes of SkyReels-V2's image-to-video model of 1.3B parameters, which is what the reports ran.
+Random weights in the shapes of SkyReels-V2's image-to-video model of 1.3B parameters, as in the earlier ports.
 """
 
 from __future__ import annotations

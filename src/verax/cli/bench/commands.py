@@ -251,7 +251,7 @@ def delta(
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """The delta rules beside PyTorch, equal work on the same device: the founding report's comparison, done again.
+    """The delta rules beside PyTorch, equal work on the same device.
 
     Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU. A plot is written beside the
     other files of --output.

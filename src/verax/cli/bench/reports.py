@@ -1,4 +1,4 @@
-"""`verax bench reports`: the founding reports' tables, for this machine."""
+"""`verax bench reports`: the tables of the earlier ports, measured again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def reports(
     ] = Path("docs/reports"),
     as_json: options.Json = False,
 ) -> None:
-    """Every table of the founding reports, measured on this machine; what cannot run here is marked, with the reason.
+    """Every table of the earlier ports, measured again on this machine.
+
+    A table that cannot be made here states the reason.
 
     Examples:
 

@@ -1,5 +1,5 @@
 """The published LAM in PyTorch, written from its equations for the comparison: the layer whose Cython-compiled form the
-founding report timed, and the sentence encoder around it. Eager operations and a Python loop over the chunks, as its
+earlier port timed, and the sentence encoder around it. Eager operations and a Python loop over the chunks, as its
 authors ran it. Needs `pip install 'verax[parity]'`; nothing but the benchmark and the parity tests imports it.
 
 Letters: B batch, L tokens, D width, H heads, K the size of a head (keys and values alike), n chunks of C tokens.
