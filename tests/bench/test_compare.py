@@ -12,7 +12,7 @@ from verax.errors import InvalidParameterError
 
 
 def result(scale=1.0, runs=10, kind="text", noise=0.02, **changes):
-    """Runs about one second, of our side and of a peer; `scale` is that of ours."""
+    """Runs about one second, of our side and of a baseline; `scale` is that of ours."""
     seconds = 1 + noise * np.random.default_rng(runs).standard_normal(runs)
     sides = {
         "verax": {"seconds": list(scale * seconds)},

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.delta import HOUSEHOLDERS, inputs
 from verax import ops
-from verax.bench.delta.baselines import plain_fla
+from verax.bench.delta.baselines import naive_fla
 from verax.errors import MissingDependencyError
 
 torch = pytest.importorskip("torch")
@@ -27,7 +27,7 @@ def assert_same(ours, theirs):
 
 def references(family):
     try:
-        return plain_fla(family)
+        return naive_fla(family)
     except MissingDependencyError as error:
         pytest.skip(str(error))
 

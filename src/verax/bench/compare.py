@@ -21,7 +21,7 @@ __all__ = ["compare_results", "page", "read_result"]
 RESAMPLES = 10_000
 """Of the bootstrap: the ends of a 95% interval are then good to a percent of its length."""
 
-PEERS = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers")
+BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers")
 """How the names of sides begin that are not ours: their change is that of the machine, or of their versions."""
 
 NAMES = ("section", "operation", "case", "name")
@@ -83,7 +83,7 @@ def compare_results(
         rows.append(
             {
                 "name": " / ".join(name),
-                "ours": not name[-1].startswith(PEERS),
+                "ours": not name[-1].startswith(BASELINES),
                 "old_s": float(np.median(before[name])),
                 "new_s": float(np.median(after[name])),
                 "runs": [len(before[name]), len(after[name])],

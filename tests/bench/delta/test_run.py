@@ -185,11 +185,11 @@ def test_cython_runs_the_same_code(tmp_path):
 
 def test_without_a_compiler_cython_is_named_and_the_rest_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(baselines, "compiler", lambda: None)
-    peers = baselines.find_peers(None, tmp_path, without=["transformers", "fla", "torch.compile"])
-    assert peers.cython is None
-    assert "C++ compiler" in peers.skipped["cython"]
+    found = baselines.find_baselines(None, tmp_path, without=["transformers", "fla", "torch.compile"])
+    assert found.cython is None
+    assert "C++ compiler" in found.skipped["cython"]
     with pytest.raises(MissingDependencyError, match=r"C\+\+ compiler"):
-        baselines.find_peers(["cython"], tmp_path)
+        baselines.find_baselines(["cython"], tmp_path)
 
 
 def test_what_cython_cannot_read_is_reported(tmp_path):
@@ -203,7 +203,7 @@ def test_what_cython_cannot_read_is_reported(tmp_path):
 def test_platforms_without_a_common_device_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(baselines.jax, "default_backend", lambda: "tpu")
     with pytest.raises(InvalidParameterError, match="JAX runs on tpu"):
-        baselines.find_peers(["torch"], tmp_path)
+        baselines.find_baselines(["torch"], tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"sections": ["conv"]}, {"configurations": ["Huge"]}, {"against": ["tensorflow"]}])

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: its file has our weights, its steps are ours, and where it is installed its tokens are ours."""
+"""llama.cpp as a baseline: our weights in its file, our steps, and our tokens where it is installed."""
 
 import sys
 from types import SimpleNamespace

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(folder):
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
-    return bench_text(folder, lambda vocab_size: workload, runs=2, warmup=1, dtype="float32", split=True)
+    return bench_text(folder, lambda vocab_size: workload, runs=2, warmup=1, dtype="float32", decode_breakdown=True)
 
 
 def test_short_prompts_are_four_prompts_of_a_hundred_tokens():
@@ -93,10 +93,10 @@ def test_steps_are_those_of_the_longest_answer_or_of_all_in_turn():
     assert [workload.steps(n) for n in (1, 2, 3)] == [15, 8, 6]
 
 
-def test_the_split_adds_up_to_the_step(result):
-    split = result["decode_step"]
-    assert sum(split["parts_ms"].values()) == pytest.approx(split["whole_ms"])
-    assert split["weight_gb_per_s"] == pytest.approx(1e3 * split["weight_gb"] / split["whole_ms"])
+def test_the_decode_breakdown_adds_up_to_the_step(result):
+    parts = result["decode_breakdown"]
+    assert sum(parts["parts_ms"].values()) == pytest.approx(parts["whole_ms"])
+    assert parts["weight_gb_per_s"] == pytest.approx(1e3 * parts["weight_gb"] / parts["whole_ms"])
 
 
 def test_reports_are_written_beside_each_other(result, tmp_path):
@@ -124,7 +124,7 @@ def test_without_a_model_the_weights_are_random_in_the_real_shapes():
     assert not folder.exists()
 
 
-def test_an_unknown_peer_or_dtype_is_refused_before_any_work():
+def test_an_unknown_baseline_or_dtype_is_refused_before_any_work():
     with pytest.raises(
         InvalidParameterError, match=r"against: expected transformers or llama.cpp or verax, got 'vllm'"
     ):

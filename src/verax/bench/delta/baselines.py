@@ -1,4 +1,4 @@
-"""The other sides of `verax bench delta`: PyTorch, eager, through Cython or compiled, and the libraries built on it."""
+"""Baselines of `verax bench delta`: PyTorch, eager, through Cython or compiled, and the libraries built on it."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.ops.cpu.build import compiler
 
-__all__ = ["PEERS", "Peers", "cythonized", "find_peers", "plain_fla"]
+__all__ = ["BASELINES", "Baselines", "cythonized", "find_baselines", "naive_fla"]
 
-PEERS = ("torch", "cython", "torch.compile", "transformers", "fla")
-"""PyTorch run eagerly; the same through Cython, as the earlier port had it; through torch.compile; transformers'
-PyTorch forms of the gated rule; flash-linear-attention, Triton on a GPU and its plain PyTorch forms on a CPU."""
+BASELINES = ("torch", "cython", "torch.compile", "transformers", "fla")
+"""PyTorch run eagerly; the same through Cython, as in the earlier port; through torch.compile; transformers' PyTorch
+implementations of the gated rule; flash-linear-attention: Triton on a GPU, its naive PyTorch code on a CPU."""
 
 
 @dataclass(frozen=True)
-class Peers:
-    """Who is there to compare with, on the platform of JAX's default device."""
+class Baselines:
+    """Implementations to compare with, on the platform of JAX's default device."""
 
     torch: Any
     device: str
     """torch's name of the platform."""
     reference: ModuleType
-    """`lam_torch`: the other side of LAM, and the float64 one."""
+    """LAM in PyTorch (`compare.references.lam`): a baseline, and in float64 the expected result."""
     names: tuple[str, ...]
-    """Out of `PEERS`."""
+    """Names out of `BASELINES`."""
     cython: ModuleType | None = None
-    """`lam_torch` through Cython."""
+    """The same module through Cython."""
     cython_s: float | None = None
     transformers: dict[str, Callable[..., Any]] = field(default_factory=dict)
     fla: dict[str, Callable[..., Any]] = field(default_factory=dict)
     """Implementations of the gated rule, chunk and recurrent."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Who is not there, and why."""
+    """Reason for each baseline that is not available."""
     versions: dict[str, Any] = field(default_factory=dict)
 
 
-def find_peers(against: Sequence[str] | None, folder: Path, *, without: Sequence[str] = ()) -> Peers:
-    """Import and build the other sides.
+def find_baselines(against: Sequence[str] | None, folder: Path, *, without: Sequence[str] = ()) -> Baselines:
+    """Import and build the baselines.
 
     Args:
-        against: names out of `PEERS`; None for all, those that cannot be had being skipped with their reason.
-        folder: gets the files of Cython; it has to last as long as the peers do.
+        against: names out of `BASELINES`; None for all, those that cannot be had being skipped with their reason.
+        folder: gets the files of Cython; it has to last as long as the baselines do.
         without: names to leave out of all.
 
     Raises:
         InvalidParameterError: for an unknown name, or if JAX and torch have no platform in common.
         MissingDependencyError: without torch, or without something that `against` names.
     """
-    names = tuple(name for name in PEERS if name not in without) if against is None else tuple(against)
+    names = tuple(name for name in BASELINES if name not in without) if against is None else tuple(against)
     for name in names:
-        if name not in PEERS:
-            raise InvalidParameterError(f"against: expected {', '.join(PEERS)}, got {name!r}")
+        if name not in BASELINES:
+            raise InvalidParameterError(f"against: expected {', '.join(BASELINES)}, got {name!r}")
     reference = importlib.import_module("verax.compare.references.lam")
     torch, device = reference.torch, _device(reference.torch)
     torch.set_num_threads(num_cores())
@@ -84,7 +84,7 @@ def find_peers(against: Sequence[str] | None, folder: Path, *, without: Sequence
             else:
                 found |= parts
                 versions |= version
-    return Peers(torch, device, reference, names, skipped=skipped, versions=versions, **found)
+    return Baselines(torch, device, reference, names, skipped=skipped, versions=versions, **found)
 
 
 def _device(torch: Any) -> str:
@@ -128,7 +128,7 @@ def _find_fla(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]
             raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
         implementations = {"chunk": rule.chunk_gated_delta_rule, "recurrent": rule.fused_recurrent_gated_delta_rule}
     else:
-        rule = plain_fla("gated_delta_rule")
+        rule = naive_fla("gated_delta_rule")
         implementations = {
             "chunk": rule.naive_chunk_gated_delta_rule,
             "recurrent": rule.naive_recurrent_gated_delta_rule,
@@ -139,7 +139,7 @@ def _find_fla(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]
 FLA = "flash-linear-attention"
 
 
-def plain_fla(family: str) -> ModuleType:
+def naive_fla(family: str) -> ModuleType:
     """`fla/ops/FAMILY/naive.py` from its file: the package itself needs Triton to import.
 
     Raises:

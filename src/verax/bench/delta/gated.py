@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
-from verax.bench.delta.baselines import Peers
+from verax.bench.delta.baselines import Baselines
 from verax.bench.delta.case import Case, jax_side, torch_side
 from verax.bench.delta.flops import gated_rule_bytes, gated_rule_flops
 from verax.ops.delta import DeltaInputs, delta_recurrence
@@ -30,7 +30,7 @@ DECODE = (32, 32, 128)
 NATIVE_CHUNK = 16
 """Tokens that our CPU kernel takes at a time."""
 
-PEER_CHUNK = 64
+BASELINE_CHUNK = 64
 """Tokens of the chunks of transformers and flash-linear-attention."""
 
 TOLERANCE = {("cpu", "float32"): 1e-5, ("cuda", "float32"): 5e-3, ("cuda", "bfloat16"): 2e-2}
@@ -39,15 +39,15 @@ TOLERANCE = {("cpu", "float32"): 1e-5, ("cuda", "float32"): 5e-3, ("cuda", "bflo
 Arrays = Mapping[str, Any]
 
 
-def gated_cases(configurations: Mapping[str, tuple[int, int, int]], peers: Peers) -> Iterator[Case]:
+def gated_cases(configurations: Mapping[str, tuple[int, int, int]], baselines: Baselines) -> Iterator[Case]:
     """The report's configurations; with a GPU, a long sequence in bfloat16 too."""
     for name, (B, n, C) in configurations.items():
-        yield _sequences(name, (B, n * C, HEADS, SIZE), "float32", peers)
-    if peers.device == "cuda":
-        yield _sequences("Long", GPU_SHAPE, "bfloat16", peers)
+        yield _sequences(name, (B, n * C, HEADS, SIZE), "float32", baselines)
+    if baselines.device == "cuda":
+        yield _sequences("Long", GPU_SHAPE, "bfloat16", baselines)
 
 
-def _sequences(name: str, shape: tuple[int, int, int, int], dtype: str, peers: Peers) -> Case:
+def _sequences(name: str, shape: tuple[int, int, int, int], dtype: str, baselines: Baselines) -> Case:
     B, T, H, D = shape
     arrays, state = _inputs(*shape, dtype), np.zeros((B, H, D, D), np.float32)
 
@@ -62,23 +62,23 @@ def _sequences(name: str, shape: tuple[int, int, int, int], dtype: str, peers: P
     for impl in _implementations(arrays, state):
         with ops.use_implementations(delta_recurrence=impl):
             sides[f"verax {impl}"] = jax_side(_rule, state, arrays, flops=ours.get(impl, flops()))
-    tensors = _tensors(peers, arrays, state)
-    for impl, run, chunked in _their_implementations(peers):
-        done = flops(PEER_CHUNK) if chunked else flops()
-        sides[impl] = torch_side(peers.torch, run, *tensors, flops=done, dtypes=(dtype, "float32"))
+    tensors = _tensors(baselines, arrays, state)
+    for impl, run, chunked in _their_implementations(baselines):
+        done = flops(BASELINE_CHUNK) if chunked else flops()
+        sides[impl] = torch_side(baselines.torch, run, *tensors, flops=done, dtypes=(dtype, "float32"))
     return Case(
         "gated",
         name,
         {"batch": B, "tokens": T, "heads": H, "size": D},
         gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize),
         exact_gated_rule(arrays, state),
-        TOLERANCE[peers.device, dtype],
+        TOLERANCE[baselines.device, dtype],
         f"verax {_chosen(arrays, state)}",
         sides,
     )
 
 
-def decode_cases(peers: Peers) -> Iterator[Case]:
+def decode_cases(baselines: Baselines) -> Iterator[Case]:
     """One token of many sequences: their states are read and written, and that is all the time there should be.
 
     Our state is donated, as an engine's is: each call takes what the call before it left. The others make a new one.
@@ -91,17 +91,17 @@ def decode_cases(peers: Peers) -> Iterator[Case]:
     for impl in _implementations(arrays, state):
         with ops.use_implementations(delta_recurrence=impl):
             sides[f"verax {impl}"] = jax_side(_rule, arrays, flops=flops, donated=state)
-    tensors = _tensors(peers, arrays, state)
-    for impl, run, chunked in _their_implementations(peers):
+    tensors = _tensors(baselines, arrays, state)
+    for impl, run, chunked in _their_implementations(baselines):
         if not chunked:
-            sides[impl] = torch_side(peers.torch, run, *tensors, flops=flops)
+            sides[impl] = torch_side(baselines.torch, run, *tensors, flops=flops)
     yield Case(
         "decode",
         "Step",
         {"batch": B, "tokens": 1, "heads": H, "size": D},
         gated_rule_bytes(B, B, H, D, D),
         exact_gated_rule(arrays, state),
-        TOLERANCE[peers.device, "float32"],
+        TOLERANCE[baselines.device, "float32"],
         f"verax {_chosen(arrays, state)}",
         sides,
     )
@@ -142,11 +142,11 @@ def _delta_inputs(arrays: Arrays) -> DeltaInputs:
     return DeltaInputs(q, k, k, v, beta, g)
 
 
-def _their_implementations(peers: Peers) -> Iterator[tuple[str, Callable[..., Any], bool]]:
+def _their_implementations(baselines: Baselines) -> Iterator[tuple[str, Callable[..., Any], bool]]:
     """Name, implementation of one call, and whether it goes by chunks."""
-    label = "fla" if peers.device == "cuda" else "fla naive"
-    implementations = {f"transformers {name}": impl for name, impl in peers.transformers.items()}
-    for name, impl in (implementations | {f"{label} {name}": impl for name, impl in peers.fla.items()}).items():
+    label = "fla" if baselines.device == "cuda" else "fla naive"
+    implementations = {f"transformers {name}": impl for name, impl in baselines.transformers.items()}
+    for name, impl in (implementations | {f"{label} {name}": impl for name, impl in baselines.fla.items()}).items():
         yield name, _call(impl), name.endswith("chunk")
 
 
@@ -166,7 +166,9 @@ def _inputs(B: int, T: int, H: int, D: int, dtype: str) -> dict[str, np.ndarray]
     return {name: x.astype(jnp.dtype(dtype)) for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
 
 
-def _tensors(peers: Peers, arrays: Arrays, state: np.ndarray) -> list[Any]:
-    dtype = getattr(peers.torch, str(arrays["q"].dtype))
-    tensors = [peers.torch.from_numpy(np.asarray(x, np.float32)).to(peers.device, dtype) for x in arrays.values()]
-    return [*tensors, peers.torch.from_numpy(state).to(peers.device)]
+def _tensors(baselines: Baselines, arrays: Arrays, state: np.ndarray) -> list[Any]:
+    dtype = getattr(baselines.torch, str(arrays["q"].dtype))
+    tensors = [
+        baselines.torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, dtype) for x in arrays.values()
+    ]
+    return [*tensors, baselines.torch.from_numpy(state).to(baselines.device)]

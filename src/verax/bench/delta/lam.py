@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from verax import checkpoint, ops
-from verax.bench.delta.baselines import Peers
+from verax.bench.delta.baselines import Baselines
 from verax.bench.delta.case import Case, Side, jax_side, torch_side
 from verax.bench.delta.flops import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
 from verax.models.lam import LamConfig, LamModel
@@ -43,41 +43,41 @@ Theirs = Callable[[ModuleType], Sequence[Any]]
 """Of `lam_torch`, as it is or through Cython: a function and its arguments."""
 
 
-def rule_cases(configurations: Mapping[str, Shape], peers: Peers) -> Iterator[Case]:
+def rule_cases(configurations: Mapping[str, Shape], baselines: Baselines) -> Iterator[Case]:
     """From queries, keys, values, decays and gates to outputs and states; each side in the layout of its own layer."""
     for name, shape in configurations.items():
-        yield _rule_case(name, shape, peers)
+        yield _rule_case(name, shape, baselines)
 
 
-def layer_cases(configurations: Mapping[str, Shape], peers: Peers) -> Iterator[Case]:
+def layer_cases(configurations: Mapping[str, Shape], baselines: Baselines) -> Iterator[Case]:
     """The layer, with its projections, convolutions, gates and norm: what the report's other side ran."""
     for name, shape in configurations.items():
-        yield _layer_case(name, shape, peers)
+        yield _layer_case(name, shape, baselines)
 
 
-def encoder_cases(peers: Peers) -> Iterator[Case]:
+def encoder_cases(baselines: Baselines) -> Iterator[Case]:
     """The sentence encoder, from token numbers to vectors of length one, in both variants."""
     for variant in VARIANTS:
         for name, shape in SENTENCES.items():
-            yield _encoder_case(f"{name}, variant {variant}", variant, *shape, peers)
+            yield _encoder_case(f"{name}, variant {variant}", variant, *shape, baselines)
 
 
-def _rule_case(name: str, shape: Shape, peers: Peers) -> Case:
+def _rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
     B, n, C = shape
-    with peers.torch.inference_mode():
-        inputs = _layer(peers, peers.reference, C).rule_inputs(_hidden(peers, B, n * C))[:-1]
+    with baselines.torch.inference_mode():
+        inputs = _layer(baselines, baselines.reference, C).rule_inputs(_hidden(baselines, B, n * C))[:-1]
 
     def theirs(library: ModuleType) -> Sequence[Any]:
         def run(*inputs: Any) -> Any:
             out, states = library.hierarchical_delta_rule(*inputs, chunk_size=C)
             return out.transpose(1, 2), states
 
-        return run, *inputs, _layer(peers, library, C).resonance_flux
+        return run, *inputs, _layer(baselines, library, C).resonance_flux
 
     q, k, v, beta, decays, gates = jax.tree.map(lambda x: jnp.asarray(x.transpose(1, 2).cpu().numpy()), inputs)
     arrays = q, k, v, beta[..., 0], decays, tuple(gate[..., 0] for gate in gates)
     H, K = q.shape[2:]
-    rule = *arrays, _flux(_layer(peers, peers.reference, C).resonance_flux)
+    rule = *arrays, _flux(_layer(baselines, baselines.reference, C).resonance_flux)
     ours = {}
     for impl in _implementations(*rule, chunk_size=C):
         count = hierarchical_rule_flops if impl == "reference" else factored_rule_flops
@@ -90,19 +90,19 @@ def _rule_case(name: str, shape: Shape, peers: Peers) -> Case:
     moved = _nbytes(arrays) + q.nbytes + 2 * 4 * B * H * K * K
     done = hierarchical_rule_flops(B * n * C, H, K, C)
     chosen = ops.hierarchical_delta_rule.select(*rule, chunk_size=C).name
-    return _case("rule", name, _sizes(shape), moved, chosen, ours, done, theirs, peers)
+    return _case("rule", name, _sizes(shape), moved, chosen, ours, done, theirs, baselines)
 
 
-def _layer_case(name: str, shape: Shape, peers: Peers) -> Case:
+def _layer_case(name: str, shape: Shape, baselines: Baselines) -> Case:
     B, n, C = shape
-    x = _hidden(peers, B, n * C)
+    x = _hidden(baselines, B, n * C)
 
     def theirs(library: ModuleType) -> Sequence[Any]:
-        return lambda layer, x: layer(x)[::3], _layer(peers, library, C), x
+        return lambda layer, x: layer(x)[::3], _layer(baselines, library, C), x
 
     config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
     graph, weights = _loaded(
-        lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0)), _layer(peers, peers.reference, C)
+        lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0)), _layer(baselines, baselines.reference, C)
     )
 
     def run(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -114,20 +114,20 @@ def _layer_case(name: str, shape: Shape, peers: Peers) -> Case:
     flops = layer_flops(*sizes, factored=impl != "reference")
     ours = {impl: jax_side(run, weights, jnp.asarray(x.cpu().numpy()), flops=flops)}
     moved = _nbytes(weights) + 2 * x.nbytes
-    return _case("layer", name, _sizes(shape), moved, impl, ours, layer_flops(*sizes), theirs, peers)
+    return _case("layer", name, _sizes(shape), moved, impl, ours, layer_flops(*sizes), theirs, baselines)
 
 
-def _encoder_case(name: str, variant: str, B: int, T: int, peers: Peers) -> Case:
+def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines) -> Case:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, LAM.vocab_size, (B, T))
     lengths = rng.integers(T // 2, T, (B,), endpoint=True)
     mask = (np.arange(T) < lengths[:, None]).astype(np.int64)
 
     def theirs(library: ModuleType) -> Sequence[Any]:
-        inputs = (peers.torch.from_numpy(x).to(peers.device) for x in (tokens, mask))
-        return lambda encoder, *inputs: (encoder(*inputs),), _encoder(peers, library, variant), *inputs
+        inputs = (baselines.torch.from_numpy(x).to(baselines.device) for x in (tokens, mask))
+        return lambda encoder, *inputs: (encoder(*inputs),), _encoder(baselines, library, variant), *inputs
 
-    config, reference = replace(LAM, rule=VARIANTS[variant]), _encoder(peers, peers.reference, variant)
+    config, reference = replace(LAM, rule=VARIANTS[variant]), _encoder(baselines, baselines.reference, variant)
     graph, weights = _loaded(lambda: LamModel(config, rngs=nnx.Rngs(0)), reference)
 
     def run(weights: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
@@ -143,7 +143,7 @@ def _encoder_case(name: str, variant: str, B: int, T: int, peers: Peers) -> Case
     # Of the embeddings, only the rows of these tokens.
     moved = _nbytes(weights) - 4 * D * (LAM.vocab_size - tokens.size)
     done = encoder_flops(*sizes)
-    return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, done, theirs, peers)
+    return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, done, theirs, baselines)
 
 
 def _implementations(*rule: Any, chunk_size: int) -> list[str]:
@@ -171,26 +171,26 @@ def _case(
     ours: Mapping[str, Side],
     flops: int,
     theirs: Theirs,
-    peers: Peers,
+    baselines: Baselines,
 ) -> Case:
     """Our implementations and every way to run the PyTorch one; the float64 result is the PyTorch one's."""
-    torch, skipped = peers.torch, {}
+    torch, skipped = baselines.torch, {}
     sides = {f"verax {impl}": side for impl, side in ours.items()}
-    if "torch" in peers.names:
-        sides["torch"] = torch_side(torch, *theirs(peers.reference), flops=flops)
-    if peers.cython is not None:
-        sides["torch, Cython"] = torch_side(torch, *theirs(peers.cython), flops=flops)
-    if "torch.compile" in peers.names:
-        function, *inputs = theirs(peers.reference)
+    if "torch" in baselines.names:
+        sides["torch"] = torch_side(torch, *theirs(baselines.reference), flops=flops)
+    if baselines.cython is not None:
+        sides["torch, Cython"] = torch_side(torch, *theirs(baselines.cython), flops=flops)
+    if "torch.compile" in baselines.names:
+        function, *inputs = theirs(baselines.reference)
         try:
             compiled = torch.compile(function, dynamic=False)
             sides["torch.compile"] = torch_side(torch, compiled, *inputs, flops=flops, compiled=True)
         except Exception as error:  # whatever goes wrong inside its compiler
             skipped["torch.compile"] = str(error).strip().partition("\n")[0]
-    function, *inputs = theirs(peers.reference)
+    function, *inputs = theirs(baselines.reference)
     exact = torch_side(torch, function, *jax.tree.map(_double, inputs), flops=0)
     expected = [x.cpu().numpy() for x in exact.call()]
-    tolerance = TOLERANCE["cpu" if peers.device == "cpu" else "gpu"]
+    tolerance = TOLERANCE["cpu" if baselines.device == "cpu" else "gpu"]
     return Case(section, name, sizes, moved, expected, tolerance, f"verax {chosen}", sides, skipped)
 
 
@@ -199,15 +199,15 @@ def _double(x: Any) -> Any:
     return x.double() if not hasattr(x, "dtype") or x.dtype.is_floating_point else x
 
 
-def _layer(peers: Peers, library: ModuleType, chunk_size: int) -> Any:
+def _layer(baselines: Baselines, library: ModuleType, chunk_size: int) -> Any:
     """The same weights every time."""
-    peers.torch.manual_seed(0)
+    baselines.torch.manual_seed(0)
     layer = library.EnhancedHierarchicalDeltaNet(LAM.hidden_size, LAM.num_attention_heads, chunk_size=chunk_size)
-    return layer.eval().to(peers.device)
+    return layer.eval().to(baselines.device)
 
 
-def _encoder(peers: Peers, library: ModuleType, variant: str) -> Any:
-    peers.torch.manual_seed(0)
+def _encoder(baselines: Baselines, library: ModuleType, variant: str) -> Any:
+    baselines.torch.manual_seed(0)
     encoder = library.LamSentenceEncoder(
         vocab_size=LAM.vocab_size,
         d_model=LAM.hidden_size,
@@ -216,7 +216,7 @@ def _encoder(peers: Peers, library: ModuleType, variant: str) -> Any:
         intermediate_size=LAM.intermediate_size,
         variant=variant,
     )
-    return encoder.eval().to(peers.device)
+    return encoder.eval().to(baselines.device)
 
 
 def _loaded(abstract: Callable[[], Any], module: Any) -> tuple[Any, Any]:
@@ -236,9 +236,9 @@ def _flux(module: Any) -> ResonanceFlux:
     return ResonanceFlux(bilinear, temperature, chunk, token)
 
 
-def _hidden(peers: Peers, batch: int, length: int) -> Any:
+def _hidden(baselines: Baselines, batch: int, length: int) -> Any:
     noise = np.random.default_rng(0).standard_normal((batch, length, LAM.hidden_size), np.float32)
-    return peers.torch.from_numpy(noise).to(peers.device)
+    return baselines.torch.from_numpy(noise).to(baselines.device)
 
 
 def _nbytes(tree: Any) -> int:

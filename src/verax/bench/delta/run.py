@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from verax import progress
-from verax.bench.delta.baselines import find_peers
+from verax.bench.delta.baselines import find_baselines
 from verax.bench.delta.case import measure
 from verax.bench.delta.gated import decode_cases, gated_cases
 from verax.bench.delta.lam import encoder_cases, layer_cases, rule_cases
@@ -39,7 +39,7 @@ def bench_delta(
     Args:
         sections: names out of `SECTIONS`.
         configurations: names out of `CONFIGURATIONS`, for rule, layer and gated.
-        against: names out of `delta_peers.PEERS`; all that can be had if None, but those in `without`.
+        against: names out of `BASELINES`; all that can be had if None, but those in `without`.
         runs: counted rounds. With `warmup` rounds before them.
 
     Raises:
@@ -55,15 +55,15 @@ def bench_delta(
         if unknown:
             raise InvalidParameterError(f"{what}: expected {', '.join(known)}, got {unknown[0]!r}")
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder, progress.bar("measuring") as report:
-        peers = find_peers(against, Path(folder), without=without)
+        baselines = find_baselines(against, Path(folder), without=without)
         benchmark, cases = Benchmark("delta"), []
         chosen = {name: CONFIGURATIONS[name] for name in configurations}
         makers = {
-            "rule": lambda: rule_cases(chosen, peers),
-            "layer": lambda: layer_cases(chosen, peers),
-            "gated": lambda: gated_cases(chosen, peers),
-            "decode": lambda: decode_cases(peers),
-            "encoder": lambda: encoder_cases(peers),
+            "rule": lambda: rule_cases(chosen, baselines),
+            "layer": lambda: layer_cases(chosen, baselines),
+            "gated": lambda: gated_cases(chosen, baselines),
+            "decode": lambda: decode_cases(baselines),
+            "encoder": lambda: encoder_cases(baselines),
         }
         for section in sections:
             for case in makers[section]():
@@ -82,10 +82,12 @@ def bench_delta(
     settings = {
         "operations": list(sections),
         "configurations": list(configurations),
-        "against": list(peers.names),
+        "against": list(baselines.names),
         "runs": runs,
         "warmup": warmup,
         "untimed": UNTIMED,
         "cpu_level": library.level(),
     }
-    return benchmark.result(settings, peers.versions, skipped=peers.skipped, cython_s=peers.cython_s, cases=cases)
+    return benchmark.result(
+        settings, baselines.versions, skipped=baselines.skipped, cython_s=baselines.cython_s, cases=cases
+    )

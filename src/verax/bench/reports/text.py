@@ -23,7 +23,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CACHED = 512
 """Tokens of each."""
 
-PEER_NAMES = {
+BASELINE_NAMES = {
     "transformers naive": "Hugging Face, one prompt at a time",
     "transformers batched": "Hugging Face, batched",
 }
@@ -43,7 +43,7 @@ def generation_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
     naive = sides["transformers naive"]["median_s"]
     rows = [
         [
-            PEER_NAMES.get(name, f"**{name}**"),
+            BASELINE_NAMES.get(name, f"**{name}**"),
             f"{side['median_s']:.2f}",
             f"{side['p10_s']:.2f}-{side['p90_s']:.2f}",
             f"{deviation(side):.3f}",

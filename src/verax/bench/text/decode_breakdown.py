@@ -19,7 +19,7 @@ from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 from verax.text.step import StepShape
 
-__all__ = ["decode_split"]
+__all__ = ["break_down_decode_step"]
 
 REPETITIONS = 15
 
@@ -66,7 +66,7 @@ LADDER: tuple[tuple[str, dict[str, str]], ...] = (
 """Parts, in the order in which they are taken away."""
 
 
-def decode_split(llm: LLM, *, rows: int, length: int) -> dict[str, Any]:
+def break_down_decode_step(llm: LLM, *, rows: int, length: int) -> dict[str, Any]:
     """Milliseconds of a decode step of `rows` sequences of about `length` tokens, by part; the bandwidth reached.
 
     What is left when attention, cache writes and sampling are gone is weights: matmuls, norms and the like. The host's

@@ -31,8 +31,8 @@ def render(result: Mapping[str, Any]) -> list[str]:
         + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
         f"during the runs. Cache: {start['kv_cache']}.",
     ]
-    if "decode_step" in result:
-        lines += _breakdown_table(result["decode_step"])
+    if "decode_breakdown" in result:
+        lines += _breakdown_table(result["decode_breakdown"])
     return lines
 
 

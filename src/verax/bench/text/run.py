@@ -26,9 +26,9 @@ from verax.text.llm import DTYPES, LLM, load_model
 if TYPE_CHECKING:
     from verax.bench.text.llama_cpp import LlamaCppSide
 
-__all__ = ["PEERS", "SHAPES", "bench_text"]
+__all__ = ["BASELINES", "SHAPES", "bench_text"]
 
-PEERS = ("transformers", "llama.cpp", "verax")
+BASELINES = ("transformers", "llama.cpp", "verax")
 """What a text benchmark can have beside us; the last is our own side as it is unquantised."""
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
@@ -91,7 +91,7 @@ def bench_text(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     max_num_seqs: int | None = None,
-    split: bool = False,
+    decode_breakdown: bool = False,
     shapes: str = "qwen3",
 ) -> dict[str, Any]:
     """Run a workload on our engine and, interleaved, on others; a report as JSON holds it.
@@ -100,20 +100,20 @@ def bench_text(
         model: a checkpoint; random weights if None.
         make_workload: of a vocabulary size.
         runs: counted rounds. With `warmup` rounds before them.
-        against: of `PEERS`: Hugging Face's generate, prompt by prompt and in one batch, and llama.cpp, all prompts in
-            one batch; our engine with weights in `dtype`, where `quantization` is given.
+        against: names out of `BASELINES`: Hugging Face's generate, prompt by prompt and in one batch; llama.cpp, all
+            prompts in one batch; our engine with weights in `dtype`, where `quantization` is given.
         dtype: of all sides.
         quantization: of our side, and of llama.cpp's: Q8_0 for int8, Q4_0 for int4.
         kv_cache_dtype: of our side.
         max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
-        split: measure the decode step's parts too.
+        decode_breakdown: measure the decode step's parts too.
         shapes: of random weights, a name out of `SHAPES`.
     """
     if shapes not in SHAPES:
         raise InvalidParameterError(f"shapes: expected {' or '.join(SHAPES)}, got {shapes!r}")
-    unknown = [name for name in against if name not in PEERS]
+    unknown = [name for name in against if name not in BASELINES]
     if unknown:
-        raise InvalidParameterError(f"against: expected {' or '.join(PEERS)}, got {unknown[0]!r}")
+        raise InvalidParameterError(f"against: expected {' or '.join(BASELINES)}, got {unknown[0]!r}")
     if "verax" in against and quantization is None:
         raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
     benchmark = Benchmark("text")
@@ -203,10 +203,12 @@ def bench_text(
                 ),
             },
         )
-        if split:
-            from verax.bench.text.decode_breakdown import decode_split
+        if decode_breakdown:
+            from verax.bench.text.decode_breakdown import break_down_decode_step
 
-            result["decode_step"] = decode_split(llm, rows=len(workload.prompts), length=workload.longest)
+            result["decode_breakdown"] = break_down_decode_step(
+                llm, rows=len(workload.prompts), length=workload.longest
+            )
         return result
 
 

@@ -62,7 +62,9 @@ def text(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
-    split: Annotated[bool, typer.Option("--split", help="Measure the parts of a decode step too.")] = False,
+    decode_breakdown: Annotated[
+        bool, typer.Option("--decode-breakdown", help="Measure the parts of a decode step too.")
+    ] = False,
     shapes: Annotated[
         str, typer.Option(help="Without --model: qwen3 (Qwen3-0.6B), or hybrid (4 layers of Qwen3.5-0.8B).")
     ] = "qwen3",
@@ -73,7 +75,7 @@ def text(
 
     Examples:
 
-        verax bench text --against transformers --split
+        verax bench text --against transformers --decode-breakdown
 
         verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
 
@@ -113,7 +115,7 @@ def text(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs,
-        split=split,
+        decode_breakdown=decode_breakdown,
         shapes=shapes,
     )
     _show(result, output, as_json)

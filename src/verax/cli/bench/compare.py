@@ -24,7 +24,7 @@ def compare(
     """What became slower or faster between two results, with confidence; exit status 1 if a side of ours is slower.
 
     Prints Markdown, for a terminal or a pull request. A side counts as slower only if the whole interval of the ratio
-    of the medians is beyond the threshold; peers are shown, and do not count.
+    of the medians is beyond the threshold; baselines are shown, and do not count.
 
     Examples:
 
