@@ -10,9 +10,10 @@ import pytest
 
 from verax import cli
 from verax.bench import timing
+from verax.bench.case import Case
 from verax.bench.delta import baselines, flops, gated, lam
 from verax.bench.delta import run as bench
-from verax.bench.delta.case import Case, check, torch_side
+from verax.bench.delta.case import check, torch_side
 from verax.bench.delta.page import plot
 from verax.bench.delta.sizes import CONFIGURATIONS, SECTIONS
 from verax.bench.results import markdown, write
@@ -135,7 +136,7 @@ def test_what_was_left_out_is_named(result):
 
 
 def case(sides, shape=(3,)):
-    return Case("rule", "Small", {}, 1, [np.ones(shape)], 1e-4, "verax", sides)
+    return Case("rule", "Small", 1, "verax", sides, expected=[np.ones(shape)], tolerance=1e-4)
 
 
 def torch_ones(dtype, scale=1.0):

@@ -4,7 +4,7 @@ import pytest
 
 from verax import ops
 from verax.bench import timing
-from verax.bench.ops import attention, conv
+from verax.bench.ops import attention, conv, linear
 from verax.bench.ops import run as bench
 from verax.bench.results import markdown, write
 from verax.errors import InvalidParameterError
@@ -26,10 +26,10 @@ def _no_measurement_of_the_machine(monkeypatch):
     monkeypatch.setattr("verax.machine.measure_machine", lambda: LIMITS)
     monkeypatch.setattr("verax.machine.READ_BYTES", 1 << 16)
     monkeypatch.setattr(timing, "SHORTEST", 0.0)
-    monkeypatch.setattr(bench, "COLD", 1 << 16)
+    monkeypatch.setattr(linear, "COLD", 1 << 16)
 
 
-def test_each_case_names_the_form_that_runs_and_times_the_others(tmp_path):
+def test_each_case_names_the_implementation_that_runs_and_times_the_others(tmp_path):
     result = run()
     cases = {case["case"]: case for case in result["cases"]}
     assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]

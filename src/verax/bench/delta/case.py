@@ -1,4 +1,4 @@
-"""One comparison of `verax bench delta`: sides that claim to do the same work, checked before they are timed."""
+"""Sides of `verax bench delta`, which are checked before they are timed."""
 
 from __future__ import annotations
 
@@ -7,55 +7,19 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from verax.bench.case import Case, Side, ratios, time_case
 from verax.bench.harness import limit_seconds
-from verax.bench.timing import UNTIMED, Samples, calls_in_turn, interleave
+from verax.bench.timing import Samples
 from verax.errors import VeraxError
 from verax.machine import peak_growth
 
-__all__ = ["Case", "Side", "error_ratio", "jax_side", "measure", "torch_side"]
-
-
-@dataclass(frozen=True)
-class Side:
-    """One implementation of a case."""
-
-    call: Callable[[], Sequence[Any]]
-    """Runs it once; its outputs, JAX's or torch's arrays, finished."""
-    flops: int
-    """What its formula counts (`delta_work`)."""
-    dtypes: Sequence[str] = ("float32",)
-    """Of the outputs; the last one, of the rest too. The first is what the products are set against."""
-    compile_s: float | None = None
-    """None where nothing is compiled."""
-    planned_bytes: int | None = None
-    """What XLA plans for results and temporaries."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One piece of work and all who do it."""
-
-    section: str
-    name: str
-    sizes: Mapping[str, int]
-    bytes_moved: int
-    """What has to be read and written, each once."""
-    expected: Sequence[np.ndarray]
-    """The outputs, computed in float64."""
-    tolerance: float
-    """Most `error_ratio` of any side."""
-    chosen: str
-    """The side that others are set against: what a call of verax without a choice runs."""
-    sides: Mapping[str, Side]
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """Why a side is not there, by its name."""
+__all__ = ["check", "error_ratio", "jax_side", "measure", "torch_side"]
 
 
 def jax_side(function: Callable[..., Any], *arguments: Any, flops: int, donated: Any = None) -> Side:
@@ -124,28 +88,23 @@ def measure(
     Raises:
         VeraxError: if a side computes something else, or elsewhere, than it claims.
     """
-    errors, loops = {}, {}
-    for name, side in case.sides.items():
-        errors[name] = check(case, name, platform)
-        loops[name] = calls_in_turn(side.call)
+    errors = {name: check(case, name, platform) for name in case.sides}
     peaks = {name: peak_bytes(side, platform) for name, side in case.sides.items()}
-    calls = {name: side.call for name, side in case.sides.items()}
-    samples = interleave(calls, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED, report=report)
+    samples = time_case(case, runs=runs, warmup=warmup, report=report)
     sides = {
         name: _numbers(case, side, samples[name], machine)
         | {"compile_s": side.compile_s, "peak_bytes": peaks[name], "error": errors[name], "platform": platform}
         for name, side in case.sides.items()
     }
-    ours = samples[case.chosen]
     return {
-        "section": case.section,
+        "section": case.group,
         "case": case.name,
         "sizes": dict(case.sizes),
         "runs": case.chosen,
         "bytes_moved": case.bytes_moved,
         "tolerance": case.tolerance,
         "sides": sides,
-        "ratios": {name: ours.ratio_to(side) for name, side in samples.items() if name != case.chosen},
+        "ratios": ratios(case, samples),
         "skipped": dict(case.skipped),
     }
 
@@ -165,20 +124,20 @@ def _numbers(case: Case, side: Side, samples: Samples, machine: Mapping[str, flo
 
 def check(case: Case, name: str, platform: str) -> float:
     """The largest error ratio of a side's outputs, after their shapes, dtypes and devices."""
-    side, ratios = case.sides[name], []
+    side, errors = case.sides[name], []
     outputs = side.call()
     for i, (output, expected) in enumerate(zip(outputs, case.expected, strict=True)):
         found = tuple(output.shape), str(output.dtype).removeprefix("torch."), _platform(output)
         claimed = expected.shape, side.dtypes[min(i, len(side.dtypes) - 1)], platform
         if found != claimed:
             raise VeraxError(f"{case.name}, {name}: output {i} is {found}; it claims to be {claimed}")
-        ratios.append(error_ratio(_numpy(output), expected))
-    if not max(ratios) <= case.tolerance:
+        errors.append(error_ratio(_numpy(output), expected))
+    if not max(errors) <= case.tolerance:
         raise VeraxError(
-            f"{case.name}, {name}: computes something else: its error against float64 is {max(ratios):.2g} of the "
+            f"{case.name}, {name}: computes something else: its error against float64 is {max(errors):.2g} of the "
             f"result, more than {case.tolerance:.2g}"
         )
-    return max(ratios)
+    return max(errors)
 
 
 def error_ratio(found: np.ndarray, expected: np.ndarray) -> float:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
+from verax.bench.case import Case
 from verax.bench.delta.baselines import Baselines
-from verax.bench.delta.case import Case, jax_side, torch_side
+from verax.bench.delta.case import jax_side, torch_side
 from verax.bench.delta.flops import gated_rule_bytes, gated_rule_flops
 from verax.ops.delta import DeltaInputs, delta_recurrence
 from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
@@ -69,12 +70,12 @@ def _sequences(name: str, shape: tuple[int, int, int, int], dtype: str, baseline
     return Case(
         "gated",
         name,
-        {"batch": B, "tokens": T, "heads": H, "size": D},
-        gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize),
-        exact_gated_rule(arrays, state),
-        TOLERANCE[baselines.device, dtype],
-        f"verax {_chosen(arrays, state)}",
-        sides,
+        bytes_moved=gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize),
+        chosen=f"verax {_chosen(arrays, state)}",
+        sides=sides,
+        sizes={"batch": B, "tokens": T, "heads": H, "size": D},
+        expected=exact_gated_rule(arrays, state),
+        tolerance=TOLERANCE[baselines.device, dtype],
     )
 
 
@@ -98,12 +99,12 @@ def decode_cases(baselines: Baselines) -> Iterator[Case]:
     yield Case(
         "decode",
         "Step",
-        {"batch": B, "tokens": 1, "heads": H, "size": D},
-        gated_rule_bytes(B, B, H, D, D),
-        exact_gated_rule(arrays, state),
-        TOLERANCE[baselines.device, "float32"],
-        f"verax {_chosen(arrays, state)}",
-        sides,
+        bytes_moved=gated_rule_bytes(B, B, H, D, D),
+        chosen=f"verax {_chosen(arrays, state)}",
+        sides=sides,
+        sizes={"batch": B, "tokens": 1, "heads": H, "size": D},
+        expected=exact_gated_rule(arrays, state),
+        tolerance=TOLERANCE[baselines.device, "float32"],
     )
 
 

@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from verax import checkpoint, ops
+from verax.bench.case import Case, Side
 from verax.bench.delta.baselines import Baselines
-from verax.bench.delta.case import Case, Side, jax_side, torch_side
+from verax.bench.delta.case import jax_side, torch_side
 from verax.bench.delta.flops import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
 from verax.models.lam import LamConfig, LamModel
 from verax.models.lam_layers import EnhancedHierarchicalDeltaNet
@@ -191,7 +192,7 @@ def _case(
     exact = torch_side(torch, function, *jax.tree.map(_double, inputs), flops=0)
     expected = [x.cpu().numpy() for x in exact.call()]
     tolerance = TOLERANCE["cpu" if baselines.device == "cpu" else "gpu"]
-    return Case(section, name, sizes, moved, expected, tolerance, f"verax {chosen}", sides, skipped)
+    return Case(section, name, moved, f"verax {chosen}", sides, sizes, expected, tolerance, skipped)
 
 
 def _double(x: Any) -> Any:

@@ -75,7 +75,7 @@ def bench_delta(
                         runs=runs,
                         warmup=warmup,
                         report=lambda done, total, note, case=case: report(
-                            done, total, f"{case.section}, {case.name}: {note}"
+                            done, total, f"{case.group}, {case.name}: {note}"
                         ),
                     )
                 )

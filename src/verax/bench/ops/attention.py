@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from verax import ops
 from verax._compat import compiler_options
+from verax.bench.case import Case
+from verax.bench.ops.sides import implementations, operation_case, random, torch_tensor
 from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
 
-__all__ = ["Case", "attention_cases", "implementations", "paged_decode_case", "random"]
+__all__ = ["attention_cases", "paged_decode_case"]
 
 PLAIN_LIMIT = 2**29
 """Scores that the reference may hold; it is left out of longer cases."""
 
 PAGE = 16
 """Tokens of a page: the engine's block size."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call to time. A side returns when its work is done."""
-
-    operation: str
-    name: str
-    dtype: str
-    """Of the products: `"bfloat16"` or `"float32"`."""
-    bytes_moved: int
-    """What has to be read and written, each once."""
-    products: int
-    """Floating-point operations of the products, masked ones not counted."""
-    chosen: str
-    """The implementation that a call without a choice runs."""
-    sides: Mapping[str, Callable[[], object]]
 
 
 def attention_cases(torch: Any = None) -> Iterator[Case]:
@@ -66,7 +49,7 @@ def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Case:
         sides.pop("reference", None)
     if torch is not None:
         sides["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
-    return Case(
+    return operation_case(
         "attention",
         f"{dtype}, {length} tokens, {heads} heads of {size}",
         dtype,
@@ -100,7 +83,7 @@ def paged_decode_case(
         dense = (random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
         sides["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
     keys = rows * length * size
-    return Case(
+    return operation_case(
         "paged_decode_attention",
         f"{cache_dtype}, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
         "bfloat16",
@@ -118,7 +101,7 @@ def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size
     arguments = q, *caches, table, jnp.asarray([length], jnp.int32), jnp.asarray([0, tokens], jnp.int32)
     sides = implementations(ops.paged_attention, *arguments)
     sides.pop("reference", None)  # holds the keys once for each token
-    return Case(
+    return operation_case(
         "paged_attention",
         f"bfloat16, {tokens} tokens after {cached}, {heads} heads over {kv_heads} of {size}",
         "bfloat16",
@@ -145,7 +128,7 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
                 held[0] = jax.block_until_ready(run(held[0], *arguments))
 
             sides[name] = write
-    return Case(
+    return operation_case(
         "write_pages",
         f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}",
         "bfloat16",
@@ -164,25 +147,7 @@ def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[Any,
     return (k, v), jnp.asarray(order.reshape(rows, width), jnp.int32)
 
 
-def random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
-    """Normal numbers."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
-
-
-def implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
-    """Every implementation of the operation that takes this call here, by name."""
-    sides: dict[str, Callable[[], object]] = {}
-    for name, impl in operation.implementations.items():
-        if impl.runs_on(jax.default_backend()) and impl.accepts(*args, **kwargs):
-            run: Any = jax.jit(
-                lambda *a, function=impl.function: function(*a, **kwargs), compiler_options=compiler_options()
-            )
-            sides[name] = lambda run=run: jax.block_until_ready(run(*args))
-    return sides
-
-
 def _torch_attention(torch: Any, *arrays: jax.Array, **options: Any) -> Callable[[], object]:
     """torch's `scaled_dot_product_attention` on `[B, N, T, H]`."""
-    dtype = getattr(torch, str(arrays[-1].dtype))
-    tensors = [torch.from_numpy(np.array(x.astype(jnp.float32))).to(dtype) for x in arrays]
+    tensors = [torch_tensor(torch, x, str(arrays[-1].dtype)) for x in arrays]
     return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)

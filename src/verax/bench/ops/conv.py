@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from verax import ops
-from verax.bench.ops.attention import Case, implementations, random
+from verax.bench.case import Case
+from verax.bench.ops.sides import implementations, operation_case, random, torch_tensor
 
 __all__ = ["conv_cases"]
 
@@ -51,7 +51,7 @@ def _video(
     if torch is not None:
         padded = jnp.concatenate([cache if cached else jnp.zeros_like(cache), x], axis=1)
         torch_sides = _torch_sides(torch, torch.nn.functional.conv3d, padded, weight, bias, padding=(0, sides, sides))
-    return Case(
+    return operation_case(
         "conv3d",
         f"{dtype}, {channels} to {out}, {'x'.join(map(str, kernel))}, {'x'.join(map(str, size))}"
         + ("" if cached else ", first frames"),
@@ -80,7 +80,7 @@ def _image(
     if torch is not None:
         padded = jnp.pad(x, ((0, 0), *padding, (0, 0)))
         torch_sides = _torch_sides(torch, torch.nn.functional.conv2d, padded, weight, bias, stride=stride)
-    return Case(
+    return operation_case(
         "conv2d",
         f"{dtype}, {channels} to {out}, 3x3, {'x'.join(map(str, size))}" + (f", stride {stride}" if stride > 1 else ""),
         dtype,
@@ -99,14 +99,10 @@ def _torch_sides(
     torch: Any, function: Callable[..., object], x: jax.Array, weight: jax.Array, bias: jax.Array, **options: Any
 ) -> dict[str, Callable[[], object]]:
     """torch's function on the padded input: channels first, as modules have it by default, and channels last."""
-
-    def tensor(array: jax.Array) -> Any:
-        return torch.from_numpy(np.array(array.astype(jnp.float32))).to(getattr(torch, str(array.dtype)))
-
-    first = tensor(jnp.moveaxis(x, -1, 1)), tensor(weight)
+    first = [torch_tensor(torch, array, str(array.dtype)) for array in (jnp.moveaxis(x, -1, 1), weight)]
     layout = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
     last = [array.to(memory_format=layout) for array in first]
-    offset = tensor(bias)
+    offset = torch_tensor(torch, bias, str(bias.dtype))
     return {
         "torch": lambda: function(*first, offset, **options),
         "torch channels_last": lambda: function(*last, offset, **options),

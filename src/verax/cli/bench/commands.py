@@ -144,7 +144,8 @@ def operations(
 
         verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
     """
-    from verax.bench.ops.run import OPERATIONS, WEIGHTS, bench_ops
+    from verax.bench.ops.linear import WEIGHTS
+    from verax.bench.ops.run import OPERATIONS, bench_ops
 
     try:
         counts = [int(count) for count in rows.split(",")]

@@ -1,0 +1,98 @@
+"""Products with a weight, by kind of weight and number of rows, in the shapes of a language model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from verax import ops
+from verax.bench.case import Case
+from verax.bench.ops.sides import operation_case, torch_tensor
+from verax.checkpoint.host_memory import HostMemory
+from verax.ops.cpu import library
+
+__all__ = ["WEIGHTS", "linear_cases"]
+
+WEIGHTS: dict[str, tuple[int, int | None] | None] = {
+    "float32": None,
+    "bfloat16": None,
+    "int8": (8, None),
+    "int8-32": (8, 32),
+    "int8-128": (8, 128),
+    "int4-32": (4, 32),
+    "int4-128": (4, 128),
+}
+"""Kinds of weight by name; of quantised ones, the bits and how many inputs share a scale."""
+
+COLD = 256 << 20
+"""Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
+
+
+def linear_cases(
+    size_in: int, size_out: int, rows: Sequence[int], weights: Sequence[str], torch: Any
+) -> Iterator[Case]:
+    """Cases one by one: each kind of weight with each number of rows; with torch's side if it is given.
+
+    Args:
+        size_in, size_out: of the weight `[size_out, size_in]`.
+        rows: of the input; one case each.
+        weights: names out of `WEIGHTS`.
+        torch: the module, or None.
+    """
+    rng = np.random.default_rng(0)
+    dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
+    for kind in weights:
+        weight = _weight(dense, kind)
+        held = [_as_loaded(weight) for _ in range(_num_copies(weight.nbytes))]
+        dtype = "float32" if kind == "float32" else "bfloat16"
+        theirs = [] if torch is None else [torch_tensor(torch, dense, dtype)]
+        theirs += [tensor.clone() for tensor in theirs for _ in range(1, _num_copies(tensor.nbytes))]
+        for count in rows:
+            x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
+            sides = _implementations(x, held)
+            if torch is not None:
+                sides["torch"] = _in_turn(partial(torch.nn.functional.linear, torch_tensor(torch, x, dtype)), theirs)
+            products = 2 * count * size_out * size_in
+            chosen = ops.linear.select(x, weight).name
+            yield operation_case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
+
+
+def _in_turn(run: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], object]:
+    """A call with the next of the weights, round and round."""
+    turn = itertools.cycle(weights)
+    return lambda: run(next(turn))
+
+
+def _as_loaded(weight: Any) -> Any:
+    """A copy that lies in memory as a checkpoint's weights do."""
+    memory = HostMemory()
+    return jax.tree.map(lambda array: jax.device_put(memory.copy(array, np.dtype(array.dtype))), weight)
+
+
+def _num_copies(nbytes: int) -> int:
+    return math.ceil(COLD / nbytes)
+
+
+def _implementations(x: jax.Array, weights: Sequence[Any]) -> dict[str, Callable[[], object]]:
+    """Every implementation of the operation that can take this call here, by name."""
+    sides: dict[str, Callable[[], object]] = {}
+    for name, impl in ops.linear.implementations.items():
+        usable = impl.accepts(x, weights[0]) or name == "reference" or (name == "native" and library.available())
+        if usable and impl.runs_on(jax.default_backend()):
+            run = partial(jax.jit(impl.function), x)
+            sides[name] = _in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
+    return sides
+
+
+def _weight(dense: jax.Array, kind: str) -> Any:
+    scheme = WEIGHTS[kind]
+    if scheme is None:
+        return dense.astype(kind)
+    return jax.jit(ops.quantize, static_argnums=(1, 2))(dense, *scheme)
