@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from verax import cli
-from verax.bench.compare import compare_results, page, read_result
+from verax.bench.compare import compare_results, read_result, render
 from verax.errors import InvalidParameterError
 
 
@@ -68,14 +68,14 @@ def test_every_case_of_a_list_is_compared_by_its_name():
     assert [row["name"] for row in comparison["rows"]] == ["linear, 2 rows / native"]
     assert comparison["only_in_old"] == ["linear, 1 rows / native"]
     assert comparison["only_in_new"] == ["linear, 4 rows / native"]
-    assert "Only in new: linear, 4 rows / native." in page(comparison)
+    assert "Only in new: linear, 4 rows / native." in render(comparison)
 
 
 def test_another_machine_or_a_busy_one_is_told():
     new = result(machine={"cpu": "B", "jax": "0.10"}, noise=0.02) | {"noise": {"busy": True}}
     comparison = compare_results(result(), new)
     assert comparison["differing"] == {"cpu": ["A", "B"], "noise of new": ["quiet", "busy"]}
-    assert "cpu: A and B" in page(comparison)
+    assert "cpu: A and B" in render(comparison)
 
 
 @pytest.mark.parametrize(

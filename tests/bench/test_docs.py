@@ -25,7 +25,7 @@ def test_the_page_is_what_the_command_makes_of_the_results(monkeypatch, tmp_path
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two results of embeddings, a day apart, as `report.write` names them."""
+    """Two results of embeddings, a day apart, as `results.write` names them."""
     for day, rate in (("20", 111.0), ("21", 222.0)):
         sides = {name: dict(median_s=1.0, p10_s=1.0, p90_s=1.0, rate=rate) for name in ("transformers", "verax")}
         settings = dict.fromkeys(("model", "dtype", "shortest", "longest", "tokens", "sentences", "batch_size"), 1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["compare_results", "page", "read_result"]
+__all__ = ["compare_results", "read_result", "render"]
 
 RESAMPLES = 10_000
 """Of the bootstrap: the ends of a 95% interval are then good to a percent of its length."""
@@ -155,7 +155,7 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list
     return found
 
 
-def page(comparison: Mapping[str, Any]) -> str:
+def render(comparison: Mapping[str, Any]) -> str:
     """The comparison as Markdown, for a terminal or a pull request."""
     percent = f"{100 * comparison['confidence']:g}%"
     rows, bad = comparison["rows"], comparison["regressions"]

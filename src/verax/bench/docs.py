@@ -16,11 +16,11 @@ from verax.errors import InvalidParameterError
 __all__ = ["Results", "render"]
 
 FILE = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)-(?P<machine>.+?)-(?P<cores>\d+)c-(?P<what>.+)\.json")
-"""How `report.write` names a result."""
+"""File name of a result, as `results.write` makes it."""
 
 
 class Results:
-    """The results in a folder, by what they are of: `text-short-prompts-int8`, say. Of several, the latest."""
+    """The results in a folder by name, such as `text-short-prompts-int8`; of several of one name, the latest."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -52,7 +52,7 @@ def test_what_cannot_run_is_a_table_that_says_why(sections):
     assert two["tables"][0]["why_not"].startswith("RESOURCE_EXHAUSTED")
     assert one["machine"]["torch"] == "9"
     assert list(one["results"]) == ["speed"]
-    page = reports.page({**one, "date": "today"})
+    page = reports.render({**one, "date": "today"})
     assert "| verax | whole |" in page
     assert "**Not run**: needs torch: pip install it." in page
 

@@ -21,7 +21,7 @@ from verax.bench.reports.video import memory_tables, speed_tables
 from verax.bench.results import write_whole
 from verax.errors import InvalidParameterError, VeraxError
 
-__all__ = ["REPORTS", "bench_reports", "page", "write_reports"]
+__all__ = ["REPORTS", "bench_reports", "render", "write_reports"]
 
 Tables = Callable[[bool], tuple[list[Table], dict[str, Any]]]
 """Of `quick`: tables, and the result that they were made from."""
@@ -126,14 +126,14 @@ def write_reports(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]
     for result in results:
         dated = {**result, "date": now}
         path = folder / f"{result['settings']['report']}.json"
-        paths += [write_whole(path.with_suffix(".md"), page(dated))]
+        paths += [write_whole(path.with_suffix(".md"), render(dated))]
         paths += [write_whole(path, json.dumps(dated, indent=2) + "\n")]
     there = {name: folder / f"{name}.json" for name in REPORTS}
     found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in there.items() if path.is_file()}
     return [*paths, write_whole(folder / "README.md", _index(found))]
 
 
-def page(result: dict[str, Any]) -> str:
+def render(result: dict[str, Any]) -> str:
     """A report as Markdown."""
     report = REPORTS[result["settings"]["report"]]
     lines = [f"# {report.title}", "", report.about, "", f"Made by `{_command(result)}`. {_machine(result)}", ""]

@@ -86,7 +86,7 @@ def paged_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
         )
     note = (
         f"{CACHED} cached tokens a sequence in pages of 16, bfloat16, 16 query heads over 8 of 128, {runs} interleaved "
-        "rounds. 'gathered' puts the keys of all pages together first and then attends, as the report's older form. "
+        "rounds. 'gathered' puts the keys of all pages together first and then attends, as in the earlier port. "
         "Keys of a small batch fit in the processor's cache, which is faster than the limit, its memory."
     )
     columns = [

@@ -42,7 +42,7 @@ def bench_video(
     """Time stages with random weights in real sizes; a report as JSON holds it.
 
     Args:
-        size, layers, dtype: of the models: see `video_work.work`.
+        size, layers, dtype: of the models: see `cases.work`.
         stages: of `STAGES`; one forward pass of the transformer, of one row: a step with guidance is two.
         frames, height, width: of clips, a case for each number of frames.
         attention: the implementation that the transformer is timed with.

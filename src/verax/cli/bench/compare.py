@@ -32,11 +32,11 @@ def compare(
 
         verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
     """
-    from verax.bench.compare import compare_results, page, read_result
+    from verax.bench.compare import compare_results, read_result, render
 
     comparison = compare_results(
         read_result(old), read_result(new), threshold=threshold / 100, confidence=confidence / 100
     )
-    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else page(comparison))
+    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render(comparison))
     if comparison["regressions"]:
         raise typer.Exit(1)
