@@ -1,4 +1,4 @@
-"""What machine this is, and its limits as measured: memory bandwidth and matmul rate."""
+"""This machine: its versions and devices, and its measured limits of memory bandwidth and matmul rate."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ READ_BYTES = 1 << 29
 MATMUL_SIZE = 2048
 
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "XLA_FLAGS", "VERAX_CPU_LIBRARY")
-"""Environment variables that decide on threads and code, told where they are set."""
+"""Environment variables that decide on threads and code, recorded where they are set."""
 
 GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
-"""What nvidia-smi is asked for."""
+"""Fields that nvidia-smi prints."""
 
 
 def num_cores() -> int:
@@ -78,7 +78,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def _cpu_clocks() -> dict[str, int]:
-    """MHz of the cores now, and at most; empty where the system does not tell."""
+    """MHz of the cores now, and at most; empty where the system does not report them."""
     try:
         clocks = psutil.cpu_freq()
     except (OSError, NotImplementedError):
@@ -88,7 +88,7 @@ def _cpu_clocks() -> dict[str, int]:
 
 
 def _gpu_facts() -> list[dict[str, str]]:
-    """Of each NVIDIA GPU, what nvidia-smi tells; empty where there is none."""
+    """Fields of each NVIDIA GPU, as nvidia-smi prints them; empty where there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

@@ -18,7 +18,7 @@ _showing: list[Progress] = []
 
 
 def shown() -> bool:
-    """Whether bars are to be seen: stderr is a terminal."""
+    """True if bars are to be seen: stderr is a terminal."""
     return Console(stderr=True).is_terminal
 
 

@@ -19,13 +19,13 @@ from verax.errors import InvalidParameterError
 __all__ = ["compare_results", "read_result", "render"]
 
 RESAMPLES = 10_000
-"""Of the bootstrap: the ends of a 95% interval are then good to a percent of its length."""
+"""Draws of the bootstrap: the ends of a 95% interval are then exact to a percent of its length."""
 
 BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers")
-"""How the names of sides begin that are not ours: their change is that of the machine, or of their versions."""
+"""First words of the names of baselines: their change is that of the machine, or of their versions."""
 
 NAMES = ("section", "operation", "case", "name")
-"""What names an entry of a list, as far as it has them."""
+"""Keys that name an entry of a list, as far as it has them."""
 
 SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_cpp_python")
 """Facts of the machine that have to agree, or the difference may be theirs."""

@@ -30,7 +30,7 @@ class Results:
                 self._paths[match["what"]] = path
 
     def names(self, beginning: str) -> list[str]:
-        """What there are results of, beginning with this."""
+        """Names of results that begin with this."""
         return sorted(name for name in self._paths if name.startswith(beginning))
 
     def result(self, name: str) -> dict[str, Any]:

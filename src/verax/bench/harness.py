@@ -1,4 +1,4 @@
-"""What every benchmark has around its timing: a check for noise before it, the machine with its limits, peak memory."""
+"""Frame of every benchmark: a check for noise before the timing, the machine's limits, peak memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ BUSY_SHARE = 0.15
 """The share of the processor that others use, above which the machine is called busy."""
 
 PIECES, PIECE = 100, 1 << 17
-"""Of the loop: sines of so many numbers, which stay in a cache; a millisecond or two each, on one core."""
+"""Pieces of the loop, and sines in each: they stay in a cache, and take a millisecond or two on one core."""
 
 LISTEN = 0.3
-"""Seconds without work of ours, in which what the processor does is done for others."""
+"""Seconds without work of this process, in which all use of the processor is by others."""
 
 _log = logging.getLogger("verax.bench")
 
 
 class Benchmark:
-    """One benchmark from its beginning to its result: made before any work, asked for the result after it.
+    """One benchmark from its beginning to its result: created before any work, `result` called after it.
 
-    A machine that is busy at the beginning is warned of in the log, and in the result.
+    A machine that is busy at the beginning is reported in the log and in the result.
     """
 
     def __init__(self, kind: str):
@@ -50,18 +50,18 @@ class Benchmark:
 
     @cached_property
     def limits(self) -> dict[str, float]:
-        """The machine's limits, measured when they are first asked for."""
+        """Limits of the machine, measured on first use."""
         return machine.measure_machine()
 
     @cached_property
     def read(self) -> Callable[[], object]:
-        """Reads `machine.READ_BYTES` once: a side beside others whose limit is the memory."""
+        """Call that reads `machine.READ_BYTES` once: a side beside others whose limit is the memory."""
         return machine.streaming_read()
 
     def against_limit(
         self, seconds: float, *, bytes_moved: float, flops: float, dtype: str, bandwidth: float | None = None
     ) -> dict[str, float]:
-        """What a run of our side did, and how long it would have taken at the machine's limits (`limit_seconds`).
+        """Work of a run of our side, and its shortest time at the machine's limits (`limit_seconds`).
 
         Args:
             bandwidth: bytes per second, where it was measured in turn with the run.
@@ -100,7 +100,7 @@ class Benchmark:
 
 
 def measure_noise() -> dict[str, Any]:
-    """How quiet the machine is: the spread of a short loop on all cores, and what others use of the processor.
+    """Noise of the machine: the spread of a short loop on all cores, and the processor's use by others.
 
     `spread` is P90 - P10 of the loop's pieces over their median; `others` the share of all cores that was busy in a
     moment without work of ours.

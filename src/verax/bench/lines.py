@@ -1,4 +1,4 @@
-"""Lines that the pages of all benchmarks have: how often, how noisy, which runs were far from the others."""
+"""Lines that the pages of all benchmarks share: sides, ratios, rounds, noise, outliers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["noise_line", "outliers", "rounds", "sides_lines"]
 
 
 def noise_line(noise: Mapping[str, Any]) -> str:
-    """A sentence for pages and for the log."""
+    """Sentence on the noise, for pages and the log."""
     what = (
         f"a short loop's P10-P90 was {100 * noise['spread']:.0f}% of its median, other processes used "
         f"{100 * noise['others']:.0f}% of the processor"
@@ -20,7 +20,7 @@ def noise_line(noise: Mapping[str, Any]) -> str:
 
 
 def rounds(result: Mapping[str, Any]) -> str:
-    """How often a result's sides ran; fewer rounds than `ENOUGH_RUNS` are said to be few."""
+    """Number of rounds as text, with a warning if they are fewer than `ENOUGH_RUNS`."""
     runs, warmup = result["settings"]["runs"], result["settings"]["warmup"]
     few = f" (fewer than {ENOUGH_RUNS}: look at the spread)" if runs < ENOUGH_RUNS else ""
     return f"{runs} rounds{few} after {warmup} or more of warm-up, until no side got faster"

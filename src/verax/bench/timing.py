@@ -24,7 +24,7 @@ SHORTEST = 0.02
 """Seconds that a side with short calls works in a turn at least."""
 
 MOST_CALLS = 50
-"""In a turn."""
+"""Most calls of a side in a turn."""
 
 UNTIMED = 1
 """Calls at the beginning of a turn that do not count, where calls are short: the first one after another side may take
@@ -52,13 +52,13 @@ class Samples:
 
     @property
     def outliers(self) -> tuple[float, ...]:
-        """The runs beyond Tukey's fences, in seconds. They count like every other: a median hardly feels them."""
+        """The runs beyond Tukey's fences, in seconds. They count like every other."""
         low, high = self.percentile(25), self.percentile(75)
         reach = FENCE * (high - low)
         return tuple(s for s in self.seconds if not low - reach <= s <= high + reach)
 
     def ratio_to(self, other: Samples) -> float:
-        """How many times faster than `other`: the median over rounds of the ratio within a round."""
+        """Factor by which this side is faster than `other`: the median over rounds of the ratio within a round."""
         return float(np.median(np.asarray(other.seconds) / np.asarray(self.seconds)))
 
     def to_dict(self, work: float) -> dict[str, object]:
@@ -114,7 +114,7 @@ def interleave(
 
 
 def calls_in_turn(run: Callable[[], object]) -> int:
-    """How often a side is called in a turn, for `loops`: by what one call takes now, which should not be the first."""
+    """Calls of a side in a turn, for `loops`, by the time of one call now, which should not be its first."""
     begin = time.perf_counter()
     run()
     return max(1, min(MOST_CALLS, math.ceil(SHORTEST / (time.perf_counter() - begin))))

@@ -1,4 +1,4 @@
-"""How much work the delta rules are: floating-point operations and bytes by formula, for `verax bench delta`.
+"""Work of the delta rules by formula, in floating-point operations and bytes, for `verax bench delta`.
 
 An addition and a multiplication are two operations. Only products are counted (matrices, convolutions, and the decay of
 a state); norms, sigmoids and sums of other kinds are left out. A masked product counts whole, as every library computes

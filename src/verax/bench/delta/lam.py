@@ -35,13 +35,13 @@ VARIANTS: dict[str, Literal["hierarchical", "local"]] = {"B": "hierarchical", "C
 names in `LamConfig.rule`."""
 
 TOLERANCE = {"cpu": 1e-4, "gpu": 1e-3}
-"""Of float32 against float64."""
+"""Largest relative error of float32 against float64, by device."""
 
 Shape = tuple[int, int, int]
 """Batch, chunks, tokens of a chunk."""
 
 Theirs = Callable[[ModuleType], Sequence[Any]]
-"""Of `lam_torch`, as it is or through Cython: a function and its arguments."""
+"""Function of LAM's PyTorch module, as it is or through Cython; it returns a function and its arguments."""
 
 
 def rule_cases(configurations: Mapping[str, Shape], baselines: Baselines) -> Iterator[Case]:

@@ -38,7 +38,7 @@ COLUMNS = (
 )
 
 COLOURS = {"verax": "C0", "torch": "C1", "transformers": "C2", "fla": "C3"}
-"""By the first word of a side's name."""
+"""Colours by the first word of a side's name."""
 
 
 def render(result: Mapping[str, Any]) -> list[str]:

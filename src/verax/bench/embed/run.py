@@ -137,7 +137,7 @@ class _TransformersLoop:
         self._model: Any = model.to(self._device).eval()
 
     def versions(self) -> dict[str, Any]:
-        """What this side is made of."""
+        """Versions, threads and device of this side."""
         return {**self._versions, "torch_threads": self._torch.get_num_threads(), "torch_device": self._device}
 
     def encode(self, texts: list[str], batch_size: int) -> np.ndarray:

@@ -25,7 +25,7 @@ LAYERS = 12
 """Rows of a table of layers: those with the largest errors."""
 
 PARTS = 2
-"""Of the built-in video model, that `--quick` compares layer by layer: the transformer and the VAE."""
+"""Parts of the built-in video model that `--quick` compares layer by layer: the transformer and the VAE."""
 
 
 def frame_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:

@@ -24,7 +24,7 @@ from verax.errors import InvalidParameterError, VeraxError
 __all__ = ["REPORTS", "bench_reports", "render", "write_reports"]
 
 Tables = Callable[[bool], tuple[list[Table], dict[str, Any]]]
-"""Of `quick`: tables, and the result that they were made from."""
+"""Function of `quick`; it returns tables, and the result that they were made from."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ REPORTS: dict[str, Report] = {
         {"delta rule": delta_tables},
     ),
 }
-"""By the name of the page."""
+"""Reports by the name of their page."""
 
 VERSIONS = ("torch", "transformers", "diffusers", "cython")
-"""Of the sections' other sides, as their results name them."""
+"""Names of the baselines' versions in a result's machine."""
 
 MOST_WORDS = 300
-"""Letters of an error that a page repeats."""
+"""Characters of an error that a page repeats."""
 
 
 def bench_reports(
@@ -82,7 +82,7 @@ def bench_reports(
     Args:
         quick: smaller and fewer cases: minutes on two cores.
         only: names out of `REPORTS`.
-        report: is told what begins.
+        report: called with the name of each section when it begins.
 
     Raises:
         InvalidParameterError: for an unknown report.

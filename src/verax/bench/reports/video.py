@@ -16,13 +16,13 @@ from verax.errors import MissingDependencyError
 __all__ = ["memory_tables", "speed_tables"]
 
 FRAMES = (9, 17, 57)
-"""Of the reports' clips, of 544 x 960."""
+"""Frames of the earlier ports' clips, of 544 x 960."""
 
 IMPLEMENTATIONS = {"standard": "standard attention", "chunked": "chunked attention", "auto": "what verax runs"}
-"""Of attention, as the report calls them."""
+"""Implementations of attention, with their names in the tables."""
 
 STEPS = (5, 10, 30, 50)
-"""Of the report's table of what compiling costs."""
+"""Steps in the table of the costs of compiling."""
 
 GUIDED = 2
 """Forward passes of a step with guidance."""
@@ -33,7 +33,7 @@ FEW = 17
 """Frames up to which `--quick` runs."""
 
 LAYERS = 30
-"""Of the model."""
+"""Layers of the model."""
 
 SMALL: dict[str, Any] = dict(height=64, width=112, layers=4)
 """Clip and layers that `--quick` is timed with."""
@@ -80,7 +80,7 @@ def memory_tables(quick: bool) -> tuple[list[Table], dict[str, Any]]:
 
 
 def _measured(frames: int, sizes: dict[str, Any], weights: float) -> dict[str, Any]:
-    """What PyTorch takes, with as many GB of weights; or why that is not known."""
+    """Memory of PyTorch in GB, with as many GB of weights; or the reason that it is not known."""
     try:
         todo = work("transformer", "1.3b", frames=frames, dtype=DTYPE, layers=1, **sizes)
         side = DiffusersSide(todo, DTYPE)

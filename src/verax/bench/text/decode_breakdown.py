@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: the step with one part at a time replaced by nothing."""
+"""Breakdown of a decode step's time: the step with one part after the other replaced by nothing."""
 
 from __future__ import annotations
 

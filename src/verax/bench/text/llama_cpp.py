@@ -1,4 +1,4 @@
-"""llama.cpp as the other side of a text benchmark. Needs `pip install 'verax[llama-cpp]'`, which compiles it."""
+"""llama.cpp as a baseline of the text benchmark. Needs `pip install 'verax[llama-cpp]'`, which compiles it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     token: int
     position: int
     last: bool
-    """Whether a token is to be drawn behind it."""
+    """True if a token is to be drawn after it."""
 
 
 class LlamaCppSide:
@@ -91,7 +91,7 @@ class LlamaCppSide:
         self._c.llama_model_free(self._model)
 
     def versions(self) -> dict[str, Any]:
-        """What this side is made of."""
+        """Versions, threads and device of this side."""
         build = self._c.llama_print_system_info().decode()
         features = [part.split("=")[0].strip() for part in build.split(":", 1)[-1].split("|") if part.strip()]
         return {

@@ -1,4 +1,4 @@
-"""What fewer bits cost: perplexity on text and exact sums, and how far the logits are from those in float32."""
+"""Cost of fewer bits: perplexity on text, exact sums, and the distance of the logits from those in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["REFERENCE", "VARIANTS", "bench_quality"]
 
 
 class Variant(NamedTuple):
-    """How a model is held: dtype, bits and group size of quantised weights, dtype of the key/value cache."""
+    """Precision of a model: dtype, bits and group size of quantised weights, dtype of the key/value cache."""
 
     dtype: str
     quantization: tuple[int, int | None] | None = None
@@ -49,13 +49,13 @@ VARIANTS: dict[str, Variant] = {
     "int4-128": Variant("bfloat16", (4, 128)),
     "int4-32, int8 cache": Variant("bfloat16", (4, 32), "int8"),
 }
-"""By name; the number after int4 is of inputs that share a scale."""
+"""Variants by name; the number after int4 is that of inputs that share a scale."""
 
 PAGE = 16
 """Tokens of a page: the engine's block size."""
 
 BATCH_TOKENS, BATCH_ROWS = 1024, 64
-"""Of a batch of texts; the last ones are padded."""
+"""Tokens and texts of a batch; the last batch is padded."""
 
 LOGIT_ROWS = 64
 """Positions whose logits are compared at a time: two times 64 rows of a vocabulary of 150,000 are 80 MB."""
@@ -225,7 +225,7 @@ def _compare_step(
     following: Int[Array, "T"],
     graphs: tuple[nnx.GraphDef[Any], nnx.GraphDef[Any]],
 ) -> tuple[Float[Array, "T"], Float[Array, "T"], Float[Array, "T"]]:
-    """By position: nats of the token that follows, KL divergence from the reference, whether the best token is its."""
+    """Nats of the next token, KL divergence from the reference, and 1 where both have the same best token, each [T]."""
     reference, model = nnx.merge(graphs[0], theirs), nnx.merge(graphs[1], ours)
 
     def rows(

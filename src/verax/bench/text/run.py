@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["BASELINES", "SHAPES", "bench_text"]
 
 BASELINES = ("transformers", "llama.cpp", "verax")
-"""What a text benchmark can have beside us; the last is our own side as it is unquantised."""
+"""Sides of a text benchmark beside ours; the last is our own, unquantised."""
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
-"""What llama.cpp's weights are, by our `quantization` or else our `dtype`."""
+"""Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -77,7 +77,7 @@ HYBRID: dict[str, Any] = {
 """Three delta layers and one of attention, as wide as Qwen3.5-0.8B's 24; an eighth of its vocabulary."""
 
 SHAPES = {"qwen3": ("Qwen3-0.6B shapes", QWEN3_0_6B), "hybrid": ("4 layers of Qwen3.5-0.8B shapes", HYBRID)}
-"""Of random weights: in words, and as a config.json."""
+"""Shapes of random weights: in words, and as a config.json."""
 
 
 def bench_text(

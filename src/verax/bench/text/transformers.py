@@ -1,4 +1,4 @@
-"""Hugging Face transformers as the other side of a text benchmark. Needs `pip install 'verax[parity]'`."""
+"""Hugging Face transformers as a baseline of the text benchmark. Needs `pip install 'verax[parity]'`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TransformersSide:
         self._model: Any = model.to(self._device).eval()
 
     def versions(self) -> dict[str, Any]:
-        """What this side is made of."""
+        """Versions, threads and device of this side."""
         return {**self._versions, "torch_threads": self._torch.get_num_threads(), "torch_device": self._device}
 
     def naive(self, workload: Workload) -> int:

@@ -33,7 +33,7 @@ class Workload:
 
     @property
     def counted_tokens(self) -> int:
-        """What rates count: the new tokens; those of the prompts where all is about them."""
+        """Tokens that rates count: the new ones, or those of the prompts where the workload is to read them."""
         return self.prompt_tokens if self.name == "prompt" else self.new_tokens
 
     @property

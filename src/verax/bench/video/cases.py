@@ -1,4 +1,4 @@
-"""What `verax bench video` computes, by stage: our module and program, random weights and inputs, and torch's class."""
+"""Work of `verax bench video` by stage: our module and program, random weights and inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["SIZES", "STAGES", "Size", "Work", "products", "work"]
 STAGES = ("transformer", "vae", "text")
 
 WORDS, PATCHES = 512, 257
-"""Tokens of a prompt and of a picture that the transformer is told, as in the published pipelines."""
+"""Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ SIZES: Mapping[str, Size] = {
 
 @dataclass(frozen=True)
 class Work:
-    """One stage: what both sides compute.
+    """One stage that both sides compute.
 
     Attributes:
         component: our model, with the weights below when it is used.

@@ -1,4 +1,4 @@
-"""diffusers as the other side of a video benchmark, with our weights. Needs `pip install 'verax[parity]'`."""
+"""diffusers as the baseline of a video benchmark, with our weights. Needs `pip install 'verax[parity]'`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DiffusersSide:
         return result
 
     def result(self) -> np.ndarray:
-        """What `run` gives, in our layout, float32."""
+        """Result of `run` in our layout, float32."""
         values = self.run().float().cpu().numpy()
         return values if self._work.stage == "text" else values.transpose(0, 2, 3, 4, 1)
 

@@ -178,7 +178,7 @@ def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) ->
 
 
 def _memory(todo: Work, attention: str) -> dict[str, Any]:
-    """What a forward pass needs with an implementation of attention; or why it has none."""
+    """Memory of a forward pass with an implementation of attention, in GB; or the reason that it does not run."""
     component, prepare = todo.component, todo.prepare
     assert prepare is not None
     shapes: Any = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in todo.inputs)

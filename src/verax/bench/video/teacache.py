@@ -1,4 +1,4 @@
-"""What TeaCache costs: clips made with it beside the same clips made without, by threshold."""
+"""Cost of TeaCache: clips made with it beside the same clips made without, by threshold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 """Around those that TeaCache's authors recommend: 0.05 to 0.1 for 1.3B, 0.14 to 0.3 for 14B."""
 
 PROMPTS = 8
-"""Of the built-in model, if nothing else is said; words in combinations that its training never saw."""
+"""Number of the built-in model's own prompts: words in combinations that its training never saw."""
 
 
 def bench_teacache(
@@ -97,6 +97,6 @@ def _own_prompts() -> list[str]:
 
 
 def _psnr(one: VideoOutput, other: VideoOutput) -> float | None:
-    """Of the clip in dB; None if no pixel differs."""
+    """PSNR of the clip in dB; None if no pixel differs."""
     mse = float(np.mean((one.frames / 255.0 - other.frames / 255.0) ** 2))
     return decibels(mse) if mse else None

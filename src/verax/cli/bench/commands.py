@@ -182,7 +182,7 @@ def quality(
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """What quantised weights and an int8 cache cost: perplexity, sums, and the logits' distance from float32.
+    """Cost of quantised weights and an int8 cache: perplexity, sums, and the logits' distance from float32.
 
     Examples:
 
@@ -297,7 +297,7 @@ def video(
     attention: Annotated[str, typer.Option(help="Implementation that the transformer is timed with.")] = "auto",
     memory: Annotated[
         str | None,
-        typer.Option(help="Implementations whose memory is told, which needs no run: auto,chunked,standard,flash."),
+        typer.Option(help="Implementations whose memory is planned, which needs no run: auto,chunked,standard,flash."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of transformer and text encoder; all.", min=1)] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds; 0 for memory only.", min=0)] = 3,
@@ -359,7 +359,7 @@ def teacache(
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """What TeaCache costs in quality and saves in time: clips with it beside the same clips without, by threshold.
+    """Cost of TeaCache in quality, and the time that it saves: clips with it beside the same clips without.
 
     Examples:
 

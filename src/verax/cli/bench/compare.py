@@ -1,4 +1,4 @@
-"""`verax bench compare`: has anything become slower?"""
+"""`verax bench compare`: changes of speed between two results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compare(
     confidence: Annotated[float, typer.Option(help="Of the intervals, in percent.")] = 95.0,
     as_json: options.Json = False,
 ) -> None:
-    """What became slower or faster between two results, with confidence; exit status 1 if a side of ours is slower.
+    """Changes of speed between two results, with confidence; exit status 1 if a side of verax is slower.
 
     Prints Markdown, for a terminal or a pull request. A side counts as slower only if the whole interval of the ratio
     of the medians is beyond the threshold; baselines are shown, and do not count.
