@@ -12,7 +12,7 @@ from verax import cli
 from verax.bench.results import markdown, write
 from verax.bench.text import run as text
 from verax.bench.text.run import bench_text
-from verax.bench.text.workload import Workload, nano_vllm, prompt
+from verax.bench.text.workload import Workload, nano_vllm, prompt, short_prompts
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 

@@ -88,7 +88,7 @@ def text(
         verax bench text --shapes hybrid --against transformers
     """
     from verax.bench.text.run import bench_text
-    from verax.bench.text.workload import WORKLOADS, nano_vllm, prompt
+    from verax.bench.text.workload import WORKLOADS, nano_vllm, prompt, short_prompts
 
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"--workload: expected {', '.join(WORKLOADS)}, got {workload!r}")
