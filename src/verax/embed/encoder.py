@@ -21,6 +21,7 @@ from verax.embed.buckets import Buckets, Job
 from verax.embed.pooling import normalized, pool
 from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
+from verax.loading import load_model
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
@@ -74,25 +75,15 @@ class Encoder:
         enable_compilation_cache()
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.encoder() if model is None else model, revision=revision)
-        architecture, config = models.encoder(opened.config)
-        make: Any = architecture  # of its own configuration
+        model_class, config = models.encoder(opened.config)
         self.model_config = config
         self.settings = EncoderSettings.from_folder(
             opened.folder, positions=config.max_position_embeddings, pooling=pooling, max_length=max_length
         )
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.truncate(self.settings.max_length)
-        abstract = nnx.eval_shape(lambda: make(config, dtype=models.DTYPES[dtype], rngs=nnx.Rngs(0)))
-        wanted = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(abstract))]
         with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = checkpoint.load_module(
-                abstract,
-                opened,
-                dtype=models.DTYPES[dtype],
-                ignore=architecture.ignored_weights,
-                aliases=architecture.aliases(wanted, opened.names()),
-                progress=report,
-            )
+            loaded = load_model(opened, model_class, config, dtype=models.DTYPES[dtype], progress=report)
         graph, state = nnx.split(loaded)
         leaves, treedef = jax.tree.flatten(state)
         # Flattened once: a call passes a flat tuple of arrays, and the module exists only while tracing.

@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin
-from verax.checkpoint import load_module
 from verax.checkpoint.random_weights import random_weight
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import PARTS, diffusers_transformer
@@ -22,6 +21,7 @@ from verax.compare.inputs import Inputs
 from verax.compare.run import Case, Side
 from verax.compare.torch_side import torch
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_model
 from verax.models import DTYPES
 
 __all__ = ["RANDOM", "VIDEO_PARTS", "build_part", "has_part", "video_case"]
@@ -115,12 +115,10 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
         return kind.run(made, config, given)[0]
 
     def ours(dtype: str) -> Side:
-        wanted = nnx.eval_shape(lambda: kind.build(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
         if opened is not None:
-            ignored = getattr(kind.build, "ignored_weights", ())
-            made = load_module(wanted, opened, dtype=jnp.dtype(DTYPES[dtype]), ignore=ignored)
+            made = load_model(opened, kind.build, config, dtype=dtype)
         else:
-            graph, state = nnx.split(wanted)
+            graph, state = nnx.split(nnx.eval_shape(lambda: kind.build(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0))))
             leaves = [
                 (path, leaf.replace(jnp.asarray(weight(".".join(map(str, path))), leaf.dtype)))
                 for path, leaf in nnx.to_flat_state(state)
