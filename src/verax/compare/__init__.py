@@ -2,7 +2,7 @@
 
 from verax.compare.align import Alignment, align
 from verax.compare.comparison import Comparison, Row
-from verax.compare.jax_side import gradients_jax, trace_jax
+from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
 from verax.compare.recorder import Watch, tap
 from verax.compare.report import show, write
 from verax.compare.run import Case, Side, compare, compare_case
@@ -22,6 +22,7 @@ __all__ = [
     "compare_case",
     "gradients_jax",
     "gradients_torch",
+    "run_compiled",
     "show",
     "tap",
     "trace_jax",

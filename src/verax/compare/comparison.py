@@ -76,6 +76,8 @@ class Comparison:
     gradients: list[Row] = field(default_factory=list)
     gradients_only: tuple[list[str], list[str]] = ([], [])
     """Parameters of which only our, or only the reference's, side has a gradient."""
+    fused: Row | None = None
+    """The output of our model run as one compiled program with fused operations; None if it was not run so."""
     about: dict[str, Any] = field(default_factory=dict)
     """What was run, with versions."""
     judged: LogitsComparison | VectorsComparison | None = None
@@ -138,9 +140,14 @@ class Comparison:
                     f"{over[0].name} ({over[0].errors.l2:.1e}), the largest {worst.name} ({worst.errors.l2:.1e})"
                     + (f"; how {guessed[0]} is arranged is a guess: take sizes that differ" if guessed else "")
                 )
-        output = self.output
-        if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:
-            found.append(f"the output's error against float32 is {output.ratio:.2f} times the reference's")
+        for output, how in ((self.output, ""), (self.fused, " as one compiled program")):
+            if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:
+                found.append(f"the output's error{how} against float32 is {output.ratio:.2f} times the reference's")
+        if self.fused is not None and self.bound is not None and not self.fused.errors.l2 <= self.bound:
+            found.append(
+                f"the output as one compiled program has a relative L2 error of {self.fused.errors.l2:.1e}, over "
+                f"{self.bound:.0e}"
+            )
         if any(self.gradients_only):
             found.append(f"gradients on one side only: {', '.join(chain(*self.gradients_only))}")
         return found
@@ -180,6 +187,7 @@ class Comparison:
             "peak_memory_gb": None if self.peak_memory is None else self.peak_memory / 1e9,
             "output": None if self.judged is None else _plain(self.judged.to_dict()),
             "rows": list(map(row, self.rows)),
+            "fused": None if self.fused is None else row(self.fused),
             "gradients": list(map(row, self.gradients)),
             "guessed": [str(pair) for pair in self.guessed],
             "ours_only": self.alignment.ours_only,

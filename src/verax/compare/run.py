@@ -18,7 +18,7 @@ from verax import progress
 from verax.checkpoint.names.table import NameTable
 from verax.compare.align import Alignment, Names, Pair, align, translator
 from verax.compare.comparison import Comparison, Row, measure_rows
-from verax.compare.jax_side import gradients_jax, trace_jax
+from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
 from verax.compare.layout import Layout, find_layout
 from verax.compare.metrics import measure
 from verax.compare.outputs import LogitsComparison, VectorsComparison
@@ -82,6 +82,7 @@ def compare(
     title: str = "comparison",
     inject: bool = False,
     backward: bool = False,
+    fused: bool = False,
     guess: bool = True,
     max_rel: float | None = None,
     confirm: Callable[[Alignment], None] = lambda alignment: None,
@@ -96,6 +97,7 @@ def compare(
         title: for the report.
         inject: run ours a second time with each layer on the reference's activations, so that errors are located.
         backward: compare gradients of a weighted sum of the output by each parameter too.
+        fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
         guess: match what names do not by shape and order; `result.guessed` are these pairs, to be looked at.
         max_rel: bound on each layer's relative L2 error; 1e-4 if None.
         confirm: called with the alignment before anything is measured; it may show `guessed`, and raise.
@@ -110,7 +112,9 @@ def compare(
     """
 
     case = pair_case(reference, ours, *args, names=names, title=title)
-    return compare_case(case, inject=inject, backward=backward, guess=guess, max_rel=max_rel, confirm=confirm)
+    return compare_case(
+        case, inject=inject, backward=backward, fused=fused, guess=guess, max_rel=max_rel, confirm=confirm
+    )
 
 
 def pair_case(
@@ -136,6 +140,7 @@ def compare_case(
     dtype: str = "float32",
     inject: bool = False,
     backward: bool = False,
+    fused: bool = False,
     guess: bool = False,
     max_rel: float | None = None,
     folder: str | Path | None = None,
@@ -147,7 +152,7 @@ def compare_case(
         case: what to compare.
         dtype: of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights rounded
             to `dtype`: the truth about both sides.
-        inject, backward, guess, max_rel: as in `compare`.
+        inject, backward, fused, guess, max_rel: as in `compare`.
         folder: where traces are kept; None keeps them only while this runs.
         confirm: called with the alignment before anything is measured; it may raise.
 
@@ -157,7 +162,7 @@ def compare_case(
     with tempfile.TemporaryDirectory() as scratch, progress.bar("comparing") as report:
         home = Path(scratch if folder is None else folder)
         low = dtype != "float32"
-        stages = 2 + low + inject + 2 * backward
+        stages = 2 + low + inject + fused + 2 * backward
         done = iter(range(stages + 1))
 
         def stage(what: str) -> None:
@@ -198,6 +203,10 @@ def compare_case(
         rows = measure_rows(alignment.pairs, ours, reference, truth, own)
         result = Comparison(case.title, rows, alignment, dtype, max_rel, about=dict(case.about))
         output = next((pair for pair in alignment.pairs if pair.ours == (OUTPUT,)), None)
+        if fused and output is not None:
+            stage("JAX, one program")
+            compiled = run_compiled(side.model, *side.args, call=side.call, folder=home / "fused", **side.kwargs)
+            result.fused = measure_rows([output], compiled, reference, truth)[0]
         if case.judge is not None and output is not None:
             mine, other = output.load(ours, reference)
             result.judged = case.judge(other, mine)

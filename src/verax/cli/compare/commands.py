@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from verax.cli import options
 from verax.cli.compare.own import own
-from verax.cli.compare.run import Backward, Every, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
+from verax.cli.compare.run import Backward, Every, Fused, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
 from verax.cli.compare.videos import videos
 from verax.errors import UnsupportedModelError
 
@@ -71,6 +71,7 @@ def model(
     inputs: InputsFile = None,
     inject: Inject = False,
     backward: Backward = False,
+    fused: Fused = False,
     part: Annotated[
         str | None,
         typer.Option(help="video: transformer, vae, text_encoder, image_encoder, or output; all if left out."),
@@ -102,6 +103,8 @@ def model(
 
         verax compare embed --random --inject --backward
 
+        verax compare text --fused
+
         verax compare video --random --part vae
 
         verax compare embed --inputs sentences.txt
@@ -116,6 +119,7 @@ def model(
             dtype=dtype,
             inject=inject,
             backward=backward,
+            fused=fused,
             max_rel=max_rel,
             every=every,
             output=output,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verax.cli import options
-from verax.cli.compare.run import Backward, Every, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
+from verax.cli.compare.run import Backward, Every, Fused, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
 
 if TYPE_CHECKING:
     from verax.compare import Alignment, Case
@@ -32,6 +32,7 @@ def own(
     dtype: options.Dtype = "float32",
     inject: Inject = False,
     backward: Backward = False,
+    fused: Fused = False,
     max_rel: MaxRel = None,
     every: Every = False,
     output: Output = None,
@@ -55,6 +56,7 @@ def own(
         dtype=dtype,
         inject=inject,
         backward=backward,
+        fused=fused,
         max_rel=max_rel,
         every=every,
         output=output,
