@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.compare.layout import Layout, find_layout
 from verax.compare.trace import Entry, Trace, split_call
-from verax.errors import CheckpointError
 
 __all__ = ["Alignment", "Names", "Pair", "align", "translator"]
 
 
 class Table(Protocol):
-    """A table between our names and the reference's: a `NameTable`, or what is asked like one."""
+    """A table between our names and the reference's, such as a `Renaming`."""
 
-    def to_diffusers(self, name: str, /) -> tuple[str, ...]:
-        """The reference's names, or a CheckpointError."""
+    def forward(self, name: str, /) -> tuple[str, ...] | None:
+        """The reference's names of our `name`; None if the table does not have it."""
         ...
 
 
 Names = Table | Mapping[str, str] | Sequence[Table]
 """Between our names and the reference's: tables, of which the first counts that leads to a name there is; or a dict.
 
-A dict's keys and values are beginnings of our and the reference's names, with `{i}` for a number, as in `NameTable`.
+A dict's keys and values are beginnings of our and the reference's names, with `{i}` for a number, as in `Renaming`.
 """
 
 
@@ -88,16 +86,15 @@ def translator(names: Names | None, there: Container[str]) -> Callable[[str], tu
     if names is None:
         tables: Sequence[Table] = ()
     elif isinstance(names, Mapping):
-        tables = (NameTable(list(names.items())),)
+        tables = (Renaming(list(names.items())),)
     else:
         tables = tuple(names) if isinstance(names, Sequence) else (names,)
 
     def translate(path: str) -> tuple[tuple[str, ...], str] | None:
         for table in tables:
-            with contextlib.suppress(CheckpointError):
-                found = table.to_diffusers(path)
-                if all(name in there for name in found):
-                    return found, "table"
+            found = table.forward(path)
+            if found is not None and all(name in there for name in found):
+                return found, "table"
         return ((path,), "name") if path in there else None
 
     return translate

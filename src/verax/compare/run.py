@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from verax import progress
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.compare.align import Alignment, Names, Pair, align, translator
 from verax.compare.comparison import Comparison, Row, measure_rows
 from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
@@ -308,8 +308,8 @@ def _with_guessed(names: Names | None, alignment: Alignment) -> Names | None:
     if not alignment.guessed:
         return names
     own = () if names is None else names if isinstance(names, Sequence) else (names,)
-    tables = [NameTable(list(table.items())) if isinstance(table, Mapping) else table for table in own]
-    return (*tables, NameTable([(pair.ours[0], pair.reference) for pair in alignment.guessed]))
+    tables = [Renaming(list(table.items())) if isinstance(table, Mapping) else table for table in own]
+    return (*tables, Renaming([(pair.ours[0], pair.reference) for pair in alignment.guessed]))
 
 
 def _size(x: np.ndarray) -> float:

@@ -161,11 +161,11 @@ def _fill(model: Any, part: str, settings: Mapping[str, Any], weight: Callable[[
     """Weights by the original's names into the reference's model, one after the other."""
     names, state, filled = PARTS[part].names(settings), model.state_dict(), set()
     for key, tensor in state.items():
-        if (found := names.to_original(key)) is None:
+        if (found := names.backward(key)) is None:
             continue
         original, piece = found
         whole = PARTS[part].form(original).to_diffusers(weight(original))
-        array = np.split(whole, len(names.to_diffusers(original) or (key,)))[piece]
+        array = np.split(whole, len(names.forward(original) or (key,)))[piece]
         if array.shape != tuple(tensor.shape):
             raise CheckpointError(f"{original}: shape {list(array.shape)}, the reference needs {list(tensor.shape)}")
         tensor.copy_(torch().from_numpy(np.array(array)))
