@@ -172,7 +172,10 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
         if (layout := find_layout(*shapes)) and not layout.repeated
     ]
     # Of several axes, that which leaves every size what it is on the other side.
-    return sorted(found, key=lambda pair: (not pair.layout.keeps, pair.layout.moves, pair.layout.ambiguous))[:1] or None
+    return (
+        sorted(found, key=lambda pair: (not pair.layout.keeps, pair.layout.transposes, pair.layout.ambiguous))[:1]
+        or None
+    )
 
 
 def _of_several(ours: Trace, own: list[str], theirs: list[list[str]], reference: Trace, by: str) -> list[Pair] | None:

@@ -34,8 +34,8 @@ class Layout:
     repeated: bool = False
 
     @property
-    def moves(self) -> bool:
-        """Whether numbers change their order."""
+    def transposes(self) -> bool:
+        """True if numbers change their order."""
         moved = [axis for axis in self.axes if self.source[axis] > 1]
         return moved != sorted(moved)
 
@@ -60,9 +60,9 @@ class Layout:
 
     def __str__(self) -> str:
         """For a reader; empty where nothing is rearranged."""
-        if self.source == self.target and not self.moves:
+        if self.source == self.target and not self.transposes:
             return ""
-        how = f", axes {self.axes}" if self.moves else ", repeated" if self.repeated else ""
+        how = f", axes {self.axes}" if self.transposes else ", repeated" if self.repeated else ""
         return f"{list(self.source)} -> {list(self.target)}{how}" + "?" * self.ambiguous
 
 
