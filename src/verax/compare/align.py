@@ -173,7 +173,9 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
     ]
     # Of several axes, that which leaves every size what it is on the other side.
     return (
-        sorted(found, key=lambda pair: (not pair.layout.keeps, pair.layout.transposes, pair.layout.ambiguous))[:1]
+        sorted(found, key=lambda pair: (not pair.layout.preserves_axes, pair.layout.transposes, pair.layout.ambiguous))[
+            :1
+        ]
         or None
     )
 

@@ -40,8 +40,8 @@ class Layout:
         return moved != sorted(moved)
 
     @property
-    def keeps(self) -> bool:
-        """Whether no axes are merged or split."""
+    def preserves_axes(self) -> bool:
+        """True if no axes are merged or split."""
         source, target = (sorted(size for size in shape if size > 1) for shape in (self.source, self.target))
         return source == target
 
