@@ -169,7 +169,7 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
     found = [
         Pair(tuple(own), tuple(theirs), layout, by, axis)
         for axis, shapes in _joined(ours, own, reference, theirs)
-        if (layout := find_layout(*shapes)) and not layout.repeated
+        if (layout := find_layout(*shapes)) and not layout.broadcast
     ]
     # Of several axes, that which leaves every size what it is on the other side.
     return (

@@ -24,14 +24,14 @@ class Layout:
     Attributes:
         source, target, axes: as above.
         ambiguous: whether another transposition has the same shape, and the usual one was taken.
-        repeated: the source is one of what the target has several equal ones of (broadcasting), not transposed.
+        broadcast: True if the target repeats the source (NumPy broadcasting), which is not transposed then.
     """
 
     source: tuple[int, ...]
     target: tuple[int, ...]
     axes: tuple[int, ...]
     ambiguous: bool = False
-    repeated: bool = False
+    broadcast: bool = False
 
     @property
     def transposes(self) -> bool:
@@ -47,13 +47,13 @@ class Layout:
 
     def apply(self, x: np.ndarray) -> np.ndarray:
         """`[source]` to `[target]`."""
-        if self.repeated:
+        if self.broadcast:
             return np.broadcast_to(x, self.target)
         return x.transpose(self.axes).reshape(self.target)
 
     def invert(self, x: np.ndarray) -> np.ndarray:
         """`[target]` to `[source]`."""
-        if self.repeated:
+        if self.broadcast:
             padded = (1,) * (x.ndim - len(self.source)) + self.source
             return x[tuple(slice(size) for size in padded)].reshape(self.source)
         return x.reshape([self.source[axis] for axis in self.axes]).transpose(np.argsort(self.axes))
@@ -62,7 +62,7 @@ class Layout:
         """For a reader; empty where nothing is rearranged."""
         if self.source == self.target and not self.transposes:
             return ""
-        how = f", axes {self.axes}" if self.transposes else ", repeated" if self.repeated else ""
+        how = f", axes {self.axes}" if self.transposes else ", broadcast" if self.broadcast else ""
         return f"{list(self.source)} -> {list(self.target)}{how}" + "?" * self.ambiguous
 
 
@@ -72,12 +72,12 @@ def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | No
 
     Preferred in this order: as it is; channels last to channels first and back, also those of a clip's pictures; two
     neighbouring axes exchanged (heads and tokens); any other transposition. Axes of one come and go (an extra batch);
-    fewer numbers are repeated.
+    fewer numbers are broadcast.
     """
     if math.prod(source) != math.prod(target):
         padded = (1,) * (len(target) - len(source)) + source
         if len(padded) == len(target) and all(a in (1, b) for a, b in zip(padded, target, strict=True)):
-            return Layout(source, target, tuple(range(len(source))), repeated=True)
+            return Layout(source, target, tuple(range(len(source))), broadcast=True)
         return None
     n = len(source)
     same = tuple(range(n))
