@@ -46,9 +46,9 @@ def test_an_undefined_number_is_an_error():
     assert result.as_dict()["rows"][1]["errors"]["l2"] is None
 
 
-def test_a_missing_output_and_unlike_shapes_fail():
+def test_a_missing_output_and_mismatched_shapes_fail():
     result = comparison(row("a", 0.0))
-    result.alignment.unlike.append(("x", "y", "[2] is no arrangement of [3]"))
+    result.alignment.mismatched.append(("x", "y", "[2] is no arrangement of [3]"))
     assert result.failures == ["x and y: [2] is no arrangement of [3]", "the outputs could not be compared"]
 
 

@@ -65,7 +65,7 @@ class Alignment:
     """Pairs in the order of our run, and what is left."""
 
     pairs: list[Pair]
-    unlike: list[tuple[str, str, str]] = field(default_factory=list)
+    mismatched: list[tuple[str, str, str]] = field(default_factory=list)
     """Names that belong together, and why their arrays cannot be compared."""
     ours_only: list[str] = field(default_factory=list)
     reference_only: list[str] = field(default_factory=list)
@@ -127,15 +127,15 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
                 " and ".join(str(list(trace.entries[name].shape)) for name in group)
                 for trace, group in ((ours, own), (reference, [name for other in paths for name in theirs[other]]))
             ]
-            result.unlike.append((path, " + ".join(paths), f"{shapes[0]} is no arrangement of {shapes[1]}"))
+            result.mismatched.append((path, " + ".join(paths), f"{shapes[0]} is no arrangement of {shapes[1]}"))
             used |= {name for other in paths for name in theirs[other]}
             continue
         for pair in pairs:
             found[pair.ours[-1]] = pair
             used |= set(pair.reference)
     matched = {name for pair in found.values() for name in pair.ours}
-    unlike = {path for path, _, _ in result.unlike}
-    left = [name for name in ours if name not in matched and split_call(name)[0] not in unlike]
+    mismatched = {path for path, _, _ in result.mismatched}
+    left = [name for name in ours if name not in matched and split_call(name)[0] not in mismatched]
     rest = [name for name in reference if name not in used]
     if guess:
         for mine, other, layout in _by_shape(ours, left, reference, rest):

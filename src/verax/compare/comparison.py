@@ -128,7 +128,7 @@ class Comparison:
     @property
     def failures(self) -> list[str]:
         """Why the two sides do not count as equal; empty if they do."""
-        found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.unlike]
+        found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.mismatched]
         if self.output is None:
             found.append("the outputs could not be compared")
         for what, rows in (("layers", self.rows), ("gradients", self.gradients)):
