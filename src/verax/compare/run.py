@@ -1,4 +1,4 @@
-"""One comparison from beginning to end: the reference runs, then ours, then what the errors are."""
+"""One comparison from beginning to end: the reference runs, then ours, then errors are measured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,61 +15,20 @@ from flax import nnx
 from verax import progress
 from verax.checkpoint.names.table import Renaming
 from verax.compare.align import Alignment, Names, Pair, align, translator
+from verax.compare.case import Case, Side, pair_case
 from verax.compare.comparison import Comparison, Row, measure_rows
 from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
 from verax.compare.layout import Layout, find_layout
 from verax.compare.metrics import measure
-from verax.compare.outputs import LogitsComparison, VectorsComparison
-from verax.compare.recorder import Watch
 from verax.compare.torch_side import gradients_torch, round_like, trace_torch
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
 from verax.machine import peak_memory
 
-__all__ = ["Case", "Side", "compare", "compare_case"]
+__all__ = ["compare", "compare_case"]
 
 VANISHING = 1e-4
 """A gradient so much smaller than the median of all is measured against that median."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """A model and the call that is compared.
-
-    Attributes:
-        model: a module, or a function with taps.
-        args, kwargs: of the call; NumPy arrays become the side's own.
-        call: `call(model, *args, **kwargs)`, for more than the model's own call.
-        watch: functions to record beside the modules.
-        inputs: patterns of paths of modules whose input is recorded too.
-    """
-
-    model: Any
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    call: Callable[..., Any] | None = None
-    watch: tuple[Watch, ...] = ()
-    inputs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Case:
-    """What to compare.
-
-    Attributes:
-        title: for the report.
-        reference, ours: each side in a dtype, `"float32"` or `"bfloat16"`; made when it is needed, and dropped after.
-        names: between our names and the reference's.
-        about: for the report.
-        judge: `judge(reference, ours)` says more about the two outputs, in the reference's layout.
-    """
-
-    title: str
-    reference: Callable[[str], Side]
-    ours: Callable[[str], Side]
-    names: Names | None = None
-    about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    judge: Callable[[np.ndarray, np.ndarray], LogitsComparison | VectorsComparison] | None = None
 
 
 def compare(
@@ -115,23 +72,6 @@ def compare(
     return compare_case(
         case, inject=inject, backward=backward, fused=fused, guess=guess, max_rel=max_rel, confirm=confirm
     )
-
-
-def pair_case(
-    reference: Any, ours: Any, *args: Any, names: Names | None = None, title: str = "comparison", **kwargs: Any
-) -> Case:
-    """The case of two models as they are, in whatever dtype.
-
-    Args:
-        reference, ours, names, title: as in `compare`.
-        args, kwargs: of both calls, where the models are no `Side` with arguments of its own.
-    """
-
-    def side(given: Any) -> Callable[[str], Side]:
-        made = given if isinstance(given, Side) else Side(given, args, kwargs)
-        return lambda dtype: made
-
-    return Case(title, side(reference), side(ours), names)
 
 
 def compare_case(
@@ -304,7 +244,7 @@ def _gradient_rows(
 
 
 def _with_guessed(names: Names | None, alignment: Alignment) -> Names | None:
-    """What was matched by shape and order is so for its parameters too."""
+    """Tables that also match the parameters of modules which shape and order matched."""
     if not alignment.guessed:
         return names
     own = () if names is None else names if isinstance(names, Sequence) else (names,)
@@ -318,7 +258,7 @@ def _size(x: np.ndarray) -> float:
 
 
 _FLAX = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
-"""What Flax's own layers call a parameter, and PyTorch's."""
+"""Parameter names of Flax's own layers, and PyTorch's."""
 
 
 def _torch_name(path: str) -> str:

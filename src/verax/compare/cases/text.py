@@ -1,5 +1,4 @@
-"""What `verax compare text` and `embed` compare: a checkpoint in transformers, or LAM in its PyTorch form, and in
-verax."""
+"""Cases of `verax compare text` and `embed`: a checkpoint in transformers, or LAM in PyTorch, and in verax."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from flax import nnx
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.random_weights import random_weights
+from verax.compare.case import Case, Side
 from verax.compare.inputs import Inputs
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.recorder import Watch
-from verax.compare.run import Case, Side
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
 from verax.loading import load_causal_lm, load_model
@@ -27,13 +26,13 @@ from verax.text.tokenizer import Tokenizer
 __all__ = ["embed_case", "text_case", "transformers"]
 
 TOKENS = 40
-"""Of each row. No number of heads, so that no axes are mistaken for each other."""
+"""Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
 
 VECTORS = 4
 """Rows of an encoder's tokens: from three texts on there is a nearest one."""
 
 LAM_TOKENS = 192
-"""Of each row: three chunks of the published layer."""
+"""Tokens of each row: three chunks of the published layer."""
 
 RANDOM_TEXT = {
     "model_type": "qwen3",
@@ -218,7 +217,7 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
 
 
 def transformers() -> Any:
-    """The package, told to be quiet."""
+    """The package transformers, with its log and progress bars off."""
     package = reference_package("transformers")
     package.utils.logging.set_verbosity_error()
     package.utils.logging.disable_progress_bar()
@@ -249,7 +248,7 @@ class _Rows(NamedTuple):
         return {"tokens": list(self.ids.shape), **self.origin}
 
     def pooled(self, theirs: np.ndarray, mine: np.ndarray) -> VectorsComparison:
-        """Of the mean of each row's hidden states, which is what an encoder gives before it normalises."""
+        """Comparison of the mean of each row's hidden states, an encoder's vector before it is normalised."""
         weights = self.real[..., None] / self.lengths[:, None, None]
         return compare_vectors((theirs * weights).sum(axis=1), (mine * weights).sum(axis=1))
 

@@ -1,5 +1,4 @@
-"""What `verax compare video` compares: each part of a SkyReels-V2 or Wan model in diffusers or transformers, and in
-verax."""
+"""Cases of `verax compare video`: each part of a SkyReels-V2 or Wan model in a PyTorch library, and in verax."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from verax import builtin
 from verax.checkpoint.random_weights import random_weight
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import PARTS, diffusers_transformer
+from verax.compare.case import Case, Side
 from verax.compare.cases.video_parts import PART_SIDES
 from verax.compare.inputs import Inputs
-from verax.compare.run import Case, Side
 from verax.compare.torch_side import torch
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_model
@@ -143,7 +142,7 @@ def build_part(part: str, settings: Mapping[str, Any]) -> nnx.Module:
 
 
 def has_part(model: str | Path | None, part: str, *, size: str = "tiny") -> bool:
-    """Whether a folder, or a random model of a size, has a part.
+    """True if a folder, or a random model of a size, has a part.
 
     Raises:
         CheckpointError: if it is no video model's folder.

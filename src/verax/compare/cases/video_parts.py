@@ -1,4 +1,4 @@
-"""How each part of a SkyReels-V2 or Wan model runs on both sides: its classes, its names, its inputs."""
+"""Both sides of each part of a SkyReels-V2 or Wan model: its classes, its names, its inputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names.table import Renaming
 from verax.checkpoint.names.wan_vae import name_table
 from verax.compare.align import Names
+from verax.compare.case import Side
 from verax.compare.cases.text import transformers
 from verax.compare.inputs import Shape
 from verax.compare.recorder import Watch
-from verax.compare.run import Side
 from verax.compare.torch_side import reference_package
 from verax.errors import InvalidParameterError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
@@ -33,10 +33,10 @@ from verax.models.wan.vae import WanVae, WanVaeConfig
 __all__ = ["PART_SIDES", "PartSides", "diffusers"]
 
 FRAMES, HEIGHT, WIDTH = 3, 8, 10
-"""Of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
+"""Size of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
 
 CLIP_FRAMES, CLIP_HEIGHT, CLIP_WIDTH = 9, 40, 56
-"""Of the clip that the VAE encodes and decodes, a latent at a time, which is how diffusers does it."""
+"""Size of the clip that the VAE encodes and decodes, a latent at a time, which is how diffusers does it."""
 
 WORDS = 512
 """diffusers takes what is before the last 512 tokens of a context for the image."""
@@ -50,7 +50,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class PartSides(NamedTuple):
-    """How one part runs on both sides.
+    """The two sides of one part.
 
     Attributes:
         build: our model, of its configuration.
@@ -83,7 +83,7 @@ def _float32(x: np.ndarray) -> np.ndarray:
 
 
 def _dtype(model: Any) -> Any:
-    """Of a torch model's matrices."""
+    """Dtype of a torch model's matrices."""
     return next(weight.dtype for weight in reversed(list(model.parameters())) if weight.ndim > 1)
 
 
@@ -122,13 +122,13 @@ def _run_transformer(model: Any, config: WanConfig, given: Arrays) -> tuple[Side
 
     def theirs(model: Any, latents: Any, times: Any, text: Any, image: Any) -> Any:
         like = _dtype(model)
-        told = {} if fps is None else {"fps": [1]}  # the second row of its table: any other than 16
+        frame_rate = {} if fps is None else {"fps": [1]}  # the second row of its table: any other than 16
         image = None if image is None else image.to(like)
-        return model(latents.to(like), times, text.to(like), image, **told).sample
+        return model(latents.to(like), times, text.to(like), image, **frame_rate).sample
 
     def ours(model: Any, latents: Any, times: Any, text: Any, image: Any) -> Any:
-        told = None if fps is None else jnp.asarray(fps)
-        return model(latents, times, model.encode_context(text, image), fps=told)
+        frame_rate = None if fps is None else jnp.asarray(fps)
+        return model(latents, times, model.encode_context(text, image), fps=frame_rate)
 
     code = sys.modules[type(model).__module__]
     return (
