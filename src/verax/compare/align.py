@@ -1,4 +1,4 @@
-"""Which array of one trace is which of the other: by name, by a table between names, and last by shape and order."""
+"""Alignment of two traces: arrays are matched by name, by a table between names, and last by shape and order."""
 
 from __future__ import annotations
 
@@ -171,13 +171,9 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
         for axis, shapes in _joined(ours, own, reference, theirs)
         if (layout := find_layout(*shapes)) and not layout.broadcast
     ]
-    # Of several axes, that which leaves every size what it is on the other side.
-    return (
-        sorted(found, key=lambda pair: (not pair.layout.preserves_axes, pair.layout.transposes, pair.layout.ambiguous))[
-            :1
-        ]
-        or None
-    )
+    # Of several axes, the one that leaves every size as it is on the other side.
+    order = lambda pair: (not pair.layout.preserves_axes, pair.layout.transposes, pair.layout.ambiguous)
+    return sorted(found, key=order)[:1] or None
 
 
 def _of_several(ours: Trace, own: list[str], theirs: list[list[str]], reference: Trace, by: str) -> list[Pair] | None:
@@ -205,7 +201,7 @@ def _joined(
 
 
 def _shape(trace: Trace, names: Sequence[str], axis: int) -> tuple[int, ...] | None:
-    """Of arrays put together along an axis; None where they do not fit."""
+    """Shape of arrays concatenated along an axis; None if they do not fit."""
     shapes = [trace.entries[name].shape for name in names]
     if len(shapes) == 1:
         return shapes[0]

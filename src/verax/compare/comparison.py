@@ -1,4 +1,4 @@
-"""The result of a comparison: errors by layer, and what they say."""
+"""The result of a comparison: errors by layer, and a verdict."""
 
 from __future__ import annotations
 
@@ -72,27 +72,27 @@ class Comparison:
     alignment: Alignment
     dtype: str = "float32"
     max_rel: float | None = None
-    """The bound that was asked for; None for the usual ones."""
+    """Bound given by the user; None for the usual ones."""
     gradients: list[Row] = field(default_factory=list)
     gradients_only: tuple[list[str], list[str]] = ([], [])
     """Parameters of which only our, or only the reference's, side has a gradient."""
     fused: Row | None = None
     """The output of our model run as one compiled program with fused operations; None if it was not run so."""
     about: dict[str, Any] = field(default_factory=dict)
-    """What was run, with versions."""
+    """Description of the run, with versions."""
     judged: LogitsComparison | VectorsComparison | None = None
-    """What the two outputs mean: texts or vectors."""
+    """Comparison of the two outputs as texts or vectors."""
     peak_memory: int | None = None
-    """Most bytes that the process has held up to the end of the comparison; None where the system does not tell."""
+    """Most bytes that the process has held up to the end of the comparison; None if the system does not report it."""
 
     @property
     def guessed(self) -> list[Pair]:
-        """What only shape and order match: `print(*result.guessed)` before the numbers are believed."""
+        """Pairs that only shape and order match: `print(*result.guessed)` before the numbers are believed."""
         return self.alignment.guessed
 
     @property
     def output(self) -> Row | None:
-        """What the whole call gave."""
+        """Row of the whole call's output."""
         return next((row for row in self.rows if row.name == OUTPUT), None)
 
     @property
@@ -127,7 +127,7 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """Why the two sides do not count as equal; empty if they do."""
+        """Reasons why the two sides do not count as equal; empty if they do."""
         found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.mismatched]
         if self.output is None:
             found.append("the outputs could not be compared")
@@ -154,12 +154,12 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the two sides count as equal."""
+        """True if the two sides count as equal."""
         return not self.failures
 
     @property
     def dtypes(self) -> dict[tuple[str, str], int]:
-        """How many layers have which dtype on our side and on the reference's."""
+        """Number of layers by their dtypes, our side's and the reference's."""
         counts: dict[tuple[str, str], int] = {}
         for row in self.rows:
             key = (row.dtype, row.reference_dtype)

@@ -23,7 +23,7 @@ from verax.errors import InvalidParameterError
 __all__ = ["gradients_jax", "run_compiled", "trace_jax"]
 
 Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
-"""What to go on with in place of a value, by its name and shape; None for the value itself."""
+"""Replacement of a recorded value, by its name and shape; None leaves the value."""
 
 
 def trace_jax(

@@ -1,5 +1,7 @@
-"""How one side's array is arranged in the other's: by transposing, and by merging or splitting axes. Found by shapes
-alone, never by values: an arrangement that makes an error small would hide it."""
+"""Layouts of one side's arrays in the other's: transposed axes, and merged or split axes.
+
+A layout is found by shapes alone, never by values: an arrangement that makes an error small would hide it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 __all__ = ["Layout", "find_layout"]
 
 MAX_AXES = 6
-"""Of arrays of more axes only the usual transpositions are tried."""
+"""Most axes of an array for which every transposition is tried; beyond, only the usual ones are."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Layout:
 
     Attributes:
         source, target, axes: as above.
-        ambiguous: whether another transposition has the same shape, and the usual one was taken.
+        ambiguous: True if another transposition has the same shape, and the usual one was taken.
         broadcast: True if the target repeats the source (NumPy broadcasting), which is not transposed then.
     """
 
@@ -100,6 +102,6 @@ def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | No
 
 
 def _fits(source: list[int], target: tuple[int, ...]) -> bool:
-    """Whether one shape merges neighbouring axes of the other."""
+    """True if one shape merges neighbouring axes of the other."""
     a, b = (set(accumulate(shape, mul)) | {1} for shape in (source, target))
     return a <= b or b <= a

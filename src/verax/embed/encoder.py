@@ -60,8 +60,8 @@ class Encoder:
         Args:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
-            max_length: tokens that are read of a sentence; what the checkpoint says if None.
-            pooling: `"mean"` or `"cls"`; what the checkpoint says if None, the mean if it says nothing.
+            max_length: tokens that are read of a sentence; the checkpoint's limit if None.
+            pooling: `"mean"` or `"cls"`; the checkpoint's if None, the mean if it has none.
             revision: branch, tag or commit of a hub id.
             show_progress: a bar while loading, if stderr is a terminal.
 

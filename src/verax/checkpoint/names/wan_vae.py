@@ -47,4 +47,4 @@ def name_table(num_res_blocks: int = 2, levels: int = 4) -> Renaming:
 
 
 TABLE = name_table()
-"""Of the published model."""
+"""The table of the published model."""

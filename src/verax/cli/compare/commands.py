@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 REFERENCES = {"text": ("transformers",), "video": ("diffusers",), "embed": ("transformers", "torch")}
-"""What each kind of model is compared with: LAM with a PyTorch form of its own, all others with a library's."""
+"""References of each kind of model: LAM has a PyTorch form of its own, all others a library's."""
 
 OUTPUT = "output"
-"""What `--part` calls the clip of the whole pipeline."""
+"""Value of `--part` for the clip of the whole pipeline."""
 
 
 class _Group(TyperGroup):
@@ -138,7 +138,7 @@ def _cases(
     size: str | None,
     sizes: dict[str, int | None],
 ) -> Iterator[tuple[str, Made]]:
-    """What the arguments ask for, and the folders of the reports; each made when it is its turn."""
+    """Cases that the arguments select, with the folders of their reports; each is made when it is its turn."""
     from verax.compare.cases import text as cases
 
     kind = what if what in REFERENCES else _kind(what)
@@ -196,7 +196,7 @@ def _video(
 
 
 def _video_model(what: str) -> str | Path | None:
-    """The model that is asked for by its kind or its name; None for a random one."""
+    """The model that is selected by its kind or its name; None for a random one."""
     from verax import builtin
 
     if what != "video":
@@ -205,7 +205,7 @@ def _video_model(what: str) -> str | Path | None:
 
 
 def _kind(model: str) -> str:
-    """What a checkpoint is."""
+    """Kind of a checkpoint: text, embed or video."""
     from verax.checkpoint import Checkpoint
     from verax.checkpoint.checkpoint import read_json
     from verax.models import causal_lm, encoder

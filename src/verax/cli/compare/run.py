@@ -1,4 +1,4 @@
-"""What `verax compare MODEL` and `verax compare own` share: their options, and how cases are run, shown and written."""
+"""Options that `verax compare MODEL` and `verax compare own` share, and the running, printing and writing of cases."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write HTML,
 
 
 def given_inputs(path: Path | None, prompt: str | None = None) -> Inputs:
-    """What `--inputs` and `--prompt` say; they exclude each other."""
+    """Inputs from `--inputs` or `--prompt`, which exclude each other."""
     from verax.compare.inputs import Inputs, read_inputs
 
     if path is not None and prompt is not None:
@@ -90,7 +90,7 @@ def run_cases(
         every: print all rows.
         output: a folder.
         as_json: print JSON instead of tables.
-        confirm: is asked about layers that only their shapes and order match; without it none are matched so.
+        confirm: called with the alignment if shapes and order alone may match layers; without it none are matched so.
 
     Raises:
         typer.BadParameter: where nothing can be compared.
