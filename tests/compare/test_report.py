@@ -1,4 +1,4 @@
-"""What a comparison says, and the pages that it is written as."""
+"""The verdict of a comparison, and the pages that it is written as."""
 
 import dataclasses
 import io
