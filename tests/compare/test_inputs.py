@@ -47,7 +47,7 @@ def test_arrays_are_read_by_name(kind, tmp_path):
         ("not-there.npz", None, "cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_told(name, content, message, tmp_path):
+def test_an_unreadable_file_is_refused_with_its_reason(name, content, message, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidParameterError, match=f"inputs.*{message}"):

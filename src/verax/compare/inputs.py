@@ -43,7 +43,7 @@ class Inputs:
 
         Args:
             known: shapes of what it takes, by name.
-            texts: whether it takes texts too.
+            texts: True if the call takes texts too.
 
         Raises:
             InvalidParameterError: for texts that it does not take, an unknown name, or another shape.

@@ -1,4 +1,4 @@
-"""Settings for vectors in a checkpoint's folder, in sentence-transformers' files: pooling, length, case.
+"""What a checkpoint's folder says about making vectors, in sentence-transformers' files: pooling, length, case.
 
 `modules.json` lists the steps in their order, `1_Pooling/config.json` describes the pooling, and
 `sentence_bert_config.json` the tokens. A folder with none of them is pooled by the mean, as sentence-transformers does.
@@ -22,14 +22,14 @@ _STEPS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """Pooling, length and case of sentences."""
+    """How sentences become vectors."""
 
     pooling: str
     """`"mean"` or `"cls"`."""
     max_length: int
     """Tokens that are read of a sentence, special ones included."""
     lower_case: bool = False
-    """True if texts are put in lower case before the tokenizer sees them."""
+    """Whether texts are put in lower case before the tokenizer sees them."""
 
     @classmethod
     def from_folder(
@@ -66,7 +66,7 @@ class EncoderSettings:
 
 
 def _pooling(folder: Path) -> str:
-    """Pooling from the files, or the mean if there are none."""
+    """What the files say, or the mean if there are none."""
     listed = folder / "modules.json"
     if not listed.is_file():
         path = folder / "1_Pooling"
@@ -80,7 +80,7 @@ def _pooling(folder: Path) -> str:
     if len(modes) > 1 or modes[0] not in POOLINGS:
         raise UnsupportedModelError(
             f"{path / 'config.json'}: pooling by {' and '.join(modes)} is not supported; {' or '.join(POOLINGS)} is, "
-            "and can be chosen with the option pooling"
+            "and can be asked for with the option pooling"
         )
     return modes[0]
 

@@ -239,7 +239,7 @@ class _Rows(NamedTuple):
 
     @property
     def real(self) -> np.ndarray:
-        """`[B, T]`: whether it is no padding."""
+        """Mask `[B, T]`, True for tokens and False for padding."""
         return np.arange(self.ids.shape[1]) < self.lengths[:, None]
 
     @property
