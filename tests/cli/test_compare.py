@@ -1,10 +1,10 @@
-"""`verax compare`: what is wrong with its arguments is told before anything runs."""
+"""`verax compare`: wrong arguments are refused before anything runs."""
 
 import pytest
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["text", "--against", "diffusers"], "the reference of text is transformers"),
         (["--dtype", "float16", "text"], "bfloat16, float32"),
@@ -20,10 +20,10 @@ import pytest
         (["no/such/folder"], "no/such/folder"),
     ],
 )
-def test_wrong_arguments_end_with_status_2(run, arguments, told):
+def test_wrong_arguments_end_with_status_2(run, arguments, message):
     result = run("compare", *arguments)
     assert result.status == 2
-    assert told in result.err
+    assert message in result.err
 
 
 def test_a_given_model_has_weights_of_its_own(run, folder):

@@ -52,7 +52,7 @@ def test_the_exit_status_says_whether_every_frame_reaches_the_psnr(run, files):
     assert run("compare", "videos", *files, "--min-psnr", worst - 0.01).status == 0
     done = run("compare", "videos", *files, "--min-psnr", worst + 0.01)
     assert done.status == 1
-    assert f"{worst:.2f} dB, below the {worst + 0.01:g} asked for" in done.err
+    assert f"{worst:.2f} dB, below the minimum of {worst + 0.01:g}" in done.err
 
 
 def test_clips_that_cannot_be_compared_end_with_2(run, files, tmp_path):

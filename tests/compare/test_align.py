@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.compare import Trace, align
 from verax.compare.layout import find_layout
 from verax.compare.metrics import measure
@@ -65,8 +65,8 @@ def test_channels_of_a_clips_pictures_move_rather_than_neighbours_change_places(
 def test_names_tables_and_several_results_beside_each_other():
     ours = trace(blocks_3_attn_qkv=(2, 12), blocks_3_norm=(2, 4), head=(1, 2), only=(9,))
     reference = trace(layer_3_q=(2, 4), layer_3_k=(2, 4), layer_3_v=(2, 4), layer_3_norm=(2, 4), head=(2, 1), more=(3,))
-    qkv = NameTable([("blocks.{i}.attn.qkv", tuple(f"layer.{{i}}.{x}" for x in "qkv"))])
-    found = align(ours, reference, [qkv, NameTable([("blocks.{i}", "layer.{i}")])])
+    qkv = Renaming([("blocks.{i}.attn.qkv", tuple(f"layer.{{i}}.{x}" for x in "qkv"))])
+    found = align(ours, reference, [qkv, Renaming([("blocks.{i}", "layer.{i}")])])
     assert [(pair.ours, pair.reference, pair.by) for pair in found.pairs] == [
         (("blocks.3.attn.qkv",), ("layer.3.q", "layer.3.k", "layer.3.v"), "table"),
         (("blocks.3.norm",), ("layer.3.norm",), "table"),
@@ -99,7 +99,7 @@ def test_calls_are_put_together_along_the_axis_that_keeps_all_sizes():
 def test_a_name_with_another_shape_is_told():
     found = align(trace(a=(2, 3), b=(2,)), trace(a=(2, 4), b=(2,)))
     assert [pair.ours for pair in found.pairs] == [("b",)]
-    assert found.unlike == [("a", "a", "[2, 3] is no arrangement of [2, 4]")]
+    assert found.mismatched == [("a", "a", "[2, 3] is no arrangement of [2, 4]")]
 
 
 def test_what_is_left_is_matched_by_shape_in_order_and_marked():

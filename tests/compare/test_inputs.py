@@ -37,7 +37,7 @@ def test_arrays_are_read_by_name(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("no.csv", b"1,2", "expected a .txt, .npz or .safetensors"),
         ("empty.txt", b"\n\n", "nothing in it"),
@@ -47,10 +47,10 @@ def test_arrays_are_read_by_name(kind, tmp_path):
         ("not-there.npz", None, "cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_told(name, content, told, tmp_path):
+def test_an_unreadable_file_is_refused_with_its_reason(name, content, message, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(InvalidParameterError, match=f"inputs.*{told}"):
+    with pytest.raises(InvalidParameterError, match=f"inputs.*{message}"):
         read_inputs(tmp_path / name)
 
 
@@ -61,7 +61,7 @@ def test_a_pickle_is_not_opened(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "told"),
+    ("inputs", "message"),
     [
         (Inputs(arrays={"y": IDS}), "'y' is none of its inputs; it takes x "),
         (Inputs(arrays={"x": IDS[0]}), r"x has shape \[3\], expected \[any, 3\]"),
@@ -70,8 +70,8 @@ def test_a_pickle_is_not_opened(tmp_path):
         (Inputs(texts=("a",)), "texts"),
     ],
 )
-def test_arrays_that_the_call_does_not_take_are_refused(inputs, told):
-    with pytest.raises(InvalidParameterError, match=told):
+def test_arrays_that_the_call_does_not_take_are_refused(inputs, message):
+    with pytest.raises(InvalidParameterError, match=message):
         inputs.checked({"x": (None, 3)})
 
 
@@ -97,7 +97,7 @@ def test_texts_are_rows_of_their_tokens():
 
 
 @pytest.mark.parametrize(
-    ("arrays", "told"),
+    ("arrays", "message"),
     [
         ({"input_ids": IDS + 1}, "from 0 to 9"),
         ({"input_ids": IDS.astype(np.float32)}, "integers"),
@@ -108,6 +108,6 @@ def test_texts_are_rows_of_their_tokens():
         ({"input_ids": np.tile(IDS, 9)}, "27 tokens in a row, and the model takes 20"),
     ],
 )
-def test_tokens_that_no_model_takes_are_refused(arrays, told, tmp_path):
-    with pytest.raises(InvalidParameterError, match=told):
+def test_tokens_that_no_model_takes_are_refused(arrays, message, tmp_path):
+    with pytest.raises(InvalidParameterError, match=message):
         _rows(tmp_path, 10, Inputs(arrays=arrays), 4, count=2, most=20)

@@ -1,4 +1,4 @@
-"""What a comparison says, and the pages that it is written as."""
+"""The verdict of a comparison, and the pages that it is written as."""
 
 import dataclasses
 import io
@@ -46,9 +46,9 @@ def test_an_undefined_number_is_an_error():
     assert result.as_dict()["rows"][1]["errors"]["l2"] is None
 
 
-def test_a_missing_output_and_unlike_shapes_fail():
+def test_a_missing_output_and_mismatched_shapes_fail():
     result = comparison(row("a", 0.0))
-    result.alignment.unlike.append(("x", "y", "[2] is no arrangement of [3]"))
+    result.alignment.mismatched.append(("x", "y", "[2] is no arrangement of [3]"))
     assert result.failures == ["x and y: [2] is no arrangement of [3]", "the outputs could not be compared"]
 
 
@@ -96,3 +96,24 @@ def test_pages_hold_all_rows_and_need_no_network(large, tmp_path):
     for outside in ('src="', 'href="http', "@import", "<script", "<link"):
         assert outside not in pages[".html"]
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.html", "compare.json", "compare.md"]
+
+
+def test_the_compiled_programs_output_stands_beside_the_layers_and_decides_too(tmp_path):
+    result = comparison(row("a", 1e-7), row("(output)", 1e-7), fused=row("(output)", 3e-2))
+    assert result.failures == ["the output as one compiled program has a relative L2 error of 3.0e-02, over 1e-04"]
+    console = Console(width=160, record=True, file=io.StringIO())
+    show(result, console)
+    assert re.search(r"one compiled program +3\.0e-02", console.export_text())
+    pages = {path.suffix: path.read_text() for path in write(result, tmp_path)}
+    assert "| one compiled program | 3.0e-02 |" in pages[".md"]
+    assert "<td>one compiled program</td><td>3.0e-02</td>" in pages[".html"]
+    assert json.loads(pages[".json"])["fused"]["errors"]["l2"] == 3e-2
+
+
+def test_at_a_lower_precision_the_compiled_programs_ratio_decides_too():
+    output = row("(output)", 1e-2, dtype="bfloat16", truth=(5e-3, 6e-3))
+    far = dataclasses.replace(output, against_truth=(9e-3, 6e-3))
+    result = comparison(output, fused=far, dtype="bfloat16")
+    assert result.failures == [
+        "the output's error as one compiled program against float32 is 1.50 times the reference's"
+    ]

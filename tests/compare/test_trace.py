@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from verax.compare import Trace, Watch, tap, trace_jax
+from verax.compare import Trace, Watch, run_compiled, tap, trace_jax
 from verax.compare.trace import OUTPUT
 from verax.errors import CheckpointError, InvalidParameterError
 
@@ -122,3 +122,11 @@ def test_a_folder_in_use_and_a_compiled_replacement_are_refused(tmp_path):
         Trace(tmp_path)
     with pytest.raises(InvalidParameterError, match="jit"):
         trace_jax(Model(), X, jit=True, replace=lambda name, shape: None)
+
+
+def test_a_compiled_run_keeps_the_output_only_and_takes_arguments_that_are_no_arrays():
+    call = lambda model, x, *, times, on: times * model(x) if on else x
+    trace = run_compiled(Model(), X, call=call, times=np.float32(2), on=True)
+    assert {name: trace[name].tolist() for name in trace} == {OUTPUT: (2 * 4620 * X).tolist()}
+    plain = run_compiled(lambda x: x + 1, X)
+    np.testing.assert_array_equal(plain[OUTPUT], X + 1)

@@ -137,4 +137,4 @@ def test_differences_of_floats_too_small_to_be_seen_give_a_dark_third_panel():
     assert np.split(report.panels(), 3, axis=2)[2].max() == 0
     assert report.failures == []
     report = VideoReport(compare_clips(first, first + 2e-3), pixels, pixels, ("a", "b"), min_psnr=60)
-    assert report.failures == ["frame 0: 53.98 dB, below the 60 asked for"]
+    assert report.failures == ["frame 0: 53.98 dB, below the minimum of 60"]

@@ -28,8 +28,8 @@ def test_umt5_xxl_has_its_published_size():
 
 def test_every_parameter_has_one_name_in_the_other_layout():
     for name in parameters(UMT5Config(**SIZES)):
-        (other,) = TABLE.to_diffusers(name)
-        assert TABLE.to_original(other) == (name, 0)
+        (other,) = TABLE.forward(name)
+        assert TABLE.backward(other) == (name, 0)
 
 
 def test_padding_is_zeros_and_changes_nothing():

@@ -1,4 +1,5 @@
-"""A planted error is found at the layer where it was planted, in a language model against transformers."""
+"""A planted error is found at the layer where it was planted, in a language model against transformers; an error of a
+fused operation, in the output of the compiled program."""
 
 import jax.numpy as jnp
 import pytest
@@ -7,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from verax import ops
-from verax.compare import align, trace_jax, trace_torch
+from verax.compare import align, compare_case, trace_jax, trace_torch
 from verax.compare.cases.text import text_case
 from verax.compare.comparison import Comparison, measure_rows
 from verax.compare.run import _injection
@@ -91,3 +92,27 @@ def test_a_transposed_weight_is_located(text):
         weight[...] = weight[...].T
     # It ends the attention, whose own result it therefore is.
     assert found(result) == (f"{LAYER}.self_attn.o_proj", [f"{LAYER}.self_attn.o_proj"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_compiled_program_is_compared_beside_the_layers(tmp_path, dtype):
+    result = compare_case(text_case("random", tmp_path, tokens=9), dtype=dtype, fused=True)
+    assert result.passed, result.failures
+    assert result.fused.name == "(output)"
+    assert 0 < result.fused.errors.l2 < 2 * result.output.errors.l2
+    assert (result.fused.ratio is None) == (dtype == "float32")
+
+
+def test_a_wrong_fused_operation_is_found_only_in_the_compiled_program(tmp_path, monkeypatch):
+    def wrong(x, weights, biases=None):
+        return tuple(ops.linear(x, weight) * 1.01 for weight in weights)
+
+    monkeypatch.setitem(ops.multi_linear.implementations, "wrong", ops.Implementation("wrong", wrong))
+    case = text_case("random", tmp_path, tokens=9)
+    assert compare_case(case).passed
+    result = compare_case(case, fused=True)
+    assert result.first is None
+    assert [failure.split(" of ")[0] for failure in result.failures] == [
+        "the output as one compiled program has a relative L2 error"
+    ]
+    assert result.as_dict()["fused"]["errors"]["l2"] > 1e-4

@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.text.llm import load_model
+from verax.loading import load_causal_lm
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("compressed_tensors")
@@ -52,7 +52,7 @@ def test_transformers_reads_what_we_write(tmp_path, quantization):
     import jax.numpy as jnp
 
     tiny_checkpoint(tmp_path / "float", num_hidden_layers=2)
-    ours = load_model(Checkpoint.open(tmp_path / "float"), dtype="float32", quantization=quantization)
+    ours = load_causal_lm(Checkpoint.open(tmp_path / "float"), dtype="float32", quantization=quantization)
     config = {**Checkpoint.open(tmp_path / "float").config, "tie_word_embeddings": False, "torch_dtype": "float32"}
     checkpoint.save(ours, tmp_path / "quantised", config=config)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32)

@@ -11,9 +11,9 @@ from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS, logits, relative
 from tests.support import gguf as files
 from tests.support.tiny import tiny_tokenizer
 from verax.checkpoint import Checkpoint
+from verax.loading import load_causal_lm
 from verax.nn import Linear
 from verax.ops.quantized import QuantizedWeight
-from verax.text.llm import load_model
 
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
 FAMILIES = {
@@ -48,7 +48,7 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kin
                 weight.data = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.data.numpy(), known), known))
     with torch.no_grad():
         expected = model(torch.tensor(TOKENS)).logits.numpy()
-    ours = load_model(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
+    ours = load_causal_lm(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
     # Inputs of quantised layers are rounded to bfloat16; with their float32 arrays nothing is.
     assert relative(logits(ours, TOKENS), expected) < (2e-5 if kind == "F32" else 0.03)
     for _, module in nnx.iter_modules(ours):

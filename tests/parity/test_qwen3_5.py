@@ -11,7 +11,8 @@ pytest.importorskip("transformers.models.qwen3_5")
 
 from tests.support.tiny import tiny_tokenizer
 from verax.checkpoint import Checkpoint
-from verax.text.llm import LLM, load_model
+from verax.loading import load_causal_lm
+from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 
 SIZES = dict(
@@ -73,7 +74,7 @@ def reference(family, folder, dtype=None):
 
 
 def logits(folder, tokens, dtype="float32"):
-    model = load_model(Checkpoint.open(folder), dtype=dtype)
+    model = load_causal_lm(Checkpoint.open(folder), dtype=dtype)
     return np.asarray(jax.jit(lambda t: model.logits(model(t)))(jnp.asarray(tokens)), np.float64)
 
 

@@ -51,7 +51,7 @@ def load(model, dtype=jnp.float32):
     """Our model with diffusers' weights; all of them, and no other."""
     config = WanConfig.from_hf(dict(model.config, _class_name=type(model).__name__))
     graph, state = nnx.split(nnx.eval_shape(lambda: WanModel(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    weights = {TABLE.to_original(name)[0]: weight.float().numpy() for name, weight in model.state_dict().items()}
+    weights = {TABLE.backward(name)[0]: weight.float().numpy() for name, weight in model.state_dict().items()}
     filled = []
     for path, leaf in nnx.to_flat_state(state):
         weight = weights.pop(".".join(map(str, path)))

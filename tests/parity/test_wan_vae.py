@@ -33,7 +33,7 @@ def reference(name):
 
 def ported(model, dtype=jnp.float32):
     table = name_table(model.config.num_res_blocks)
-    weights = {table.to_original(key)[0]: value.float().numpy() for key, value in model.state_dict().items()}
+    weights = {table.backward(key)[0]: value.float().numpy() for key, value in model.state_dict().items()}
     config = WanVaeConfig.from_hf(model.config)
     graph, state = nnx.split(nnx.eval_shape(lambda: WanVae(config, dtype=dtype, rngs=nnx.Rngs(0))))
     filled = []

@@ -24,7 +24,7 @@ def from_torch(build, table, state, dtype=jnp.float32):
     abstract = nnx.eval_shape(build)
     parts = {}
     for key, tensor in state.items():
-        name, part = table.to_original(key)
+        name, part = table.backward(key)
         parts.setdefault(name, {})[part] = tensor.float().numpy()
     whole = {name: np.concatenate([found[i] for i in sorted(found)]) for name, found in parts.items()}
     graph, params = nnx.split(abstract)

@@ -125,7 +125,7 @@ def _targets(checkpoint: Checkpoint) -> dict[str, str]:
     names = PARTS["transformer"].names(checkpoint.config)
     found: dict[str, str] = {}
     for name in checkpoint.names():
-        for one in (name, *(names.to_diffusers(name) or ())):
+        for one in (name, *(names.forward(name) or ())):
             found[one] = name
             found[_KOHYA + one.removesuffix(".weight").replace(".", "_") + ".weight"] = name
             if one.endswith(".bias"):

@@ -34,7 +34,8 @@ def quantize(
     """
     from verax import builtin, checkpoint, progress
     from verax.errors import CheckpointError, InvalidParameterError
-    from verax.text.llm import DTYPES, load_model
+    from verax.loading import load_causal_lm
+    from verax.models import DTYPES
 
     if dtype not in DTYPES:
         raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -46,7 +47,7 @@ def quantize(
     if group_size is None and bits == 4:
         group_size = 32
     with progress.bar("quantising", count=False) as report:
-        quantized = load_model(opened, dtype=dtype, quantization=(bits, group_size), progress=report)
+        quantized = load_causal_lm(opened, dtype=dtype, quantization=(bits, group_size), progress=report)
     config = {**opened.config, "tie_word_embeddings": False, "torch_dtype": dtype}
     folder = checkpoint.save(
         quantized,

@@ -1,11 +1,12 @@
 """Two implementations of one model, held against each other layer by layer."""
 
 from verax.compare.align import Alignment, align
+from verax.compare.case import Case, Side
 from verax.compare.comparison import Comparison, Row
-from verax.compare.jax_side import gradients_jax, trace_jax
+from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
 from verax.compare.recorder import Watch, tap
 from verax.compare.report import show, write
-from verax.compare.run import Case, Side, compare, compare_case
+from verax.compare.run import compare, compare_case
 from verax.compare.torch_side import gradients_torch, trace_torch
 from verax.compare.trace import Trace
 
@@ -22,6 +23,7 @@ __all__ = [
     "compare_case",
     "gradients_jax",
     "gradients_torch",
+    "run_compiled",
     "show",
     "tap",
     "trace_jax",

@@ -1,34 +1,32 @@
-"""Which array of one trace is which of the other: by name, by a table between names, and last by shape and order."""
+"""Alignment of two traces: arrays are matched by name, by a table between names, and last by shape and order."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.compare.layout import Layout, find_layout
 from verax.compare.trace import Entry, Trace, split_call
-from verax.errors import CheckpointError
 
 __all__ = ["Alignment", "Names", "Pair", "align", "translator"]
 
 
 class Table(Protocol):
-    """A table between our names and the reference's: a `NameTable`, or what is asked like one."""
+    """A table between our names and the reference's, such as a `Renaming`."""
 
-    def to_diffusers(self, name: str, /) -> tuple[str, ...]:
-        """The reference's names, or a CheckpointError."""
+    def forward(self, name: str, /) -> tuple[str, ...] | None:
+        """The reference's names of our `name`; None if the table does not have it."""
         ...
 
 
 Names = Table | Mapping[str, str] | Sequence[Table]
 """Between our names and the reference's: tables, of which the first counts that leads to a name there is; or a dict.
 
-A dict's keys and values are beginnings of our and the reference's names, with `{i}` for a number, as in `NameTable`.
+A dict's keys and values are beginnings of our and the reference's names, with `{i}` for a number, as in `Renaming`.
 """
 
 
@@ -67,7 +65,7 @@ class Alignment:
     """Pairs in the order of our run, and what is left."""
 
     pairs: list[Pair]
-    unlike: list[tuple[str, str, str]] = field(default_factory=list)
+    mismatched: list[tuple[str, str, str]] = field(default_factory=list)
     """Names that belong together, and why their arrays cannot be compared."""
     ours_only: list[str] = field(default_factory=list)
     reference_only: list[str] = field(default_factory=list)
@@ -88,16 +86,15 @@ def translator(names: Names | None, there: Container[str]) -> Callable[[str], tu
     if names is None:
         tables: Sequence[Table] = ()
     elif isinstance(names, Mapping):
-        tables = (NameTable(list(names.items())),)
+        tables = (Renaming(list(names.items())),)
     else:
         tables = tuple(names) if isinstance(names, Sequence) else (names,)
 
     def translate(path: str) -> tuple[tuple[str, ...], str] | None:
         for table in tables:
-            with contextlib.suppress(CheckpointError):
-                found = table.to_diffusers(path)
-                if all(name in there for name in found):
-                    return found, "table"
+            found = table.forward(path)
+            if found is not None and all(name in there for name in found):
+                return found, "table"
         return ((path,), "name") if path in there else None
 
     return translate
@@ -130,15 +127,15 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
                 " and ".join(str(list(trace.entries[name].shape)) for name in group)
                 for trace, group in ((ours, own), (reference, [name for other in paths for name in theirs[other]]))
             ]
-            result.unlike.append((path, " + ".join(paths), f"{shapes[0]} is no arrangement of {shapes[1]}"))
+            result.mismatched.append((path, " + ".join(paths), f"{shapes[0]} is no arrangement of {shapes[1]}"))
             used |= {name for other in paths for name in theirs[other]}
             continue
         for pair in pairs:
             found[pair.ours[-1]] = pair
             used |= set(pair.reference)
     matched = {name for pair in found.values() for name in pair.ours}
-    unlike = {path for path, _, _ in result.unlike}
-    left = [name for name in ours if name not in matched and split_call(name)[0] not in unlike]
+    mismatched = {path for path, _, _ in result.mismatched}
+    left = [name for name in ours if name not in matched and split_call(name)[0] not in mismatched]
     rest = [name for name in reference if name not in used]
     if guess:
         for mine, other, layout in _by_shape(ours, left, reference, rest):
@@ -172,10 +169,11 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
     found = [
         Pair(tuple(own), tuple(theirs), layout, by, axis)
         for axis, shapes in _joined(ours, own, reference, theirs)
-        if (layout := find_layout(*shapes)) and not layout.repeated
+        if (layout := find_layout(*shapes)) and not layout.broadcast
     ]
-    # Of several axes, that which leaves every size what it is on the other side.
-    return sorted(found, key=lambda pair: (not pair.layout.keeps, pair.layout.moves, pair.layout.ambiguous))[:1] or None
+    # Of several axes, the one that leaves every size as it is on the other side.
+    order = lambda pair: (not pair.layout.preserves_axes, pair.layout.transposes, pair.layout.ambiguous)
+    return sorted(found, key=order)[:1] or None
 
 
 def _of_several(ours: Trace, own: list[str], theirs: list[list[str]], reference: Trace, by: str) -> list[Pair] | None:
@@ -203,7 +201,7 @@ def _joined(
 
 
 def _shape(trace: Trace, names: Sequence[str], axis: int) -> tuple[int, ...] | None:
-    """Of arrays put together along an axis; None where they do not fit."""
+    """Shape of arrays concatenated along an axis; None if they do not fit."""
     shapes = [trace.entries[name].shape for name in names]
     if len(shapes) == 1:
         return shapes[0]

@@ -1,4 +1,4 @@
-"""The result of a comparison: errors by layer, and what they say."""
+"""The result of a comparison: errors by layer, and a verdict."""
 
 from __future__ import annotations
 
@@ -72,25 +72,27 @@ class Comparison:
     alignment: Alignment
     dtype: str = "float32"
     max_rel: float | None = None
-    """The bound that was asked for; None for the usual ones."""
+    """Bound given by the user; None for the usual ones."""
     gradients: list[Row] = field(default_factory=list)
     gradients_only: tuple[list[str], list[str]] = ([], [])
     """Parameters of which only our, or only the reference's, side has a gradient."""
+    fused: Row | None = None
+    """The output of our model run as one compiled program with fused operations; None if it was not run so."""
     about: dict[str, Any] = field(default_factory=dict)
-    """What was run, with versions."""
+    """Description of the run, with versions."""
     judged: LogitsComparison | VectorsComparison | None = None
-    """What the two outputs mean: texts or vectors."""
+    """Comparison of the two outputs as texts or vectors."""
     peak_memory: int | None = None
-    """Most bytes that the process has held up to the end of the comparison; None where the system does not tell."""
+    """Most bytes that the process has held up to the end of the comparison; None if the system does not report it."""
 
     @property
     def guessed(self) -> list[Pair]:
-        """What only shape and order match: `print(*result.guessed)` before the numbers are believed."""
+        """Pairs that only shape and order match: `print(*result.guessed)` before the numbers are believed."""
         return self.alignment.guessed
 
     @property
     def output(self) -> Row | None:
-        """What the whole call gave."""
+        """Row of the whole call's output."""
         return next((row for row in self.rows if row.name == OUTPUT), None)
 
     @property
@@ -125,8 +127,8 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """Why the two sides do not count as equal; empty if they do."""
-        found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.unlike]
+        """Reasons why the two sides do not count as equal; empty if they do."""
+        found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.mismatched]
         if self.output is None:
             found.append("the outputs could not be compared")
         for what, rows in (("layers", self.rows), ("gradients", self.gradients)):
@@ -138,21 +140,26 @@ class Comparison:
                     f"{over[0].name} ({over[0].errors.l2:.1e}), the largest {worst.name} ({worst.errors.l2:.1e})"
                     + (f"; how {guessed[0]} is arranged is a guess: take sizes that differ" if guessed else "")
                 )
-        output = self.output
-        if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:
-            found.append(f"the output's error against float32 is {output.ratio:.2f} times the reference's")
+        for output, how in ((self.output, ""), (self.fused, " as one compiled program")):
+            if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:
+                found.append(f"the output's error{how} against float32 is {output.ratio:.2f} times the reference's")
+        if self.fused is not None and self.bound is not None and not self.fused.errors.l2 <= self.bound:
+            found.append(
+                f"the output as one compiled program has a relative L2 error of {self.fused.errors.l2:.1e}, over "
+                f"{self.bound:.0e}"
+            )
         if any(self.gradients_only):
             found.append(f"gradients on one side only: {', '.join(chain(*self.gradients_only))}")
         return found
 
     @property
     def passed(self) -> bool:
-        """Whether the two sides count as equal."""
+        """True if the two sides count as equal."""
         return not self.failures
 
     @property
     def dtypes(self) -> dict[tuple[str, str], int]:
-        """How many layers have which dtype on our side and on the reference's."""
+        """Number of layers by their dtypes, our side's and the reference's."""
         counts: dict[tuple[str, str], int] = {}
         for row in self.rows:
             key = (row.dtype, row.reference_dtype)
@@ -180,6 +187,7 @@ class Comparison:
             "peak_memory_gb": None if self.peak_memory is None else self.peak_memory / 1e9,
             "output": None if self.judged is None else _plain(self.judged.to_dict()),
             "rows": list(map(row, self.rows)),
+            "fused": None if self.fused is None else row(self.fused),
             "gradients": list(map(row, self.gradients)),
             "guessed": [str(pair) for pair in self.guessed],
             "ours_only": self.alignment.ours_only,

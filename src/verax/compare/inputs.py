@@ -1,4 +1,4 @@
-"""What a person gives both sides to run on, instead of random numbers: texts, or arrays by name, out of a file."""
+"""Inputs for both sides in place of random numbers: texts, or arrays by name, from a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verax.errors import CheckpointError, InvalidParameterError
 __all__ = ["Inputs", "Shape", "read_inputs"]
 
 Shape = tuple[int | None, ...]
-"""Of an array that is wanted; None for any size."""
+"""Expected shape of an array; None for any size."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Inputs:
 
         Args:
             known: shapes of what it takes, by name.
-            texts: whether it takes texts too.
+            texts: True if the call takes texts too.
 
         Raises:
             InvalidParameterError: for texts that it does not take, an unknown name, or another shape.

@@ -15,14 +15,15 @@ from flax import nnx
 from jax.core import Tracer
 
 from verax import ops
+from verax._compat import compiler_options
 from verax.compare.recorder import Recorder, Watch, recording
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
 
-__all__ = ["gradients_jax", "trace_jax"]
+__all__ = ["gradients_jax", "run_compiled", "trace_jax"]
 
 Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
-"""What to go on with in place of a value, by its name and shape; None for the value itself."""
+"""Replacement of a recorded value, by its name and shape; None leaves the value."""
 
 
 def trace_jax(
@@ -88,6 +89,36 @@ def trace_jax(
                 result = function(*args, **kwargs)
                 jax.effects_barrier()
         record(OUTPUT, result, None)
+    trace.save()
+    return trace
+
+
+def run_compiled(
+    model: Any, *args: Any, call: Callable[..., Any] | None = None, folder: str | Path | None = None, **kwargs: Any
+) -> Trace:
+    """Run a model as engines run it: as one compiled program, with the implementations that dispatch chooses.
+
+    Operations may be fused, which a trace of each module excludes. The trace that is returned has the output only.
+
+    Args:
+        model: a Flax NNX module, or a function.
+        args: its arguments; NumPy arrays become JAX arrays.
+        call: `call(model, *args, **kwargs)`, for more than the module's own call.
+        folder: where to write the output to; None keeps it in memory.
+        kwargs: the call's.
+    """
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_to_jax, (args, kwargs)))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+    graph, state = nnx.split(model) if isinstance(model, nnx.Module) else (None, None)
+
+    def program(state: Any, arrays: dict[int, jax.Array]) -> Any:
+        module = model if graph is None else nnx.merge(graph, state)
+        args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
+
+    result = jax.jit(program, compiler_options=compiler_options())(state, arrays)
+    trace = Trace(folder)
+    trace.add(OUTPUT, np.asarray(next(leaf for leaf in jax.tree.leaves(result) if _is_floats(leaf))))
     trace.save()
     return trace
 

@@ -1,5 +1,7 @@
-"""How one side's array is arranged in the other's: by transposing, and by merging or splitting axes. Found by shapes
-alone, never by values: an arrangement that makes an error small would hide it."""
+"""Layouts of one side's arrays in the other's: transposed axes, and merged or split axes.
+
+A layout is found by shapes alone, never by values: an arrangement that makes an error small would hide it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 __all__ = ["Layout", "find_layout"]
 
 MAX_AXES = 6
-"""Of arrays of more axes only the usual transpositions are tried."""
+"""Most axes of an array for which every transposition is tried; beyond, only the usual ones are."""
 
 
 @dataclass(frozen=True)
@@ -23,46 +25,46 @@ class Layout:
 
     Attributes:
         source, target, axes: as above.
-        ambiguous: whether another transposition has the same shape, and the usual one was taken.
-        repeated: the source is one of what the target has several equal ones of (broadcasting), not transposed.
+        ambiguous: True if another transposition has the same shape, and the usual one was taken.
+        broadcast: True if the target repeats the source (NumPy broadcasting), which is not transposed then.
     """
 
     source: tuple[int, ...]
     target: tuple[int, ...]
     axes: tuple[int, ...]
     ambiguous: bool = False
-    repeated: bool = False
+    broadcast: bool = False
 
     @property
-    def moves(self) -> bool:
-        """Whether numbers change their order."""
+    def transposes(self) -> bool:
+        """True if numbers change their order."""
         moved = [axis for axis in self.axes if self.source[axis] > 1]
         return moved != sorted(moved)
 
     @property
-    def keeps(self) -> bool:
-        """Whether no axes are merged or split."""
+    def preserves_axes(self) -> bool:
+        """True if no axes are merged or split."""
         source, target = (sorted(size for size in shape if size > 1) for shape in (self.source, self.target))
         return source == target
 
     def apply(self, x: np.ndarray) -> np.ndarray:
         """`[source]` to `[target]`."""
-        if self.repeated:
+        if self.broadcast:
             return np.broadcast_to(x, self.target)
         return x.transpose(self.axes).reshape(self.target)
 
     def invert(self, x: np.ndarray) -> np.ndarray:
         """`[target]` to `[source]`."""
-        if self.repeated:
+        if self.broadcast:
             padded = (1,) * (x.ndim - len(self.source)) + self.source
             return x[tuple(slice(size) for size in padded)].reshape(self.source)
         return x.reshape([self.source[axis] for axis in self.axes]).transpose(np.argsort(self.axes))
 
     def __str__(self) -> str:
         """For a reader; empty where nothing is rearranged."""
-        if self.source == self.target and not self.moves:
+        if self.source == self.target and not self.transposes:
             return ""
-        how = f", axes {self.axes}" if self.moves else ", repeated" if self.repeated else ""
+        how = f", axes {self.axes}" if self.transposes else ", broadcast" if self.broadcast else ""
         return f"{list(self.source)} -> {list(self.target)}{how}" + "?" * self.ambiguous
 
 
@@ -72,12 +74,12 @@ def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | No
 
     Preferred in this order: as it is; channels last to channels first and back, also those of a clip's pictures; two
     neighbouring axes exchanged (heads and tokens); any other transposition. Axes of one come and go (an extra batch);
-    fewer numbers are repeated.
+    fewer numbers are broadcast.
     """
     if math.prod(source) != math.prod(target):
         padded = (1,) * (len(target) - len(source)) + source
         if len(padded) == len(target) and all(a in (1, b) for a, b in zip(padded, target, strict=True)):
-            return Layout(source, target, tuple(range(len(source))), repeated=True)
+            return Layout(source, target, tuple(range(len(source))), broadcast=True)
         return None
     n = len(source)
     same = tuple(range(n))
@@ -100,6 +102,6 @@ def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | No
 
 
 def _fits(source: list[int], target: tuple[int, ...]) -> bool:
-    """Whether one shape merges neighbouring axes of the other."""
+    """True if one shape merges neighbouring axes of the other."""
     a, b = (set(accumulate(shape, mul)) | {1} for shape in (source, target))
     return a <= b or b <= a

@@ -1,4 +1,4 @@
-"""How far two arrays are apart."""
+"""Distances between two arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Errors(NamedTuple):
         max_rel: that, divided by the mean absolute value of the reference.
         l2: the norm of the difference divided by the norm of the reference: the relative error of the whole.
         cosine: of the angle between the two.
-        finite: whether all numbers of both are finite.
+        finite: True if all numbers of both are finite.
     """
 
     max_abs: float

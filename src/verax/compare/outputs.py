@@ -1,4 +1,4 @@
-"""How close texts and vectors are: logits and log-probabilities, the first token that differs, cosines and rankings.
+"""Distances between texts and between vectors: logits, log-probabilities, the first difference, cosines, rankings.
 
 The first argument is the reference throughout. Arrays are NumPy's or what it can take, of any floating dtype; all is
 computed in float64. Clips are in `verax.compare.videos`.
@@ -34,15 +34,15 @@ class Difference:
     """Where two texts part, or two models would choose differently."""
 
     position: int
-    """Of the token, from 0."""
+    """Position of the token, from 0."""
     tokens: tuple[int | None, int | None]
-    """What stands there; None past the end of the shorter text."""
+    """Token at that position; None past the end of the shorter text."""
     candidates: tuple[dict[int, float], dict[int, float]]
     """The best tokens of each side there with their log-probabilities (nats), best first; empty where not known."""
 
     @property
     def close(self) -> bool:
-        """Whether each side's token is among the other's candidates: what vLLM's tests accept as rounding."""
+        """True if each side's token is among the other's candidates: what vLLM's tests accept as rounding."""
         (first, second), (of_first, of_second) = self.tokens, self.candidates
         return first in of_second and second in of_first
 
@@ -129,7 +129,7 @@ def compare_logits(first: Any, second: Any, tokens: Sequence[int] | None = None,
         first: `[T, V]`; row t is about the token after position t.
         second: the same shape. Cut off padding of the vocabulary before.
         tokens: T tokens whose log-probabilities are compared; the reference's likeliest if None.
-        top: candidates that are told of the first difference.
+        top: number of candidates that are reported at the first difference.
 
     Raises:
         InvalidParameterError: if shapes do not fit, a logit is NaN or infinite, or a token is outside the vocabulary.
@@ -137,11 +137,11 @@ def compare_logits(first: Any, second: Any, tokens: Sequence[int] | None = None,
     a, b = _pair(first, second, "[positions, vocabulary]")
     log_p, log_q = _log_softmax(a), _log_softmax(b)
     best, other_best = a.argmax(-1), b.argmax(-1)
-    told = best if tokens is None else np.asarray(tokens)
-    if told.shape != (len(a),) or (told < 0).any() or (told >= a.shape[1]).any():
+    targets = best if tokens is None else np.asarray(tokens)
+    if targets.shape != (len(a),) or (targets < 0).any() or (targets >= a.shape[1]).any():
         raise InvalidParameterError(f"tokens: expected {len(a)} tokens from 0 to {a.shape[1] - 1}")
     rows = np.arange(len(a))
-    distance = np.abs(log_p[rows, told] - log_q[rows, told])
+    distance = np.abs(log_p[rows, targets] - log_q[rows, targets])
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
     error = np.abs(a - b)
     parted = np.flatnonzero(best != other_best)

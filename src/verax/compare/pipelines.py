@@ -1,4 +1,4 @@
-"""What `verax compare video` says of the result: the clip of diffusers' whole pipeline beside that of verax."""
+"""Comparison of whole video pipelines: the clip of diffusers' pipeline beside that of verax."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RANDOM_SIZE = dict(height=32, width=48, fps=8, guidance_scale=4.0)
 
 @dataclass(frozen=True)
 class Clip:
-    """The clip that both pipelines make; what is None is small, or as the checkpoint says.
+    """The clip that both pipelines make; settings that are None are small, or the checkpoint's.
 
     Attributes:
         prompt: what is to be seen.
@@ -85,7 +85,7 @@ def compare_pipelines(
             instead of noise by `clip.seed` and a gradient.
 
     Returns:
-        The report; `failures` of it says whether they count as equal.
+        The report; its `failures` are empty if they count as equal.
 
     Raises:
         CheckpointError, InvalidParameterError: if the model cannot be read, or cannot make such a clip.
@@ -141,7 +141,7 @@ def compare_pipelines(
 
 
 def _components(opened: VideoFolder, dtype: str, shift: float) -> dict[str, Any]:
-    """Of diffusers' pipeline, without a text encoder."""
+    """Arguments of diffusers' pipeline, without a text encoder."""
     made: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
     for part in PARTS:
         if part in opened and part != "text_encoder":

@@ -1,4 +1,4 @@
-"""What both sides of a comparison share: a recorder of values by module path, taps, and watched functions."""
+"""Recording that both sides of a comparison share: a recorder of values by module path, taps, and watched functions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Recorder:
         return self._record(".".join(filter(None, (self.path, name))), x, axes)
 
     def wants_input(self) -> bool:
-        """Whether the running module's input is asked for."""
+        """True if the running module's input is to be recorded."""
         return any(pattern.search(self.path) for pattern in self._inputs)
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@ import html
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ __all__ = ["as_html", "as_markdown", "show", "write"]
 ROWS = 40
 """In the terminal: of a larger model, the blocks and what stands out."""
 
-_WORDS = ("layer", "parameter", "dtype")
+_WORDS = ("layer", "parameter", "run", "dtype")
 """Columns that are no numbers."""
 
 Column = tuple[str, Callable[[Row], str]]
@@ -38,6 +39,8 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
     if result.gradients:
         gradients = result.gradients if every else _worst(result.gradients)
         _table(console, "gradients by parameter", gradients, _columns(result, gradients=True), result)
+    if result.fused is not None:
+        _table(console, _OUTPUT_TITLE, _outputs(result), _output_columns(result), result)
     left = len(result.rows) - len(rows)
     if left:
         console.print(f"{left} rows more within the blocks: --all shows them, --output DIR writes them.")
@@ -122,9 +125,24 @@ def _sections(result: Comparison) -> list[tuple[str, Sequence[Row], list[Column]
     found: list[tuple[str, Sequence[Row], list[Column]]] = [
         ("Layers", result.rows, [*_columns(result), ("reference", lambda row: row.reference), _ARRANGED])
     ]
+    if result.fused is not None:
+        found.insert(0, (_OUTPUT_TITLE, _outputs(result), _output_columns(result)))
     if result.gradients:
         found.append(("Gradients", result.gradients, [*_columns(result, gradients=True), _ARRANGED]))
     return found
+
+
+_OUTPUT_TITLE = "output, layer by layer and as one compiled program"
+
+
+def _outputs(result: Comparison) -> list[Row]:
+    """The outputs of both runs of our model, named by the run."""
+    runs = (result.output, "layer by layer"), (result.fused, "one compiled program")
+    return [replace(row, name=name) for row, name in runs if row is not None]
+
+
+def _output_columns(result: Comparison) -> list[Column]:
+    return [("run", lambda row: row.name), *_columns(result)[1:]]
 
 
 _ARRANGED: Column = ("arranged", lambda row: row.layout)
@@ -159,6 +177,12 @@ def _findings(result: Comparison) -> list[str]:
             f"output: max / mean {output.errors.max_rel:.1e}, relative L2 {output.errors.l2:.1e}"
             + (f", error ratio against float32 {output.ratio:.2f}" if output.ratio is not None else "")
         )
+    if result.fused is not None:
+        lines.append(
+            f"output as one compiled program: max / mean {result.fused.errors.max_rel:.1e}, relative L2 "
+            f"{result.fused.errors.l2:.1e}"
+            + (f", error ratio against float32 {result.fused.ratio:.2f}" if result.fused.ratio is not None else "")
+        )
     if result.judged is not None:
         lines += result.judged.lines()
     kinds = [
@@ -188,6 +212,11 @@ def _definitions(result: Comparison) -> str:
     )
     if any(row.own for row in result.rows):
         text += " own: with each layer's inputs, and what stands before it, taken from the reference."
+    if result.fused is not None:
+        text += (
+            " one compiled program: as the engines run the model, with fused operations, whose layers have no results "
+            "of their own."
+        )
     if any(row.against_truth for row in result.rows):
         text += (
             f" f32: the reference in float32 with the same rounded weights; a ratio up to {MAX_RATIO} counts as equal."

@@ -1,4 +1,4 @@
-"""One comparison from beginning to end: the reference runs, then ours, then what the errors are."""
+"""One comparison from beginning to end: the reference runs, then ours, then errors are measured."""
 
 from __future__ import annotations
 
@@ -6,72 +6,29 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from verax import progress
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.compare.align import Alignment, Names, Pair, align, translator
+from verax.compare.case import Case, Side, pair_case
 from verax.compare.comparison import Comparison, Row, measure_rows
-from verax.compare.jax_side import gradients_jax, trace_jax
+from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
 from verax.compare.layout import Layout, find_layout
 from verax.compare.metrics import measure
-from verax.compare.outputs import LogitsComparison, VectorsComparison
-from verax.compare.recorder import Watch
 from verax.compare.torch_side import gradients_torch, round_like, trace_torch
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
 from verax.machine import peak_memory
 
-__all__ = ["Case", "Side", "compare", "compare_case"]
+__all__ = ["compare", "compare_case"]
 
 VANISHING = 1e-4
 """A gradient so much smaller than the median of all is measured against that median."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """A model and the call that is compared.
-
-    Attributes:
-        model: a module, or a function with taps.
-        args, kwargs: of the call; NumPy arrays become the side's own.
-        call: `call(model, *args, **kwargs)`, for more than the model's own call.
-        watch: functions to record beside the modules.
-        inputs: patterns of paths of modules whose input is recorded too.
-    """
-
-    model: Any
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    call: Callable[..., Any] | None = None
-    watch: tuple[Watch, ...] = ()
-    inputs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Case:
-    """What to compare.
-
-    Attributes:
-        title: for the report.
-        reference, ours: each side in a dtype, `"float32"` or `"bfloat16"`; made when it is needed, and dropped after.
-        names: between our names and the reference's.
-        about: for the report.
-        judge: `judge(reference, ours)` says more about the two outputs, in the reference's layout.
-    """
-
-    title: str
-    reference: Callable[[str], Side]
-    ours: Callable[[str], Side]
-    names: Names | None = None
-    about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    judge: Callable[[np.ndarray, np.ndarray], LogitsComparison | VectorsComparison] | None = None
 
 
 def compare(
@@ -82,6 +39,7 @@ def compare(
     title: str = "comparison",
     inject: bool = False,
     backward: bool = False,
+    fused: bool = False,
     guess: bool = True,
     max_rel: float | None = None,
     confirm: Callable[[Alignment], None] = lambda alignment: None,
@@ -96,6 +54,7 @@ def compare(
         title: for the report.
         inject: run ours a second time with each layer on the reference's activations, so that errors are located.
         backward: compare gradients of a weighted sum of the output by each parameter too.
+        fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
         guess: match what names do not by shape and order; `result.guessed` are these pairs, to be looked at.
         max_rel: bound on each layer's relative L2 error; 1e-4 if None.
         confirm: called with the alignment before anything is measured; it may show `guessed`, and raise.
@@ -110,24 +69,9 @@ def compare(
     """
 
     case = pair_case(reference, ours, *args, names=names, title=title)
-    return compare_case(case, inject=inject, backward=backward, guess=guess, max_rel=max_rel, confirm=confirm)
-
-
-def pair_case(
-    reference: Any, ours: Any, *args: Any, names: Names | None = None, title: str = "comparison", **kwargs: Any
-) -> Case:
-    """The case of two models as they are, in whatever dtype.
-
-    Args:
-        reference, ours, names, title: as in `compare`.
-        args, kwargs: of both calls, where the models are no `Side` with arguments of its own.
-    """
-
-    def side(given: Any) -> Callable[[str], Side]:
-        made = given if isinstance(given, Side) else Side(given, args, kwargs)
-        return lambda dtype: made
-
-    return Case(title, side(reference), side(ours), names)
+    return compare_case(
+        case, inject=inject, backward=backward, fused=fused, guess=guess, max_rel=max_rel, confirm=confirm
+    )
 
 
 def compare_case(
@@ -136,6 +80,7 @@ def compare_case(
     dtype: str = "float32",
     inject: bool = False,
     backward: bool = False,
+    fused: bool = False,
     guess: bool = False,
     max_rel: float | None = None,
     folder: str | Path | None = None,
@@ -147,7 +92,7 @@ def compare_case(
         case: what to compare.
         dtype: of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights rounded
             to `dtype`: the truth about both sides.
-        inject, backward, guess, max_rel: as in `compare`.
+        inject, backward, fused, guess, max_rel: as in `compare`.
         folder: where traces are kept; None keeps them only while this runs.
         confirm: called with the alignment before anything is measured; it may raise.
 
@@ -157,7 +102,7 @@ def compare_case(
     with tempfile.TemporaryDirectory() as scratch, progress.bar("comparing") as report:
         home = Path(scratch if folder is None else folder)
         low = dtype != "float32"
-        stages = 2 + low + inject + 2 * backward
+        stages = 2 + low + inject + fused + 2 * backward
         done = iter(range(stages + 1))
 
         def stage(what: str) -> None:
@@ -198,6 +143,10 @@ def compare_case(
         rows = measure_rows(alignment.pairs, ours, reference, truth, own)
         result = Comparison(case.title, rows, alignment, dtype, max_rel, about=dict(case.about))
         output = next((pair for pair in alignment.pairs if pair.ours == (OUTPUT,)), None)
+        if fused and output is not None:
+            stage("JAX, one program")
+            compiled = run_compiled(side.model, *side.args, call=side.call, folder=home / "fused", **side.kwargs)
+            result.fused = measure_rows([output], compiled, reference, truth)[0]
         if case.judge is not None and output is not None:
             mine, other = output.load(ours, reference)
             result.judged = case.judge(other, mine)
@@ -295,12 +244,12 @@ def _gradient_rows(
 
 
 def _with_guessed(names: Names | None, alignment: Alignment) -> Names | None:
-    """What was matched by shape and order is so for its parameters too."""
+    """Tables that also match the parameters of modules which shape and order matched."""
     if not alignment.guessed:
         return names
     own = () if names is None else names if isinstance(names, Sequence) else (names,)
-    tables = [NameTable(list(table.items())) if isinstance(table, Mapping) else table for table in own]
-    return (*tables, NameTable([(pair.ours[0], pair.reference) for pair in alignment.guessed]))
+    tables = [Renaming(list(table.items())) if isinstance(table, Mapping) else table for table in own]
+    return (*tables, Renaming([(pair.ours[0], pair.reference) for pair in alignment.guessed]))
 
 
 def _size(x: np.ndarray) -> float:
@@ -309,7 +258,7 @@ def _size(x: np.ndarray) -> float:
 
 
 _FLAX = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
-"""What Flax's own layers call a parameter, and PyTorch's."""
+"""Parameter names of Flax's own layers, and PyTorch's."""
 
 
 def _torch_name(path: str) -> str:

@@ -24,7 +24,7 @@ INDEX = "trace.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of an array without reading it. `dtype` is NumPy's name, or bfloat16."""
+    """Description of a stored array. `dtype` is NumPy's name, or bfloat16."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,7 +36,7 @@ class Trace:
     """An ordered map from names to arrays.
 
     A name is a module's path, as its key in the checkpoint: `blocks.3.self_attn.q`. A module that runs again is
-    `blocks.3.self_attn.q#2`. What went into a module, where that was asked for, is `blocks.3.self_attn.input`.
+    `blocks.3.self_attn.q#2`. A module's input, where it is recorded, is `blocks.3.self_attn.input`.
     """
 
     def __init__(self, folder: str | Path | None = None):

@@ -1,4 +1,4 @@
-"""What a comparison of two clips leaves in a folder: JSON, Markdown, HTML, and the clips beside each other."""
+"""Report of two clips in a folder: JSON, Markdown, HTML, and the clips side by side."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verax.video.extra import needed
 __all__ = ["VideoReport", "summary"]
 
 FPS = 24.0
-"""Of the side-by-side clip, where neither clip says."""
+"""Frame rate of the side-by-side clip if neither clip has one."""
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:1rem 0}td,th{border-bottom:1px solid #ddd;padding:.25rem .9rem;text-align:right}
@@ -51,7 +51,7 @@ class VideoReport:
         psnr = self.comparison.psnr[frame]
         if self.min_psnr is None or psnr >= self.min_psnr:
             return []
-        return [f"frame {frame}: {psnr:.2f} dB, below the {self.min_psnr:g} asked for"]
+        return [f"frame {frame}: {psnr:.2f} dB, below the minimum of {self.min_psnr:g}"]
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison for JSON."""
@@ -92,7 +92,7 @@ class VideoReport:
 
     @property
     def gain(self) -> int:
-        """What differences are multiplied by to be seen: so that 99% of them are at most half as bright as white.
+        """Factor that makes differences visible: so that 99% of them are at most half as bright as white.
 
         At most 255: the pictures shown have no finer steps, also where floats were compared.
         """

@@ -1,6 +1,6 @@
-"""How close two clips are: MSE, PSNR and SSIM of each frame, differences of pixels, and a verdict in words.
+"""Distances between two clips: MSE, PSNR and SSIM of each frame, differences of pixels, and a verdict in words.
 
-Pixels count from 0 to 1. PSNR and SSIM are scikit-image's; `DEFINITIONS` says with which parameters.
+Pixels count from 0 to 1. PSNR and SSIM are scikit-image's; `DEFINITIONS` has their parameters.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ DEFINITIONS = {
 
 @dataclass(frozen=True)
 class VideoComparison:
-    """How close a clip is to another; pixels from 0 to 1."""
+    """Distances between two clips; pixels from 0 to 1."""
 
     height: int
     width: int
     mse: tuple[float, ...]
-    """Of each frame, as are the next two."""
+    """Mean squared error of each frame."""
     psnr: tuple[float, ...]
-    """dB; infinite for identical frames."""
+    """PSNR of each frame, dB; infinite for identical frames."""
     ssim: tuple[float, ...]
+    """SSIM of each frame."""
     mean_difference: float
     p95_difference: float
     p99_difference: float
@@ -58,12 +59,12 @@ class VideoComparison:
 
     @property
     def frames(self) -> int:
-        """How many there are."""
+        """Number of frames."""
         return len(self.mse)
 
     @property
     def identical_frames(self) -> int:
-        """Those without any difference."""
+        """Number of frames without any difference."""
         return sum(error == 0 for error in self.mse)
 
     @property

@@ -23,7 +23,7 @@ class Job:
     packed: Int32[np.ndarray, "rows tokens_and_1"]
     """A sentence a row: its length, then its tokens, then padding. Rows past the last sentence are empty."""
     members: Int32[np.ndarray, "n"]
-    """Which sentences the first rows are."""
+    """Indices of the sentences in the first rows."""
 
 
 class Buckets:

@@ -21,6 +21,7 @@ from verax.embed.buckets import Buckets, Job
 from verax.embed.pooling import normalized, pool
 from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
+from verax.loading import load_model
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
@@ -59,8 +60,8 @@ class Encoder:
         Args:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
-            max_length: tokens that are read of a sentence; what the checkpoint says if None.
-            pooling: `"mean"` or `"cls"`; what the checkpoint says if None, the mean if it says nothing.
+            max_length: tokens that are read of a sentence; the checkpoint's limit if None.
+            pooling: `"mean"` or `"cls"`; the checkpoint's if None, the mean if it has none.
             revision: branch, tag or commit of a hub id.
             show_progress: a bar while loading, if stderr is a terminal.
 
@@ -74,25 +75,15 @@ class Encoder:
         enable_compilation_cache()
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.encoder() if model is None else model, revision=revision)
-        architecture, config = models.encoder(opened.config)
-        make: Any = architecture  # of its own configuration
+        model_class, config = models.encoder(opened.config)
         self.model_config = config
         self.settings = EncoderSettings.from_folder(
             opened.folder, positions=config.max_position_embeddings, pooling=pooling, max_length=max_length
         )
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.truncate(self.settings.max_length)
-        abstract = nnx.eval_shape(lambda: make(config, dtype=models.DTYPES[dtype], rngs=nnx.Rngs(0)))
-        wanted = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(abstract))]
         with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = checkpoint.load_module(
-                abstract,
-                opened,
-                dtype=models.DTYPES[dtype],
-                ignore=architecture.ignored_weights,
-                aliases=architecture.aliases(wanted, opened.names()),
-                progress=report,
-            )
+            loaded = load_model(opened, model_class, config, dtype=models.DTYPES[dtype], progress=report)
         graph, state = nnx.split(loaded)
         leaves, treedef = jax.tree.flatten(state)
         # Flattened once: a call passes a flat tuple of arrays, and the module exists only while tracing.

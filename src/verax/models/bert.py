@@ -6,7 +6,7 @@ not use, is left in the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,6 +165,15 @@ class BertModel(nnx.Module):
     ignored_weights = (r"^(bert\.)?pooler\.", r"^cls\.", r"position_ids$")
     """The pooler, heads of pre-training, and a constant that old checkpoints carry."""
 
+    key_aliases = (
+        (r"^", "bert."),
+        (r"LayerNorm\.weight$", "LayerNorm.gamma"),
+        (r"LayerNorm\.bias$", "LayerNorm.beta"),
+        (r"^(.*LayerNorm)\.weight$", r"bert.\1.gamma"),
+        (r"^(.*LayerNorm)\.bias$", r"bert.\1.beta"),
+    )
+    """Other keys of the same weights: under `bert.` beside a head, and with the names of the first releases."""
+
     depends_on_padding = False
     """Whether a sentence's states change with what is padded to it or batched with it."""
 
@@ -186,15 +195,3 @@ class BertModel(nnx.Module):
         for layer in self.encoder.layer:
             x = layer(x, segments)
         return x
-
-    @staticmethod
-    def aliases(wanted: Iterable[str], present: Iterable[str]) -> dict[str, str]:
-        """Other keys of the same weights: under `bert.` beside a head, and with the names of the first releases."""
-        present = set(present)
-        old = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
-        found = {}
-        for key in wanted:
-            legacy = next((key.replace(*names) for names in old if names[0] in key), key)
-            names = (key, f"bert.{key}", legacy, f"bert.{legacy}")
-            found[key] = next((name for name in names if name in present), key)
-        return {key: name for key, name in found.items() if key != name}

@@ -7,7 +7,7 @@ names. `LamConfig.rule` says whether the published layer runs, oddities included
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -221,11 +221,6 @@ class LamModel(nnx.Module):
     def depends_on_padding(self) -> bool:
         """Whether a sentence's states change with what is padded to it or batched with it: as published, they do."""
         return self.config.rule != "gated"
-
-    @staticmethod
-    def aliases(wanted: Iterable[str], present: Iterable[str]) -> dict[str, str]:
-        """Other keys of the same weights: none."""
-        return {}
 
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
         """Final hidden states of sentences that are padded on the right; those of padding mean nothing.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -200,8 +201,11 @@ class Qwen3ForCausalLM(nnx.Module):
     ignored_weights = (r"rotary_emb\.inv_freq$",)
     """Keys that old checkpoints carry and no model needs."""
 
-    other_keys: tuple[tuple[str, str], ...] = ()
+    key_aliases: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) pairs that make another published layout's keys of a module's path."""
+
+    tied_weights = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
+    """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
 
     partition_rules = (
         (r"(q|k|v|gate|up)_proj\.(weight|bias)$", PartitionSpec("tensor")),

@@ -267,7 +267,7 @@ class Qwen35ForCausalLM(Qwen3ForCausalLM):
     ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^mtp\.", r"^model\.visual\.")
     """Besides: the vision tower, and the layers that predict several tokens at once."""
 
-    other_keys = ((r"^model\.", "model.language_model."),)
+    key_aliases = ((r"^model\.", "model.language_model."),)
     """Checkpoints with a vision tower have the language model one level further down."""
 
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):

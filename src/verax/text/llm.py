@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
-from verax.errors import CheckpointError, InvalidParameterError
-from verax.models import DTYPES, Qwen3ForCausalLM, causal_lm
-from verax.nn import Linear
+from verax.errors import InvalidParameterError
+from verax.loading import load_causal_lm
+from verax.models import DTYPES, Qwen3ForCausalLM
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
 from verax.text.outputs import RequestOutput
@@ -29,10 +26,7 @@ from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes
 from verax.text.tokenizer import Tokenizer
 
-__all__ = ["DTYPES", "KV_CACHE_DTYPES", "LLM", "QUANTIZATIONS", "load_model"]
-
-QUANTIZATIONS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32)}
-"""Bits, and inputs that share a scale (None: a whole row)."""
+__all__ = ["DTYPES", "KV_CACHE_DTYPES", "LLM"]
 
 KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
 """`"auto"` is the dtype of the weights; `"int8"` has a scale for each token and head."""
@@ -111,7 +105,7 @@ class LLM:
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
         tokenizer = Tokenizer.from_checkpoint(opened)
         with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
-            loaded = load_model(opened, dtype=dtype, quantization=quantization, progress=report)
+            loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, progress=report)
         self.load_seconds = time.perf_counter() - begin
         self._start(
             loaded,
@@ -330,71 +324,11 @@ class LLM:
                 self.engine.abort(request_id)
 
 
-def load_model(
-    opened: checkpoint.Checkpoint,
-    *,
-    dtype: str,
-    quantization: str | tuple[int, int | None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Qwen3ForCausalLM:
-    """The language model of an open checkpoint, its weights in place; `progress` as in `checkpoint.load_module`.
-
-    Args:
-        opened: the checkpoint.
-        dtype: `"bfloat16"` or `"float32"`, of what is not quantised.
-        quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
-            head is one of them: a tied one becomes a quantised copy of the embeddings.
-        progress: called with (bytes done, bytes in all).
-
-    Raises:
-        CheckpointError: if the weights do not fit config.json, or are quantised already.
-        InvalidParameterError: for another quantisation, or groups that do not divide a layer.
-        UnsupportedModelError: if verax has no such architecture.
-    """
-    precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
-    if quantization is not None and precision is None:
-        raise InvalidParameterError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
-    architecture, config = causal_lm(opened.config)
-    tied = config.tie_word_embeddings
-    if precision is not None:
-        if opened.packed:
-            raise CheckpointError(f"{opened.folder}: it is quantised already; load it without quantization")
-        config = replace(config, tie_word_embeddings=False)
-    abstract = nnx.eval_shape(lambda: architecture(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
-    layers = {
-        ".".join(map(str, (*path, "weight")))
-        for path, module in nnx.iter_modules(abstract)
-        if isinstance(module, Linear)
-    }
-    return checkpoint.load_module(
-        abstract,
-        opened,
-        dtype=None,
-        ignore=(*architecture.ignored_weights, *((r"^lm_head\.weight$",) if tied else ())),
-        aliases=_aliases(abstract, opened, tied),
-        quantize=lambda name: precision if name in layers else None,
-        progress=progress,
-    )
-
-
 def _check_cache_dtype(kv_cache_dtype: str) -> None:
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise InvalidParameterError(
             f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
         )
-
-
-def _aliases(abstract: Qwen3ForCausalLM, opened: checkpoint.Checkpoint, tied: bool) -> dict[str, str]:
-    """Keys of the checkpoint by the module's own, where they differ: a tied head, or the model's other layout."""
-    present, found = set(opened.names()), {}
-    for path, _ in nnx.to_flat_state(nnx.state(abstract)):
-        name = ".".join(map(str, path))
-        key = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
-        others = (re.sub(pattern, replacement, key) for pattern, replacement in abstract.other_keys)
-        source = key if key in present else next((other for other in others if other in present), key)
-        if source != name:
-            found[name] = source
-    return found
 
 
 def _as_list(prompts: Prompt | List[Prompt]) -> list[str | List[int]]:

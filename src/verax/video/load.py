@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from verax import checkpoint, progress
+from verax import progress
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.lora import with_lora
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import UnsupportedModelError
+from verax.loading import load_weights
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
@@ -64,9 +65,7 @@ def load_components(
     ) -> Component[M]:
         def load(abstract: M) -> M:
             with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
-                ignored: tuple[str, ...] = getattr(make, "ignored_weights", ())
-                opened = open_part(name)
-                return checkpoint.load_module(abstract, opened, dtype=kind, ignore=ignored, progress=report)
+                return load_weights(abstract, open_part(name), progress=report)
 
         return Component(what, lambda: make(config, dtype=kind, rngs=nnx.Rngs(0)), load, keep=keep, offload=offload)
 

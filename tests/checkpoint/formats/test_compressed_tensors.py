@@ -151,13 +151,13 @@ def test_groups_that_do_not_divide_a_layer_are_refused_with_its_name(tmp_path):
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
-    from verax.text.llm import load_model
+    from verax.loading import load_causal_lm
 
     tiny_checkpoint(tmp_path / "a")
-    quantised = load_model(Checkpoint.open(tmp_path / "a"), dtype="bfloat16", quantization="int8")
+    quantised = load_causal_lm(Checkpoint.open(tmp_path / "a"), dtype="bfloat16", quantization="int8")
     config = {**Checkpoint.open(tmp_path / "a").config, "tie_word_embeddings": False}
     checkpoint.save(quantised, tmp_path / "b", config=config)
     opened = Checkpoint.open(tmp_path / "b")
-    load_model(opened, dtype="bfloat16")
+    load_causal_lm(opened, dtype="bfloat16")
     with pytest.raises(CheckpointError, match="quantised already"):
-        load_model(opened, dtype="bfloat16", quantization="int4")
+        load_causal_lm(opened, dtype="bfloat16", quantization="int4")

@@ -13,9 +13,9 @@ from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, UnsupportedModelError
+from verax.loading import load_causal_lm
 from verax.models import causal_lm
 from verax.ops.quantized import QuantizedWeight
-from verax.text.llm import load_model
 
 UP, EMBEDDINGS, HEAD = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
 NAMES = {UP: "blk.1.ffn_up.weight", EMBEDDINGS: "token_embd.weight"}
@@ -88,7 +88,7 @@ def test_tensors_of_several_types_are_in_one_file(wide, tmp_path):
     """As llama.cpp's quantize makes them: Q4_0 layers, and an embedding, which is the head too, of more bits."""
     path = tmp_path / "a.gguf"
     files.write(wide, path, "Q4_0", kinds={EMBEDDINGS: "Q6_K", UP: "Q4_1"})
-    model = load_model(Checkpoint.open(path), dtype="float32")
+    model = load_causal_lm(Checkpoint.open(path), dtype="float32")
     assert model.lm_head is None
     assert isinstance(model.model.layers[1].mlp.down_proj.weight.get_value(), QuantizedWeight)
     np.testing.assert_array_equal(model.model.layers[1].mlp.up_proj.weight[...], reference(path, UP))
@@ -142,11 +142,11 @@ def test_scaled_rotary_frequencies_are_those_of_the_folder(tmp_path):
 
 def test_a_file_of_dequantised_blocks_can_be_quantised_and_one_of_our_types_not_again(folder, tmp_path):
     files.write(folder, tmp_path / "a.gguf", "Q5_0")
-    model = load_model(Checkpoint.open(tmp_path / "a.gguf"), dtype="bfloat16", quantization="int8")
+    model = load_causal_lm(Checkpoint.open(tmp_path / "a.gguf"), dtype="bfloat16", quantization="int8")
     assert model.model.layers[0].mlp.up_proj.weight.get_value().bits == 8
     files.write(folder, tmp_path / "b.gguf", "Q4_0")
     with pytest.raises(CheckpointError, match="quantised already"):
-        load_model(Checkpoint.open(tmp_path / "b.gguf"), dtype="bfloat16", quantization="int8")
+        load_causal_lm(Checkpoint.open(tmp_path / "b.gguf"), dtype="bfloat16", quantization="int8")
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(folder, tmp_path):
@@ -195,7 +195,7 @@ def test_features_that_verax_lacks_are_refused_by_name(metadata, says, folder, t
 def test_a_missing_weight_is_named(folder, tmp_path):
     files.write(folder, tmp_path / "a.gguf", drop=(UP,))
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight missing from a\.gguf"):
-        load_model(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
+        load_causal_lm(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
 
 
 def string(text):

@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from verax import builtin, checkpoint, ops, progress
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_causal_lm
 from verax.machine import fingerprint
 from verax.models import Qwen3ForCausalLM
 from verax.ops.pages import page_bytes
-from verax.text.llm import LLM, load_model
+from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 from verax.text.tokenizer import Tokenizer
 from verax.train.text.arithmetic import addition_exam, leading_number
@@ -109,7 +110,7 @@ def bench_quality(
     wanted = additions if additions is not None else len(exam) if model is None else 200
     exam = [exam[i] for i in np.linspace(0, len(exam) - 1, min(wanted, len(exam))).astype(int)]
 
-    reference = load_model(opened, dtype="float32")
+    reference = load_causal_lm(opened, dtype="float32")
     hidden = [np.asarray(_hidden(*_split(reference), batch, jnp.float32)) for batch in batches]
     results: dict[str, dict[str, Any]] = {}
     with progress.bar("measuring") as report:
@@ -120,7 +121,7 @@ def bench_quality(
                 module = (
                     reference
                     if name == REFERENCE
-                    else load_model(opened, dtype=variant.dtype, quantization=variant.quantization)
+                    else load_causal_lm(opened, dtype=variant.dtype, quantization=variant.quantization)
                 )
             except InvalidParameterError as error:
                 results[name] = {"left_out": str(error)}

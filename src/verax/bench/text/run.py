@@ -19,9 +19,10 @@ from verax.bench.text.workload import Workload
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
 from verax.errors import InvalidParameterError
+from verax.loading import load_causal_lm
 from verax.machine import peak_growth
 from verax.models import causal_lm
-from verax.text.llm import DTYPES, LLM, load_model
+from verax.text.llm import DTYPES, LLM
 
 if TYPE_CHECKING:
     from verax.bench.text.llama_cpp import LlamaCppSide
@@ -123,7 +124,7 @@ def bench_text(
         workload = make_workload(sizes.vocab_size)
         begin = time.perf_counter()
         with peak_growth() as loading:
-            module = load_model(opened, dtype=dtype, quantization=quantization)
+            module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
         sized = {
             "max_num_seqs": max_num_seqs or min(len(workload.prompts), 256),
@@ -151,7 +152,7 @@ def bench_text(
             sides[f"llama.cpp {kind}"] = lambda: llama_cpp.batched(workload)
         if "verax" in against:
             sides[f"verax {dtype}"] = partial(
-                _generate, LLM.from_module(load_model(opened, dtype=dtype), **sized), workload
+                _generate, LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized), workload
             )
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()

@@ -15,7 +15,7 @@ from verax import ops
 from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names import wan_vae as names_wan_vae
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.checkpoint.random_weights import random_weights
 from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
@@ -71,7 +71,7 @@ class Work:
     stage: str
     component: Component[Any]
     weights: Mapping[str, np.ndarray]
-    table: NameTable
+    table: Renaming
     inputs: tuple[np.ndarray, ...]
     function: Callable[..., Any]
     prepare: Callable[..., Any] | None
@@ -153,7 +153,7 @@ def _made(
     kind: Callable[..., nnx.Module],
     config: Any,
     dtype: Any,
-    table: NameTable,
+    table: Renaming,
     inputs: tuple[np.ndarray, ...],
     function: Callable[..., Any],
     prepare: Callable[..., Any] | None,

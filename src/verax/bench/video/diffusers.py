@@ -114,7 +114,7 @@ class DiffusersSide:
 def _translated(torch: Any, work: Work) -> Mapping[str, Any]:
     tensors = {}
     for name, weight in work.weights.items():
-        names = work.table.to_diffusers(name)
+        names = work.table.forward(name) or (name,)
         for other, rows in zip(names, np.split(weight, len(names)), strict=True):
             bits = torch.from_numpy(rows.view(np.int16) if rows.dtype.itemsize == 2 else rows)
             tensors[other] = bits.view(torch.bfloat16) if rows.dtype.itemsize == 2 else bits

@@ -3,7 +3,7 @@
 Transformers has `cls_embedding [1, 1, D]` and `pos_embedding [1, 1 + P, D]` without the leading ones.
 """
 
-from verax.checkpoint.names.table import NameTable, Rule
+from verax.checkpoint.names.table import Renaming, Rule
 
 __all__ = ["TABLE"]
 
@@ -26,4 +26,4 @@ def _rules(prefix: str) -> list[Rule]:
 
 
 # What is published has the prefix; transformers 5 saves a CLIPVisionModel without.
-TABLE = NameTable([*_rules("vision_model."), *_rules("")])
+TABLE = Renaming([*_rules("vision_model."), *_rules("")])

@@ -1,12 +1,12 @@
 """UMT5's encoder: the names of Wan's `models_t5_umt5-xxl-enc-bf16.pth` and those of transformers."""
 
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 
 __all__ = ["TABLE"]
 
 _LAYER = "encoder.block.{i}.layer"
 
-TABLE = NameTable(
+TABLE = Renaming(
     [
         ("token_embedding", "shared"),
         ("token_embedding", "encoder.embed_tokens"),  # the same rows, which some files have twice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 
 __all__ = ["TABLE"]
 
@@ -23,7 +23,7 @@ _IMAGE = (
     ("norm_q_img", "norm_added_q"),
 )
 
-TABLE = NameTable(
+TABLE = Renaming(
     [
         ("patch_embedding", "patch_embedding"),
         ("text_embedding.0", f"{_CONDITION}.text_embedder.linear_1"),

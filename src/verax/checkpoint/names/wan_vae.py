@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 
 __all__ = ["TABLE", "name_table"]
 
@@ -22,7 +22,7 @@ _SINGLE = {
 }
 
 
-def name_table(num_res_blocks: int = 2, levels: int = 4) -> NameTable:
+def name_table(num_res_blocks: int = 2, levels: int = 4) -> Renaming:
     """The table of a model with so many residual blocks at each of so many resolutions of its encoder.
 
     The original counts the decoder's layers through, diffusers within each resolution.
@@ -43,8 +43,8 @@ def name_table(num_res_blocks: int = 2, levels: int = 4) -> NameTable:
     for ours, theirs in blocks.items():
         rules += [(f"{ours}.{layer}", f"{theirs}.{name}") for layer, name in _BLOCK.items()]
         rules += [(f"{ours}.{layer}", f"{theirs}.{layer}") for layer in ("resample", "time_conv")]
-    return NameTable(rules)
+    return Renaming(rules)
 
 
 TABLE = name_table()
-"""Of the published model."""
+"""The table of the published model."""

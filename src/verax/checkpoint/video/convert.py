@@ -125,7 +125,7 @@ def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -
     names = part.names(checkpoint.config)
     tensors: list[Tensor] = []
     for key in checkpoint.names():
-        theirs = names.to_diffusers(key)
+        theirs = names.forward(key)
         if theirs is None:
             where = checkpoint.place(key)[0]
             raise CheckpointError(f"{where}: {key} is not a weight of the {part.what} in either layout")

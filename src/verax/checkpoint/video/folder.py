@@ -231,8 +231,8 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
     if "shared.weight" in keys:
         keys.pop("encoder.embed_tokens.weight", None)  # a second copy
     names = part.names(config)
-    theirs = {name: found for name in keys if (found := names.to_original(name)) is not None}
-    ours = [name for name in keys if names.to_diffusers(name) is not None]
+    theirs = {name: found for name in keys if (found := names.backward(name)) is not None}
+    ours = [name for name in keys if names.forward(name) is not None]
     if len(ours) >= len(theirs):
         return {name: _Entry(name, [(files[key], key)], lambda array: array) for name, key in keys.items()}
     pieces: dict[str, dict[int, str]] = {}
@@ -241,7 +241,7 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
         pieces.setdefault(original, {})[piece] = name
     entries: dict[str, TensorFile] = {}
     for original, found in pieces.items():
-        wanted = names.to_diffusers(original)
+        wanted = names.forward(original)
         if wanted is not None and len(found) != len(wanted):
             absent = ", ".join(name for i, name in enumerate(wanted) if i not in found)
             path = files[keys[next(iter(found.values()))]].path

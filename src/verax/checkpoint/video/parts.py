@@ -6,19 +6,18 @@ The original's is that of the repositories SkyworkAI/SkyReels-V2 and Wan-Video/W
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from verax.checkpoint.names import clip as names_clip
 from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.checkpoint.names.wan_vae import name_table
-from verax.errors import CheckpointError
 
 __all__ = [
     "PARTS",
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 Form = Callable[[np.ndarray], np.ndarray]
-T = TypeVar("T")
 
 
 class _Forms(NamedTuple):
@@ -47,25 +45,16 @@ _SAME = _Forms(lambda array: array, lambda array: array)
 class Names:
     """Several tables as one: the first that knows a name counts."""
 
-    def __init__(self, *tables: NameTable):
+    def __init__(self, *tables: Renaming):
         self._tables = tables
 
-    def to_original(self, name: str) -> tuple[str, int] | None:
-        """The original's name of what diffusers calls `name`, and which of its parts that is; None if it has none."""
-        return _first([table.to_original for table in self._tables], name)
+    def forward(self, name: str) -> tuple[str, ...] | None:
+        """Diffusers' names of the original's `name`; None if no table has it."""
+        return next((found for table in self._tables if (found := table.forward(name)) is not None), None)
 
-    def to_diffusers(self, name: str) -> tuple[str, ...] | None:
-        """Diffusers' names of what the original calls `name`; None if it has none."""
-        return _first([table.to_diffusers for table in self._tables], name)
-
-
-def _first(lookups: Sequence[Callable[[str], T]], name: str) -> T | None:
-    for lookup in lookups:
-        try:
-            return lookup(name)
-        except CheckpointError:
-            continue
-    return None
+    def backward(self, name: str) -> tuple[str, int] | None:
+        """The original's name of diffusers' `name`, and its number among the parts; None if no table has it."""
+        return next((found for table in self._tables if (found := table.backward(name)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,7 @@ _VIT_H14 = {
     "projection_dim": 1024,
 }
 
-_CLIP_HEAD = NameTable([("visual.head", "visual_projection.weight")])
+_CLIP_HEAD = Renaming([("visual.head", "visual_projection.weight")])
 """The projection to CLIP's space: no video model runs it, but other programs may want it in the file."""
 
 PARTS: Mapping[str, Part] = MappingProxyType(

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from verax.cli import options
 from verax.cli.compare.own import own
-from verax.cli.compare.run import Backward, Every, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
+from verax.cli.compare.run import Backward, Every, Fused, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
 from verax.cli.compare.videos import videos
 from verax.errors import UnsupportedModelError
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 REFERENCES = {"text": ("transformers",), "video": ("diffusers",), "embed": ("transformers", "torch")}
-"""What each kind of model is compared with: LAM with a PyTorch form of its own, all others with a library's."""
+"""References of each kind of model: LAM has a PyTorch form of its own, all others a library's."""
 
 OUTPUT = "output"
-"""What `--part` calls the clip of the whole pipeline."""
+"""Value of `--part` for the clip of the whole pipeline."""
 
 
 class _Group(TyperGroup):
@@ -71,6 +71,7 @@ def model(
     inputs: InputsFile = None,
     inject: Inject = False,
     backward: Backward = False,
+    fused: Fused = False,
     part: Annotated[
         str | None,
         typer.Option(help="video: transformer, vae, text_encoder, image_encoder, or output; all if left out."),
@@ -102,6 +103,8 @@ def model(
 
         verax compare embed --random --inject --backward
 
+        verax compare text --fused
+
         verax compare video --random --part vae
 
         verax compare embed --inputs sentences.txt
@@ -116,6 +119,7 @@ def model(
             dtype=dtype,
             inject=inject,
             backward=backward,
+            fused=fused,
             max_rel=max_rel,
             every=every,
             output=output,
@@ -134,7 +138,7 @@ def _cases(
     size: str | None,
     sizes: dict[str, int | None],
 ) -> Iterator[tuple[str, Made]]:
-    """What the arguments ask for, and the folders of the reports; each made when it is its turn."""
+    """Cases that the arguments select, with the folders of their reports; each is made when it is its turn."""
     from verax.compare.cases import text as cases
 
     kind = what if what in REFERENCES else _kind(what)
@@ -192,7 +196,7 @@ def _video(
 
 
 def _video_model(what: str) -> str | Path | None:
-    """The model that is asked for by its kind or its name; None for a random one."""
+    """The model that is selected by its kind or its name; None for a random one."""
     from verax import builtin
 
     if what != "video":
@@ -201,7 +205,7 @@ def _video_model(what: str) -> str | Path | None:
 
 
 def _kind(model: str) -> str:
-    """What a checkpoint is."""
+    """Kind of a checkpoint: text, embed or video."""
     from verax.checkpoint import Checkpoint
     from verax.checkpoint.checkpoint import read_json
     from verax.models import causal_lm, encoder

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verax.cli import options
-from verax.cli.compare.run import Backward, Every, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
+from verax.cli.compare.run import Backward, Every, Fused, Inject, InputsFile, MaxRel, Output, given_inputs, run_cases
 
 if TYPE_CHECKING:
     from verax.compare import Alignment, Case
@@ -32,6 +32,7 @@ def own(
     dtype: options.Dtype = "float32",
     inject: Inject = False,
     backward: Backward = False,
+    fused: Fused = False,
     max_rel: MaxRel = None,
     every: Every = False,
     output: Output = None,
@@ -55,6 +56,7 @@ def own(
         dtype=dtype,
         inject=inject,
         backward=backward,
+        fused=fused,
         max_rel=max_rel,
         every=every,
         output=output,
@@ -64,9 +66,9 @@ def own(
 
 
 def _case(file: Path, inputs: Inputs, dtype: str) -> Case:
-    """What the file defines, on what is given."""
+    """The case that the file defines, on the inputs given."""
     from verax.compare import Case
-    from verax.compare.run import pair_case
+    from verax.compare.case import pair_case
 
     if not file.is_file():
         raise typer.BadParameter(f"{file}: there is no such file")
@@ -89,10 +91,10 @@ def _case(file: Path, inputs: Inputs, dtype: str) -> Case:
 
 
 def _confirm(alignment: Alignment, *, yes: bool) -> None:
-    """Show what only shape and order match, and ask.
+    """Show the pairs that only shape and order match, and wait for a confirmation.
 
     Raises:
-        typer.BadParameter: if the answer is no, or there is nobody to ask.
+        typer.BadParameter: if the answer is no, or there is no terminal.
     """
     if not alignment.guessed:
         return
@@ -103,8 +105,8 @@ def _confirm(alignment: Alignment, *, yes: bool) -> None:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise typer.BadParameter(
-            "layers are matched by shape and order only, and there is no terminal to ask: look at them, then give "
-            "--yes, or a table `names`"
+            "layers are matched by shape and order only, and there is no terminal to confirm them on: look at them, "
+            "then give --yes, or a table `names`"
         )
     if not typer.confirm("Are these the same layers?", err=True):
         raise typer.BadParameter("layers that are not the same cannot be compared: give a table `names`")

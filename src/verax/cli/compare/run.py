@@ -1,4 +1,4 @@
-"""What `verax compare MODEL` and `verax compare own` share: their options, and how cases are run, shown and written."""
+"""Options that `verax compare MODEL` and `verax compare own` share, and the running, printing and writing of cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Made = Case | Callable[..., VideoReport]
     """A comparison of layers, or of clips: a function of the dtype."""
 
-__all__ = ["Backward", "Every", "Inject", "InputsFile", "MaxRel", "Output", "given_inputs", "run_cases"]
+__all__ = ["Backward", "Every", "Fused", "Inject", "InputsFile", "MaxRel", "Output", "given_inputs", "run_cases"]
 
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
@@ -33,6 +33,14 @@ Inject = Annotated[
     bool, typer.Option("--inject", help="Run each layer on PyTorch's activations too, to locate errors.")
 ]
 Backward = Annotated[bool, typer.Option("--backward", help="Compare gradients of each parameter too.")]
+Fused = Annotated[
+    bool,
+    typer.Option(
+        "--fused",
+        help="Also run the model as one compiled program with fused operations, as the engines do, and compare its "
+        "output. A clip is always made so.",
+    ),
+]
 MaxRel = Annotated[
     float | None,
     typer.Option(help="Bound on each layer's relative L2 error; 1e-4 in float32 if left out.", min=0.0),
@@ -48,7 +56,7 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write HTML,
 
 
 def given_inputs(path: Path | None, prompt: str | None = None) -> Inputs:
-    """What `--inputs` and `--prompt` say; they exclude each other."""
+    """Inputs from `--inputs` or `--prompt`, which exclude each other."""
     from verax.compare.inputs import Inputs, read_inputs
 
     if path is not None and prompt is not None:
@@ -67,6 +75,7 @@ def run_cases(
     dtype: str,
     inject: bool,
     backward: bool,
+    fused: bool,
     max_rel: float | None,
     every: bool,
     output: Path | None,
@@ -77,11 +86,11 @@ def run_cases(
 
     Args:
         made: names of folders in `output`, and what is compared.
-        dtype, inject, backward, max_rel: of `compare_case`.
+        dtype, inject, backward, fused, max_rel: of `compare_case`.
         every: print all rows.
         output: a folder.
         as_json: print JSON instead of tables.
-        confirm: is asked about layers that only their shapes and order match; without it none are matched so.
+        confirm: called with the alignment if shapes and order alone may match layers; without it none are matched so.
 
     Raises:
         typer.BadParameter: where nothing can be compared.
@@ -104,7 +113,9 @@ def run_cases(
         enable_compilation_cache()
         for name, case in made:
             if isinstance(case, Case):
-                result = compare_case(case, dtype=dtype, inject=inject, backward=backward, max_rel=max_rel, **guessing)
+                result = compare_case(
+                    case, dtype=dtype, inject=inject, backward=backward, fused=fused, max_rel=max_rel, **guessing
+                )
             else:
                 result = case(dtype=dtype)
             results.append(result)

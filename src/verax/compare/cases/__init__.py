@@ -1,1 +1,1 @@
-"""Comparisons that `verax compare` knows by name: text, embeddings, video."""
+"""Comparisons that `verax compare` has by name: text, embeddings, video."""

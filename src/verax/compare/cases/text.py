@@ -1,5 +1,4 @@
-"""What `verax compare text` and `embed` compare: a checkpoint in transformers, or LAM in its PyTorch form, and in
-verax."""
+"""Cases of `verax compare text` and `embed`: a checkpoint in transformers, or LAM in PyTorch, and in verax."""
 
 from __future__ import annotations
 
@@ -8,33 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.random_weights import random_weights
+from verax.compare.case import Case, Side
 from verax.compare.inputs import Inputs
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.recorder import Watch
-from verax.compare.run import Case, Side
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
-from verax.models import DTYPES, causal_lm, encoder
-from verax.text.llm import load_model
+from verax.loading import load_causal_lm, load_model
+from verax.models import causal_lm, encoder
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["embed_case", "text_case", "transformers"]
 
 TOKENS = 40
-"""Of each row. No number of heads, so that no axes are mistaken for each other."""
+"""Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
 
 VECTORS = 4
 """Rows of an encoder's tokens: from three texts on there is a nearest one."""
 
 LAM_TOKENS = 192
-"""Of each row: three chunks of the published layer."""
+"""Tokens of each row: three chunks of the published layer."""
 
 RANDOM_TEXT = {
     "model_type": "qwen3",
@@ -109,7 +107,7 @@ def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHI
 
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
-        loaded = load_model(opened, dtype=dtype)
+        loaded = load_causal_lm(opened, dtype=dtype)
         call = lambda model, tokens: model.logits(model(tokens))
         return Side(loaded, given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
 
@@ -150,7 +148,7 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     if opened.config.get("model_type") == "lam":
         return _lam_case(opened, name, inputs, tokens)
     lib = transformers()
-    _, config = encoder(opened.config)
+    model_class, config = encoder(opened.config)
     most = config.max_position_embeddings
     rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
     # Sentence and padding see themselves only, as ours has it, so that there is a right answer for padding too.
@@ -167,7 +165,8 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
         return Side(loaded.eval(), (rows.ids, masked), call=theirs, inputs=(r"attention\.output\.dense$",))
 
     def ours(dtype: str) -> Side:
-        return Side(_encoder(opened, dtype), (rows.ids, rows.lengths), inputs=(r"attention\.output\.dense$",))
+        loaded = load_model(opened, model_class, config, dtype=dtype)
+        return Side(loaded, (rows.ids, rows.lengths), inputs=(r"attention\.output\.dense$",))
 
     about = {"model": name, "architecture": "BertModel", **rows.about}
     return Case("BertModel and transformers", reference, ours, judge=rows.pooled, about=about)
@@ -205,7 +204,8 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
         return Side(loaded, (rows.ids,), call=lambda model, tokens: model.hidden(tokens), inputs=watched)
 
     def ours(dtype: str) -> Side:
-        return Side(_encoder(opened, dtype, as_published), (rows.ids,), inputs=watched)
+        loaded = load_model(opened, *encoder(as_published), dtype=dtype)
+        return Side(loaded, (rows.ids,), inputs=watched)
 
     about = {"model": name, "architecture": "LamModel", "rule": rule, **rows.about}
     if rule != config.rule:
@@ -217,7 +217,7 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
 
 
 def transformers() -> Any:
-    """The package, told to be quiet."""
+    """The package transformers, with its log and progress bars off."""
     package = reference_package("transformers")
     package.utils.logging.set_verbosity_error()
     package.utils.logging.disable_progress_bar()
@@ -230,20 +230,6 @@ def _random_folder(config: Mapping[str, Any], folder: Path, find: Any) -> Path:
     return checkpoint.save(random_weights(abstract), folder, config=config)
 
 
-def _encoder(opened: Checkpoint, dtype: str, config: Mapping[str, Any] | None = None) -> nnx.Module:
-    architecture, sizes = encoder(config or opened.config)
-    make: Any = architecture
-    abstract = nnx.eval_shape(lambda: make(sizes, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
-    wanted = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(abstract))]
-    return checkpoint.load_module(
-        abstract,
-        opened,
-        dtype=jnp.dtype(DTYPES[dtype]),
-        ignore=architecture.ignored_weights,
-        aliases=architecture.aliases(wanted, opened.names()),
-    )
-
-
 class _Rows(NamedTuple):
     """Tokens `[B, T]`, padded on the right, and how many of each row `[B]` are none of the padding."""
 
@@ -253,7 +239,7 @@ class _Rows(NamedTuple):
 
     @property
     def real(self) -> np.ndarray:
-        """`[B, T]`: whether it is no padding."""
+        """Mask `[B, T]`, True for tokens and False for padding."""
         return np.arange(self.ids.shape[1]) < self.lengths[:, None]
 
     @property
@@ -262,7 +248,7 @@ class _Rows(NamedTuple):
         return {"tokens": list(self.ids.shape), **self.origin}
 
     def pooled(self, theirs: np.ndarray, mine: np.ndarray) -> VectorsComparison:
-        """Of the mean of each row's hidden states, which is what an encoder gives before it normalises."""
+        """Comparison of the mean of each row's hidden states, an encoder's vector before it is normalised."""
         weights = self.real[..., None] / self.lengths[:, None, None]
         return compare_vectors((theirs * weights).sum(axis=1), (mine * weights).sum(axis=1))
 

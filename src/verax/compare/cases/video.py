@@ -1,5 +1,4 @@
-"""What `verax compare video` compares: each part of a SkyReels-V2 or Wan model in diffusers or transformers, and in
-verax."""
+"""Cases of `verax compare video`: each part of a SkyReels-V2 or Wan model in a PyTorch library, and in verax."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin
-from verax.checkpoint import load_module
 from verax.checkpoint.random_weights import random_weight
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import PARTS, diffusers_transformer
+from verax.compare.case import Case, Side
 from verax.compare.cases.video_parts import PART_SIDES
 from verax.compare.inputs import Inputs
-from verax.compare.run import Case, Side
 from verax.compare.torch_side import torch
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_model
 from verax.models import DTYPES
 
 __all__ = ["RANDOM", "VIDEO_PARTS", "build_part", "has_part", "video_case"]
@@ -115,12 +114,10 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
         return kind.run(made, config, given)[0]
 
     def ours(dtype: str) -> Side:
-        wanted = nnx.eval_shape(lambda: kind.build(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0)))
         if opened is not None:
-            ignored = getattr(kind.build, "ignored_weights", ())
-            made = load_module(wanted, opened, dtype=jnp.dtype(DTYPES[dtype]), ignore=ignored)
+            made = load_model(opened, kind.build, config, dtype=dtype)
         else:
-            graph, state = nnx.split(wanted)
+            graph, state = nnx.split(nnx.eval_shape(lambda: kind.build(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0))))
             leaves = [
                 (path, leaf.replace(jnp.asarray(weight(".".join(map(str, path))), leaf.dtype)))
                 for path, leaf in nnx.to_flat_state(state)
@@ -145,7 +142,7 @@ def build_part(part: str, settings: Mapping[str, Any]) -> nnx.Module:
 
 
 def has_part(model: str | Path | None, part: str, *, size: str = "tiny") -> bool:
-    """Whether a folder, or a random model of a size, has a part.
+    """True if a folder, or a random model of a size, has a part.
 
     Raises:
         CheckpointError: if it is no video model's folder.
@@ -163,11 +160,11 @@ def _fill(model: Any, part: str, settings: Mapping[str, Any], weight: Callable[[
     """Weights by the original's names into the reference's model, one after the other."""
     names, state, filled = PARTS[part].names(settings), model.state_dict(), set()
     for key, tensor in state.items():
-        if (found := names.to_original(key)) is None:
+        if (found := names.backward(key)) is None:
             continue
         original, piece = found
         whole = PARTS[part].form(original).to_diffusers(weight(original))
-        array = np.split(whole, len(names.to_diffusers(original) or (key,)))[piece]
+        array = np.split(whole, len(names.forward(original) or (key,)))[piece]
         if array.shape != tuple(tensor.shape):
             raise CheckpointError(f"{original}: shape {list(array.shape)}, the reference needs {list(tensor.shape)}")
         tensor.copy_(torch().from_numpy(np.array(array)))

@@ -1,4 +1,4 @@
-"""How each part of a SkyReels-V2 or Wan model runs on both sides: its classes, its names, its inputs."""
+"""Both sides of each part of a SkyReels-V2 or Wan model: its classes, its names, its inputs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flax import nnx
 from verax.checkpoint.names import clip as names_clip
 from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
-from verax.checkpoint.names.table import NameTable
+from verax.checkpoint.names.table import Renaming
 from verax.checkpoint.names.wan_vae import name_table
 from verax.compare.align import Names
+from verax.compare.case import Side
 from verax.compare.cases.text import transformers
 from verax.compare.inputs import Shape
 from verax.compare.recorder import Watch
-from verax.compare.run import Side
 from verax.compare.torch_side import reference_package
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import InvalidParameterError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import layers as wan_layers
@@ -33,10 +33,10 @@ from verax.models.wan.vae import WanVae, WanVaeConfig
 __all__ = ["PART_SIDES", "PartSides", "diffusers"]
 
 FRAMES, HEIGHT, WIDTH = 3, 8, 10
-"""Of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
+"""Size of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
 
 CLIP_FRAMES, CLIP_HEIGHT, CLIP_WIDTH = 9, 40, 56
-"""Of the clip that the VAE encodes and decodes, a latent at a time, which is how diffusers does it."""
+"""Size of the clip that the VAE encodes and decodes, a latent at a time, which is how diffusers does it."""
 
 WORDS = 512
 """diffusers takes what is before the last 512 tokens of a context for the image."""
@@ -50,7 +50,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class PartSides(NamedTuple):
-    """How one part runs on both sides.
+    """The two sides of one part.
 
     Attributes:
         build: our model, of its configuration.
@@ -83,7 +83,7 @@ def _float32(x: np.ndarray) -> np.ndarray:
 
 
 def _dtype(model: Any) -> Any:
-    """Of a torch model's matrices."""
+    """Dtype of a torch model's matrices."""
     return next(weight.dtype for weight in reversed(list(model.parameters())) if weight.ndim > 1)
 
 
@@ -122,13 +122,13 @@ def _run_transformer(model: Any, config: WanConfig, given: Arrays) -> tuple[Side
 
     def theirs(model: Any, latents: Any, times: Any, text: Any, image: Any) -> Any:
         like = _dtype(model)
-        told = {} if fps is None else {"fps": [1]}  # the second row of its table: any other than 16
+        frame_rate = {} if fps is None else {"fps": [1]}  # the second row of its table: any other than 16
         image = None if image is None else image.to(like)
-        return model(latents.to(like), times, text.to(like), image, **told).sample
+        return model(latents.to(like), times, text.to(like), image, **frame_rate).sample
 
     def ours(model: Any, latents: Any, times: Any, text: Any, image: Any) -> Any:
-        told = None if fps is None else jnp.asarray(fps)
-        return model(latents, times, model.encode_context(text, image), fps=told)
+        frame_rate = None if fps is None else jnp.asarray(fps)
+        return model(latents, times, model.encode_context(text, image), fps=frame_rate)
 
     code = sys.modules[type(model).__module__]
     return (
@@ -151,7 +151,7 @@ def _run_transformer(model: Any, config: WanConfig, given: Arrays) -> tuple[Side
     )
 
 
-_WAN_MODULES = NameTable(
+_WAN_MODULES = Renaming(
     [
         ("blocks.{i}.self_attn", "blocks.{i}.attn1"),
         ("blocks.{i}.cross_attn", "blocks.{i}.attn2"),
@@ -160,14 +160,14 @@ _WAN_MODULES = NameTable(
         ("img_emb", "condition_embedder.image_embedder"),
     ]
 )
-_UMT5_MODULES = NameTable(
+_UMT5_MODULES = Renaming(
     [
         ("blocks.{i}.attn", "encoder.block.{i}.layer.0.SelfAttention"),
         ("blocks.{i}.ffn", "encoder.block.{i}.layer.1.DenseReluDense"),
         ("blocks.{i}", "encoder.block.{i}"),
     ]
 )
-_CLIP_MODULES = NameTable(
+_CLIP_MODULES = Renaming(
     [
         ("visual.transformer.{i}.attn", "vision_model.encoder.layers.{i}.self_attn"),
         ("visual.transformer.{i}", "vision_model.encoder.layers.{i}"),
@@ -178,41 +178,35 @@ _CLIP_MODULES = NameTable(
 class _Unprefixed:
     """A table without `vision_model.`, which transformers' modules have in some versions and not in others."""
 
-    def __init__(self, table: NameTable):
+    def __init__(self, table: Renaming):
         self._table = table
 
-    def to_diffusers(self, name: str) -> tuple[str, ...]:
-        """The reference's names."""
-        return tuple(found.removeprefix("vision_model.") for found in self._table.to_diffusers(name))
+    def forward(self, name: str) -> tuple[str, ...] | None:
+        """The reference's names of a module."""
+        found = self._table.forward(name)
+        return None if found is None else tuple(other.removeprefix("vision_model.") for other in found)
 
 
 class _Parents:
     """Names of blocks of the VAE, by those of their first layers."""
 
-    def __init__(self, table: NameTable):
+    def __init__(self, table: Renaming):
         self._table = table
 
-    def to_diffusers(self, name: str) -> tuple[str, ...]:
+    def forward(self, name: str) -> tuple[str, ...] | None:
         """The reference's name of a block."""
-        layer, theirs = (".resample", ".resample") if not self._has(name, ".residual.0") else (".residual.0", ".norm1")
-        return tuple(found.removesuffix(theirs) for found in self._table.to_diffusers(name + layer))
-
-    def _has(self, name: str, layer: str) -> bool:
-        return any(found.endswith(".norm1") for found in _try(self._table, name + layer))
-
-
-def _try(table: NameTable, name: str) -> tuple[str, ...]:
-    try:
-        return table.to_diffusers(name)
-    except CheckpointError:
-        return ()
+        first = self._table.forward(f"{name}.residual.0")
+        if first is not None and first[0].endswith(".norm1"):
+            return (first[0].removesuffix(".norm1"),)
+        first = self._table.forward(f"{name}.resample")
+        return None if first is None else (first[0].removesuffix(".resample"),)
 
 
 def _vae(settings: dict[str, Any]) -> Any:
     return diffusers().AutoencoderKLWan(**{name: value for name, value in settings.items() if name != "_class_name"})
 
 
-def _vae_table(settings: Mapping[str, Any]) -> NameTable:
+def _vae_table(settings: Mapping[str, Any]) -> Renaming:
     return name_table(settings.get("num_res_blocks", 2), len(settings.get("dim_mult", (1, 2, 4, 4))))
 
 

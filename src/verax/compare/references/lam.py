@@ -159,7 +159,7 @@ def local_rule(
     chunk_size: int,
     use_cache: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What variant C does at inference: chunks by themselves. Arguments and outputs as in `hierarchical_delta_rule`.
+    """Variant C at inference: chunks by themselves. Arguments and outputs as in `hierarchical_delta_rule`.
 
     With `use_cache` the slow state is accumulated over the chunks, for nobody: no output reads it.
     """
@@ -311,7 +311,7 @@ class LamSentenceEncoder(nn.Module):
         return F.normalize((x * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1e-9), dim=-1)
 
     def hidden(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """What the last block gives, `[B, L, D]`."""
+        """Output of the last block, `[B, L, D]`."""
         embeddings = self.teacher_model.embeddings
         positions = embeddings.position_embeddings.weight
         length = input_ids.shape[1]

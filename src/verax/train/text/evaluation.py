@@ -11,7 +11,8 @@ import numpy as np
 import tokenizers
 
 from verax import checkpoint
-from verax.text.llm import LLM, load_model
+from verax.loading import load_causal_lm
+from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 from verax.train.text.arithmetic import addition_exam, leading_number
 from verax.train.text.recipe import held_out_loss
@@ -30,7 +31,7 @@ def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> di
         shares of `json_valid` and `json_exact` answers; of `samples` sampled stories, the share that ends by itself
         within 300 tokens (`stories_end`).
     """
-    model = load_model(checkpoint.Checkpoint.open(folder), dtype="float32")
+    model = load_causal_lm(checkpoint.Checkpoint.open(folder), dtype="float32")
     loss = held_out_loss(model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
     llm = LLM(folder, dtype=dtype, max_num_seqs=32, max_model_len=512, use_tqdm=False)
     greedy = SamplingParams(temperature=0, max_tokens=120)

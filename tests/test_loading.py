@@ -1,0 +1,72 @@
+"""One loader for every model: other layouts' keys, tied heads, quantisation, precision."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from verax import checkpoint
+from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_model
+from verax.nn import Embedding, Linear
+from verax.ops import QuantizedWeight
+
+
+class Config:
+    pass
+
+
+class Inner(nnx.Module):
+    def __init__(self, dtype, rngs):
+        self.up = Linear(32, 5, dtype=dtype, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones(5, jnp.float32))  # whatever dtype the rest has
+
+
+class Model(nnx.Module):
+    ignored_weights = (r"^buffer$",)
+    key_aliases = ((r"^inner\.", "outer.inner."), (r"gain$", "gamma"))
+
+    def __init__(self, config, *, dtype, rngs):
+        self.inner = Inner(dtype, rngs)
+        self.embed = Embedding(7, 32, dtype=dtype, rngs=rngs)
+
+
+def weights(**renamed):
+    rng = np.random.default_rng(0)
+    shapes = {"inner.up.weight": (5, 32), "inner.gain": (5,), "embed.weight": (7, 32)}
+    return {renamed.get(k.replace(".", "_"), k): rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+
+
+def load(folder, arrays, **options):
+    opened = Checkpoint.open(checkpoint.save(arrays, folder, config={}))
+    return load_model(opened, Model, Config(), **{"dtype": "float32", **options})
+
+
+def test_weights_are_found_under_the_keys_of_another_layout(tmp_path):
+    arrays = weights(inner_up_weight="outer.inner.up.weight", inner_gain="inner.gamma")
+    model = load(tmp_path, {**arrays, "buffer": np.ones(2, np.float32)})
+    np.testing.assert_array_equal(model.inner.up.weight[...], arrays["outer.inner.up.weight"])
+    np.testing.assert_array_equal(model.inner.gain[...], arrays["inner.gamma"])
+
+
+def test_the_models_own_key_is_preferred_and_the_other_is_then_unexpected(tmp_path):
+    with pytest.raises(CheckpointError, match=r"inner\.gamma unexpected"):
+        load(tmp_path, {**weights(), "inner.gamma": np.ones(5, np.float32)})
+
+
+def test_a_variable_with_a_dtype_of_its_own_keeps_it(tmp_path):
+    model = load(tmp_path, weights(), dtype="bfloat16")
+    assert model.inner.up.weight[...].dtype == jnp.bfloat16
+    assert model.inner.gain[...].dtype == jnp.float32
+
+
+def test_quantisation_is_of_linear_layers_only(tmp_path):
+    model = load(tmp_path, weights(), quantization="int4")
+    assert isinstance(model.inner.up.weight.get_value(), QuantizedWeight)
+    assert model.embed.weight[...].dtype == jnp.float32
+
+
+def test_an_unknown_quantisation_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(InvalidParameterError, match="int8, int4"):
+        load(tmp_path, weights(), quantization="int2")
