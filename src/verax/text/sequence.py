@@ -37,8 +37,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
-    chain: list[int] = field(default_factory=list)
-    """The prefix cache's name of each full block, as far as they are registered."""
+    prefix_ids: list[int] = field(default_factory=list)
+    """Id in the prefix cache of the prefix that ends with each full block, as far as they are registered."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0
