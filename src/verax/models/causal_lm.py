@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 from jax.sharding import PartitionSpec
@@ -166,7 +165,7 @@ def check_causal_lm_class(model: Any, config: Any) -> None:
     for argument, given in (("model", model), ("config", config)):
         if not inspect.isclass(given):
             raise InvalidParameterError(f"{argument}: expected a class, got {given!r}")
-    declared = {field.name for field in fields(config)} if is_dataclass(config) else set()
+    declared = getattr(config, "__dataclass_fields__", {})  # a field without default is no attribute of the class
     present = [name for name in ("from_hf", *_CONFIG_MEMBERS) if name in declared or hasattr(config, name)]
     _require("config", config, ("from_hf", *_CONFIG_MEMBERS), present, "CausalLMConfig")
     _require_model(model, recurrent=hasattr(config, "new_state"))
