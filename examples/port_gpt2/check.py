@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from jaxtyping import Array, Float, Int
 
 sys.path.insert(0, str(Path(__file__).parent))
 import gpt2
@@ -39,6 +40,11 @@ def reference(folder: Path) -> transformers.GPT2LMHeadModel:
     return model
 
 
+def scores_of(model: gpt2.GPT2LMHeadModel, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Scores of the token after each."""
+    return model.logits(model(tokens))
+
+
 def other_defaults() -> list[str]:
     """Sizes and options that we take otherwise than transformers where config.json says nothing."""
     theirs = transformers.GPT2Config()
@@ -55,7 +61,9 @@ def main(dtype: str = "float32") -> int:
         case = Case(
             "GPT-2",
             lambda dtype: Side(theirs.to(getattr(torch, dtype)), (tokens,), {"use_cache": False}),
-            lambda dtype: Side(gpt2.load(folder, dtype=getattr(jnp, dtype)), (tokens.astype(np.int32),)),
+            lambda dtype: Side(
+                gpt2.load(folder, dtype=getattr(jnp, dtype)), (tokens.astype(np.int32),), call=scores_of
+            ),
         )
         layers = compare_case(case, dtype=dtype)
         ours = gpt2.load(folder)
@@ -80,7 +88,7 @@ def main(dtype: str = "float32") -> int:
             return_dict_in_generate=True,
             output_logits=True,
         )
-    logits = compare_logits(expected, bare(jnp.asarray(tokens))[0])
+    logits = compare_logits(expected, scores_of(bare, jnp.asarray(tokens))[0])
     print(f"logits: relative error {logits.relative_l2:.1e}, KL at most {logits.max_kl:.1e} nats")
 
     found, scores = gpt2.greedy(ours, tokens[0].tolist(), 32)

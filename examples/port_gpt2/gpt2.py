@@ -13,12 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.checkpoint import Checkpoint, load_module
 from verax.errors import UnsupportedModelError
+from verax.models import AttentionFn, causal_attention
 from verax.nn import Embedding, LayerNorm
 
 __all__ = ["GPT2Config", "GPT2LMHeadModel", "greedy", "load"]
@@ -51,6 +53,7 @@ class GPT2Config:
     n_inner: int | None = None
     activation_function: str = "gelu_new"
     layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = True
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> GPT2Config:
@@ -74,6 +77,26 @@ class GPT2Config:
             )
         return read
 
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers, by the name that verax's engine reads."""
+        return self.n_layer
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values: as many as of queries."""
+        return self.n_head
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Learned positions: no sequence may be longer."""
+        return self.n_positions
+
 
 class Conv1D(nnx.Module):
     """`x W + b` with `weight [in, out]`: GPT-2's linear layers are stored the other way round."""
@@ -88,7 +111,7 @@ class Conv1D(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Every token attends to itself and to those before it."""
+    """Multi-head attention; `attend` decides which tokens see each other."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D = config.n_embd
@@ -96,11 +119,10 @@ class Attention(nnx.Module):
         self.c_attn = Conv1D(D, 3 * D, dtype=dtype, rngs=rngs)
         self.c_proj = Conv1D(D, D, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*B T D"], layer: int, attend: AttentionFn) -> Float[Array, "*B T D"]:
         """Queries, keys and values come out of one projection, in this order."""
-        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in jnp.split(self.c_attn(x), 3, axis=-1))
-        dtype = self.c_attn.weight.get_value().dtype
-        return self.c_proj(ops.attention(q, k.astype(dtype), v.astype(dtype)).reshape(x.shape))
+        q, k, v = (y.reshape(*x.shape[:-1], self.heads, -1) for y in jnp.split(self.c_attn(x), 3, axis=-1))
+        return self.c_proj(attend(layer, q, k, v).reshape(x.shape))
 
 
 class MLP(nnx.Module):
@@ -113,7 +135,7 @@ class MLP(nnx.Module):
         self.c_fc = Conv1D(D, F, dtype=dtype, rngs=rngs)
         self.c_proj = Conv1D(F, D, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*B T D"]) -> Float[Array, "*B T D"]:
         """Up, activation, down."""
         return self.c_proj(self.activation(self.c_fc(x)))
 
@@ -128,9 +150,9 @@ class Block(nnx.Module):
         self.ln_2 = LayerNorm(D, eps=eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*B T D"], layer: int, attend: AttentionFn) -> Float[Array, "*B T D"]:
         """One layer."""
-        x = x + self.attn(self.ln_1(x))
+        x = x + self.attn(self.ln_1(x), layer, attend)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -144,23 +166,53 @@ class GPT2Model(nnx.Module):
         self.h = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.n_layer)])
         self.ln_f = LayerNorm(D, eps=config.layer_norm_epsilon, dtype=dtype)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Final hidden states; T is at most `n_positions`."""
-        x = self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1]))
-        for block in self.h:
-            x = block(x)
+    def __call__(
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
+    ) -> Float[Array, "*B T D"]:
+        """Final hidden states; positions are below `n_positions`."""
+        x = self.wte(tokens) + self.wpe(positions)
+        for layer, block in enumerate(self.h):
+            x = block(x, layer, attend)
         return self.ln_f(x)
 
 
 class GPT2LMHeadModel(nnx.Module):
-    """Tokens to logits, by the embedding's transpose. All between matmuls is float32."""
+    """The language model, a `verax.models.CausalLM`. Everything between matmuls is float32."""
+
+    ignored_weights = (r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$")
+    """Causal masks, which old files hold, and the tied head."""
+
+    key_aliases = ((r"^transformer\.", ""),)
+    """Keys as OpenAI published them have no prefix; transformers saves with one."""
+
+    partition_rules = ((r".*", PartitionSpec()),)
+    """Weights are whole on every device."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        if not config.tie_word_embeddings:  # quantising would untie it
+            raise UnsupportedModelError("gpt2's output head is its token embedding, which is not quantised")
+        self.config = config
         self.transformer = GPT2Model(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """The scores of the token after each."""
-        return self.transformer.wte.attend(self.transformer(tokens))
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of the weights, and of keys and values."""
+        return self.transformer.wte.weight.get_value().dtype
+
+    def __call__(
+        self,
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"] | None = None,
+        attend: AttentionFn | None = None,
+    ) -> Float[Array, "*B T D"]:
+        """Final hidden states. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        return self.transformer(tokens, positions, attend or causal_attention(self.dtype))
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores of the token after each, by the embedding's transpose."""
+        return self.transformer.wte.attend(hidden)
 
 
 def load(model: str | Path, *, dtype: DTypeLike = jnp.float32) -> GPT2LMHeadModel:
@@ -174,14 +226,13 @@ def load(model: str | Path, *, dtype: DTypeLike = jnp.float32) -> GPT2LMHeadMode
     config = GPT2Config.from_hf(opened.config)
     abstract = nnx.eval_shape(lambda: GPT2LMHeadModel(config, dtype=dtype, rngs=nnx.Rngs(0)))
     wanted = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(abstract))]
-    bare = "wte.weight" in opened.names()  # as published by OpenAI; transformers saves with a prefix
+    bare = "wte.weight" in opened.names()
     return load_module(
         abstract,
         opened,
         dtype=dtype,
         aliases={name: name.removeprefix("transformer.") for name in wanted} if bare else {},
-        # Causal masks, which old files carry, and the tied head.
-        ignore=(r"\.attn\.(masked_)?bias$", r"^lm_head\.weight$"),
+        ignore=GPT2LMHeadModel.ignored_weights,
     )
 
 
@@ -191,7 +242,7 @@ def greedy(model: GPT2LMHeadModel, prompt: list[int], count: int) -> tuple[list[
     Everything is computed again for each token, at one shape, so that there is one program and no cache to get wrong.
     """
     tokens = jnp.zeros((1, len(prompt) + count), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt))
-    step = nnx.jit(lambda model, tokens, at: model(tokens)[0, at - 1])
+    step = nnx.jit(lambda model, tokens, at: model.logits(model(tokens)[0, at - 1]))
     found, logits = [], []
     for at in range(len(prompt), len(prompt) + count):
         logits.append(step(model, tokens, at))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verax import checkpoint, compare, models, ops
     from verax.embed.encoder import Encoder
+    from verax.models import register_causal_lm
+    from verax.text.engine_config import EngineConfig
     from verax.text.llm import LLM
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.sampling_params import SamplingParams
@@ -20,6 +22,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "Encoder",
+    "EngineConfig",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -31,18 +34,21 @@ __all__ = [
     "compare",
     "models",
     "ops",
+    "register_causal_lm",
 ]
 
 _HOMES = {
     "LLM": "verax.text.llm",
     "CompletionOutput": "verax.text.outputs",
     "Encoder": "verax.embed.encoder",
+    "EngineConfig": "verax.text.engine_config",
     "Logprob": "verax.text.outputs",
     "RequestOutput": "verax.text.outputs",
     "SamplingParams": "verax.text.sampling_params",
     "VideoOutput": "verax.video.outputs",
     "VideoPipeline": "verax.video.pipeline",
     "VideoProgress": "verax.video.outputs",
+    "register_causal_lm": "verax.models",
 }
 _MODULES = ("checkpoint", "compare", "models", "ops")
 

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.models import Qwen3ForCausalLM, causal_lm
+from verax.models import CausalLM, causal_lm
 from verax.nn import Linear
 
 __all__ = ["QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
@@ -88,7 +88,7 @@ def load_causal_lm(
     dtype: DTypeLike,
     quantization: str | Precision | None = None,
     progress: Progress | None = None,
-) -> Qwen3ForCausalLM:
+) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
     Args:

@@ -32,7 +32,7 @@ def plain_logits(llm):
 
     @jax.jit
     def scores(text):
-        model = runner._build(runner._weights)
+        model = runner.abstract_model.build(runner._weights)
         return model.logits(model(text[None])[0])
 
     return lambda text: np.asarray(scores(jnp.asarray([*text, *[0] * (96 - len(text))])))[: len(text)]

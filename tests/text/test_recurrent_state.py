@@ -8,10 +8,11 @@ import pytest
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
-from verax.text.runner import block_bytes, new_cache, state_bytes
+from verax.text.engine_config import EngineConfig
+from verax.text.program import new_cache
 from verax.text.sampling_params import SamplingParams
 from verax.text.sequence import Sequence
-from verax.text.sizes import plan_sizes
+from verax.text.sizes import block_bytes, plan_sizes, state_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=7, max_tokens=20, ignore_eos=True)
@@ -36,7 +37,7 @@ def scores(llm):
 
     @jax.jit
     def run(text):
-        model = runner._build(runner._weights)
+        model = runner.abstract_model.build(runner._weights)
         return model.logits(model(text[None])[0])
 
     return lambda text: np.asarray(run(jnp.asarray([*text, *[0] * (96 - len(text))])))[: len(text)]
@@ -191,13 +192,12 @@ def test_states_are_part_of_the_memory_plan(llm):
     config = llm.model_config
     one = 4 * (4 * 12 * 20 + 3 * (2 * 2 * 12 + 4 * 20)) * 2  # two delta layers, float32: memory and inputs
     assert state_bytes(config) == one
-    sizes = dict(max_model_len=None, max_num_batched_tokens=None, block_size=4, kv_cache_memory=20 * one)
-    plan = plan_sizes(config, "float32", max_num_seqs=None, **sizes)
+    plan = plan_sizes(config, "float32", EngineConfig(block_size=4, kv_cache_memory=20 * one))
     assert plan.max_num_seqs == 10  # half of the memory
     held = sum(array.nbytes for array in jax.tree.leaves(new_cache(config, plan)))
     assert 20 * one - block_bytes(config, 4, "float32") < held <= 20 * one
     with pytest.raises(InvalidParameterError, match="beside the states of 20 sequences"):
-        plan_sizes(config, "float32", max_num_seqs=20, **sizes)
+        plan_sizes(config, "float32", EngineConfig(max_num_seqs=20, block_size=4, kv_cache_memory=20 * one))
 
 
 def test_quantised_linears_serve_alike_alone_and_in_a_crowd(folder):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.models.token_mixers import AttentionFn, RunRecurrent
+from verax.models.token_mixers import AttentionFn, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
@@ -67,13 +67,6 @@ class Qwen3Config:
         if (fraction := fields["rotary"].fraction) != 1:
             raise UnsupportedModelError(f"{family} with partial_rotary_factor {fraction} is not supported")
         return cls(**fields)
-
-    def new_state(self, layer: int, num_seqs: int) -> Any:
-        """Zeroed state of `num_seqs` sequences for a layer that carries one from token to token (a `RecurrentLayer`).
-
-        None for a layer that attends: it keeps keys and values instead.
-        """
-        return None
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -199,10 +192,10 @@ class Qwen3ForCausalLM(nnx.Module):
     """
 
     ignored_weights = (r"rotary_emb\.inv_freq$",)
-    """Keys that old checkpoints carry and no model needs."""
+    """Patterns of keys that old checkpoints hold and no model needs."""
 
     key_aliases: tuple[tuple[str, str], ...] = ()
-    """(pattern, replacement) pairs that make another published layout's keys of a module's path."""
+    """No second published layout."""
 
     tied_weights = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
@@ -223,7 +216,7 @@ class Qwen3ForCausalLM(nnx.Module):
 
     @property
     def dtype(self) -> DTypeLike:
-        """Of the weights that are not quantised, and of keys and values."""
+        """Dtype of the weights that are not quantised, and of keys and values."""
         return self.model.embed_tokens.weight[...].dtype
 
     def __call__(
@@ -231,20 +224,11 @@ class Qwen3ForCausalLM(nnx.Module):
         tokens: Int[Array, "*B T"],
         positions: Int[Array, "*B T"] | None = None,
         attend: AttentionFn | None = None,
-        carry: RunRecurrent | None = None,
     ) -> Float[Array, "*B T D"]:
-        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1.
-
-        `carry` is for relatives with recurrent layers; this family has none.
-        """
+        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        return self.model(tokens, positions, attend or self._causal)
-
-    def _causal(
-        self, layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
-    ) -> Float[Array, "B T N H"]:
-        return ops.attention(q, k.astype(self.dtype), v.astype(self.dtype))
+        return self.model(tokens, positions, attend or causal_attention(self.dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores over the vocabulary, float32."""

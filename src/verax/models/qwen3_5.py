@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
-from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent
+from verax.models.token_mixers import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
 __all__ = ["DeltaState", "Qwen35Config", "Qwen35ForCausalLM"]
@@ -230,11 +230,11 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = _norm(config, dtype)
 
     def __call__(
-        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn, carry: RunRecurrent
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn, run_recurrent: RunRecurrent
     ) -> Float[Array, "*B T D"]:
         normed = self.input_layernorm(x)
         if hasattr(self, "linear_attn"):
-            x = x + carry(layer, normed, self.linear_attn)
+            x = x + run_recurrent(layer, normed, self.linear_attn)
         else:
             x = x + self.self_attn(normed, rotary, layer, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -252,23 +252,36 @@ class Decoder(nnx.Module):
         self.norm = _norm(config, dtype)
 
     def __call__(
-        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn, carry: RunRecurrent
+        self,
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"],
+        attend: AttentionFn,
+        run_recurrent: RunRecurrent,
     ) -> Float[Array, "*B T D"]:
         x = self.embed_tokens(tokens)
         rotary = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotary, i, attend, carry)
+            x = layer(x, rotary, i, attend, run_recurrent)
         return self.norm(x)
 
 
-class Qwen35ForCausalLM(Qwen3ForCausalLM):
-    """The language model, called as `Qwen3ForCausalLM`; `carry` gives the delta layers their sequences' states."""
+class Qwen35ForCausalLM(nnx.Module):
+    """The language model: `model(tokens, positions, attend, run_recurrent)` gives hidden states, `model.logits` scores.
+
+    The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype.
+    """
 
     ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^mtp\.", r"^model\.visual\.")
-    """Besides: the vision tower, and the layers that predict several tokens at once."""
+    """Patterns of keys that are not needed; among them the vision tower, and the layers of multi-token prediction."""
 
     key_aliases = ((r"^model\.", "model.language_model."),)
     """Checkpoints with a vision tower have the language model one level further down."""
+
+    tied_weights = Qwen3ForCausalLM.tied_weights
+    """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
+
+    partition_rules = Qwen3ForCausalLM.partition_rules
+    """Tensor parallelism of attention, feed-forward and vocabulary; delta layers are whole on every device."""
 
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -276,21 +289,29 @@ class Qwen35ForCausalLM(Qwen3ForCausalLM):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
 
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of the weights that are not quantised, and of keys and values."""
+        return self.model.embed_tokens.weight[...].dtype
+
     def __call__(
         self,
         tokens: Int[Array, "*B T"],
         positions: Int[Array, "*B T"] | None = None,
         attend: AttentionFn | None = None,
-        carry: RunRecurrent | None = None,
+        run_recurrent: RunRecurrent | None = None,
     ) -> Float[Array, "*B T D"]:
-        """Final hidden states, float32. Alone: `[B, T]` tokens at positions 0..T-1, causal attention, fresh states."""
+        """Final hidden states, float32.
+
+        Without the functions: `[B, T]` tokens at positions 0..T-1, causal attention, zeroed states.
+        """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        return self.model(tokens, positions, attend or self._causal, carry or _from_nothing)
+        return self.model(tokens, positions, attend or causal_attention(self.dtype), run_recurrent or run_from_zeros)
 
-
-def _from_nothing(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
-    return recurrence(x, None, None)[0]
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores over the vocabulary, float32."""
+        return self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
 
 
 def _heads(x: Float[Array, "*B D"], size: int) -> Float[Array, "*B N H"]:

@@ -1,25 +1,44 @@
-"""How tokens meet each other is not a model's business: whoever calls one passes it in, as these functions."""
+"""Functions by which tokens see each other. A model takes them as arguments, so that it holds no cache and no state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-__all__ = ["AttentionFn", "RecurrentLayer", "RunRecurrent"]
+from verax import ops
+
+__all__ = ["AttentionFn", "RecurrentLayer", "RunRecurrent", "causal_attention", "run_from_zeros"]
 
 AttentionFn = Callable[
     [int, Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K H"]], Float[Array, "*B T N H"]
 ]
-"""How layer i attends: `attend(i, q, k, v)`. Training passes causal attention, the engine its paged cache."""
+"""Attention of layer i: `attend(i, q, k, v)`. Training passes causal attention, the engine its paged cache."""
 
 RecurrentLayer = Callable[[Float[Array, "B T D"], Any, Int[Array, "M"] | None], tuple[Float[Array, "B T D"], Any]]
 """A layer that goes through tokens in order: `recurrence(x, state, cu_seqlens)` gives outputs and the states after.
 
-`state` is what the configuration's `new_state` makes, one entry for each of N sequences, or None for fresh ones. N is
-B; or, packed, `len(cu_seqlens) - 1` sequences lie along T of a batch of one, as in `ops.delta`.
+`state` is made by the configuration's `new_state`, one entry for each of N sequences; None stands for zeros. N is B;
+or, packed, `len(cu_seqlens) - 1` sequences lie along T of a batch of one, as in `ops.delta`.
 """
 
 RunRecurrent = Callable[[int, Float[Array, "*B T D"], RecurrentLayer], Float[Array, "*B T D"]]
-"""How layer i gets at its sequences' states: `carry(i, x, recurrence)` runs it from them and keeps what it leaves."""
+"""Run of recurrent layer i: `run_recurrent(i, x, recurrence)` loads its sequences' states, and stores those after."""
+
+
+def causal_attention(dtype: DTypeLike) -> AttentionFn:
+    """Causal attention over whole sequences `[B, T]`, for a model without a cache; keys and values are of `dtype`."""
+
+    def attend(
+        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+    ) -> Float[Array, "B T N H"]:
+        return ops.attention(q, k.astype(dtype), v.astype(dtype))
+
+    return attend
+
+
+def run_from_zeros(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
+    """Run a recurrent layer over whole sequences `[B, T]` from zeroed states; the states after are dropped."""
+    return recurrence(x, None, None)[0]

@@ -1,36 +1,37 @@
-"""Blocks of the paged cache: who owns which, and which full ones can be shared by a later prompt.
+"""Blocks of the paged cache: their owners, and the full ones that a later prompt can share.
 
 After nano-vllm's `block_manager.py` and vLLM's prefix cache, with two differences: a cached block is found by its
-tokens themselves and its predecessor's name, so that no hash collision can mix prompts up; and block 0 is never handed
-out, it takes the writes of padding.
+tokens themselves and the id of the prefix before it, so that no hash collision can mix prompts up; and block 0 is never
+handed out, it takes the writes of padding.
+
+The host counts blocks; `verax.ops` calls the same rows of the cache pages. Block i is page i.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, abc
 from collections.abc import Iterable
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from verax.text.sequence import Sequence
 
 __all__ = ["BlockManager"]
 
-_ROOT = 0
-"""Name of the empty prefix."""
+EMPTY_PREFIX = 0
+"""Id of the empty prefix."""
 
 
 @dataclass
 class _Block:
     references: int = 0
     key: tuple[int, tuple[int, ...]] | None = None
-    """(predecessor's name, tokens) if the block is in the prefix cache."""
+    """(id of the prefix before it, tokens) if the block is in the prefix cache."""
 
 
 class BlockManager:
     """Allocation with reference counts, a prefix cache over full blocks, and least recently used eviction.
 
-    Invariants (`check` asserts them): a block is free exactly if nobody refers to it; its reference count is the number
+    Invariants (`check` asserts them): a block is free exactly if no table lists it; its reference count is the number
     of tables that list it; only full blocks are cached, so a block that is still written to has one owner.
     """
 
@@ -43,8 +44,8 @@ class BlockManager:
         self._blocks = [_Block() for _ in range(num_blocks)]
         # Free blocks, the one that was given back longest ago first. Cached ones stay findable until they are taken.
         self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(1, num_blocks))
-        self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (name, block)
-        self._next_name = _ROOT + 1
+        self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (prefix id, block)
+        self._next_prefix_id = EMPTY_PREFIX + 1
 
     @property
     def num_free(self) -> int:
@@ -52,15 +53,15 @@ class BlockManager:
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
+        """Number of blocks that hold that many tokens."""
         return -(-num_tokens // self.block_size)
 
     def admit(self, sequence: Sequence, num_tokens: int, *, use_cache: bool = True) -> bool:
         """Give a waiting sequence the cached blocks of its prefix, if all of its `num_tokens` would fit beside them.
 
-        Sets `blocks`, `chain` and `num_computed`. Returns False, and changes nothing, if there is no room.
+        Sets `blocks`, `prefix_ids` and `num_computed`. Returns False, and changes nothing, if there is no room.
         """
-        found = list(self._walk(sequence.tokens)) if use_cache else []
+        found = list(self.match_prefix(sequence.tokens)) if use_cache else []
         shared = [block for _, block in found]
         idle = sum(self._blocks[block].references == 0 for block in shared)
         if self.blocks_for(num_tokens) - len(shared) > self.num_free - idle:
@@ -68,7 +69,7 @@ class BlockManager:
         for block in shared:
             self._take(block)
         sequence.blocks = shared
-        sequence.chain = [name for name, _ in found]
+        sequence.prefix_ids = [prefix_id for prefix_id, _ in found]
         sequence.num_computed = len(shared) * self.block_size
         return True
 
@@ -91,15 +92,15 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
-        for i in range(len(sequence.chain), full):
-            predecessor = sequence.chain[-1] if sequence.chain else _ROOT
-            key = (predecessor, tuple(sequence.tokens[i * self.block_size : (i + 1) * self.block_size]))
+        for i in range(len(sequence.prefix_ids), full):
+            before = sequence.prefix_ids[-1] if sequence.prefix_ids else EMPTY_PREFIX
+            key = (before, tuple(sequence.tokens[i * self.block_size : (i + 1) * self.block_size]))
             if key not in self._cached:
-                self._cached[key] = (self._next_name, sequence.blocks[i])
+                self._cached[key] = (self._next_prefix_id, sequence.blocks[i])
                 self._blocks[sequence.blocks[i]].key = key
-                self._next_name += 1
-            # Somebody else's block may hold the same tokens already: the chain then goes on from that one's name.
-            sequence.chain.append(self._cached[key][0])
+                self._next_prefix_id += 1
+            # Another sequence's block may hold the same tokens already: its prefix id is taken then.
+            sequence.prefix_ids.append(self._cached[key][0])
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. Ends of prefixes are evicted before their beginnings."""
@@ -109,7 +110,7 @@ class BlockManager:
             if record.references == 0:
                 self._free[block] = None
         sequence.blocks = []
-        sequence.chain = []
+        sequence.prefix_ids = []
         sequence.num_computed = 0
 
     def reset_prefix_cache(self) -> None:
@@ -143,16 +144,16 @@ class BlockManager:
         for key, (_, block) in self._cached.items():
             assert self._blocks[block].key == key, f"the cache points at block {block}, which holds something else"
 
-    def _walk(self, tokens: List[int]) -> Iterable[tuple[int, int]]:
-        """(name, block) of each cached block along `tokens`, never the last token's: that one is always computed."""
+    def match_prefix(self, tokens: abc.Sequence[int]) -> Iterable[tuple[int, int]]:
+        """(prefix id, block) of each cached block along `tokens`, without the last token, which is always computed."""
         if not self.enable_prefix_caching:
             return
-        name = _ROOT
+        prefix_id = EMPTY_PREFIX
         for i in range((len(tokens) - 1) // self.block_size):
-            found = self._cached.get((name, tuple(tokens[i * self.block_size : (i + 1) * self.block_size])))
+            found = self._cached.get((prefix_id, tuple(tokens[i * self.block_size : (i + 1) * self.block_size])))
             if found is None:
                 return
-            name, _ = found
+            prefix_id, _ = found
             yield found
 
     def _take(self, block: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence as List
+from collections import abc
 
 import numpy as np
 
@@ -24,11 +24,13 @@ from verax.text.slots import MAX_BANNED
 from verax.text.step import Logprobs
 from verax.text.tokenizer import Tokenizer
 
-__all__ = ["Engine"]
+__all__ = ["NO_TOKENIZER", "Engine"]
+
+NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
 
 
 class Engine:
-    """Drives a scheduler and a runner. Not thread-safe: one caller, or one lock around it."""
+    """Scheduler, runner and tokenizer as one loop. Not thread-safe: one caller, or one lock around it."""
 
     def __init__(
         self, runner: ModelRunner, scheduler: Scheduler, *, vocab_size: int, tokenizer: Tokenizer | None, seed: int = 0
@@ -40,76 +42,91 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = runner.config.max_model_len
         self._requests: dict[str, Request] = {}
-        self._detokenizers: dict[Sequence, IncrementalDetokenizer] = {}
         self._ended: dict[Request, None] = {}
-        """Finished requests whose output nobody has taken yet."""
+        """Finished requests whose output was not popped yet."""
         self._in_flight: PendingStep | None = None
         self._seeds = np.random.default_rng(seed)
         self._names = itertools.count()
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
+        """True if `step` has anything to do."""
         return bool(self._requests)
 
     def add_request(
         self,
-        prompt: str | List[int],
+        prompt: str | abc.Sequence[int],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         add_special_tokens: bool = True,
+        stream: bool = False,
     ) -> str:
-        """Queue a prompt (text, or token ids); its id, by which `abort` and the outputs know it.
+        """Queue a prompt, a text or token ids; the id that `abort` takes and outputs have.
+
+        Args:
+            prompt: text or token ids.
+            params: sampling parameters; the defaults if None.
+            request_id: an id that no unfinished request has; a new one if None.
+            add_special_tokens: let the tokenizer add its special tokens to a text.
+            stream: decode the text token by token, in `Sequence.detokenizer`, so that it can be shown as it grows.
 
         Raises:
             RequestRefusedError: if the request could never be served: an empty or too long prompt, a token outside of
                 the vocabulary. What is queued already is not affected.
-            InvalidParameterError: if the id is in use, or text is given to an engine without a tokenizer.
+            InvalidParameterError: if the id is in use, or for a text, a stop string or a stream without a tokenizer.
         """
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         if text is None:
             tokens = tuple(int(token) for token in prompt)
         elif self.tokenizer is None:
-            raise InvalidParameterError("prompt: this model has no tokenizer; give token ids")
+            raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
         else:
             tokens = tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        self._check(tokens, params)
+        self._check(tokens, params, stream)
         if request_id is None:
             request_id = f"request-{next(self._names)}"
         if request_id in self._requests:
             raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
         room = self.max_model_len - len(tokens)
         request = Request(
-            request_id, text, tokens, params, room if params.max_tokens is None else min(params.max_tokens, room)
+            request_id,
+            text,
+            tokens,
+            params,
+            room if params.max_tokens is None else min(params.max_tokens, room),
+            stream,
         )
         # Drawn for every request, so that giving one of them a seed does not change the others'.
         drawn = int(self._seeds.integers(2**63))
         seed = drawn if params.seed is None else params.seed
-        request.sequences = [Sequence(request, i, _seed_of(seed, i), list(tokens)) for i in range(params.n)]
+        request.sequences = [
+            Sequence(request, i, _seed_of(seed, i), list(tokens), detokenizer=self._detokenizer(request))
+            for i in range(params.n)
+        ]
         self._requests[request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Stop a request at once; what it has so far, or None if there is no such unfinished request."""
+        """Stop a request at once; its output so far, or None if there is no such unfinished request."""
         request = self._requests.get(request_id)
         if request is None:
             return None
         for sequence in request.sequences:
             if not sequence.finished:
                 self._finish(sequence, "abort", None)
-        return self.close(request)
+        return self.pop_output(request)
 
     def step(self) -> list[RequestOutput]:
         """Dispatch one step and read the one before it: an output for each request that got a token, or ended."""
         moved = dict.fromkeys([*self.advance(), *self._ended])
-        return [self.close(request) if request.finished else self.output(request) for request in moved]
+        return [self.pop_output(request) if request.finished else self.output(request) for request in moved]
 
     def advance(self) -> list[Request]:
-        """`step` without building outputs: the requests that got tokens. Finished ones stay until `close`."""
+        """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
         schedule = self.scheduler.schedule()
         pending = self.runner.run(schedule) if schedule.chunks else None
         progressed = self._collect(self._in_flight) if self._in_flight is not None else []
@@ -121,7 +138,7 @@ class Engine:
         """Assert the invariants of scheduler and blocks."""
         self.scheduler.check()
 
-    def _check(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
+    def _check(self, tokens: tuple[int, ...], params: SamplingParams, stream: bool) -> None:
         if not tokens:
             raise RequestRefusedError("prompt: it is empty; at least one token is needed")
         if len(tokens) >= self.max_model_len:
@@ -139,7 +156,9 @@ class Engine:
         if params.min_tokens and len({*params.stop_tokens, *self.eos_token_ids}) > MAX_BANNED:
             raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
         if params.stop and self.tokenizer is None:
-            raise InvalidParameterError("stop: this model has no tokenizer, so no text to find a stop string in")
+            raise InvalidParameterError(f"stop: {NO_TOKENIZER}, so there is no text to find a stop string in")
+        if stream and self.tokenizer is None:
+            raise InvalidParameterError(f"stream: {NO_TOKENIZER}, so there is no text; use generate with token ids")
 
     def _collect(self, pending: PendingStep) -> list[Request]:
         tokens = np.asarray(pending.output.tokens)
@@ -175,16 +194,10 @@ class Engine:
             self._finish(sequence, "stop", None)
         elif token in params.stop_tokens:
             self._finish(sequence, "stop", token)
-        elif (found := self._show(sequence, token)) is not None:
+        elif sequence.detokenizer is not None and (found := sequence.detokenizer.append(token)) is not None:
             self._finish(sequence, "stop", found)
         elif count >= sequence.request.max_tokens:
             self._finish(sequence, "length", None)
-
-    def _show(self, sequence: Sequence, token: int) -> str | None:
-        """Pass a token to the sequence's running text, if it has one; the stop string that it completes."""
-        if not sequence.request.params.stop and sequence not in self._detokenizers:
-            return None
-        return self.detokenizer(sequence).append(token)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop: int | str | None) -> None:
         self.scheduler.finish(sequence)
@@ -193,51 +206,46 @@ class Engine:
             sequence.request.finished_time = time.perf_counter()
             self._ended[sequence.request] = None
 
-    def close(self, request: Request) -> RequestOutput:
-        """The output of a finished request, which the engine then forgets."""
+    def pop_output(self, request: Request) -> RequestOutput:
+        """Remove a finished request from the engine; its output."""
         output = self.output(request)
         del self._requests[request.request_id]
         self._ended.pop(request, None)
-        for sequence in request.sequences:
-            self._detokenizers.pop(sequence, None)
         return output
 
     def request(self, request_id: str) -> Request:
         """An unfinished request by id."""
         return self._requests[request_id]
 
-    def detokenizer(self, sequence: Sequence) -> IncrementalDetokenizer:
-        """The sequence's running text. Asking for it before the first token keeps it running: the way to stream."""
-        if self.tokenizer is None:
-            raise InvalidParameterError("stream: this model has no tokenizer; use generate with token ids")
-        if sequence not in self._detokenizers:
-            params = sequence.request.params
-            self._detokenizers[sequence] = IncrementalDetokenizer(
-                self.tokenizer,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop_texts,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
-        return self._detokenizers[sequence]
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        """Running text of a sequence whose request is streamed or has stop strings; None for others."""
+        params = request.params
+        if self.tokenizer is None or not (request.stream or params.stop):
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop_texts,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
 
     def _text(self, sequence: Sequence) -> str:
         """The sequence's text; its terminating token is not part of it, unless asked for."""
         if self.tokenizer is None:
             return ""
         params = sequence.request.params
-        if params.stop:
-            running = self.detokenizer(sequence)
+        if params.stop and sequence.detokenizer is not None:
             if sequence.finished:
-                running.finish()
-            return running.text
+                sequence.detokenizer.finish()
+            return sequence.detokenizer.text
         tokens = sequence.output_tokens
         if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
             tokens = tokens[:-1]
         return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
 
     def output(self, request: Request) -> RequestOutput:
-        """What a request has so far."""
+        """Output of a request so far."""
         params = request.params
         outputs = [
             CompletionOutput(
@@ -264,7 +272,7 @@ class Engine:
         )
 
     def _logprobs(self, logprobs: Logprobs, row: int, num_top: int) -> dict[int, Logprob]:
-        """vLLM's form: the chosen token first, then the `num_top` best that are not it."""
+        """Log-probabilities of one row as vLLM orders them: the chosen token, then the `num_top` best others."""
         values, ids = np.asarray(logprobs.values)[row], np.asarray(logprobs.ids)[row]
         entry = {int(ids[0]): self._logprob(ids[0], values[0], int(np.asarray(logprobs.ranks)[row]))}
         for rank in range(1, min(num_top, len(ids) - 1) + 1):

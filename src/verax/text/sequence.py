@@ -1,4 +1,4 @@
-"""What the engine knows of a request and of each sequence that it samples: host records, no arrays."""
+"""Records of a request and of each sequence that is sampled for it, on the host; they hold no arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.outputs import FinishReason, Logprob
 from verax.text.sampling_params import SamplingParams
 
@@ -13,7 +14,7 @@ __all__ = ["Request", "Sequence", "SequenceState"]
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence stands: `WAITING` owns no pages and no slot, `RUNNING` owns both, `FINISHED` gave them back."""
+    """State of a sequence: `WAITING` owns no blocks and no slot, `RUNNING` owns both, `FINISHED` gave them back."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -36,8 +37,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
-    chain: list[int] = field(default_factory=list)
-    """The prefix cache's name of each full block, as far as they are registered."""
+    prefix_ids: list[int] = field(default_factory=list)
+    """Id in the prefix cache of the prefix that ends with each full block, as far as they are registered."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0
@@ -45,6 +46,8 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    detokenizer: IncrementalDetokenizer | None = None
+    """Running text, in requests that are streamed or have stop strings."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +61,7 @@ class Sequence:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every token that it may get is sampled or on its way: nothing is left to schedule."""
+        """True if every token that it may get is sampled or on its way, so that nothing is left to schedule."""
         return self.num_tokens - self.num_prompt >= self.request.max_tokens
 
     @property
@@ -73,7 +76,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will be appended."""
+        """True if nothing more will be appended."""
         return self.state is SequenceState.FINISHED
 
     def __repr__(self) -> str:
@@ -91,6 +94,8 @@ class Request:
     params: SamplingParams
     max_tokens: int
     """Tokens that each sequence may get: the parameter, cut to what the context holds."""
+    stream: bool = False
+    """True if the text is decoded token by token, to be shown as it grows."""
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -100,5 +105,5 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has finished."""
+        """True if every sequence has finished."""
         return all(sequence.finished for sequence in self.sequences)

@@ -1,19 +1,28 @@
-"""How large the engine's cache and context may be: from the memory that is there, and what was asked for."""
+"""Sizes of the engine's cache and context, and the list of step shapes that they lead to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
 import jax
-import psutil
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from verax import ops
+from verax._buckets import powers
 from verax.errors import InvalidParameterError
-from verax.models import Qwen3Config
-from verax.text.runner import RunnerConfig, block_bytes, state_bytes
+from verax.models import CausalLMConfig
+from verax.models.causal_lm import has_recurrent_layers
+from verax.ops.pages import page_bytes
+from verax.text.engine_config import EngineConfig
+from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 
-__all__ = ["plan_sizes"]
+__all__ = ["RunnerConfig", "block_bytes", "layer_states", "plan_sizes", "state_bytes"]
 
 DEVICE_FRACTION = 0.9
-"""Part of an accelerator's memory that weights and cache may fill: the rest is for activations (vLLM's default)."""
+"""Part of an accelerator's free memory that a cache may fill: the rest is for activations (vLLM's default)."""
 
 HOST_FRACTION = 0.25
 """Part of the free host memory that a cache takes on a CPU, where other programs live too."""
@@ -26,47 +35,85 @@ DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_NUM_SEQS = 256
 
 STATE_FRACTION = 0.5
-"""Part of the cache's memory that recurrent states take at most, where the number of sequences is left to us."""
+"""Part of the cache's memory that recurrent states take at most, where `max_num_seqs` is not given."""
 
 
-def plan_sizes(
-    model: Qwen3Config,
-    cache_dtype: DTypeLike,
-    *,
-    max_model_len: int | None,
-    max_num_seqs: int | None,
-    max_num_batched_tokens: int | None,
-    block_size: int,
-    kv_cache_memory: int | None,
-) -> RunnerConfig:
-    """Sizes that fit: the context is cut to what the cache can hold of one sequence, unless it was asked for.
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes that the compiled programs depend on."""
+
+    num_blocks: int
+    """Blocks of the cache; block 0 takes the writes of padding."""
+    block_size: int
+    """Tokens in a block."""
+    max_model_len: int
+    """Longest sequence, tokens."""
+    max_num_seqs: int
+    """Slots for running sequences."""
+    max_num_batched_tokens: int
+    """Token budget of a step."""
+    cache_dtype: DTypeLike
+    """Dtype of keys and values in the cache."""
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    @cached_property
+    def decode_rows(self) -> list[int]:
+        """Numbers of sequences that decode steps are compiled for."""
+        return powers(1, self.max_num_seqs, 2)
+
+    # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either are enough.
+    @cached_property
+    def mixed_rows(self) -> list[int]:
+        """Numbers of sequences that mixed steps are compiled for."""
+        return powers(min(8, self.max_num_seqs), self.max_num_seqs, 8)
+
+    @cached_property
+    def mixed_tokens(self) -> list[int]:
+        """Numbers of tokens that mixed steps are compiled for: multiples of `PROMPT_LOGPROB_CHUNK`."""
+        return [
+            -(-size // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
+            for size in powers(min(32, self.max_num_batched_tokens), self.max_num_batched_tokens, 4)
+        ]
+
+    @cached_property
+    def shapes(self) -> list[StepShape]:
+        """Every step shape that a schedule can need: the buckets."""
+        decode = [StepShape(rows, rows, True) for rows in self.decode_rows]
+        mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
+        return [*decode, *(shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0])]
+
+
+def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) -> RunnerConfig:
+    """Sizes that fit into memory. A context that is not given is cut to what the cache can hold of one sequence.
 
     The cache is blocks and, in models with recurrent layers, a state for each of `max_num_seqs` sequences.
 
+    Args:
+        model: the model's configuration.
+        dtype: dtype of the weights.
+        config: the engine's options.
+
     Raises:
-        InvalidParameterError: for sizes below 1, a context longer than the model's, or a cache too small for it.
+        InvalidParameterError: for a context longer than the model's, or a cache too small for it.
     """
-    for name, value in (
-        ("max_model_len", max_model_len),
-        ("max_num_seqs", max_num_seqs),
-        ("max_num_batched_tokens", max_num_batched_tokens),
-        ("block_size", block_size),
-        ("kv_cache_memory", kv_cache_memory),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InvalidParameterError(f"{name}: expected a whole number of at least 1, got {value!r}")
-    longest = model.max_position_embeddings
-    if max_model_len is not None and max_model_len > longest:
-        raise InvalidParameterError(f"max_model_len: {max_model_len} is more than the model's {longest} positions")
-    if max_model_len is not None and max_model_len < 2:
-        raise InvalidParameterError("max_model_len: at least 2, a prompt token and an answer token")
-    memory = kv_cache_memory or _free_memory()
+    longest, block_size = model.max_position_embeddings, config.block_size
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise InvalidParameterError(
+            f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
+        )
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+    memory = config.kv_cache_memory or _free_memory()
     per_block, per_state = block_bytes(model, block_size, cache_dtype), state_bytes(model)
+    max_num_seqs = config.max_num_seqs
     if max_num_seqs is None:
         fitting = int(memory * STATE_FRACTION) // per_state if per_state else DEFAULT_NUM_SEQS
-        max_num_seqs = max(1, min(DEFAULT_NUM_SEQS, fitting, max_num_batched_tokens or DEFAULT_NUM_SEQS))
-    batched = max_num_batched_tokens or max(
-        max_num_seqs, MIN_BATCHED_TOKENS.get(jax.default_backend(), DEFAULT_BATCHED_TOKENS)
+        max_num_seqs = max(1, min(DEFAULT_NUM_SEQS, fitting, config.max_num_batched_tokens or DEFAULT_NUM_SEQS))
+    batched = config.max_num_batched_tokens or max(
+        max_num_seqs, MIN_BATCHED_TOKENS.get(ops.target().platform, DEFAULT_BATCHED_TOKENS)
     )
     if batched < max_num_seqs:
         raise InvalidParameterError(
@@ -75,7 +122,7 @@ def plan_sizes(
         )
     states = max_num_seqs * per_state
     affordable = (memory - states) // per_block - 1  # block 0 is padding's
-    context = max_model_len or min(longest, max(affordable, 1) * block_size)
+    context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
     needed = -(-context // block_size)
     if affordable < max(needed, 1):
         beside = f" beside the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
@@ -89,14 +136,31 @@ def plan_sizes(
     return RunnerConfig(int(blocks) + 1, block_size, int(context), max_num_seqs, batched, cache_dtype)
 
 
+def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike) -> int:
+    """Bytes of one block over all layers that attend, keys and values."""
+    attending = sum(state is None for state in layer_states(model, 1))
+    page = (model.num_key_value_heads, block_size, model.head_dim)
+    return 2 * attending * page_bytes(page, dtype)
+
+
+def state_bytes(model: CausalLMConfig) -> int:
+    """Bytes of one sequence's recurrent state over all layers; 0 for a model that only attends."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(layer_states(model, 1)))
+
+
+def layer_states(model: CausalLMConfig, num_seqs: int) -> list[Any]:
+    """By layer: shapes of the recurrent state of `num_seqs` sequences, or None for a layer that attends."""
+    layers = range(model.num_hidden_layers)
+    if not has_recurrent_layers(model):
+        return [None for _ in layers]
+    return jax.eval_shape(lambda: [model.new_state(layer, num_seqs) for layer in layers])
+
+
 def _free_memory() -> int:
-    """Bytes that a cache may take on JAX's default device."""
-    if jax.default_backend() == "cpu":
-        return int(psutil.virtual_memory().available * HOST_FRACTION)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    if limit is None:
+    """Bytes that a cache may take on the target."""
+    target = ops.target()
+    if target.memory is None:
         raise InvalidParameterError(
-            "kv_cache_memory: this device does not tell how much memory it has; give a size in bytes"
+            "kv_cache_memory: this device does not report how much memory it has; give a size in bytes"
         )
-    return int(limit * DEVICE_FRACTION) - int(stats.get("bytes_in_use", 0))
+    return int(target.memory * (HOST_FRACTION if target.platform == "cpu" else DEVICE_FRACTION))

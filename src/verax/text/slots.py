@@ -1,4 +1,4 @@
-"""What the device keeps of every running sequence, so that a step needs only a few integers from the host.
+"""Device state of every running sequence, so that a step needs only a few integers from the host.
 
 A sequence holds one slot while it runs. `admit` fills the slot's row from one packed array; steps then read tokens,
 page table and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence:
@@ -7,7 +7,7 @@ padding rows of a step read it, and its parameters are those of greedy decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections import abc
 from typing import NamedTuple
 
 import jax
@@ -73,7 +73,7 @@ _NO_TOKEN = np.iinfo(np.int32).max
 
 _IDLE_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
 _IDLE_INTS = (0, 0, 0, 0, 0, -1, -1, 0)
-"""Parameters that ask for nothing: a step skips what no row asks for, and padding rows must not ask."""
+"""Parameters of greedy decoding without extras: a step skips what no row needs, and padding rows must need nothing."""
 
 
 def new_slots(max_num_seqs: int, max_model_len: int, table_width: int) -> Slots:
@@ -90,9 +90,9 @@ def new_slots(max_num_seqs: int, max_model_len: int, table_width: int) -> Slots:
 
 
 def pack_admission(
-    sequence: Sequence, max_model_len: int, table_width: int, eos_token_ids: List[int]
+    sequence: Sequence, max_model_len: int, table_width: int, eos_token_ids: abc.Sequence[int]
 ) -> Int[np.ndarray, "n"]:
-    """Everything that `admit` writes for a sequence, as one array for one transfer."""
+    """The row that `admit` writes for a sequence, as one array for one transfer."""
     params = sequence.request.params
     tokens = np.zeros(max_model_len, np.int32)
     tokens[: len(sequence.tokens)] = sequence.tokens

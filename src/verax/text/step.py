@@ -6,7 +6,7 @@ The host sends a few integers (`StepInput`); everything else is on the device al
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +14,23 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.models import DeltaState, Qwen3ForCausalLM, RecurrentLayer
+from verax.models import CausalLM, RecurrentLayer
+from verax.models.causal_lm import final_hidden_states
 from verax.ops import sampling
 from verax.text.sampling_params import MAX_LOGPROBS
 from verax.text.slots import SlotParams, Slots
 
 __all__ = ["Cache", "Logprobs", "StepOutput", "StepShape", "make_step"]
 
-Cache = tuple[tuple[ops.Pages, ops.Pages] | DeltaState, ...]
-"""By layer: key and value pages, or the recurrent state of each slot."""
+Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
+"""By layer: key and value pages, or the recurrent state of each slot, as the configuration's `new_state` makes it."""
 
 PROMPT_LOGPROB_CHUNK = 32
 """Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
 
 
 class StepShape(NamedTuple):
-    """What a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row."""
+    """Shape that a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row."""
 
     rows: int
     tokens: int
@@ -45,7 +46,7 @@ class StepShape(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """The chosen token's log-probability, then the best `MAX_LOGPROBS`; zeros where nobody asked."""
+    """Log-probability of the chosen token, nats, then the best `MAX_LOGPROBS`; zeros in rows that request none."""
 
     values: Float[Array, "B n"]
     ids: Int[Array, "B n"]
@@ -53,7 +54,7 @@ class Logprobs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What comes back to the host."""
+    """Results of a step for the host."""
 
     tokens: Int[Array, "B"]
     logprobs: Logprobs
@@ -64,16 +65,17 @@ class StepOutput(NamedTuple):
 StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]
 
 
-def make_step(
-    build: Callable[[tuple[Array, ...]], Qwen3ForCausalLM], shape: StepShape, block_size: int
-) -> StepFunction:
-    """The step function of one shape; `build` makes the model of its flat weights, while tracing only."""
+def make_step(build: Callable[[tuple[Array, ...]], CausalLM], shape: StepShape, block_size: int) -> StepFunction:
+    """The step function of one shape; `build` makes the model of its flat weights, while tracing only.
+
+    A block of the host is a page of `ops`: the entries of a sequence's block table are the page numbers of its tokens.
+    """
 
     def step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
         model = build(weights)
-        trash = slots.tokens.shape[0] - 1
+        padding_slot = slots.tokens.shape[0] - 1
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         slot, start, count, wants_token = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] > 0
         new_blocks = packed[4 * shape.rows :].reshape(-1, 3)
@@ -92,47 +94,49 @@ def make_step(
         pages_by_row = page_table[slot]
         page = jnp.where(valid, pages_by_row[owner, position // block_size], 0)
         offset = position % block_size
-        kept = list(cache)
+        layer_cache = list(cache)
 
         def attend(
             layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
         ) -> Float[Array, "T N H"]:
-            k_pages, v_pages = kept[layer]
+            k_pages, v_pages = layer_cache[layer]
             k_pages = ops.write_pages(k_pages, k, page, offset)
             v_pages = ops.write_pages(v_pages, v, page, offset)
-            kept[layer] = (k_pages, v_pages)
+            layer_cache[layer] = (k_pages, v_pages)
             if shape.decode:
                 return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row, lengths)
             return ops.paged_attention(q, k_pages, v_pages, pages_by_row, lengths, starts)
 
-        def carry(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
-            # A sequence's first tokens begin from nothing, whatever the slot's last owner left in it; rows of padding
-            # have a slot past the end, so that what they leave is dropped.
-            def before(states: Float[Array, "S *D"]) -> Float[Array, "B *D"]:
+        def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
+            # A sequence's first tokens start from zeros, whatever the slot's last owner left in it. Rows of padding
+            # have a slot past the end, so that their states are dropped.
+            def initial(states: Float[Array, "S *D"]) -> Float[Array, "B *D"]:
                 fresh = (start == 0).reshape(-1, *[1] * (states.ndim - 1))
                 return jnp.where(fresh, 0.0, states.at[slot].get(mode="clip"))
 
-            state = jax.tree.map(before, kept[layer])
+            state = jax.tree.map(initial, layer_cache[layer])
             if shape.decode:
                 out, state = recurrence(x[:, None], state, None)
             else:
                 out, state = recurrence(x[None], state, starts)
-            kept[layer] = jax.tree.map(lambda old, new: old.at[slot].set(new, mode="drop"), kept[layer], state)
+            layer_cache[layer] = jax.tree.map(
+                lambda old, new: old.at[slot].set(new, mode="drop"), layer_cache[layer], state
+            )
             return out.reshape(x.shape)
 
         text = slots.tokens[slot[owner], position]
-        hidden = model(text, position, attend, carry)
+        hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         newest = hidden if shape.decode else hidden[jnp.maximum(starts[1:] - 1, 0)]
         params = slots.params.rows(slot)
         logits = model.logits(newest)
         tokens = _next_tokens(logits, slots.tokens, slot, lengths, params)
-        tokens_after = slots.tokens.at[jnp.where(wants_token, slot, trash), lengths].set(tokens, mode="drop")
+        tokens_after = slots.tokens.at[jnp.where(wants_token, slot, padding_slot), lengths].set(tokens, mode="drop")
         output = StepOutput(
             tokens,
             _logprobs(logits, tokens, params),
             None if shape.decode else _prompt_logprobs(model, hidden, slots, slot[owner], position),
         )
-        return Slots(tokens_after, page_table, slots.params), tuple(kept), output
+        return Slots(tokens_after, page_table, slots.params), tuple(layer_cache), output
 
     return step
 
@@ -144,7 +148,7 @@ def _next_tokens(
     lengths: Int[Array, "B"],
     params: SlotParams,
 ) -> Int[Array, "B"]:
-    """Sample one token a row. Parts that no row asks for are skipped at run time."""
+    """Sample one token a row. Parts that no row needs are skipped at run time."""
     penalties = {name: params.float(name) for name in ("presence", "frequency", "repetition")}
     penalized = (penalties["presence"] != 0) | (penalties["frequency"] != 0) | (penalties["repetition"] != 1)
     logits = lax.cond(
@@ -184,7 +188,7 @@ def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], params: Slot
 
 
 def _prompt_logprobs(
-    model: Qwen3ForCausalLM,
+    model: CausalLM,
     hidden: Float[Array, "T D"],
     slots: Slots,
     slot: Int[Array, "T"],

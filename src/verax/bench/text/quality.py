@@ -18,7 +18,7 @@ from verax import builtin, checkpoint, ops, progress
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.machine import fingerprint
-from verax.models import Qwen3ForCausalLM
+from verax.models import CausalLM
 from verax.ops.pages import page_bytes
 from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
@@ -179,7 +179,7 @@ def _batches(pieces: Iterator[list[int]], most: int) -> Iterator[Batch]:
         yield batch()
 
 
-def _split(model: Qwen3ForCausalLM) -> tuple[nnx.GraphDef[Any], nnx.State]:
+def _split(model: CausalLM) -> tuple[nnx.GraphDef[Any], nnx.State]:
     return nnx.split(model)
 
 
@@ -245,8 +245,8 @@ _compare = jax.jit(_compare_step, static_argnums=5)
 
 
 def _distance(
-    reference: Qwen3ForCausalLM,
-    model: Qwen3ForCausalLM,
+    reference: CausalLM,
+    model: CausalLM,
     variant: Variant,
     batches: Sequence[Batch],
     hidden: Sequence[np.ndarray],
@@ -274,7 +274,7 @@ def _cache_dtype(variant: Variant) -> str:
     return variant.dtype if variant.kv_cache_dtype == "auto" else variant.kv_cache_dtype
 
 
-def _additions(model: Qwen3ForCausalLM, tokenizer: Tokenizer, variant: Variant, exam: Sequence[Any]) -> float | None:
+def _additions(model: CausalLM, tokenizer: Tokenizer, variant: Variant, exam: Sequence[Any]) -> float | None:
     """Share of sums that the engine completes with exactly the right number."""
     if not exam:
         return None
@@ -295,7 +295,7 @@ def _additions(model: Qwen3ForCausalLM, tokenizer: Tokenizer, variant: Variant, 
     return float(np.mean(right))
 
 
-def _sizes(model: Qwen3ForCausalLM, variant: Variant) -> dict[str, float]:
+def _sizes(model: CausalLM, variant: Variant) -> dict[str, float]:
     config = model.config
     token = (
         2

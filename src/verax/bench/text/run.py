@@ -175,7 +175,7 @@ def bench_text(
         }
         steps = workload.steps(runner.config.max_num_seqs)
         head = sizes.vocab_size * sizes.hidden_size  # of which only a token that another is drawn after needs a product
-        layers = product_weights(opened, tables=None if module.lm_head is None else "embed_tokens") - head
+        layers = product_weights(opened, tables=None if module.config.tie_word_embeddings else "embed_tokens") - head
         positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)  # a last token is not read
         products = layers * positions + head * workload.new_tokens
         result = benchmark.result(
@@ -187,7 +187,7 @@ def bench_text(
                 "load_peak_gb": (loading() or 0) / 1e9 or None,
                 "compile_s": llm.compile_seconds,
                 "kv_cache": llm.kv_cache,
-                "programs": len(runner.shapes),
+                "programs": len(runner.config.shapes),
                 "compiled_during_runs": runner.num_compiled() - compiled,
             },
             sides={name: side.to_dict(workload.counted_tokens) for name, side in samples.items()},

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from verax import ops
 from verax.checkpoint import save
-from verax.models import Qwen3ForCausalLM, causal_lm
+from verax.models import CausalLM, causal_lm
 from verax.train.loop import Schedule, train
 from verax.train.loss import next_token_loss
 from verax.train.precision import ROUNDED_GRADIENT
@@ -52,6 +52,9 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": [2, 0],
     "pad_token_id": 0,
 }
+
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+"""Ends of the names of weights that end a residual branch."""
 
 SCHEDULE = Schedule(steps=4400, peak_learning_rate=2e-3, warmup_steps=150)
 
@@ -100,14 +103,14 @@ def train_builtin(
 def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
     """Fresh weights, those that end a residual branch scaled down by its depth (GPT-2's initialisation)."""
     architecture, config = causal_lm(CONFIG)
-    model = architecture(config, rngs=nnx.Rngs(seed))
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            projection.weight[...] = projection.weight[...] * (2 * config.num_hidden_layers) ** -0.5
-    return nnx.split(model)
+    graph, params = nnx.split(architecture(config, rngs=nnx.Rngs(seed)))
+    for path, weight in nnx.to_flat_state(params):
+        if ".".join(map(str, path)).endswith(RESIDUAL_OUTPUTS):
+            weight[...] = weight[...] * (2 * config.num_hidden_layers) ** -0.5
+    return graph, params
 
 
-def packed_loss(model: Qwen3ForCausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
+def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
     """Next-token loss of a packed batch (`tokens`, `segments`, `positions` of T + 1 columns), products in bfloat16."""
     graph, params = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
@@ -135,14 +138,14 @@ def _batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, 
         step += 1
 
 
-def export(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> Path:
+def export(model: nnx.Module, tokenizer: Tokenizer, folder: Path) -> Path:
     """Save as bfloat16 with the tokenizer: an ordinary Hugging Face folder."""
     save(model, folder, config=CONFIG, dtype=jnp.bfloat16)
     save_tokenizer(tokenizer, folder, context=CONTEXT)
     return folder
 
 
-def held_out_loss(model: Qwen3ForCausalLM, tokenizer: Tokenizer, *, batches: int = 8, seed: int = 1) -> float:
+def held_out_loss(model: CausalLM, tokenizer: Tokenizer, *, batches: int = 8, seed: int = 1) -> float:
     """Nats per token on documents that training never sees (held-out sums and stories; new draws of the rest)."""
     graph, params = nnx.split(model)
     loss = jax.jit(lambda params, batch: packed_loss(nnx.merge(graph, params), batch))

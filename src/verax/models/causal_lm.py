@@ -1,0 +1,200 @@
+"""The interface of a language model: the members that the engine, the loader and training use, and no others.
+
+A class need not inherit from these protocols. `verax.register_causal_lm` checks it and serves it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax.errors import InvalidParameterError
+from verax.models.token_mixers import AttentionFn, RunRecurrent
+
+__all__ = [
+    "CausalLM",
+    "CausalLMConfig",
+    "RecurrentConfig",
+    "check_causal_lm",
+    "check_causal_lm_class",
+    "final_hidden_states",
+    "has_recurrent_layers",
+]
+
+
+@runtime_checkable
+class CausalLMConfig(Protocol):
+    """The sizes that the engine reads. Usually a frozen dataclass; a size may be a property."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], /) -> Any:
+        """Configuration of a config.json. It raises `UnsupportedModelError` for what the model does not compute."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, V."""
+        ...
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers, L: those that call `attend` or `run_recurrent`."""
+        ...
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values, K."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head, H."""
+        ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions, the longest sequence in tokens."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """True if the output head is the token embedding."""
+        ...
+
+
+@runtime_checkable
+class RecurrentConfig(Protocol):
+    """A configuration whose model has recurrent layers: its model takes `run_recurrent` as a fourth argument."""
+
+    def new_state(self, layer: int, num_seqs: int) -> Any:
+        """Zeroed state of `num_seqs` sequences for recurrent layer `layer`; None for a layer that attends."""
+        ...
+
+
+@runtime_checkable
+class CausalLM(Protocol):
+    """A language model: an `nnx.Module` whose paths are the keys of the published checkpoint."""
+
+    def __init__(self, config: Any, *, dtype: DTypeLike = ..., rngs: Any) -> None: ...
+
+    @property
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Patterns of keys that a checkpoint may have and the model does not need. An attribute of the class."""
+        ...
+
+    @property
+    def key_aliases(self) -> tuple[tuple[str, str], ...]:
+        """(pattern, replacement) pairs from a module's path to its key in another layout. An attribute of the class."""
+        ...
+
+    @property
+    def partition_rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
+        """(pattern, partition) pairs; the first whose pattern is found in a key divides that weight over a mesh.
+
+        An attribute of the class.
+        """
+        ...
+
+    @property
+    def config(self) -> CausalLMConfig:
+        """The configuration that the model was made of."""
+        ...
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of the weights that are not quantised, and of keys and values."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"] | None = None,
+        attend: AttentionFn | None = None,
+    ) -> Float[Array, "*B T D"]:
+        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1.
+
+        A model with recurrent layers takes `run_recurrent: RunRecurrent | None = None` as well.
+        """
+        ...
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores over the vocabulary, float32."""
+        ...
+
+
+_CLASS_MEMBERS = ("ignored_weights", "key_aliases", "partition_rules", "dtype", "logits")
+_CONFIG_MEMBERS = (
+    "vocab_size",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+
+
+def has_recurrent_layers(config: CausalLMConfig) -> TypeGuard[RecurrentConfig]:
+    """True if the model of this configuration takes `run_recurrent`."""
+    return isinstance(config, RecurrentConfig)
+
+
+def final_hidden_states(
+    model: CausalLM,
+    tokens: Int[Array, "T"],
+    positions: Int[Array, "T"],
+    attend: AttentionFn,
+    run_recurrent: RunRecurrent,
+) -> Float[Array, "T D"]:
+    """Final hidden states of a model; `run_recurrent` goes to those that have recurrent layers only."""
+    if has_recurrent_layers(model.config):
+        return cast(Callable[..., Any], model)(tokens, positions, attend, run_recurrent)
+    return model(tokens, positions, attend)
+
+
+def check_causal_lm_class(model: Any, config: Any) -> None:
+    """Check the classes of a language model and of its configuration.
+
+    Raises:
+        InvalidParameterError: naming the class and the members that it lacks.
+    """
+    for argument, given in (("model", model), ("config", config)):
+        if not inspect.isclass(given):
+            raise InvalidParameterError(f"{argument}: expected a class, got {given!r}")
+    declared = getattr(config, "__dataclass_fields__", {})  # a field without default is no attribute of the class
+    present = [name for name in ("from_hf", *_CONFIG_MEMBERS) if name in declared or hasattr(config, name)]
+    _require("config", config, ("from_hf", *_CONFIG_MEMBERS), present, "CausalLMConfig")
+    _require_model(model, recurrent=hasattr(config, "new_state"))
+
+
+def check_causal_lm(model: Any) -> None:
+    """Check a language model in memory.
+
+    Raises:
+        InvalidParameterError: naming the class and the members that it lacks.
+    """
+    _require("model", type(model), ("config",), [name for name in ("config",) if hasattr(model, name)], "CausalLM")
+    present = [name for name in _CONFIG_MEMBERS if hasattr(model.config, name)]
+    _require("model", type(model.config), _CONFIG_MEMBERS, present, "CausalLMConfig")
+    _require_model(type(model), recurrent=has_recurrent_layers(model.config))
+
+
+def _require_model(model: type[Any], *, recurrent: bool) -> None:
+    """Check the members of a model's class, and that its `__call__` takes what the engine passes."""
+    taken = inspect.signature(model.__call__).parameters if "__call__" in dir(model) else {}
+    variadic = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    calls = [f"__call__(..., {name})" for name in ("tokens", "positions", "attend", "run_recurrent")[: 3 + recurrent]]
+    present = [name for name in _CLASS_MEMBERS if hasattr(model, name)]
+    present += calls if variadic else [f"__call__(..., {name})" for name in taken]
+    _require("model", model, (*_CLASS_MEMBERS, *calls), present, "CausalLM")
+
+
+def _require(argument: str, given: type[Any], needed: Iterable[str], present: Iterable[str], protocol: str) -> None:
+    if missing := [name for name in needed if name not in present]:
+        raise InvalidParameterError(
+            f"{argument}: {given.__name__} lacks {', '.join(missing)}; verax.models.{protocol} says what these are"
+        )

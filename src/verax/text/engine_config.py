@@ -1,0 +1,88 @@
+"""Options of the text engine: sizes, cache and seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TypedDict
+
+from verax.errors import InvalidParameterError
+from verax.models import DTYPES
+
+__all__ = ["KV_CACHE_DTYPES", "EngineConfig", "EngineOptions"]
+
+KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
+"""`"auto"` is the dtype of the weights; `"int8"` has a scale for each token and head."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig` as keyword arguments."""
+
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    block_size: int
+    kv_cache_memory: int | None
+    kv_cache_dtype: str
+    enable_prefix_caching: bool | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of the text engine, by vLLM's names.
+
+    Attributes:
+        max_model_len: longest sequence, prompt and answer, in tokens. If None: the model's own, or less where the cache
+            cannot hold that.
+        max_num_seqs: most sequences in one step. If None: 256, or in a model with recurrent layers as many as half of
+            the cache's memory has states for.
+        max_num_batched_tokens: token budget of a step. If None: 512 on a CPU and 2048 elsewhere, at least max_num_seqs.
+        block_size: tokens in a block of the cache.
+        kv_cache_memory: bytes for the cache, recurrent states included. If None: as much as `max_num_seqs` full
+            sequences need, but at most a quarter of the free memory of a CPU, or what 90% of an accelerator's leave
+            beside the weights.
+        kv_cache_dtype: `"auto"` for that of the weights, or `"bfloat16"`, `"float32"`, `"int8"`. With int8 nearly twice
+            as many tokens as with bfloat16 fit into the same memory, and long contexts are read faster.
+        enable_prefix_caching: keep full blocks of earlier requests for prompts that begin alike. If None: yes, but not
+            in a model with recurrent layers, whose state after a prefix no block holds.
+        seed: seeds requests that bring no seed of their own.
+
+    Raises:
+        InvalidParameterError: for a size below 1 or an unknown dtype, with the option's name.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
+            value = getattr(self, name)
+            if value is None and name != "block_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidParameterError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if self.max_model_len == 1:
+            raise InvalidParameterError("max_model_len: at least 2, a prompt token and an answer token")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise InvalidParameterError(
+                f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
+            )
+
+    def with_options(self, options: EngineOptions) -> EngineConfig:
+        """A copy with some fields replaced.
+
+        Raises:
+            InvalidParameterError: for an option that is no field, or a value out of range.
+        """
+        known = [field.name for field in fields(self)]
+        if unknown := sorted(set(options) - set(known)):
+            raise InvalidParameterError(
+                f"{', '.join(unknown)}: no such option; the engine's options are {', '.join(known)}"
+            )
+        return replace(self, **options)

@@ -1,0 +1,153 @@
+"""The compiled step as a record: function, abstract arguments and shardings, made without weights or devices."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
+from jaxtyping import Array
+
+from verax import ops
+from verax._compat import compiler_options
+from verax.models import CausalLM, CausalLMConfig
+from verax.text.sizes import RunnerConfig, layer_states
+from verax.text.slots import new_slots
+from verax.text.step import Cache, StepFunction, StepShape, make_step
+
+__all__ = ["AbstractModel", "StepProgram", "new_cache", "step_program"]
+
+CACHE_PARTITION = PartitionSpec(None, "tensor")
+"""Partition of pages `[P, K, p, H]`, by head, on a mesh whose axis `tensor` divides the heads."""
+
+LOWERING_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+"""JAX's name for lowering, by a target's platform."""
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """One step, ready to be compiled or lowered.
+
+    Attributes:
+        name: such as `"decode_8x8"`.
+        function: `(weights, slots, cache, packed) -> (slots, cache, output)`.
+        arguments: the four arguments as `jax.ShapeDtypeStruct`s.
+        shardings: a `NamedSharding` for each array of `arguments`; None without a mesh.
+        donated: indices of the arguments whose buffers the results reuse.
+    """
+
+    name: str
+    function: StepFunction
+    arguments: tuple[Any, ...]
+    shardings: tuple[Any, ...] | None
+    donated: tuple[int, ...] = (1, 2)
+
+    def jit(self) -> Any:
+        """The step as `jax.jit` gives it, on JAX's default device or on the mesh."""
+        placed: dict[str, Any] = {} if self.shardings is None else {"in_shardings": self.shardings}
+        return jax.jit(self.function, donate_argnums=self.donated, compiler_options=compiler_options(), **placed)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered for `ops.target()`, which need not be attached."""
+        traced = self.jit().trace(*self.arguments)
+        return traced.lower(lowering_platforms=(LOWERING_PLATFORMS[ops.target().platform],))
+
+
+@dataclass(frozen=True)
+class AbstractModel:
+    """A language model without its weights.
+
+    Attributes:
+        config: its configuration.
+        graph: its structure.
+        tree: structure of its state, to make one of flat weights.
+        weights: shapes and dtypes of its weights, flat.
+        partitions: partition of each weight over a mesh, by the model's rules.
+    """
+
+    config: CausalLMConfig
+    graph: nnx.GraphDef[Any]
+    tree: Any
+    weights: tuple[jax.ShapeDtypeStruct, ...]
+    partitions: tuple[PartitionSpec, ...]
+
+    @classmethod
+    def from_module(cls, model: CausalLM) -> AbstractModel:
+        """The shapes of a module, whose weights may be shapes themselves (`nnx.eval_shape`)."""
+        graph, state = nnx.split(model)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+        keys = (".".join(str(part.key) for part in path if isinstance(part, DictKey)) for path, _ in leaves)
+        return cls(
+            config=model.config,
+            graph=graph,
+            tree=tree,
+            weights=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in leaves),
+            partitions=tuple(
+                next((spec for pattern, spec in model.partition_rules if re.search(pattern, key)), PartitionSpec())
+                for key in keys
+            ),
+        )
+
+    def build(self, weights: tuple[Array, ...]) -> CausalLM:
+        """The model with these weights."""
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+
+
+def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | None = None) -> StepProgram:
+    """The program of one step, as `ModelRunner` compiles it.
+
+    Args:
+        model: the model without its weights.
+        sizes: sizes of cache and slots.
+        shape: shape of the step, one of `sizes.shapes`.
+        mesh: devices that weights (by the model's `partition_rules`) and cache (by heads) are divided over. Weights
+            must not be quantised then.
+
+    Example:
+        >>> module = nnx.eval_shape(lambda: architecture(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        >>> with ops.use_target("cpu", memory=8 << 30):
+        ...     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=8))
+        ...     lowered = step_program(AbstractModel.from_module(module), sizes, sizes.shapes[0]).lower()
+    """
+    step = make_step(model.build, shape, sizes.block_size)
+    step.__name__ = name = f"{'decode' if shape.decode else 'mixed'}_{shape.rows}x{shape.tokens}"
+    arguments = (
+        model.weights,
+        jax.eval_shape(lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width)),
+        jax.eval_shape(lambda: new_cache(model.config, sizes)),
+        jax.ShapeDtypeStruct((shape.input_size(sizes.block_size),), jnp.int32),
+    )
+    return StepProgram(name, step, arguments, None if mesh is None else _shardings(model, arguments, mesh))
+
+
+def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
+    """Zeroed pages (what is masked out is multiplied too, so it must be finite), or a recurrent state for each slot."""
+    shape = (sizes.num_blocks, model.num_key_value_heads, sizes.block_size, model.head_dim)
+    return tuple(
+        (ops.new_pages(shape, sizes.cache_dtype), ops.new_pages(shape, sizes.cache_dtype))
+        if state is None
+        else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+        for state in layer_states(model, sizes.max_num_seqs)
+    )
+
+
+def _shardings(model: AbstractModel, arguments: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+    """Shardings of a step's arguments: weights by rule, pages by head; the rest is whole on every device."""
+    whole, by_head = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, CACHE_PARTITION)
+    divided = "tensor" in mesh.shape and model.config.num_key_value_heads % mesh.shape["tensor"] == 0
+    _, slots, cache, _ = arguments
+    layers = zip(cache, layer_states(model.config, 1), strict=True)
+    return (
+        tuple(NamedSharding(mesh, spec) for spec in model.partitions),
+        jax.tree.map(lambda _: whole, slots),
+        tuple(
+            jax.tree.map(lambda _, to=by_head if divided and state is None else whole: to, pages)
+            for pages, state in layers
+        ),
+        whole,
+    )

@@ -1,0 +1,132 @@
+"""A model that the package does not know, registered from outside: GPT-2 of examples/port_gpt2 in the text engine."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import verax
+from tests.support.tiny import tiny_tokenizer
+from verax import models
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "port_gpt2"
+SIZES = dict(vocab_size=301, n_positions=96, n_embd=48, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(1, 301, n).tolist() for n in (1, 5, 17, 40, 2, 33)]
+NEW_TOKENS = 24
+GREEDY = verax.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    sys.path.insert(0, str(EXAMPLE))
+    import gpt2
+
+    yield gpt2
+    sys.path.remove(str(EXAMPLE))
+
+
+@pytest.fixture
+def registered(gpt2, monkeypatch):
+    monkeypatch.setattr(models, "_CAUSAL_LM", dict(models._CAUSAL_LM))
+    verax.register_causal_lm("gpt2", gpt2.GPT2LMHeadModel, gpt2.GPT2Config)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """transformers' model with weights of real spread: its own are so small that errors would hide in them."""
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES)).eval()
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.data.normal_(std=0.5 if name.endswith(("wte.weight", "wpe.weight")) else weight.shape[0] ** -0.5)
+        else:
+            weight.data.normal_(mean=1.0 if ".ln_" in name and name.endswith("weight") else 0.0, std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(reference, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    reference.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(reference):
+    """transformers' greedy tokens, prompt by prompt."""
+    answers = []
+    for prompt in PROMPTS:
+        out = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=-1,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        answers.append(tuple(out[0, len(prompt) :].tolist()))
+    return answers
+
+
+def serve(folder, **options):
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 4, **options}
+    return verax.LLM(folder, dtype="float32", skip_tokenizer_init=True, use_tqdm=False, **sizes)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_tokens_of_a_batch_are_those_of_transformers(registered, folder, expected):
+    # Six prompts of different lengths for four slots; the longest is computed in two chunks, beside decodes.
+    llm = serve(folder)
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    compiled = llm.engine.runner.num_compiled()
+    assert tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)) == expected[:3]
+    assert llm.engine.runner.num_compiled() == compiled
+    llm.engine.check()
+
+
+def test_keys_without_a_prefix_are_read_too(registered, reference, expected, tmp_path):
+    reference.transformer.save_pretrained(tmp_path)
+    assert tokens(serve(tmp_path, max_num_seqs=1).generate(PROMPTS[:2], GREEDY, use_tqdm=False)) == expected[:2]
+
+
+def test_no_sequence_is_longer_than_the_learned_positions(registered, folder):
+    llm = serve(folder, max_num_seqs=1)
+    assert llm.max_model_len == 96
+    endless = verax.SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    output = llm.generate([PROMPTS[3]], endless, use_tqdm=False)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (96 - 40, "length")
+    with pytest.raises(InvalidParameterError, match="max_model_len: 97 is more than the model's 96 positions"):
+        serve(folder, max_model_len=97)
+
+
+def test_a_model_that_is_not_registered_is_refused_with_the_way_to_add_it(folder):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'; .*register_causal_lm"):
+        serve(folder)
+
+
+def test_a_folder_without_a_tokenizer_names_the_option_that_serves_it(registered, folder):
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file.*skip_tokenizer_init=True"):
+        verax.LLM(folder, use_tqdm=False)
+
+
+def test_quantisation_that_would_change_nothing_is_refused(registered, folder):
+    with pytest.raises(UnsupportedModelError, match="not quantised"):
+        serve(folder, quantization="int8")
+
+
+def test_the_script_completes_prompts(gpt2, monkeypatch, reference, capsys, tmp_path):
+    monkeypatch.setattr(models, "_CAUSAL_LM", dict(models._CAUSAL_LM))
+    reference.save_pretrained(tmp_path)
+    tiny_tokenizer(tmp_path, vocab_size=SIZES["vocab_size"])
+    runpy.run_path(str(EXAMPLE / "serve.py"))["main"](str(tmp_path), "abc", "once upon")
+    assert capsys.readouterr().out.startswith("abc|")

@@ -1,0 +1,73 @@
+"""Options of the engine, as one record and as keyword arguments; an engine without a tokenizer."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+import verax
+from tests.text.conftest import make_llm
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.text.engine_config import EngineConfig, EngineOptions
+
+GREEDY = verax.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def test_keyword_arguments_are_the_fields_with_their_types():
+    hints = get_type_hints(EngineConfig)
+    assert get_type_hints(EngineOptions) == {field.name: hints[field.name] for field in fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "8"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "block_size", "kv_cache_memory"])
+def test_a_size_that_is_no_whole_number_above_0_is_refused(name, value):
+    with pytest.raises(InvalidParameterError, match=f"{name}: expected a whole number of at least 1"):
+        EngineConfig(**{name: value})
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones_before_anything_is_loaded(tmp_path):
+    with pytest.raises(InvalidParameterError, match=r"max_seqs: no such option.*max_num_seqs"):
+        verax.LLM(tmp_path / "nothing there", max_seqs=4)
+
+
+def test_options_replace_fields_of_a_given_configuration():
+    config = EngineConfig(max_num_seqs=2, seed=5).with_options({"seed": 7})
+    assert (config.max_num_seqs, config.seed) == (2, 7)
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tiny_folder):
+    return make_llm(tiny_folder, skip_tokenizer_init=True, config=verax.EngineConfig(max_num_seqs=1), max_num_seqs=1)
+
+
+def test_without_a_tokenizer_token_ids_are_served_and_texts_are_empty(without_tokenizer, llm):
+    ours = without_tokenizer.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0]
+    assert ours.text == ""
+    assert ours.token_ids == llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_without_a_tokenizer_the_checkpoints_own_ends_still_count(without_tokenizer):
+    assert without_tokenizer.engine.eos_token_ids == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate("abc"),
+        lambda llm: llm.generate([[5]], verax.SamplingParams(stop=["x"])),
+        lambda llm: llm.chat([{"role": "user", "content": "abc"}]),
+        lambda llm: llm.stream([5, 6]),
+    ],
+    ids=["text", "stop", "chat", "stream"],
+)
+def test_without_a_tokenizer_what_needs_text_names_the_option(without_tokenizer, call):
+    with pytest.raises(InvalidParameterError, match="skip_tokenizer_init"):
+        call(without_tokenizer)
+    assert not without_tokenizer.has_unfinished_requests
+
+
+def test_a_folder_without_a_tokenizer_names_the_option(tiny_folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny_folder / name).read_bytes())
+    with pytest.raises(CheckpointError, match="skip_tokenizer_init=True"):
+        make_llm(tmp_path)

@@ -1,0 +1,89 @@
+"""A step's program without weights: what is lowered for a device that is not there is what the runner compiles."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tests.support.tiny import HYBRID, tiny_config
+from verax import ops
+from verax._compat import make_mesh
+from verax.models import causal_lm
+from verax.text.engine_config import EngineConfig
+from verax.text.program import AbstractModel, step_program
+from verax.text.sizes import plan_sizes
+
+QWEN3_0_6B = dict(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+)
+
+
+def without_weights(file, dtype):
+    """The abstract model of a config.json, and its configuration."""
+    architecture, config = causal_lm(file)
+    module = nnx.eval_shape(lambda: architecture(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return AbstractModel.from_module(module), config
+
+
+def described(tree):
+    return [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+
+
+def test_a_model_of_600_million_weights_is_lowered_without_any():
+    model, config = without_weights(tiny_config(**QWEN3_0_6B), jnp.bfloat16)
+    with ops.use_target("cpu", memory=8 << 30):
+        sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=4, max_model_len=1024))
+        shape = sizes.shapes[0]
+        program = step_program(model, sizes, shape)
+        lowered = program.lower()
+    assert program.name in lowered.as_text()[:200]
+    weights = sum(x.size for x in program.arguments[0])
+    assert 596_000_000 < weights < 597_000_000
+    assert f"{sizes.num_blocks}x8x16x128xbf16" in lowered.as_text()
+    slots, cache, output = lowered.out_info
+    assert described(slots) == described(program.arguments[1])
+    assert described(cache) == described(program.arguments[2])
+    assert output.tokens.shape == (shape.rows,)
+
+
+@pytest.mark.parametrize("engine", ["llm", "quantized_llm"])
+def test_the_runner_passes_what_its_program_takes(request, engine):
+    runner = request.getfixturevalue(engine).engine.runner
+    for shape in runner.config.shapes:
+        program = runner.program(shape)
+        compiled = runner._steps[shape].lower(*runner._arguments(shape))
+        assert described(compiled.args_info) == described(program.arguments)
+
+
+@pytest.fixture(scope="module")
+def quantized_llm(tiny_folder):
+    from tests.text.conftest import make_llm
+
+    return make_llm(tiny_folder, max_num_seqs=1, quantization="int8")
+
+
+def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
+    model, _ = without_weights(tiny_config(), jnp.float32)
+    for shape in llm.engine.runner.config.shapes:
+        planned = step_program(model, llm.engine.runner.config, shape)
+        run = llm.engine.runner.program(shape)
+        assert described(planned.arguments) == described(run.arguments)
+        assert (planned.name, planned.donated) == (run.name, run.donated)
+
+
+def test_over_a_mesh_heads_are_divided_and_recurrent_states_are_whole():
+    model, config = without_weights(tiny_config("qwen3_5_text", **HYBRID), jnp.float32)
+    sizes = plan_sizes(config, jnp.float32, EngineConfig(max_num_seqs=2, max_model_len=64))
+    program = step_program(model, sizes, sizes.shapes[0], make_mesh((1,), ("tensor",)))
+    weights, slots, cache, packed = program.shardings
+    assert {sharding.spec for sharding in jax.tree.leaves((slots, cache[0], cache[2], packed))} == {jax.P()}
+    assert {sharding.spec for sharding in jax.tree.leaves(cache[1])} == {jax.P(None, "tensor")}
+    assert {jax.P("tensor"), jax.P(None, "tensor"), jax.P()} == {sharding.spec for sharding in weights}
+    assert program.lower().as_text()
