@@ -192,7 +192,7 @@ class BertModel(nnx.Module):
 
     @staticmethod
     def aliases(wanted: Iterable[str], present: Iterable[str]) -> dict[str, str]:
-        """Keys of a file that stand for a wanted key: prefixed with `bert.`, or with the names of the first releases."""
+        """Keys of a file that stand for a wanted key: with the prefix `bert.`, or names of the first releases."""
         present = set(present)
         old = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
         found = {}

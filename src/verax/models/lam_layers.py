@@ -70,7 +70,7 @@ class DepthwiseConv(nnx.Module):
 
 
 class ShortConvolution(nnx.Module):
-    """Depthwise convolution of four taps, then SiLU, in float32. The caller's padding decides which tokens it covers."""
+    """Depthwise convolution of four taps, then SiLU, in float32. The caller pads its inputs."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.conv = DepthwiseConv(channels, dtype=dtype, rngs=rngs)
