@@ -1,11 +1,16 @@
 """The package's front door."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import verax
+
+TESTS = Path(__file__).parent
+SOURCES = TESTS.parent / "src" / "verax"
 
 
 def test_every_public_name_can_be_had():
@@ -29,3 +34,22 @@ def test_using_the_engine_brings_no_torch():
     code = "import sys, verax.text.llm, verax.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def modules_without_own_tests():
+    """Files of the package, relative to it, for which no test file of the same name is at the same place in tests."""
+    for path in sorted(SOURCES.rglob("*.py")):
+        module = path.relative_to(SOURCES)
+        own = TESTS / module.parent / f"test_{module.stem.removeprefix('_')}.py"
+        if not module.stem.startswith("__") and not own.exists():
+            yield module.as_posix()
+
+
+def test_every_module_has_its_own_tests_or_a_row_in_the_table_of_the_readme():
+    rows = dict(re.findall(r"^\| `([^`]+\.py)` \| (.+) \|$", (TESTS / "README.md").read_text(), re.MULTILINE))
+    without = set(modules_without_own_tests())
+    assert sorted(without - set(rows)) == []  # add a row
+    assert sorted(set(rows) - without) == []  # the module is gone, or has its own tests now: delete the row
+    named = {name for tests in rows.values() for name in re.findall(r"`([^`]+)`", tests)}
+    assert [name for name in sorted(named) if not (TESTS / name).is_file()] == []
+    assert [module for module, tests in rows.items() if not re.fullmatch(r"none|`[^`]+`(, `[^`]+`)*", tests)] == []
