@@ -1,4 +1,4 @@
-"""The training loop: optimiser steps, checkpoints that resume exactly, a log and a plot of the loss."""
+"""Training loop: optimiser steps, checkpoints that resume exactly, a log and a plot of the loss."""
 
 from __future__ import annotations
 
