@@ -63,7 +63,9 @@ def clips(
             if not path.exists():
                 drawn = draw(scenes(seed, start, CHUNK, split=split), frames=FRAMES, height=SIZE, width=SIZE)
                 partial = path.with_suffix(".partial.npz")
-                np.savez(partial, latents=encode(drawn), condition=encode(shown(drawn[:, 0])), first=drawn[:, 0])
+                np.savez(
+                    partial, latents=encode(drawn), condition=encode(condition_clips(drawn[:, 0])), first=drawn[:, 0]
+                )
                 os.replace(partial, path)
             with np.load(path) as saved:
                 parts.append({name: saved[name] for name in ("latents", "condition", "first")})
@@ -94,8 +96,8 @@ def encoder(vae: WanVae) -> Callable[[UInt8[np.ndarray, "N T H W 3"]], Float16[n
     return encode
 
 
-def shown(first: UInt8[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N T H W 3"]:
-    """Clips of a picture, then grey: the 8-bit value nearest to 0 on the scale from -1 to 1."""
+def condition_clips(first: UInt8[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N T H W 3"]:
+    """Clips of a picture, then grey: 127.5, which is 0 on the scale from -1 to 1."""
     grey = np.full((len(first), FRAMES, *first.shape[1:]), 127.5, np.float32)
     grey[:, 0] = first
     return grey

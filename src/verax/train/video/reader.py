@@ -27,7 +27,7 @@ from verax.train.video.latents import WORDS, labels, tokens
 from verax.train.video.shapes import scenes
 from verax.train.video.tokenizer import video_tokenizer
 
-__all__ = ["SCHEDULE", "TEXT_ENCODER", "Reader", "matrices_by_width", "told_loss", "train_reader"]
+__all__ = ["SCHEDULE", "TEXT_ENCODER", "Reader", "matrices_by_width", "reader_loss", "train_reader"]
 
 TEXT_ENCODER = UMT5Config(
     vocab_size=video_tokenizer().get_vocab_size(), d_model=96, d_kv=32, d_ff=192, num_layers=2, num_heads=3
@@ -48,7 +48,7 @@ class Reader(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         self.text_encoder = UMT5EncoderModel(TEXT_ENCODER, dtype=jnp.float32, rngs=rngs)
         width = TEXT_ENCODER.d_model
-        self.tell = nnx.List(
+        self.heads = nnx.List(
             [Linear(width, len(words), bias=True, dtype=jnp.float32, rngs=rngs) for words in WORDS.values()]
         )
 
@@ -73,7 +73,7 @@ def train_reader(
         model = nnx.merge(graph, params)
         with ops.use_implementations(linear=ROUNDED_GRADIENT, rms_norm="reference"):
             states = model.text_encoder(batch["tokens"], batch["lengths"])
-        return told_loss(model, states, batch["lengths"], batch["labels"])
+        return reader_loss(model, states, batch["lengths"], batch["labels"])
 
     trained = train(
         loss,
@@ -120,19 +120,19 @@ def matrices_by_width(model: nnx.Module, seed: int) -> None:
             module.weight[...] = weight.shape[1] ** -0.5 * jax.random.normal(used, weight.shape)
 
 
-def told_loss(
+def reader_loss(
     model: Reader,
     states: Float[Array, "B S D"],
     lengths: Int[Array, "B"],
     labels: Int[Array, "B words"],
-    heard: Bool[Array, "B"] | None = None,
+    has_text: Bool[Array, "B"] | None = None,
 ) -> Float[Array, ""]:
-    """Cross-entropy of a caption's words given one token's state, in nats: a mean over tokens of captions `heard`."""
+    """Cross-entropy of a caption's words given one token's state, in nats: a mean over tokens where `has_text`."""
     real = jnp.arange(states.shape[1]) < lengths[:, None]
-    if heard is not None:
-        real &= heard[:, None]
+    if has_text is not None:
+        real &= has_text[:, None]
     nats = jnp.zeros(states.shape[:2], jnp.float32)
-    for i, head in enumerate(model.tell):
+    for i, head in enumerate(model.heads):
         logprobs = jax.nn.log_softmax(head(states).astype(jnp.float32), axis=-1)
         nats -= jnp.take_along_axis(logprobs, labels[:, i, None, None], axis=-1)[..., 0]
     return jnp.sum(nats * real) / jnp.maximum(jnp.sum(real), 1)

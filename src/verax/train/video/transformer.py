@@ -25,7 +25,7 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.train.loop import Schedule, train
 from verax.train.precision import ROUNDED_GRADIENT
 from verax.train.video.latents import Clips, normalized_picture, tokens
-from verax.train.video.reader import Reader, matrices_by_width, told_loss
+from verax.train.video.reader import Reader, matrices_by_width, reader_loss
 from verax.train.video.vae import SIZE
 
 __all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
@@ -56,7 +56,7 @@ WITHOUT_TEXT = 0.1
 WITH_IMAGE = 0.5
 """Share of image-to-video clips."""
 
-TELLING = 0.05
+READER_WEIGHT = 0.05
 """Weight of the reader's loss."""
 
 AVERAGE = 0.998
@@ -133,15 +133,15 @@ def batches(clips: Clips, seed: int, start: int) -> Iterator[dict[str, np.ndarra
         rng = np.random.default_rng((seed, step))
         rows = rng.integers(len(clips.latents), size=BATCH)
         template = rng.integers(clips.tokens.shape[1], size=BATCH)
-        silent = rng.random(BATCH) < WITHOUT_TEXT
+        no_text = rng.random(BATCH) < WITHOUT_TEXT
         yield {
             "latents": clips.latents[rows],
             "condition": clips.condition[rows],
             "first": clips.first[rows],
             "with_image": rng.random(BATCH) < WITH_IMAGE,
-            "tokens": np.where(silent[:, None], nothing, clips.tokens[rows, template]),
-            "lengths": np.where(silent, nothing_length, clips.lengths[rows, template]),
-            "silent": silent,
+            "tokens": np.where(no_text[:, None], nothing, clips.tokens[rows, template]),
+            "lengths": np.where(no_text, nothing_length, clips.lengths[rows, template]),
+            "no_text": no_text,
             "labels": clips.labels[rows],
             "seed": np.asarray(step, np.uint32),
         }
@@ -153,8 +153,8 @@ def condition(latents: Float[Array, "B F h w Z"], with_image: Float[Array, "B"])
     It is all zeros for a clip without an image.
     """
     mask = jnp.zeros((*latents.shape[:-1], 4), jnp.float32).at[:, 0].set(1.0)
-    shown = jnp.concatenate([mask, latents.astype(jnp.float32)], axis=-1)
-    return shown * with_image[:, None, None, None, None]
+    channels = jnp.concatenate([mask, latents.astype(jnp.float32)], axis=-1)
+    return channels * with_image[:, None, None, None, None]
 
 
 def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
@@ -176,5 +176,5 @@ def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
         context = model.transformer.encode_context(text, image)
         inputs = jnp.concatenate([noisy, condition(batch["condition"], with_image)], axis=-1)
         velocity = model.transformer(inputs, 1000 * level, context, attention="standard")
-        told = told_loss(model.reader, text, batch["lengths"], batch["labels"], ~batch["silent"])
-    return jnp.mean((velocity - (noise - clean)) ** 2) + TELLING * told
+        reading = reader_loss(model.reader, text, batch["lengths"], batch["labels"], ~batch["no_text"])
+    return jnp.mean((velocity - (noise - clean)) ** 2) + READER_WEIGHT * reading
