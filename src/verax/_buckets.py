@@ -1,4 +1,4 @@
-"""Short lists of sizes to compile for: XLA's programs are of fixed shapes."""
+"""Short lists of sizes to compile for, since XLA's programs have fixed shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["at_least", "powers"]
 
 
 def powers(first: int, last: int, factor: int) -> list[int]:
-    """first, first * factor, ... and `last` itself."""
+    """Sizes `first`, `first * factor`, ... below `last`, and `last` itself."""
     sizes = [first]
     while sizes[-1] * factor < last:
         sizes.append(sizes[-1] * factor)
@@ -17,5 +17,5 @@ def powers(first: int, last: int, factor: int) -> list[int]:
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of the ascending sizes that is `wanted` or more."""
+    """Smallest of the ascending sizes that is at least `wanted`."""
     return sizes[bisect.bisect_left(sizes, wanted)]

@@ -1,4 +1,4 @@
-"""The errors that verax raises on purpose: one hierarchy, so that callers can tell them from bugs."""
+"""Hierarchy of the errors that verax raises on purpose, so that callers can tell them from bugs."""
 
 __all__ = [
     "CheckpointError",
@@ -12,28 +12,28 @@ __all__ = [
 
 
 class VeraxError(Exception):
-    """Base of every deliberate error. The message says what was given, what was expected and what to try."""
+    """Base class. The message says what was given, what was expected and what to try."""
 
 
 class CheckpointError(VeraxError):
-    """A checkpoint cannot be read: a file is missing, truncated or corrupt, or a weight does not fit the model."""
+    """Unreadable checkpoint: a file is missing, truncated or corrupt, or a weight does not fit the model."""
 
 
 class UnsupportedModelError(VeraxError):
-    """The checkpoint is sound, but describes an architecture or option that verax does not implement."""
+    """Valid checkpoint of an architecture or option that verax does not implement."""
 
 
 class InvalidParameterError(VeraxError, ValueError):
-    """An argument is out of range or contradicts another. The message begins with the argument's name."""
+    """Argument that is out of range or contradicts another. The message begins with the argument's name."""
 
 
 class RequestRefusedError(VeraxError, ValueError):
-    """A request can never be served by this engine (a prompt too long, say). Other requests are not affected."""
+    """Request that this engine can never serve, such as a prompt that is too long. Other requests are not affected."""
 
 
 class TemplateError(VeraxError):
-    """The checkpoint has no chat template, or rendering it failed."""
+    """Missing chat template, or a failure to render it."""
 
 
 class MissingDependencyError(VeraxError, ImportError):
-    """An optional dependency is needed. The message names the extra that installs it."""
+    """Missing optional dependency. The message names the extra that installs it."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-import verax
 from verax._compat import JAXLIB, compilation_cache
 
 __all__ = [
@@ -55,7 +55,7 @@ def fingerprint() -> dict[str, Any]:
     """Versions, processor, clocks, threads, memory and devices, for a reader who compares results."""
     platform_name = jax.default_backend()
     facts = {
-        "verax": verax.__version__,
+        "verax": version("verax"),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": JAXLIB,

@@ -49,7 +49,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def at_terminal(monkeypatch, capsys):
-    """Lines that a person types at the prompt; what the two outputs then show."""
+    """Type lines at the prompt, and return both outputs."""
 
     def call(*arguments, lines):
         typed = iter(lines)

@@ -1,4 +1,4 @@
-"""`verax demo`: what a newcomer sees first."""
+"""`verax demo`: its files, and its output on the terminal."""
 
 import json
 

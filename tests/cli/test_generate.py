@@ -1,4 +1,4 @@
-"""`verax generate`: what a shell user types, and what comes back."""
+"""`verax generate`: arguments and pipes in, texts and JSON out, errors as one line."""
 
 import json
 

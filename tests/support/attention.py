@@ -22,7 +22,7 @@ def exact_attention(q, k, v, visible):
 
 
 def paged_problem(seed, lengths, counts, *, N, K, H, p, spare_pages=3, dtype=np.float32, table_width=None):
-    """Random pages in a shuffled order; garbage (large, finite) where no sequence should look."""
+    """Random pages in a shuffled order, with large finite values where no sequence should read."""
     rng = np.random.default_rng(seed)
     widths = [-(-length // p) for length in lengths]
     W = table_width or max([*widths, 1])
@@ -48,7 +48,7 @@ def quantized_problem(*args, **options):
 
 
 def exact_paged_attention(arrays, table, lengths, starts):
-    """What `ops.paged_attention` is to give, in float64."""
+    """Expected result of `ops.paged_attention`, in float64."""
     q, *caches = (float64(x) for x in arrays)
     table, lengths, starts = (np.asarray(x) for x in (table, lengths, starts))
     out = np.zeros(q.shape)

@@ -1,4 +1,4 @@
-"""The definition of a convolution in float64, and the inputs that tests give it."""
+"""Definition of a convolution in float64, and its test inputs."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ def float64(x):
 
 
 def exact_conv3d(x, weight, bias=None, *, stride=(1, 1, 1), padding=((0, 0), (0, 0)), cache=None):
-    """Sum over the taps of the kernel, in float64. Where a tap meets padding, nothing is added."""
+    """Convolution as a sum over the taps of the kernel, in float64. Taps on padding add nothing."""
     x, weight = float64(x), float64(weight)
     kt, kh, kw = weight.shape[2:]
     before = np.zeros((x.shape[0], kt - 1, *x.shape[2:])) if cache is None else float64(cache)
@@ -23,7 +23,7 @@ def exact_conv3d(x, weight, bias=None, *, stride=(1, 1, 1), padding=((0, 0), (0,
 
 
 def conv_arrays(x_shape, kernel, out, *, dtype=jnp.float32, weight_dtype=None, seed=0):
-    """x, weight and bias; the weight such that results are of the order of 1."""
+    """Inputs x, weight and bias, with the weight scaled so that results are of the order of 1."""
     rng = np.random.default_rng(seed)
     fan_in = x_shape[-1] * np.prod(kernel)
     return (

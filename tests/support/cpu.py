@@ -1,4 +1,4 @@
-"""Running a test at every instruction-set level that the machine has."""
+"""Parametrisation of a test over the instruction-set levels of the machine."""
 
 import pytest
 

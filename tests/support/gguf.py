@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2, "llama": gguf.MODEL_ARCH.LLAMA}
 SCALE_OFFSETS = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-"""Where the float16 scales of a block lie, for types that the package cannot quantise to."""
+"""Offsets of a block's float16 scales, for types that the package cannot quantise to."""
 
 
 def encode(weight, kind, seed=0):
@@ -26,14 +26,14 @@ def encode(weight, kind, seed=0):
 
 
 def permuted(weight, heads):
-    """llama.cpp's converter: `LlamaModel.permute`."""
+    """Rows of a query or key matrix in GGUF's order, as in llama.cpp's `LlamaModel.permute`."""
     return (
         weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
 
 
 def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, drop=()):
-    """A Hugging Face folder as a GGUF file; the stored blocks of each matrix by its key.
+    """Write a Hugging Face folder as a GGUF file, and return the stored blocks of each matrix by its key.
 
     `kinds` names other types by key; `metadata` adds (key, writer's method, value); `drop` leaves weights out.
     """
@@ -109,7 +109,7 @@ def add_tokenizer(writer, folder, pre):
 
 
 def llama3_divisors(rope, head_dim):
-    """llama.cpp's converter: `LlamaModel.generate_extra_tensors`."""
+    """Frequency factors of rope, as in llama.cpp's `LlamaModel.generate_extra_tensors`."""
     frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     context, divisors = rope["original_max_position_embeddings"], []

@@ -37,7 +37,7 @@ def shapes(config):
 
 
 def random_weights(config, seed=0):
-    """Matrices that keep the scale of what they multiply, norms and biases that differ: errors must show."""
+    """Random weights: matrices that preserve the scale of their inputs, norms and biases that differ from 1 and 0."""
     rng = np.random.default_rng(seed)
     return {
         name: (

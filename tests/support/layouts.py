@@ -1,4 +1,4 @@
-"""Weights of a PyTorch model into one of ours, by the table between their layouts."""
+"""Conversion of a PyTorch model's weights to one of ours, by the table between their layouts."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ def spread(model, seed=0):
 
 
 def from_torch(build, table, state, dtype=jnp.float32):
-    """`build()` holding a torch model's `state_dict`; every one of its parameters must be there, and no others."""
+    """Module `build()` with the weights of a torch model's `state_dict`, which must have exactly its parameters."""
     abstract = nnx.eval_shape(build)
     parts = {}
     for key, tensor in state.items():

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint with its own tokenizer and chat template, as files: what most tests load."""
+"""Tiny random checkpoint with its own tokenizer and chat template, as files, for most tests of text."""
 
 import json
 from pathlib import Path
@@ -51,13 +51,13 @@ HYBRID = dict(
     linear_value_head_dim=20,
     linear_conv_kernel_dim=4,
 )
-"""What makes `tiny_config("qwen3_5_text", **HYBRID)` a model with recurrent layers before and after attention."""
+"""Changes of `tiny_config` for family qwen3_5_text: recurrent layers before and after attention."""
 
 
 def random_weights(config, seed=0):
-    """Matrices that keep the scale of what they multiply, norms that differ: errors must show.
+    """Random weights: matrices that preserve the scale of their inputs, norms that differ from 1.
 
-    Decays of a recurrent layer reach from a few tokens to thousands.
+    Decays of a recurrent layer are between a few tokens and thousands.
     """
     architecture, sizes = causal_lm(config)
     abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))

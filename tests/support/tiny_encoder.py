@@ -27,7 +27,7 @@ WORDS = words("a the cat dog fox sat ran slept on in under mat river house red b
 
 
 def tiny_tokenizer(folder):
-    """WordPiece as BERT's: whole words, else letters."""
+    """Save a WordPiece tokenizer as BERT's: whole words, otherwise letters."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, *(letter for letter in letters if letter not in WORDS)]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -46,7 +46,7 @@ def tiny_tokenizer(folder):
 
 
 def sentence_files(folder, *, mode="mean", max_seq_length=None, steps=("Transformer", "Pooling", "Normalize")):
-    """modules.json and what it names, as all-MiniLM-L6-v2 has them."""
+    """Write modules.json and the files that it names, as in all-MiniLM-L6-v2."""
     folder = Path(folder)
     listed = [
         {"idx": i, "name": str(i), "path": f"{i}_{step}" if i else "", "type": f"sentence_transformers.models.{step}"}
@@ -61,7 +61,7 @@ def sentence_files(folder, *, mode="mean", max_seq_length=None, steps=("Transfor
 
 
 def random_weights(config, seed=0):
-    """Matrices that keep the scale of what they multiply, biases and norms that differ: errors must show."""
+    """Random weights: matrices that preserve the scale of their inputs, biases and norms that differ from 0 and 1."""
     abstract = nnx.eval_shape(lambda: BertModel(BertConfig.from_hf(config), rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
     weights = {}

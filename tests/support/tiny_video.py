@@ -1,4 +1,4 @@
-"""Tiny video models in diffusers' layout: every part random with spread, so that an error anywhere shows."""
+"""Tiny video models in diffusers' layout. Every part has random weights, so that an error in any part is visible."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ VISION = dict(
 
 
 def word_tokenizer() -> Tokenizer:
-    """A word for a token; `</s>` ends a text, as in UMT5."""
+    """Tokenizer with one token per word; `</s>` ends a text, as in UMT5."""
     vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()

@@ -1,4 +1,4 @@
-"""A tiny video model of the original layout, written without the code that is tested; its tensors have odd sizes."""
+"""Tiny video model of the original layout, written without the code under test. Its tensors have odd sizes."""
 
 import json
 
@@ -42,7 +42,7 @@ def tensors(part):
 
 
 def write_original(folder, *, config=CONFIG):
-    """The folder, with the encoders' and the VAE's weights as safetensors under their published names."""
+    """Folder with the encoders' and the VAE's weights as safetensors under their published names."""
     (folder / "google" / "umt5-xxl").mkdir(parents=True)
     (folder / "google" / "umt5-xxl" / "tokenizer.json").write_text("{}")
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""The command line. Commands import what they need when they run, so that `verax --help` is quick."""
+"""Command line. Commands import what they need when they run, so that `verax --help` is quick."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from verax.errors import VeraxError
 __all__ = ["app", "main"]
 
 UsageError: Any = typer.BadParameter.__base__
-"""Wrong options and arguments. Typer exports only this subclass of it, and has click inside or beside it by version."""
+"""Exception for wrong options and arguments. Typer exports only a subclass of it, and click may be a part of Typer."""
 
 INTERRUPTED = 130
-"""Exit status of a shell's command that Ctrl-C ended: 128 + SIGINT."""
+"""Exit status of a command that Ctrl-C ended: 128 + SIGINT."""
 
 app = typer.Typer(
     name="verax",
@@ -64,7 +64,7 @@ def _options(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
     if not debug:
-        # XLA logs each program that it takes from the disk cache, at a level that looks like an error.
+        # XLA logs each program that it loads from the disk cache, at a level that looks like an error.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         logging.getLogger("jax").setLevel(logging.ERROR)
 
@@ -98,6 +98,6 @@ def main() -> None:
 
 
 def _explain(message: str, status: int) -> int:
-    """One line for the person, whatever the message brings along."""
+    """Print an error message as one line, and return the exit status."""
     sys.stderr.write(f"verax: error: {' '.join(message.split())}\n")
     return status

@@ -30,7 +30,7 @@ Ctrl-C stops an answer."""
 
 def chat(
     model: options.Model = None,
-    message: Annotated[str | None, typer.Option("--message", help="One turn: print the answer and leave.")] = None,
+    message: Annotated[str | None, typer.Option("--message", help="One message: print the answer and exit.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = None,
@@ -86,7 +86,7 @@ def chat(
 
 
 class Conversation:
-    """The history, and the rule that it must fit: the oldest turns are dropped when it no longer does."""
+    """History of a conversation. The oldest turns are dropped when it no longer fits the context."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, show: bool):
         self._llm = llm
@@ -95,12 +95,12 @@ class Conversation:
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
-        """Begin anew, with this system message."""
+        """Begin a new conversation with this system message."""
         self.system = system
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> RequestOutput | None:
-        """One turn: the answer is shown as it comes, and remembered. None if Ctrl-C stopped it."""
+        """Answer one message: show the answer as it comes, and keep it. None if Ctrl-C stopped it."""
         self.messages.append({"role": "user", "content": text})
         self._make_room()
         try:
@@ -146,7 +146,7 @@ def _turns(interactive: bool) -> Iterator[str]:
     if not interactive:
         yield from (line for line in sys.stdin.read().splitlines() if line)
         return
-    with contextlib.suppress(ImportError):  # input() then has line editing and history
+    with contextlib.suppress(ImportError):  # gives input() line editing and history
         importlib.import_module("readline")
     while True:
         try:
@@ -162,7 +162,7 @@ def _turns(interactive: bool) -> Iterator[str]:
 
 
 def _command(talk: Conversation, line: str) -> bool:
-    """Obey a /command; False to leave."""
+    """Run a /command. False if it ends the conversation."""
     name, _, rest = line.partition(" ")
     if name in ("/exit", "/quit"):
         return False

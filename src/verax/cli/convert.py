@@ -1,4 +1,4 @@
-"""`verax convert`: a video model from one published layout to the other."""
+"""`verax convert`: convert a video model from one published layout to the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["convert"]
 def convert(
     source: Annotated[Path, typer.Argument(help="A SkyReels-V2 or Wan folder, of either layout.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    to: Annotated[str, typer.Option(help="original or diffusers: the layout to write.", show_default=False)],
+    to: Annotated[str, typer.Option(help="Layout to write: original or diffusers.", show_default=False)],
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="bfloat16 or float32: of the transformer and the encoders; the VAE stays as it is.",
+            help="Dtype of the transformer and the encoders: bfloat16 or float32. The VAE keeps its own.",
             show_default="as they are",
         ),
     ] = None,
@@ -25,8 +25,8 @@ def convert(
 ) -> None:
     """Write a video model in the original's layout or in diffusers', as safetensors; weights keep their bits.
 
-    In the original layout, what the original has as .pth is safetensors under the same name (Wan2.1_VAE.safetensors,
-    models_t5_umt5-xxl-enc-bf16.safetensors, ...), with its settings beside it; verax opens either.
+    In the original layout, .pth files become safetensors files of the same name (Wan2.1_VAE.safetensors,
+    models_t5_umt5-xxl-enc-bf16.safetensors, ...), with their settings beside them. verax opens either.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`verax demo`: the built-in models at work, in a minute."""
+"""`verax demo`: run the built-in models, in a minute."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what the demo makes.")] = Path("demo"),
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
 ) -> None:
-    """The built-in models at work: text, sums, the speed, paraphrases, a clip; and the proof beside PyTorch.
+    """Run the built-in models: text, sums, speed, paraphrases, a clip; and compare the text model with PyTorch's.
 
-    One folder keeps it all. The clip needs the extra named video, the proof those named parity and compare.
+    Everything is saved to one folder. The clip needs the extra video, the comparison the extras parity and compare.
     """
     from verax.text.llm import LLM
 
@@ -90,7 +90,7 @@ def demo(
 
 
 class _Transcript:
-    """Prints, and keeps what it printed."""
+    """Printer that keeps what it printed."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -111,7 +111,7 @@ def _stream(llm: LLM, prompt: str | list[dict[str, Any]], params: SamplingParams
 
 
 def _nearest(say: _Transcript) -> dict[str, str]:
-    """Each sentence's nearest among the paraphrases, by the built-in encoder."""
+    """Nearest paraphrase of each sentence, by the built-in encoder."""
     from verax.embed.encoder import Encoder
 
     encoder = Encoder()
@@ -126,7 +126,7 @@ def _nearest(say: _Transcript) -> dict[str, str]:
 
 
 def _clip(output: Path, seed: int, say: _Transcript) -> tuple[str, float] | None:
-    """A clip and its contact sheet; its size, and the seconds of a second one, whose programs are there already."""
+    """Make a clip and its contact sheet. Its size, and the seconds of a second clip, after compilation."""
     from verax.video.pipeline import VideoPipeline
 
     say(f"\n-- a clip\n> {DRAWN}")
@@ -147,7 +147,7 @@ def _clip(output: Path, seed: int, say: _Transcript) -> tuple[str, float] | None
 
 
 def _proof(output: Path, say: _Transcript) -> None:
-    """The built-in language model held against transformers', layer by layer."""
+    """Compare the built-in language model with transformers', layer by layer."""
     say("\n-- the text model's layers beside PyTorch's")
     missing = [name for name in ("torch", "transformers", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
@@ -166,7 +166,7 @@ def _proof(output: Path, say: _Transcript) -> None:
 
 
 def _benchmark(path: Path, rates: Mapping[str, str]) -> None:
-    """The speeds as a table, with the machine that they were measured on."""
+    """Write the speeds as a table, with the machine that they were measured on."""
     from verax.machine import fingerprint
 
     facts = fingerprint()

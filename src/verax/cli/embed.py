@@ -1,4 +1,4 @@
-"""`verax embed`: sentences to vectors."""
+"""`verax embed`: turn sentences into vectors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def embed(
 
 
 def _records(sentences: list[str] | None, file: Path | None, field: str | None) -> list[dict[str, Any]]:
-    """An object for each sentence, in their order; without `field`, of the text alone."""
+    """Objects of the sentences, in their order; without `field`, each has the text alone."""
     if sentences and file:
         raise typer.BadParameter("give sentences or --file, not both")
     if sentences and field:
@@ -97,7 +97,7 @@ def _object(line: str, number: int, field: str) -> dict[str, Any]:
 
 
 def _writer(output: Path | None) -> Any:
-    """What writes (records, vectors); refused here, before the work, if it could not be written."""
+    """Function that writes (records, vectors). A path that cannot be written is refused here, before the work."""
     if output is None:
         return lambda records, vectors: _write_lines(sys.stdout, records, vectors)
     if output.suffix not in (".npy", ".jsonl"):
@@ -109,7 +109,7 @@ def _writer(output: Path | None) -> Any:
 
 
 def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
-    """All of it, or nothing: written to one side, then renamed."""
+    """Write a file atomically: write a temporary file, then rename it."""
     import numpy as np
 
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
@@ -127,6 +127,6 @@ def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.nda
 
 def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
     for record, vector in zip(records, vectors, strict=True):
-        # As short as float32 numbers can be told apart: nine digits.
+        # Nine digits, which distinguish all float32 numbers.
         numbers = [float(f"{x:.9g}") for x in vector.tolist()]
         file.write(json.dumps({**record, "embedding": numbers}, ensure_ascii=False) + "\n")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["generate"]
 
 MOST_AT_ONCE = 64
-"""Sequences in one step: steps are compiled for sizes up to this, and a command line rarely brings more prompts."""
+"""Largest number of sequences in one step: steps are compiled for sizes up to this. Few commands have more prompts."""
 
 
 def generate(
@@ -104,7 +104,7 @@ def generate(
 
 
 def _show_one(llm: LLM, prompt: str, params: SamplingParams) -> int:
-    """Write a text as it comes; the number of tokens."""
+    """Write a text as it comes, and return its number of tokens."""
     pieces = llm.stream(prompt, params)  # first of all: it refuses what cannot be served
     sys.stdout.write(prompt)
     sys.stdout.flush()

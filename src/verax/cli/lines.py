@@ -11,12 +11,12 @@ __all__ = ["checked", "read_lines"]
 
 
 def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bool = False) -> list[str]:
-    """The lines of a file, or of standard input, that are not blank; with `keep_blank`, if any is not, all of them.
+    """Lines of a file, or of standard input: all lines if `keep_blank`, otherwise those that are not blank.
 
-    `what` is a word for one of them, in errors.
+    `what` is a word for one line, in errors.
 
     Raises:
-        typer.BadParameter: naming the source, if it does not exist, is no UTF-8 text, or has no such line.
+        typer.BadParameter: naming the source, if it does not exist, is not UTF-8 text, or has blank lines only.
     """
     source = "standard input" if file is None else str(file)
     if file is not None and not file.is_file():
@@ -25,7 +25,7 @@ def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bo
         text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
-    # Not splitlines, which also cuts at characters that belong to a text (U+2028 within JSON, say).
+    # Not splitlines, which also splits at characters that may be part of a text (U+2028 in JSON, for example).
     lines = text.removesuffix("\n").split("\n")
     found = [line for line in lines if line.strip()]
     if not found:
@@ -34,7 +34,7 @@ def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bo
 
 
 def checked(texts: list[str], what: str = "prompt", *, allow_empty: bool = False) -> list[str]:
-    """The texts, if a tokenizer can read them: bytes of other encodings reach Python as lone surrogates.
+    """Texts, after a check that a tokenizer can read them: bytes of other encodings are lone surrogates in Python.
 
     Raises:
         typer.BadParameter: naming the text that is not UTF-8, or empty.

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they become."""
+"""Options that several commands share, and their conversion to arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Quantization = Annotated[
     ),
 ]
 KvCacheDtype = Annotated[
-    str, typer.Option(help="Of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")
+    str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and answer, in tokens.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
@@ -53,7 +53,9 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Likeliest tokens of this probability.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
+    typer.Option(
+        help="Likeliest tokens up to this total probability.", rich_help_panel=_SAMPLING, show_default="checkpoint's"
+    ),
 ]
 TopK = Annotated[
     int | None, typer.Option(help="This many likeliest tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
@@ -61,13 +63,13 @@ TopK = Annotated[
 MinP = Annotated[
     float | None,
     typer.Option(
-        help="Tokens this fraction as likely as the best.", rich_help_panel=_SAMPLING, show_default="checkpoint's"
+        help="Least probability, relative to the best token.", rich_help_panel=_SAMPLING, show_default="checkpoint's"
     ),
 ]
-PresencePenalty = Annotated[float, typer.Option(help="Against tokens that came before.", rich_help_panel=_SAMPLING)]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="The same, for each time that they came.", rich_help_panel=_SAMPLING)
+PresencePenalty = Annotated[
+    float, typer.Option(help="Penalty of tokens that occurred before.", rich_help_panel=_SAMPLING)
 ]
+FrequencyPenalty = Annotated[float, typer.Option(help="Penalty per earlier occurrence.", rich_help_panel=_SAMPLING)]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(help="Divides scores of earlier tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
@@ -81,5 +83,5 @@ IgnoreEos = Annotated[
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that were given: what is None is left to the checkpoint's generation_config.json."""
+    """Options that are not None. The checkpoint's generation_config.json has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`verax quantize`: a checkpoint in fewer bits."""
+"""`verax quantize`: quantise a checkpoint."""
 
 from __future__ import annotations
 

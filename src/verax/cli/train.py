@@ -1,4 +1,4 @@
-"""`verax train`: the recipes of the built-in models."""
+"""`verax train`: train the built-in models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import typer
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Train the built-in models anew.", no_args_is_help=True)
+app = typer.Typer(help="Train the built-in models.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """Train the built-in models anew."""
+    """Train the built-in models."""
 
 
 @app.command("text-builtin")
@@ -23,8 +23,8 @@ def text_builtin(
         "runs/text"
     ),
     steps: Annotated[int | None, typer.Option(help="Length of the schedule; the recipe's own if left out.")] = None,
-    seed: Annotated[int, typer.Option(help="Of data, tokenizer and initial weights.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the output folder.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of data, tokenizer and initial weights.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state in the output folder.")] = False,
 ) -> None:
     """Train the built-in language model: under an hour on two CPU cores. Needs the extra named train."""
     from verax.train.text.recipe import train_builtin
@@ -38,8 +38,8 @@ def encoder_builtin(
         "runs/encoder"
     ),
     steps: Annotated[int | None, typer.Option(help="Length of the schedule; the recipe's own if left out.")] = None,
-    seed: Annotated[int, typer.Option(help="Of data, tokenizer and initial weights.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the state in the output folder.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of data, tokenizer and initial weights.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state in the output folder.")] = False,
 ) -> None:
     """Train the built-in encoder of sentences: some minutes on two CPU cores. Needs the extra named train."""
     from verax.train.encoder.evaluation import evaluate
@@ -57,8 +57,8 @@ def video_builtin(
         Path, typer.Option("--output", "-o", help="Folder for states, logs, plots and the model.")
     ] = Path("runs/video"),
     steps: Annotated[int | None, typer.Option(help="Length of all schedules; the recipe's own if left out.")] = None,
-    seed: Annotated[int, typer.Option(help="Of data, noise and initial weights.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is in the output folder.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of data, noise and initial weights.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the states in the output folder.")] = False,
     evaluate: Annotated[
         bool,
         typer.Option("--evaluate", help="Train nothing: measure the output folder's model, or the built-in one."),

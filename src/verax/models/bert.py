@@ -1,7 +1,7 @@
 """BERT's encoder (Devlin et al., 2018, arXiv:1810.04805): the model of MiniLM, BGE, E5, GTE and most sentence encoders.
 
 Follows transformers' `BertModel`; module paths are the keys of its checkpoints. The pooler, which sentence encoders do
-not use, is left in the file.
+not use, is not loaded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
-"""By transformers' names."""
+"""Activation functions, by transformers' names."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Sizes of the family, by the names of config.json."""
+    """Sizes of a model, under their names in config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -91,7 +91,7 @@ class BertEmbeddings(nnx.Module):
 
 
 class BertSelfAttention(nnx.Module):
-    """Every token attends to all tokens of its sentence."""
+    """Attention of every token to all tokens of its sentence."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D = config.hidden_size
@@ -107,7 +107,7 @@ class BertSelfAttention(nnx.Module):
 
 
 class BertOutput(nnx.Module):
-    """A projection, added to what came before and normalised."""
+    """Projection, residual sum and normalisation."""
 
     def __init__(self, size_in: int, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.dense = Linear(size_in, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
@@ -118,7 +118,7 @@ class BertOutput(nnx.Module):
 
 
 class BertAttention(nnx.Module):
-    """Attention with its output projection."""
+    """Self-attention with its output projection."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.self = BertSelfAttention(config, dtype=dtype, rngs=rngs)
@@ -153,17 +153,20 @@ class BertLayer(nnx.Module):
 
 
 class BertEncoder(nnx.Module):
-    """The layers."""
+    """Stack of layers."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.layer = nnx.List([BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
 
 
 class BertModel(nnx.Module):
-    """Tokens to hidden states. All between matmuls is float32; their inputs are rounded to the weights' dtype."""
+    """BERT's encoder, from tokens to hidden states.
+
+    Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
+    """
 
     ignored_weights = (r"^(bert\.)?pooler\.", r"^cls\.", r"position_ids$")
-    """The pooler, heads of pre-training, and a constant that old checkpoints carry."""
+    """Patterns of keys that are not loaded: the pooler, heads of pre-training, a constant of old checkpoints."""
 
     key_aliases = (
         (r"^", "bert."),
@@ -175,7 +178,7 @@ class BertModel(nnx.Module):
     """Other keys of the same weights: under `bert.` beside a head, and with the names of the first releases."""
 
     depends_on_padding = False
-    """Whether a sentence's states change with what is padded to it or batched with it."""
+    """True if a sentence's states change with its padding or with the other sentences of its batch."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -183,11 +186,11 @@ class BertModel(nnx.Module):
         self.encoder = BertEncoder(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
-        """Final hidden states of sentences that are padded on the right; those of padding mean nothing.
+        """Final hidden states, float32. Sentences are padded on the right; the states of padding mean nothing.
 
         Args:
-            tokens: T is at most `max_position_embeddings`.
-            lengths: tokens of each sentence that are not padding. Nothing else depends on the padding.
+            tokens: token ids. T is at most `max_position_embeddings`.
+            lengths: tokens of each sentence that are not padding. Their states do not depend on the padding.
         """
         # Sentence and padding as two segments: neither sees the other.
         segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)

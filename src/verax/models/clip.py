@@ -1,7 +1,7 @@
 """CLIP's image encoder (Radford et al., 2021, arXiv:2103.00020): a vision transformer, run to its last layer but one.
 
 Wan's and SkyReels-V2's image-to-video models take OpenCLIP's ViT-H/14. Module paths are the keys of Wan's
-`models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth`; `checkpoint/names_clip.py` has transformers' names for them.
+`models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth`; `checkpoint/names/clip.py` has transformers' names for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
-"""By transformers' names: OpenCLIP's and OpenAI's."""
+"""Activation functions, by transformers' names: OpenCLIP's and OpenAI's."""
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL = ("image_size", "patch_size", "hidden_act", "layer_norm_eps")
@@ -36,21 +36,25 @@ _OPTIONAL = ("image_size", "patch_size", "hidden_act", "layer_norm_eps")
 
 @dataclass(frozen=True)
 class CLIPVisionConfig:
-    """Sizes by the names of transformers' config.json; the defaults are ViT-H/14's, which has none in Wan's layout."""
+    """Sizes of a model, under their names in transformers' config.json.
+
+    The defaults are those of ViT-H/14: Wan's layout has no config.json for it.
+    """
 
     hidden_size: int = 1280
     intermediate_size: int = 5120
     num_hidden_layers: int = 32
     num_attention_heads: int = 16
     image_size: int = 224
-    """Height and width of an image."""
+    """Height and width of an image, in pixels."""
     patch_size: int = 14
+    """Height and width of a patch, in pixels."""
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-5
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image, P."""
+        """Number of patches of an image, P."""
         return (self.image_size // self.patch_size) ** 2
 
     @classmethod
@@ -87,7 +91,7 @@ class CLIPVisionConfig:
 
 
 class PatchEmbedding(nnx.Module):
-    """Each patch of an image by one matrix, kept as a convolution's weight `[D, 3, p, p]`."""
+    """Linear map of each patch of an image. Its weight is that of a convolution, `[D, 3, p, p]`."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.patch_size = config.patch_size
@@ -100,7 +104,7 @@ class PatchEmbedding(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """Every patch attends to all; queries, keys and values are the rows of one matrix."""
+    """Attention of every patch to all patches. The weights of queries, keys and values are rows of one matrix."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D = config.hidden_size
@@ -116,7 +120,7 @@ class SelfAttention(nnx.Module):
 
 
 class Activation(nnx.Module):
-    """An elementwise function that has a place among modules, which are counted."""
+    """Elementwise function, as a module: it takes up an index in the checkpoint's list of modules."""
 
     def __init__(self, name: str):
         self.name = name
@@ -126,7 +130,7 @@ class Activation(nnx.Module):
 
 
 class AttentionBlock(nnx.Module):
-    """Attention, then feed-forward, each on the normalised sum so far and added to it."""
+    """Pre-norm block: attention, then feed-forward, each with a residual sum."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
@@ -150,7 +154,7 @@ class AttentionBlock(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """Patches behind a token of their own, with learnt positions, through the layers."""
+    """Vision transformer: a class token and the patches, learnt positions, and the blocks without the last."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, eps = config.hidden_size, config.layer_norm_eps
@@ -175,20 +179,21 @@ class VisionTransformer(nnx.Module):
 
 
 class CLIPVisionModel(nnx.Module):
-    """Images to one state for each patch. All between matmuls is float32; their inputs have the weights' dtype.
+    """CLIP's image encoder, from images to one hidden state for each patch.
 
-    The last layer and `post_norm` are there so that a saved model is whole; nothing runs them.
+    Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32. The last block and
+    `post_norm` are loaded so that a saved model is complete; they are not run.
     """
 
     ignored_weights = (r"^textual\.", r"^log_scale$", r"^visual\.head$", r"^visual_projection\.", r"position_ids$")
-    """Patterns of keys, in either layout: CLIP's text side, the projection to its space, and an old constant."""
+    """Patterns of keys that are not loaded, in either layout: the text encoder, projections, an old constant."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.visual = VisionTransformer(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, pixels: Float[Array, "B H W 3"]) -> Float[Array, "B T D"]:
-        """The states before the last layer, float32 `[B, 1 + P, D]`: transformers' `hidden_states[-2]`.
+        """Hidden states before the last block, float32 `[B, 1 + P, D]`: transformers' `hidden_states[-2]`.
 
         Args:
             pixels: normalised by CLIP's mean and standard deviation (`video.pictures`); H and W are `image_size`.

@@ -1,7 +1,7 @@
 """LAM, a sentence encoder: MiniLM's embeddings and feed-forward blocks around layers of a hierarchical delta rule.
 
-Published in PyTorch (Qonsult1001/arxiv, folder LAM) and as SAID-LAM-v1; written from its equations, under its parameter
-names. `LamConfig.rule` says whether the published layer runs, oddities included, or the one without them: docs/lam.md.
+Published in PyTorch (Qonsult1001/arxiv, folder LAM) and as SAID-LAM-v1. This file follows its equations and has its
+parameter names. `LamConfig.rule` selects the layer: as published, faults included, or corrected (docs/lam.md).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["LamConfig", "LamModel"]
 
 @dataclass(frozen=True, kw_only=True)
 class LamConfig(DeltaNetConfig):
-    """Sizes and initial values, by the names of config.json."""
+    """Sizes and initial values of a model, under their names in config.json."""
 
     vocab_size: int
     intermediate_size: int
     num_hidden_layers: int
     layer_norm_eps: float = 1e-12
     max_position_embeddings: int = 32768
-    """The longest sequence that is taken."""
+    """Length of the longest sequence, in tokens."""
     num_positions: int = 512
-    """Rows of the table of positions, MiniLM's. A longer sequence is stretched over it."""
+    """Rows of MiniLM's table of positions. The rows of a longer sequence are interpolated."""
     type_vocab_size: int = 2
 
     @classmethod
@@ -101,7 +101,7 @@ _DESCRIPTIONS = {
     "complexity": "O(n)",
     "memory_type": "dual_state",
 }
-"""What published files say of every model."""
+"""Entries of `lam_config` that describe a published model, with their only value."""
 _TYPES = {
     **dict.fromkeys((*_SIZES, "max_position_embeddings", "num_positions", "type_vocab_size", "chunk_size"), int),
     **dict.fromkeys(("layer_norm_eps", "fast_decay_init", "slow_decay_init"), (int, float)),
@@ -123,7 +123,12 @@ class Embeddings(nnx.Module):
         self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
 
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "#B"]) -> Float[Array, "B T D"]:
-        """`lengths`: over how many tokens the table of positions is stretched, where it is shorter."""
+        """Embeddings, float32.
+
+        Args:
+            tokens: token ids.
+            lengths: number of tokens over which the table of positions is interpolated if it is shorter than T.
+        """
         T, rows = tokens.shape[1], self.config.num_positions
         if rows >= T:
             positions = self.position_embeddings(jnp.arange(T))
@@ -139,7 +144,7 @@ class Embeddings(nnx.Module):
 
 
 class AddAndNorm(nnx.Module):
-    """Normalisation of a residual sum, and the projection before it where there is one. Of BERT's `output`."""
+    """BERT's `output`: projection (if `size_in` is given), residual sum, normalisation."""
 
     def __init__(self, config: LamConfig, *, size_in: int = 0, dtype: DTypeLike, rngs: nnx.Rngs):
         self.dense = Linear(size_in, config.hidden_size, bias=True, dtype=dtype, rngs=rngs) if size_in else None
@@ -150,21 +155,21 @@ class AddAndNorm(nnx.Module):
 
 
 class Dense(nnx.Module):
-    """A linear layer under the name `dense`, as BERT's modules hold theirs."""
+    """Linear layer under the name `dense`, as in BERT's modules."""
 
     def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.dense = Linear(size_in, size_out, bias=True, dtype=dtype, rngs=rngs)
 
 
 class MixerOutput(nnx.Module):
-    """Where BERT has its attention, of which the normalisation is left."""
+    """Residual sum and normalisation after the delta rule, under the key of BERT's attention."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.output = AddAndNorm(config, dtype=dtype, rngs=rngs)
 
 
 class Block(nnx.Module):
-    """What a layer has beside its delta rule: two normalised residual sums, and the feed-forward between them."""
+    """Rest of a layer, beside its delta rule: two normalised residual sums, and the feed-forward between them."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.published = config.rule != "gated"
@@ -175,7 +180,7 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = self.attention.output(mixed, x)
         inner = _gelu(self.intermediate.dense(x))
-        # Published: twice, once by MiniLM's module and once more by LAM's.
+        # As published, GELU is applied twice: by MiniLM's module and again by LAM's.
         return self.output(_gelu(inner) if self.published else inner, x)
 
 
@@ -184,14 +189,14 @@ def _gelu(x: Array) -> Array:
 
 
 class Encoder(nnx.Module):
-    """The blocks."""
+    """Stack of blocks."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.layer = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
 
 
 class Teacher(nnx.Module):
-    """What comes from MiniLM. Its pooler is in the files and in the published number of parameters; nothing uses it."""
+    """Modules taken from MiniLM. The pooler is in the files and in the published parameter count, but not used."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.embeddings = Embeddings(config, dtype=dtype, rngs=rngs)
@@ -200,14 +205,17 @@ class Teacher(nnx.Module):
 
 
 class LamModel(nnx.Module):
-    """Tokens to hidden states. All between matmuls is float32; their inputs are rounded to the weights' dtype."""
+    """LAM's encoder, from tokens to hidden states.
+
+    Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
+    """
 
     ignored_weights = (
         r"^teacher_model\.encoder\.layer\.\d+\.attention\.(self|output\.dense)\.",
         r"position_ids$",
         r"^(embeddings|deltanet_norms|deltanet_ffns|ffn_norms|output_denses|pooler)\.",
     )
-    """The attention that LAM replaced, a constant of old checkpoints, and second names of the teacher's weights."""
+    """Patterns of keys that are not loaded: the replaced attention, an old constant, duplicates of the teacher."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -219,16 +227,16 @@ class LamModel(nnx.Module):
 
     @property
     def depends_on_padding(self) -> bool:
-        """Whether a sentence's states change with what is padded to it or batched with it: as published, they do."""
+        """True if a sentence's states change with its padding or its batch, as those of the published rules do."""
         return self.config.rule != "gated"
 
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
-        """Final hidden states of sentences that are padded on the right; those of padding mean nothing.
+        """Final hidden states, float32. Sentences are padded on the right; the states of padding mean nothing.
 
         Args:
-            tokens: T is at most `max_position_embeddings`.
-            lengths: tokens of each sentence that are not padding; all if None. The published rules do not look at it,
-                and their results depend on the padding.
+            tokens: token ids. T is at most `max_position_embeddings`.
+            lengths: tokens of each sentence that are not padding; all if None. The published rules ignore it, and
+                their results depend on the padding.
         """
         gated = self.config.rule == "gated"
         whole = jnp.full((1,), tokens.shape[1])

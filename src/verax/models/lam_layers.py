@@ -1,4 +1,4 @@
-"""The layers of LAM: the published one, under its parameter names, and the one without its faults (docs/lam.md)."""
+"""Layers of LAM: the published one, under its parameter names, and a corrected one (docs/lam.md)."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ __all__ = ["DeltaNetConfig", "EnhancedHierarchicalDeltaNet", "HierarchicalGatedD
 Rule = Literal["hierarchical", "local", "gated"]
 
 CHUNK_SIZES = {"hierarchical": 64, "local": 128}
-"""Of the published rules, where a checkpoint does not say."""
+"""Tokens in a chunk of each published rule, if the checkpoint has no `chunk_size`."""
 
 PAD_FROM, PAD_TO = 64, 32
-"""The published layer pads sequences from so many tokens on to a multiple of this."""
+"""Padding of the published layer: sequences of at least `PAD_FROM` tokens become a multiple of `PAD_TO` long."""
 
 TAPS = 4
-"""Of the short convolutions."""
+"""Taps of the short convolutions."""
 
 HEAD_NORM_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetConfig:
-    """Sizes and rule of a layer. All but the sizes stand in the `lam_config` of a config.json."""
+    """Sizes and rule of a layer. All but the sizes are read from `lam_config` in config.json."""
 
     hidden_size: int
     num_attention_heads: int
     rule: Rule = "local"
-    """`"hierarchical"` (two states, variant B) or `"local"` (what the published package computes, variant C), both as
-    published; `"gated"`, the hierarchical gated delta rule, where nothing leaks between tokens, padding and rows."""
+    """Delta rule: `"hierarchical"` (two states, variant B) or `"local"` (the published package's, variant C), both as
+    published; or `"gated"`, the hierarchical gated delta rule, which is causal and independent of padding and batch."""
     chunk_size: int = 0
-    """Of the published rules, whose results depend on it; the published one if 0."""
+    """Tokens in a chunk of a published rule, whose results depend on it; `CHUNK_SIZES` if 0."""
     coupling_interval: int = 64
-    """Of the gated rule: tokens after which its two memories are mixed."""
+    """Tokens of the gated rule after which its two memories are mixed."""
     fast_decay_init: float = 0.3
     slow_decay_init: float = 0.85
     allow_neg_eigval: bool = False
-    """beta up to 2."""
+    """True if beta reaches 2 instead of 1."""
 
 
 class LamState(NamedTuple):
-    """What a piece of a sequence leaves a `HierarchicalGatedDeltaNet` for the next piece."""
+    """State of a `HierarchicalGatedDeltaNet` after a piece of a sequence, from which the next piece continues."""
 
     convolution: Float[Array, "B taps C"]
-    """The last inputs of the three convolutions, beside each other."""
+    """Last inputs of the three convolutions, concatenated along channels."""
     rule: HierarchicalState
 
 
 class DepthwiseConv(nnx.Module):
-    """Parameters of a convolution by channel, as PyTorch's `Conv1d` has them."""
+    """Parameters of a depthwise convolution, in the layout of PyTorch's `Conv1d`."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         bound = TAPS**-0.5
@@ -70,33 +70,33 @@ class DepthwiseConv(nnx.Module):
 
 
 class ShortConvolution(nnx.Module):
-    """Four taps on each channel, then SiLU, in float32. The caller pads, and decides by that what a token sees."""
+    """Depthwise convolution of four taps, then SiLU, in float32. The caller pads its inputs."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.conv = DepthwiseConv(channels, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B S C"]) -> Float[Array, "B T C"]:
-        """`[B, T + 3, C]` to `[B, T, C]`: output t is made of inputs t to t + 3."""
+        """Outputs `[B, T, C]` of inputs `[B, T + 3, C]`: output t depends on inputs t to t + 3."""
         weight, bias = self.conv.weight[...].astype(x.dtype), self.conv.bias[...].astype(x.dtype)
         T = x.shape[1] - TAPS + 1
         return jax.nn.silu(sum((x[:, j : j + T] * weight[:, 0, j] for j in range(TAPS)), start=bias))
 
 
 class TwoLayers(nnx.Module):
-    """A perceptron under keys 0 and 2: PyTorch's `Sequential` counts the activation between them."""
+    """Perceptron of two layers, under the keys 0 and 2: PyTorch's `Sequential` counts the activation between them."""
 
     def __init__(self, size_in: int, hidden: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         for key, sizes in (("0", (size_in, hidden)), ("2", (hidden, 1))):
             setattr(self, key, Linear(*sizes, bias=True, dtype=dtype, rngs=rngs))
 
     def weights(self) -> Perceptron:
-        """As the rules take them."""
+        """Weights as arrays, for the delta rules of `ops`."""
         layers: list[Linear] = [getattr(self, key) for key in ("0", "2")]
         return Perceptron(*(w[...] for layer in layers for w in (layer.weight, layer.bias) if w is not None))
 
 
 class FluxParameters(nnx.Module):
-    """`resonance_flux`: a bilinear form and a temperature for each head, and two small perceptrons that heads share."""
+    """Parameters of `resonance_flux`: a bilinear form and a temperature of each head, and two shared perceptrons."""
 
     def __init__(self, heads: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         bound = 0.1 * math.sqrt(6 / (2 * size * heads))
@@ -106,14 +106,14 @@ class FluxParameters(nnx.Module):
         self.token_flux_proj = TwoLayers(2 * size, size // 2, dtype=dtype, rngs=rngs)
 
     def weights(self) -> ResonanceFlux:
-        """As the rules take them."""
+        """Weights as arrays, for the delta rules of `ops`."""
         return ResonanceFlux(
             self.W_bilinear[...], self.temp[...], self.flux_net.weights(), self.token_flux_proj.weights()
         )
 
 
 class HeadNorm(nnx.Module):
-    """RMS normalisation by head. `gate` is in the checkpoints and takes no part."""
+    """RMS normalisation of each head. `gate` is in the checkpoints but not used."""
 
     def __init__(self, size: int, *, dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones(size, dtype))
@@ -125,10 +125,10 @@ class HeadNorm(nnx.Module):
 
 
 class EnhancedHierarchicalDeltaNet(nnx.Module):
-    """The published layer, under its published parameter names: rule `hierarchical` (variant B) or `local` (C).
+    """Published layer, under its published parameter names: rule `hierarchical` (variant B) or `local` (C).
 
-    Its convolutions see the next token; what is padding is not known to it; from the third chunk on,
-    `hierarchical` couples the rows of a batch. So a sentence's result depends on its padding and its batch.
+    A sentence's result depends on its padding and its batch, for three reasons: the convolutions include the next
+    token, padding is treated as tokens, and `hierarchical` couples the rows of a batch from the third chunk on.
     """
 
     def __init__(self, config: DeltaNetConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -153,12 +153,12 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
         self.o_proj = Linear(D, D, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | None]:
-        """Outputs, and the fast and slow states that are left (None for `local`), which no later call takes."""
+        """Outputs, and the final fast and slow states (None for `local`), from which no later call can continue."""
         T = x.shape[1]
         if T >= PAD_FROM:
             x = jnp.pad(x, ((0, 0), (0, -T % PAD_TO), (0, 0)))
         qkv, gate = self.project_in(x)
-        # Two before and two after, of which the last makes an output too many.
+        # Two taps before a token and one after it.
         q, k, v = self.convolve(jnp.pad(qkv, ((0, 0), (2, 1), (0, 0))))
         beta, decays, gates = self.token_gates(x)
         rule = (q, k, v, beta, tuple(map(jax.nn.sigmoid, decays)), gates, self.resonance_flux.weights())
@@ -170,18 +170,18 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
         return self.project_out(out, gate)[:, :T], states
 
     def project_in(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T C"], Float[Array, "B T D"]]:
-        """Queries, keys and values beside each other, and the logits of the output's gate."""
+        """Queries, keys and values, concatenated `[B, T, 3 D]`, and the logits of the output gate `[B, T, D]`."""
         *qkv, gate = fused_linear(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         return jnp.concatenate(qkv, axis=-1), gate
 
     def convolve(self, qkv: Float[Array, "B S C"]) -> list[Float[Array, "B T H K"]]:
-        """Queries, keys and values by head, from `[B, T + 3, 3 D]`."""
+        """Queries, keys and values `[B, T, H, K]` after the convolutions, from `[B, T + 3, 3 D]`."""
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         pieces = (conv(piece) for conv, piece in zip(convs, jnp.split(qkv, 3, axis=-1), strict=True))
         return [piece.reshape(*piece.shape[:2], self.config.num_attention_heads, -1) for piece in pieces]
 
     def token_gates(self, x: Float[Array, "B T D"]) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
-        """beta, the logits of the decays, and the output gates, `[B, T, H]` each; pairs are of fast and slow."""
+        """Betas, logits of the decays (fast, slow), and output gates (fast, slow), `[B, T, H]` each."""
         beta, fast, slow, fast_gate, slow_gate = fused_linear(
             x, self.b_proj, self.fast_decay_proj, self.slow_decay_proj, self.fast_gate_proj, self.slow_gate_proj
         )
@@ -193,26 +193,25 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
         return beta, decays, (jax.nn.sigmoid(fast_gate), jax.nn.sigmoid(slow_gate))
 
     def project_out(self, out: Float[Array, "B T H V"], gate: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Normalised by head, gated, and mixed."""
+        """Layer output: heads normalised, gated, and projected."""
         return self.o_proj(self.o_norm(out).reshape(gate.shape) * jax.nn.sigmoid(gate))
 
 
 class HierarchicalGatedDeltaNet(EnhancedHierarchicalDeltaNet):
-    """The same parameters under the rule `gated`: causal, deaf to padding and to other rows, and able to continue.
+    """Layer of the rule `gated`, with the same parameters: causal, independent of padding and batch, resumable.
 
-    A decay that the published layer applies once a chunk acts here a little at each token: its `coupling_interval`-th
-    root.
+    The published layer applies a decay once in a chunk. This one applies its `coupling_interval`-th root at each token.
     """
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]: its state is another
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None = None, state: LamState | None = None
     ) -> tuple[Float[Array, "B T D"], LamState]:
-        """Outputs, and what a later piece of the sequences continues from.
+        """Outputs, and the state from which a later piece of the sequences continues.
 
         Args:
-            x: rows padded on the right.
-            lengths: tokens of each row that count; all if None. Outputs past them mean nothing.
-            state: what the piece before left behind; None for the start.
+            x: inputs, padded on the right.
+            lengths: tokens of each row that are not padding; all if None. Outputs of padding mean nothing.
+            state: state after the previous piece; None at the start.
         """
         B, T, D = x.shape
         before = jnp.zeros((B, TAPS - 1, 3 * D), jnp.float32) if state is None else state.convolution

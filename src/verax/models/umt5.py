@@ -1,7 +1,7 @@
 """UMT5's encoder (Chung et al., 2023, arXiv:2304.09151), the text encoder of Wan's and SkyReels-V2's video models.
 
 T5 (Raffel et al., 2020, arXiv:1910.10683) with a table of relative positions in every layer. Module paths are the keys
-of Wan's `models_t5_umt5-xxl-enc-bf16.pth`; `checkpoint/names_umt5.py` has transformers' names for them.
+of Wan's `models_t5_umt5-xxl-enc-bf16.pth`; `checkpoint/names/umt5.py` has transformers' names for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _OPTIONAL = ("relative_attention_num_buckets", "relative_attention_max_distance"
 
 @dataclass(frozen=True)
 class UMT5Config:
-    """Sizes by the names of transformers' config.json; the defaults are UMT5-XXL's, which has none in Wan's layout."""
+    """Sizes of a model, under their names in transformers' config.json.
+
+    The defaults are those of UMT5-XXL: Wan's layout has no config.json for it.
+    """
 
     vocab_size: int = 256384
     d_model: int = 4096
@@ -41,9 +44,9 @@ class UMT5Config:
     num_layers: int = 24
     num_heads: int = 64
     relative_attention_num_buckets: int = 32
-    """Rows of a layer's table of positions: half for keys to the left, half for those to the right."""
+    """Number of rows of a layer's table of positions: half for keys to the left, half for keys to the right."""
     relative_attention_max_distance: int = 128
-    """Tokens; keys at this distance and beyond share a row."""
+    """Distance in tokens from which on all keys of a side share a row."""
     layer_norm_epsilon: float = 1e-6
 
     @classmethod
@@ -71,16 +74,16 @@ class UMT5Config:
 
 
 def position_rows(config: UMT5Config, length: int) -> np.ndarray:
-    """Which row of a layer's table query t has for key s: int32 `[length, length]`, indexed `[t, s]`.
+    """Row of the table of positions for query t and key s, int32 `[length, length]`, indexed `[t, s]`.
 
-    Each side has half of the rows. Near keys have a row for each distance; farther ones share the rows that are left,
-    whose widths grow by a constant factor up to the largest distance.
+    Each side has half of the rows. Near keys have a row for each distance. Farther keys share the other rows, whose
+    widths grow by a constant factor up to the largest distance.
     """
     side = config.relative_attention_num_buckets // 2
     exact = side // 2
     offset = np.arange(length)[None, :] - np.arange(length)[:, None]
     distance = np.abs(offset)
-    # In float32, as the reference: at the borders of rows another rounding would be another row.
+    # In float32, as the reference: another rounding gives another row at the borders between rows.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
     ratio = ratio / np.float32(math.log(config.relative_attention_max_distance / exact))
     far = np.minimum(exact + (ratio * np.float32(side - exact)).astype(np.int32), side - 1)
@@ -88,7 +91,7 @@ def position_rows(config: UMT5Config, length: int) -> np.ndarray:
 
 
 class RelativeEmbedding(nnx.Module):
-    """A number for each head by how far, and on which side, a key is from its query."""
+    """Table of relative positions: a bias of each head for the distance and the side of a key, `[N, T, T]`."""
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.embedding = Embedding(config.relative_attention_num_buckets, config.num_heads, dtype=dtype, rngs=rngs)
@@ -98,7 +101,7 @@ class RelativeEmbedding(nnx.Module):
 
 
 class T5Attention(nnx.Module):
-    """Attention whose scores are not scaled, and have the positions' numbers added."""
+    """Attention with unscaled scores and an added position bias."""
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.num_heads = config.num_heads
@@ -121,7 +124,7 @@ class T5Attention(nnx.Module):
 
 
 class T5FeedForward(nnx.Module):
-    """Feed-forward with a gate: `fc2(fc1(x) * gelu(gate(x)))`, GELU by its tanh formula."""
+    """Gated feed-forward: `fc2(fc1(x) * gelu(gate(x)))`, with the tanh approximation of GELU."""
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F = config.d_model, config.d_ff
@@ -134,7 +137,7 @@ class T5FeedForward(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Attention, then feed-forward, each on the normalised sum so far and added to it."""
+    """Pre-norm block: attention, then feed-forward, each with a residual sum."""
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, eps = config.d_model, config.layer_norm_epsilon
@@ -152,10 +155,13 @@ class T5Block(nnx.Module):
 
 
 class UMT5EncoderModel(nnx.Module):
-    """Tokens to hidden states. All between matmuls is float32; their inputs are rounded to the weights' dtype."""
+    """UMT5's encoder, from tokens to hidden states.
+
+    Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
+    """
 
     ignored_weights = ()
-    """Patterns of keys, in either layout, that the file may have and the model does not need: none."""
+    """Patterns of keys that are not loaded, in either layout: none."""
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -164,12 +170,12 @@ class UMT5EncoderModel(nnx.Module):
         self.norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon, dtype=dtype)
 
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
-        """Hidden states of prompts that are padded on the right; those of padding are zeros.
+        """Hidden states, float32. Prompts are padded on the right; the states of padding are zeros.
 
-        A prompt's states do not depend on T: it may be as short as the longest prompt.
+        A prompt's states do not depend on T, which may be as small as the length of the longest prompt.
 
         Args:
-            tokens: any ids stand for padding.
+            tokens: token ids; any ids at the padding.
             lengths: tokens of each prompt that are not padding.
         """
         T = tokens.shape[1]

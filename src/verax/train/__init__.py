@@ -1,1 +1,1 @@
-"""Training: the loss, the loop, and the recipe of the built-in language model. Needs the extra `verax[train]`."""
+"""Losses, training loop, and recipes of the built-in models. Needs the extra `verax[train]`."""

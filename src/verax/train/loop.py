@@ -1,4 +1,4 @@
-"""The training loop: optimiser steps, checkpoints that resume exactly, a log and a plot of the loss."""
+"""Training loop: optimiser steps, checkpoints that resume exactly, a log and a plot of the loss."""
 
 from __future__ import annotations
 
@@ -34,35 +34,36 @@ Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Optimiser (AdamW: Loshchilov and Hutter, 2019, arXiv:1711.05101) with linear warm-up, then a cosine.
+    """Optimiser and learning rates: linear warm-up, then a cosine.
 
-    With a `muon_learning_rate`, matrices are trained by Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon),
-    its updates as large as AdamW's are (Liu et al., 2025, arXiv:2502.16982), but for embeddings and heads.
+    The optimiser is AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101). With a `muon_learning_rate`, Muon (Jordan,
+    2024, https://kellerjordan.github.io/posts/muon) trains the matrices other than embeddings and heads, with updates
+    as large as AdamW's (Liu et al., 2025, arXiv:2502.16982).
     """
 
     steps: int
     peak_learning_rate: float
     warmup_steps: int = 100
     final_fraction: float = 0.05
-    """Of the peak, reached at the last step."""
+    """Learning rate at the last step, as a fraction of the peak."""
     weight_decay: float = 0.1
-    """On matrices; norms and biases are left alone."""
+    """Weight decay of matrices; norms and biases have none."""
     beta2: float = 0.98
     clip: float = 1.0
     """Largest global norm of a gradient."""
     muon_learning_rate: float | None = None
-    """At its peak, in the place of `peak_learning_rate`, for the matrices that Muon trains."""
+    """Peak learning rate of the matrices that Muon trains; None for AdamW everywhere."""
     outer: tuple[str, ...] = ("embed", "head")
-    """Parts of the names of matrices that stay with AdamW: those between the network and what goes in or comes out."""
+    """Parts of the names of matrices that AdamW trains even with Muon: embeddings and heads."""
 
     def of(self, steps: int | None) -> Schedule:
-        """The same in another number of steps, of which warm-up takes a quarter at most; itself for None."""
+        """Schedule of another number of steps, with at most a quarter of them for warm-up; the same one for None."""
         if steps is None:
             return self
         return replace(self, steps=steps, warmup_steps=min(self.warmup_steps, steps // 4 + 1))
 
     def optimizer(self) -> optax.GradientTransformation:
-        """The optax chain.
+        """Optax chain of the schedule.
 
         Raises:
             InvalidParameterError: if the warm-up leaves no step for the cosine.
@@ -92,7 +93,7 @@ class Schedule:
         )
 
     def _orthogonal(self, params: Any) -> Any:
-        """Of each leaf, which of its axes are a matrix for Muon; None for AdamW."""
+        """Axes of each leaf that are a matrix for Muon; None for a leaf that AdamW trains."""
 
         def one(path: Any, leaf: Array) -> Any:
             name = jax.tree_util.keystr(path)
@@ -121,25 +122,25 @@ def train(
     """Minimise `loss(params, batch)`; the trained parameters, or their running mean.
 
     Args:
-        loss: a mean over the batch, differentiable in `params`.
+        loss: mean over the batch, differentiable in `params`.
         params: initial parameters, a pytree of float32 arrays.
-        batches: `batches(step)` yields the batches from that step on, the same ones whenever it is asked.
+        batches: `batches(step)` yields the batches from that step on, the same ones at every call.
         schedule: optimiser and number of steps.
-        folder: gets `state.npz` (parameters, optimiser, mean, step; replaced whole), `log.jsonl` and `loss.png`.
-        resume: go on from `state.npz`, with bit-identical results to a run that was never interrupted.
-        stop_at: leave after this step although the schedule goes on.
+        folder: receives `state.npz` (parameters, optimiser, mean, step; replaced atomically), `log.jsonl`, `loss.png`.
+        resume: continue from `state.npz`; the results are bit-identical to those of an uninterrupted run.
+        stop_at: last step of this run, if it is to end before the schedule does.
         save_every: steps between checkpoints; the last step is always saved.
-        average: what the running mean of the parameters keeps of itself at a step; None is no mean. Early on it keeps
-            less, so that it forgets the initial parameters.
-        counted: the entry of a batch whose size measures the work, for the log's speed.
-        loss_unit: what the plot says of the loss.
-        mesh: devices to divide batches and state over, from `mesh.parse_mesh`. A run may go on with other devices; its
-            numbers are then the same up to rounding.
-        show_progress: a bar on a terminal.
+        average: decay of the running mean of the parameters per step; None for no mean. The decay is smaller in the
+            first steps, so that the mean forgets the initial parameters.
+        counted: entry of a batch whose size is the unit of the logged speed.
+        loss_unit: unit of the loss, for the plot.
+        mesh: devices over which batches and state are divided, from `mesh.parse_mesh`. A run may continue on other
+            devices; its numbers are then the same up to rounding.
+        show_progress: show a progress bar on a terminal.
 
     Raises:
-        CheckpointError: if `resume` finds no state, or one of another model or schedule; if there is a state, which
-            would be lost, and no `resume`.
+        CheckpointError: if `resume` finds no state, or one of another model or schedule; if there is a state but no
+            `resume`, which would overwrite it.
         MissingDependencyError: without optax or matplotlib.
     """
     plots.pyplot()  # before the work, not after it
@@ -203,7 +204,7 @@ def train(
 
 
 def _save(path: Path, state: Any, step: int, schedule: Schedule) -> None:
-    """Write beside, then rename: an interruption leaves the old state."""
+    """Save a state atomically: write a temporary file, then rename it."""
     arrays: dict[str, Any] = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     partial = path.with_suffix(".partial.npz")
     with partial.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Losses: of a language model, and of an encoder."""
+"""Losses of a language model and of an encoder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["contrastive_loss", "next_token_loss"]
 def next_token_loss(
     logits: Float[Array, "B T V"], tokens: Int[Array, "B S"], segments: Int[Array, "B S"]
 ) -> Float[Array, ""]:
-    """Mean cross-entropy (nats) of token t + 1 given the scores at t, over a packed batch; S = T + 1.
+    """Mean cross-entropy, in nats, of token t + 1 given the logits at t, over a packed batch; S = T + 1.
 
-    A token that begins a document is not predicted from the one before it: `segments` differ there. Segment 0 is
-    padding and is not predicted at all.
+    The first token of a document is not predicted: its segment differs from that of the token before it. Padding
+    (segment 0) is not predicted either.
     """
     counted = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).astype(jnp.float32)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -26,7 +26,8 @@ def next_token_loss(
 def contrastive_loss(first: Float[Array, "B D"], second: Float[Array, "B D"], temperature: float) -> Float[Array, ""]:
     """InfoNCE (van den Oord et al., 2018, arXiv:1807.03748) over a batch of pairs, in both directions, in nats.
 
-    Row i of `first` is to find row i of `second` among all of `second`, and the other way round. Vectors have length 1.
+    Row i of `first` is classified among all rows of `second`, with row i as the label, and vice versa. Vectors have
+    length 1.
     """
     scores = jnp.einsum("id,jd->ij", first, second, precision=jax.lax.Precision.HIGHEST) / temperature
     found = jnp.diagonal(jax.nn.log_softmax(scores, axis=1)) + jnp.diagonal(jax.nn.log_softmax(scores, axis=0))

@@ -1,7 +1,7 @@
-"""Training on several devices: batches divided over all of them, weights and optimiser whole on each or in parts.
+"""Training on several devices: batches are divided over all of them, weights and optimiser replicated or sharded.
 
-Axes are called as usual: over `data` weights are repeated, over `fsdp` each device keeps a part of every weight and of
-what the optimiser knows of it (Zhao et al., 2023, arXiv:2304.11277). XLA adds the communication.
+Along the axis `data` weights are replicated. Along `fsdp` each device keeps a shard of every weight and of its
+optimiser state (Zhao et al., 2023, arXiv:2304.11277). XLA adds the communication.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ AXES = ("data", "fsdp")
 
 
 def parse_mesh(text: str | None) -> Mesh | None:
-    """A mesh of what a user writes: `data=4,fsdp=2`; None for None, one device.
+    """Mesh from a user's text, such as `data=4,fsdp=2`; None (one device) for None.
 
     Raises:
-        InvalidParameterError: for another axis, sizes that are no numbers, or more devices than there are.
+        InvalidParameterError: for an unknown axis, sizes that are not numbers, or too many devices.
     """
     if text is None:
         return None
@@ -40,7 +40,7 @@ def parse_mesh(text: str | None) -> Mesh | None:
 
 
 def state_sharding(mesh: Mesh, state: Any) -> Any:
-    """Where each leaf lies: divided over `fsdp` along its first axis that can be, whole otherwise."""
+    """Sharding of each leaf: divided over `fsdp` along its first divisible axis, replicated if there is none."""
     parts = mesh.shape["fsdp"]
 
     def place(leaf: Any) -> NamedSharding:
@@ -52,7 +52,7 @@ def state_sharding(mesh: Mesh, state: Any) -> Any:
 
 
 def batch_sharding(mesh: Mesh, batch: Any) -> Any:
-    """The first axis over all devices; what that does not divide (a seed, one long clip) is whole on each."""
+    """Sharding of a batch: the first axis over all devices. Leaves that they do not divide are replicated."""
     every = mesh.size
 
     def place(leaf: Any) -> NamedSharding:

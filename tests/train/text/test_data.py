@@ -72,7 +72,7 @@ def test_no_training_subtraction_is_the_reversal_of_a_held_out_addition(train):
 
 
 def test_neighbouring_numbers_of_an_arithmetic_line_are_never_a_held_out_pair(train):
-    """Catches a phrasing that the patterns above do not know."""
+    """Find a phrasing that none of the patterns above matches."""
     for document in train:
         for line in document.text.split("\n") if document.kind == "arithmetic" else ():
             numbers = [int(number) for number in re.findall(r"\d+", line)]

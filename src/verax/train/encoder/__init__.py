@@ -1,1 +1,1 @@
-"""The built-in encoder: its data and its recipe."""
+"""Data and recipe of the built-in encoder."""

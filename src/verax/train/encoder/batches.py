@@ -1,4 +1,4 @@
-"""Pairs of sentences as batches of tokens that can be made again from their number alone."""
+"""Batches of token pairs for contrastive training. A batch depends on the seed and its step only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Batch = dict[str, Int32[np.ndarray, "B ..."]]
 
 
 def padded(tokenizer: Tokenizer, sentences: Sequence[str], length: int) -> Batch:
-    """`tokens [B, length]` and `lengths [B]`; padding is token 0, what is longer is cut."""
+    """Batch of sentences: `tokens [B, length]` and `lengths [B]`. Padding is token 0; longer sentences are cut."""
     ids = [encoding.ids[:length] for encoding in tokenizer.encode_batch_fast(list(sentences))]
     tokens = np.zeros((len(ids), length), np.int32)
     for row, sentence in zip(tokens, ids, strict=True):
@@ -26,12 +26,12 @@ def padded(tokenizer: Tokenizer, sentences: Sequence[str], length: int) -> Batch
 
 
 def batch(step: int, tokenizer: Tokenizer, *, seed: int, size: int, length: int, split: Split = "train") -> Batch:
-    """The batch of a step: `size` first phrasings, then the second ones in the same order."""
+    """Batch of a step: `size` first phrasings, then the second phrasings in the same order."""
     drawn = [pair for _, pair in islice(pairs(f"{seed}/{step}", split=split), size)]
     return padded(tokenizer, [*(pair.first for pair in drawn), *(pair.second for pair in drawn)], length)
 
 
 def batches(tokenizer: Tokenizer, *, seed: int, size: int, length: int, start: int = 0) -> Iterator[Batch]:
-    """Endless training batches from step `start` on: to resume a run, begin at the next step."""
+    """Endless training batches from step `start` on."""
     for step in count(start):
         yield batch(step, tokenizer, seed=seed, size=size, length=length)

@@ -1,4 +1,4 @@
-"""The sentences of the built-in encoder's training: kinds of statement, each with many patterns that say the same.
+"""Kinds of statement for the built-in encoder's training, each with many patterns of the same meaning.
 
 In a pattern, `{slot}` stands for a value and `(a|b)` for a choice that does not change the meaning. Every pattern of a
 kind names every slot, so that no two meanings share a sentence.
@@ -12,10 +12,10 @@ __all__ = ["KINDS", "Kind"]
 
 
 class Kind(NamedTuple):
-    """A kind of statement.
+    """Kind of statement.
 
-    `slots` maps each slot to its pool of values (those of one pool differ within a statement). `unseen` is a pattern
-    that no training sentence has, for measuring.
+    `slots` maps each slot to its pool of values; values from one pool differ within a statement. `unseen` is a pattern
+    for evaluation, which no training sentence has.
     """
 
     slots: dict[str, str]

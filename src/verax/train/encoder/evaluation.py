@@ -1,4 +1,4 @@
-"""How good a built-in encoder is: how often it finds the other phrasing of a sentence among many."""
+"""Evaluation of a built-in encoder: how often it retrieves the other phrasing of a sentence among many."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Confusion", "confusions", "evaluate", "retrieval"]
 
 
 class Confusion(NamedTuple):
-    """A sentence whose nearest candidate is not its paraphrase."""
+    """Sentence whose nearest candidate is not its paraphrase."""
 
     kind: str
-    """Of statement: a name in `encoder_domains.KINDS`."""
+    """Kind of statement: a name in `domains.KINDS`."""
     sentence: str
     paraphrase: str
     found: str
-    """The candidate that was nearer."""
+    """Candidate that was nearest."""
 
 
 def evaluate(folder: Path, *, dtype: str = "float32", count: int = 1000, seed: int = 0) -> dict[str, float]:
-    """Measure a trained folder on meanings that training never sees, through the engine that users have.
+    """Measure a trained folder on held-out meanings, with the engine that users run.
 
     Returns:
-        The share of sentences whose paraphrase is the nearest of `count`: `retrieval`; `retrieval_unseen_patterns`, if
-        the candidates are phrased by patterns that training never has; `retrieval_near_misses` and
-        `retrieval_near_misses_unseen_patterns`, if half of all meanings differ from another of them in one fact.
+        Shares of sentences whose paraphrase is the nearest of `count` candidates: `retrieval`;
+        `retrieval_unseen_patterns`, with candidates phrased by held-out patterns; `retrieval_near_misses` and
+        `retrieval_near_misses_unseen_patterns`, with half of all meanings one fact away from another meaning.
     """
     encoder = Encoder(folder, dtype=dtype, show_progress=False)
     shares = {}
@@ -48,7 +48,7 @@ def retrieval(encoder: Encoder, *, count: int, seed: int, near: float, unseen_pa
 def confusions(
     encoder: Encoder, *, count: int, seed: int, near: float, unseen_patterns: bool = False
 ) -> list[Confusion]:
-    """What `retrieval` counts as wrong."""
+    """Sentences that `retrieval` counts as wrong, with the candidates that were nearer."""
     drawn = list(islice(pairs(seed, split="held_out", near=near, unseen_patterns=unseen_patterns), count))
     first, second = zip(*(pair for _, pair in drawn), strict=True)
     scores = encoder.encode(first, show_progress=False) @ encoder.encode(second, show_progress=False).T

@@ -1,7 +1,7 @@
-"""Sentences that mean the same in other words, and sentences that differ in one fact: what the encoder learns from.
+"""Training data of the encoder: paraphrases, and sentences that differ in one fact.
 
-A meaning is a kind of statement and a value for each of its slots. Meanings, not sentences, are divided into those for
-training and those held out, so that what is measured was never learned in any phrasing.
+A meaning is a kind of statement and a value for each of its slots. Meanings, not sentences, are divided into training
+and held-out ones, so that an evaluated meaning was not seen in any phrasing.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Meaning", "Pair", "Split", "draw", "pairs", "phrase", "vary"]
 Split = Literal["train", "held_out"]
 
 HELD_OUT_BYTES = 26
-"""Of 256 values of a hash's first byte: a tenth of all meanings is held out."""
+"""Number of values, out of 256, of a hash's first byte for which a meaning is held out: a tenth of all meanings."""
 
 TRIES = 500
-"""At most so many to find a meaning's neighbour in its own split."""
+"""Largest number of tries to find a meaning's neighbour in the same split."""
 
 _CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -32,14 +32,14 @@ _KINDS = tuple(KINDS)
 
 
 class Meaning(NamedTuple):
-    """What a sentence says: its kind, and the number of each slot's value in its pool."""
+    """Meaning of a sentence: its kind, and the index of each slot's value in its pool."""
 
     kind: str
     values: tuple[int, ...]
 
     @property
     def split(self) -> Split:
-        """Where the meaning belongs, by a hash of it: the same everywhere and always."""
+        """Split of the meaning, from a hash of it, which is the same on every machine."""
         text = f"{self.kind}:{','.join(map(str, self.values))}"
         return "held_out" if hashlib.sha256(text.encode()).digest()[0] < HELD_OUT_BYTES else "train"
 
@@ -52,7 +52,7 @@ class Pair(NamedTuple):
 
 
 def draw(rng: Random, split: Split) -> Meaning:
-    """A random meaning of the split."""
+    """Random meaning of the split."""
     while True:
         kind = rng.choice(_KINDS)
         pools = list(KINDS[kind].slots.values())
@@ -64,9 +64,9 @@ def draw(rng: Random, split: Split) -> Meaning:
 
 
 def vary(rng: Random, meaning: Meaning) -> Meaning:
-    """A meaning of the same split that differs in one fact: another value, or two values that change places.
+    """Meaning of the same split that differs in one fact: another value, or two exchanged values.
 
-    The meaning itself where none was found: of held-out ones, which are few, some have no such neighbour.
+    The result is `meaning` itself if none was found: some held-out meanings have no neighbour.
     """
     pools = list(KINDS[meaning.kind].slots.values())
     for _ in range(TRIES):
@@ -85,7 +85,7 @@ def vary(rng: Random, meaning: Meaning) -> Meaning:
 
 
 def phrase(rng: Random, meaning: Meaning, *, pattern: str) -> str:
-    """The meaning as a sentence of a pattern, with random choices where they do not matter."""
+    """Sentence of a meaning by a pattern, with random choices between equivalent words."""
     kind = KINDS[meaning.kind]
     values = {slot: POOLS[pool][i] for (slot, pool), i in zip(kind.slots.items(), meaning.values, strict=True)}
     chosen = _CHOICE.sub(lambda choice: rng.choice(choice[1].split("|")), pattern)
@@ -95,7 +95,7 @@ def phrase(rng: Random, meaning: Meaning, *, pattern: str) -> str:
 
 
 def paraphrase(rng: Random, meaning: Meaning, *, unseen_pattern: bool = False) -> Pair:
-    """Two phrasings by different patterns; the second by the pattern that training never has, if so wished."""
+    """Two phrasings by different patterns. The second has the held-out pattern if `unseen_pattern`."""
     kind = KINDS[meaning.kind]
     first, second = rng.sample(kind.patterns, 2)
     return Pair(
@@ -106,9 +106,9 @@ def paraphrase(rng: Random, meaning: Meaning, *, unseen_pattern: bool = False) -
 def pairs(
     seed: int | str, *, split: Split = "train", near: float = 0.5, unseen_patterns: bool = False
 ) -> Iterator[tuple[Meaning, Pair]]:
-    """Endless pairs of a seed, all of different meanings; equal seeds give equal pairs on every machine.
+    """Endless pairs of a seed, all of different meanings. Equal seeds give equal pairs on every machine.
 
-    `near` is the share of pairs that differ from the one before in one fact only: near misses, which make a batch hard.
+    `near` is the share of near misses: pairs that differ from the previous pair in one fact only.
     """
     rng = Random(f"verax encoder {split} {seed}")
     seen: set[Meaning] = set()

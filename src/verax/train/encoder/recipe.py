@@ -1,7 +1,7 @@
-"""The recipe of the built-in encoder: sizes, data, schedule and export.
+"""Recipe of the built-in encoder: sizes, data, schedule and export.
 
-A small encoder that learns, by contrast, to give sentences of one meaning vectors that are close: pairs of phrasings
-from `encoder_paraphrases`, among them near misses that differ in one fact.
+A small encoder learns close vectors for sentences of one meaning by a contrastive loss. Its pairs of phrasings come
+from `paraphrases`, with near misses that differ in one fact.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "pad_token_id": 0,
 }
-"""config.json, but for the size of the vocabulary, which the tokenizer finds."""
+"""Entries of config.json except for the size of the vocabulary, which is that of the tokenizer."""
 
 SCHEDULE = Schedule(steps=400, peak_learning_rate=3e-3, warmup_steps=40, weight_decay=0.01)
 
 PAIRS = 64
-"""In a batch: each sentence is to be found among so many, about half of them near misses of another."""
+"""Pairs in a batch, and so candidates for each sentence. About half of them are near misses of another."""
 
 LENGTH = 32
 """Tokens of a training sentence; the longest have 29."""
@@ -66,9 +66,10 @@ def train_builtin(
     stop_at: int | None = None,
     show_progress: bool = True,
 ) -> Path:
-    """Train the built-in encoder and export it as a Hugging Face folder; that folder, `output / "model"`.
+    """Train the built-in encoder and export it as a Hugging Face folder, `output / "model"`, which is returned.
 
-    `output` also gets the training state, the log and the loss plot. Arguments as of `text_builtin.train_builtin`.
+    `output` also receives the training state, the log and the loss plot. The arguments are those of
+    `verax.train.text.recipe.train_builtin`.
     """
     schedule = SCHEDULE.of(steps)
     tokenizer = train_tokenizer(seed)
@@ -89,14 +90,14 @@ def train_builtin(
 
 
 def initial(seed: int, vocab_size: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
-    """Fresh weights."""
+    """Initial weights of a seed."""
     architecture, config = models.encoder({**CONFIG, "vocab_size": vocab_size})
     make: Any = architecture  # of its own configuration
     return nnx.split(make(config, rngs=nnx.Rngs(seed)))
 
 
 def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:
-    """Contrastive loss of a batch of first phrasings, then second ones; products in bfloat16."""
+    """Contrastive loss, in nats, of a batch of first phrasings, then second ones. Products are in bfloat16."""
     graph, params = nnx.split(model)
     encode: Any = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     with ops.use_implementations(linear=ROUNDED_GRADIENT):
@@ -106,7 +107,7 @@ def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:
 
 
 def export(model: Any, tokenizer: Tokenizer, folder: Path) -> Path:
-    """Save as bfloat16 with the tokenizer: an ordinary Hugging Face folder."""
+    """Save the model in bfloat16, and the tokenizer, as a Hugging Face folder."""
     save(model, folder, config={**CONFIG, "vocab_size": tokenizer.get_vocab_size()}, dtype=jnp.bfloat16)
     save_tokenizer(tokenizer, folder, max_length=CONTEXT)
     return folder

@@ -1,6 +1,6 @@
-"""The built-in encoder's tokenizer: byte-level BPE in lower case, between [CLS] and [SEP] as BERT has it.
+"""Tokenizer of the built-in encoder: byte-level BPE in lower case, between [CLS] and [SEP] as in BERT.
 
-Every digit is a token of its own, and the alphabet holds all bytes, so that nothing is unknown.
+Every digit is a separate token. The alphabet holds all bytes, so no text has unknown tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAINING_PAIRS = 20_000
 
 
 def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE) -> Tokenizer:
-    """A tokenizer of at most `size` tokens, special ones first, from the seed's first training sentences."""
+    """Tokenizer of at most `size` tokens, special ones first, from the first training sentences of the seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -46,7 +46,7 @@ def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+    """Write tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,6 +1,6 @@
-"""What the built-in encoder's sentences speak of: pools of values, each with the ways to say it.
+"""Pools of values for the slots of the built-in encoder's sentences, each value with its phrasings.
 
-Everything here is data. Values are separated by commas, the ways to say one of them by slashes.
+Everything here is data. Values are separated by commas, the phrasings of a value by slashes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from verax.train.text.words import BOYS, GIRLS, words
 __all__ = ["POOLS", "Value"]
 
 Value = tuple[str, ...]
-"""Phrases that mean the same."""
+"""Phrases of the same meaning."""
 
 
 def _values(text: str) -> tuple[Value, ...]:
@@ -25,7 +25,7 @@ _TENS = words("zero ten twenty thirty forty fifty sixty seventy eighty ninety")
 
 
 def _spelled(number: int) -> str:
-    """A number below 1,000 in words."""
+    """Number below 1,000 in words."""
     if number >= 100:
         rest = number % 100
         return f"{_NUMBERS[number // 100]} hundred" + (f" and {_spelled(rest)}" if rest else "")

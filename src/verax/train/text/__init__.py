@@ -1,1 +1,1 @@
-"""The built-in language model: its data and its recipe."""
+"""Data and recipe of the built-in language model."""

@@ -1,7 +1,7 @@
-"""Two-digit arithmetic for the built-in model, with a tenth of the operand pairs held out of training altogether.
+"""Two-digit arithmetic for the built-in model. A tenth of the operand pairs is held out of training.
 
-A pair counts without order, and a pair that is held out is held out of every phrasing: additions, subtractions (also
-those whose reversal is a held-out addition), comparisons and word problems.
+A pair has no order. A held-out pair is held out of every phrasing: additions, subtractions (also those whose reversal
+is a held-out addition), comparisons and word problems.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ _HELD_OUT_PERCENT = 10
 
 
 class Exchange(NamedTuple):
-    """A question and its answer."""
+    """Question and answer."""
 
     question: str
     answer: str
 
 
 def held_out_hash(key: str) -> bool:
-    """Whether a key falls into the tenth that training never sees; the same on every machine and Python."""
+    """True if a key falls into the held-out tenth. The result is the same on every machine and Python."""
     return int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "big") % 100 < _HELD_OUT_PERCENT
 
 
@@ -36,7 +36,7 @@ _HELD_OUT = frozenset(
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether training never sees these two operands together, in either order."""
+    """True if training never combines these two operands, in either order."""
     return (a, b) in _HELD_OUT
 
 
@@ -48,15 +48,15 @@ PAIRS: dict[Split, tuple[tuple[int, int], ...]] = {
     "train": tuple((a, b) for a in _OPERANDS for b in _OPERANDS if not is_held_out(a, b)),
     "held_out": tuple((a, b) for a in _OPERANDS for b in _OPERANDS if is_held_out(a, b)),
 }
-"""Every ordered pair of operands of each split."""
+"""Ordered pairs of operands of each split."""
 
 _SMALL_BELOW = 20
 _SMALL_SHARE = 0.25
-"""Of all draws: sums of small numbers are what people ask first, and they are few among all pairs."""
+"""Share of draws with small numbers. People try such sums first, and they are few among all pairs."""
 
 
 class _Operands:
-    """Pairs to draw from, small ones more often than their number."""
+    """Pairs of operands to draw from, with small ones over-represented."""
 
     def __init__(self, pairs: tuple[tuple[int, int], ...]):
         self._pairs = pairs
@@ -113,19 +113,19 @@ _MORE = ("finds {b} more", "gets {b} more", "buys {b} more")
 
 
 def addition(rng: Random, split: Split) -> Exchange:
-    """An addition in one of many phrasings, answered by the equation."""
+    """Addition in one of many phrasings, with the equation as the answer."""
     a, b = _SUMS[split].draw(rng)
     return Exchange(rng.choice(_ADD_QUESTIONS).format(a=a, b=b), f"{a} + {b} = {a + b}.")
 
 
 def subtraction(rng: Random, split: Split) -> Exchange:
-    """A subtraction whose result is not negative."""
+    """Subtraction with a result that is not negative."""
     a, b = _DIFFERENCES[split].draw(rng)
     return Exchange(rng.choice(_SUBTRACT_QUESTIONS).format(a=a, b=b), f"{a} - {b} = {a - b}.")
 
 
 def comparison(rng: Random, split: Split) -> Exchange:
-    """Which of two different numbers is larger, or smaller."""
+    """Question for the larger, or the smaller, of two different numbers."""
     a, b = _SUMS[split].draw(rng)
     while a == b:
         a, b = _SUMS[split].draw(rng)
@@ -135,7 +135,7 @@ def comparison(rng: Random, split: Split) -> Exchange:
 
 
 def word_problem(rng: Random, split: Split) -> Exchange:
-    """An addition told as a story of one sentence."""
+    """Addition as a story of one sentence."""
     a, b = _SUMS[split].draw(rng)
     while min(a, b) < 2:
         a, b = _SUMS[split].draw(rng)
@@ -147,7 +147,7 @@ def word_problem(rng: Random, split: Split) -> Exchange:
 
 
 def arithmetic(rng: Random, split: Split) -> Exchange:
-    """A question of any kind; four of five are plain additions."""
+    """Question of any kind; four of five are plain additions."""
     kind = rng.random()
     if kind < 0.80:
         return addition(rng, split)
@@ -159,7 +159,7 @@ def arithmetic(rng: Random, split: Split) -> Exchange:
 
 
 def arithmetic_text(rng: Random, split: Split) -> str:
-    """A plain document: one to eight statements, one below the other."""
+    """Plain document of one to eight statements, one per line."""
     lines = []
     for _ in range(rng.choice((1, 1, 2, 3, 4, 6, 8))):
         kind = rng.random()
@@ -176,7 +176,7 @@ def arithmetic_text(rng: Random, split: Split) -> str:
 
 
 def addition_exam(split: Split = "held_out", *, chat: bool = False) -> Iterator[Exchange]:
-    """Every addition of a split once, for evaluation.
+    """Additions of a split, each once, for evaluation.
 
     Plain: the prompt `47 + 38 =` and its continuation ` 85`. Chat: `What is 47 + 38?` and the whole answer.
     """
@@ -188,6 +188,6 @@ def addition_exam(split: Split = "held_out", *, chat: bool = False) -> Iterator[
 
 
 def leading_number(text: str) -> str:
-    """The digits that a text begins with, after spaces: the answer in a completion of `47 + 38 =`."""
+    """Digits at the beginning of a text, after spaces: the answer in a completion of `47 + 38 =`."""
     text = text.strip()
     return text[: next((i for i, letter in enumerate(text) if not letter.isdigit()), len(text))]

@@ -1,4 +1,4 @@
-"""Documents packed into rows of fixed length, and batches of rows that can be made again from their number alone."""
+"""Documents packed into rows of fixed length, and batches of rows. A batch depends on the seed and its step only."""
 
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
@@ -13,14 +13,14 @@ from verax.train.text.arithmetic import Split
 from verax.train.text.data import Document, documents
 
 _ENCODED_AT_ONCE = 64
-"""Documents per call of the tokenizer: enough to hide the call, few enough that little is thrown away per batch."""
+"""Documents per call of the tokenizer: enough to hide the call's cost, few enough to waste little per batch."""
 
 
 class Row(NamedTuple):
-    """A packed row of T tokens.
+    """Packed row of T tokens.
 
     `segments` number the documents of the row from 1; padding is 0. `positions` count from 0 in each segment. A
-    document that crosses the end of a row goes on in the next as a segment of its own.
+    document that crosses the end of a row continues in the next row as a new segment.
     """
 
     tokens: Int32[np.ndarray, "T"]
@@ -50,7 +50,7 @@ def _encoded(texts: Iterable[Document], tokenizer: Tokenizer) -> Iterator[list[i
 
 
 def pack(texts: Iterable[Document], tokenizer: Tokenizer, length: int, *, pad: int = 0) -> Iterator[Row]:
-    """All documents, one after another, cut into rows of `length` tokens; only the last row may end in padding."""
+    """Rows of `length` tokens, cut from the concatenated documents; only the last row may end in padding."""
     if length < 1:
         raise InvalidParameterError(f"length: a row needs at least one token, got {length}")
     pieces: list[list[int]] = []
@@ -72,7 +72,7 @@ def pack(texts: Iterable[Document], tokenizer: Tokenizer, length: int, *, pad: i
 def batch(
     step: int, tokenizer: Tokenizer, *, seed: int, batch_size: int, length: int, split: Split = "train"
 ) -> dict[str, Int32[np.ndarray, "B T"]]:
-    """The batch of a step: `tokens`, `segments` and `positions`. It does not depend on other steps."""
+    """Batch of a step: `tokens`, `segments` and `positions`. It does not depend on other steps."""
     rows = islice(pack(documents(f"{seed}/{step}", split=split), tokenizer, length), batch_size)
     columns = zip(*rows, strict=True)
     return {name: np.stack(column) for name, column in zip(Row._fields, columns, strict=True)}
@@ -81,6 +81,6 @@ def batch(
 def batches(
     tokenizer: Tokenizer, *, seed: int, batch_size: int, length: int, split: Split = "train", start: int = 0
 ) -> Iterator[dict[str, Int32[np.ndarray, "B T"]]]:
-    """Endless batches from step `start` on: to resume a training run, begin at the next step."""
+    """Endless batches from step `start` on."""
     for step in count(start):
         yield batch(step, tokenizer, seed=seed, batch_size=batch_size, length=length, split=split)

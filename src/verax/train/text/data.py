@@ -1,7 +1,7 @@
-"""The training text of the built-in model: an endless, seeded stream of small documents about a closed world.
+"""Training text of the built-in model: an endless, seeded stream of small documents about a closed world.
 
-A document is plain text that ends with `<|endoftext|>`, or a conversation in ChatML. The held-out split shows only
-additions, and only heroes of stories, that the training split never shows.
+A document is plain text that ends with `<|endoftext|>`, or a conversation in ChatML. The additions and the heroes of
+stories in the held-out split do not occur in the training split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,19 +24,19 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-"""ChatML without a default system message, as Jinja; `render_chat` is the same in Python."""
+"""Jinja template of ChatML without a default system message; `render_chat` is the same in Python."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One piece of training text with its special tokens, the closing `<|endoftext|>` included."""
+    """Piece of training text with its special tokens, including the final `<|endoftext|>`."""
 
     kind: str
     text: str
 
 
 def render_chat(messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
-    """The text of a conversation, exactly as CHAT_TEMPLATE renders it."""
+    """Text of a conversation, exactly as CHAT_TEMPLATE renders it."""
     turns = "".join(f"{TURN_START}{message['role']}\n{message['content']}{TURN_END}\n" for message in messages)
     return turns + f"{TURN_START}assistant\n" if add_generation_prompt else turns
 
@@ -103,7 +103,7 @@ _LONGEST_CHAT = 3
 
 
 def _instructed_chat(rng: Random, split: Split) -> tuple[str, list[Exchange]]:
-    """A conversation whose system message changes the form of the answers."""
+    """Conversation whose system message changes the form of the answers."""
     kind, count = rng.random(), rng.randint(1, _LONGEST_CHAT)
     if kind < 0.5:
         sums = [addition(rng, split) for _ in range(count)]
@@ -117,7 +117,7 @@ def _instructed_chat(rng: Random, split: Split) -> tuple[str, list[Exchange]]:
 
 
 def conversation(rng: Random, split: Split) -> list[dict[str, str]]:
-    """The messages of a conversation of one to three exchanges, sometimes with a system message before them."""
+    """Messages of a conversation of one to three exchanges, sometimes with a system message before them."""
     system, turns = "", []
     kind = rng.random()
     if kind < 0.08:
@@ -145,11 +145,11 @@ _KINDS: dict[str, tuple[float, Callable[[Random, Split], str]]] = {
     "json": (0.07, lambda rng, split: record_text(rng)),
     "chat": (0.43, lambda rng, split: render_chat(conversation(rng, split))),
 }
-"""Share of the documents and maker of each kind. With the chats about it, arithmetic is about four tenths of them."""
+"""Weight and generator of each kind of document. Arithmetic, with the chats about it, is about 40% of the documents."""
 
 
 def documents(seed: int | str, *, split: Split = "train") -> Iterator[Document]:
-    """The endless stream of documents of a seed; equal seeds give equal streams on every machine."""
+    """Endless stream of documents of a seed. Equal seeds give equal streams on every machine."""
     rng = Random(f"verax text {split} {seed}")
     kinds = tuple(_KINDS)
     weights = tuple(weight for weight, _ in _KINDS.values())

@@ -1,4 +1,4 @@
-"""How good a built-in language model is: loss on unseen text, unseen sums, JSON that parses, answers that end."""
+"""Evaluation of a built-in language model: loss on unseen text, unseen sums, valid JSON, answers that end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["evaluate"]
 
 
 def evaluate(folder: Path, *, dtype: str = "bfloat16", samples: int = 100) -> dict[str, float]:
-    """Measure a trained folder, through the engine that users have.
+    """Measure a trained folder with the engine that users run.
 
     Returns:
-        `held_out_loss` (nats per token) and `perplexity`; the shares of right answers to every held-out addition,
-        asked in chat (`addition_chat`) and as text to complete (`addition_text`); of `samples` requests for JSON, the
-        shares of `json_valid` and `json_exact` answers; of `samples` sampled stories, the share that ends by itself
-        within 300 tokens (`stories_end`).
+        `held_out_loss` (nats per token) and `perplexity`; the shares of correct answers to every held-out addition, in
+        chat (`addition_chat`) and as text to complete (`addition_text`); the shares of `json_valid` and `json_exact`
+        answers to `samples` requests for JSON; the share of `samples` sampled stories that end within 300 tokens
+        (`stories_end`).
     """
     model = load_causal_lm(checkpoint.Checkpoint.open(folder), dtype="float32")
     loss = held_out_loss(model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))

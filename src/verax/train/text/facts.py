@@ -1,4 +1,4 @@
-"""Questions about the closed world with their one right answer, small talk, and questions it cannot answer."""
+"""Questions about the closed world, each with one right answer; small talk; and questions outside the closed world."""
 
 from random import Random
 
@@ -20,7 +20,7 @@ from verax.train.text.words import (
 )
 
 Topic = list[tuple[tuple[str, ...], str]]
-"""Facts of one kind: the phrasings of a question, and its answer."""
+"""Facts of one kind: phrasings of a question, and its answer."""
 
 
 def _sentence(text: str) -> str:
@@ -187,11 +187,11 @@ TOPICS: dict[str, Topic] = {
     "numbers": _numbers(),
     "calendar": _calendar(),
 }
-"""Every fact of the closed world. No question has two answers."""
+"""Facts of the closed world by topic. No question has two answers."""
 
 _TOPIC_LISTS = tuple(TOPICS.values())
 _TOPIC_WEIGHTS = tuple(len(topic) ** 0.75 for topic in _TOPIC_LISTS)
-"""Between equal topics (small ones would be seen too often) and equal facts (large ones would crowd out the rest)."""
+"""Weights of topics. Equal weights would repeat small topics too often; equal facts would let large ones dominate."""
 
 
 def _draw_list(rng: Random) -> Exchange:
@@ -208,7 +208,7 @@ def _draw_counting(rng: Random) -> Exchange:
 
 
 def fact(rng: Random) -> Exchange:
-    """A question with its answer; now and then a list or a count."""
+    """Question with its answer; sometimes for a list or a count."""
     draw = rng.random()
     if draw < 0.03:
         return _draw_list(rng)
@@ -220,7 +220,7 @@ def fact(rng: Random) -> Exchange:
 
 
 def fact_text(rng: Random) -> str:
-    """A plain document: a few questions with answers, or the answers alone."""
+    """Plain document of a few questions with answers, or of answers alone."""
     drawn = [fact(rng) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.6:
         return "\n".join(f"Q: {question}\nA: {answer}" for question, answer in drawn)
@@ -307,18 +307,18 @@ _UNKNOWN_SLOTS = {
 
 
 def draw_reply(rng: Random, table: tuple[tuple[tuple[str, ...], str], ...]) -> Exchange:
-    """One exchange of a table such as GREETINGS."""
+    """Exchange from a table such as GREETINGS."""
     questions, answer = rng.choice(table)
     return Exchange(rng.choice(questions), answer)
 
 
 def identity(rng: Random) -> Exchange:
-    """A question about the model itself."""
+    """Question about the model itself."""
     return draw_reply(rng, _IDENTITY)
 
 
 def small_talk(rng: Random) -> Exchange:
-    """A friendly line, or somebody who says their name."""
+    """Exchange of small talk, or an introduction by name."""
     if rng.random() < 0.3:
         name = draw_name(rng)
         line = rng.choice(("My name is {0}.", "I am {0}.", "Hello, I am {0}.", "Hi, my name is {0}.")).format(name)
@@ -327,7 +327,7 @@ def small_talk(rng: Random) -> Exchange:
 
 
 def unknown(rng: Random) -> Exchange:
-    """A question outside the closed world, or arithmetic beyond two digits."""
+    """Question outside the closed world, or arithmetic beyond two digits."""
     draw = rng.random()
     if draw < 0.1:
         a, b = rng.randint(100, 9999), rng.randint(100, 9999)

@@ -1,7 +1,7 @@
-"""The recipe of the built-in language model: tokenizer, sizes, data, schedule and export.
+"""Recipe of the built-in language model: tokenizer, sizes, data, schedule and export.
 
-About 2.9 million parameters of the Qwen3 architecture, trained on text that `text_data` makes up: stories, sums, facts,
-JSON records, and chats about them.
+The model has about 2.9 million parameters in the Qwen3 architecture. Its training text comes from `data`: stories,
+sums, facts, JSON records, and chats about them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 SCHEDULE = Schedule(steps=4400, peak_learning_rate=2e-3, warmup_steps=150)
 
 ROWS = ((32, 128), (32, 128), (32, 128), (32, 128), (32, 128), (8, 512))
-"""(rows, tokens) of a batch, in turn: about 4,096 tokens each. Most documents are shorter than 128 tokens and attention
-over short rows is cheap; the long rows, whose documents see each other's positions, teach distances up to 512."""
+"""Shapes (rows, tokens) of consecutive batches, about 4,096 tokens each. Most documents have fewer than 128 tokens, and
+attention over short rows is cheap. The long rows, which are read as one text, teach distances up to 512."""
 
 
 def train_builtin(
@@ -72,17 +72,17 @@ def train_builtin(
     stop_at: int | None = None,
     show_progress: bool = True,
 ) -> Path:
-    """Train the built-in model and export it as a Hugging Face folder; that folder, `output / "model"`.
+    """Train the built-in model and export it as a Hugging Face folder, `output / "model"`, which is returned.
 
-    Takes under an hour on two CPU cores. `output` also gets the training state, the log and the loss plot.
+    Training takes under an hour on two CPU cores. `output` also receives the training state, the log and the loss plot.
 
     Args:
-        output: created if missing.
+        output: folder, created if missing.
         steps: length of the schedule, for trials; the recipe's own if None.
-        seed: of data, tokenizer and initial weights.
-        resume: go on from the state in `output`.
-        stop_at: leave after this step although the schedule goes on.
-        show_progress: a progress bar on a terminal.
+        seed: seed of data, tokenizer and initial weights.
+        resume: continue from the state in `output`.
+        stop_at: last step of this run, if it is to end before the schedule does.
+        show_progress: show a progress bar on a terminal.
     """
     schedule = SCHEDULE.of(steps)
     tokenizer = train_tokenizer(seed)
@@ -101,7 +101,7 @@ def train_builtin(
 
 
 def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
-    """Fresh weights, those that end a residual branch scaled down by its depth (GPT-2's initialisation)."""
+    """Initial weights of a seed. The last weights of a residual branch are scaled down by the depth, as in GPT-2."""
     architecture, config = causal_lm(CONFIG)
     graph, params = nnx.split(architecture(config, rngs=nnx.Rngs(seed)))
     for path, weight in nnx.to_flat_state(params):
@@ -111,7 +111,10 @@ def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
 
 
 def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
-    """Next-token loss of a packed batch (`tokens`, `segments`, `positions` of T + 1 columns), products in bfloat16."""
+    """Next-token loss, in nats, of a packed batch: `tokens`, `segments`, `positions` of T + 1 columns.
+
+    Products are in bfloat16.
+    """
     graph, params = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     tokens, segments, positions = (jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions"))
@@ -139,14 +142,14 @@ def _batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, 
 
 
 def export(model: nnx.Module, tokenizer: Tokenizer, folder: Path) -> Path:
-    """Save as bfloat16 with the tokenizer: an ordinary Hugging Face folder."""
+    """Save the model in bfloat16, and the tokenizer, as a Hugging Face folder."""
     save(model, folder, config=CONFIG, dtype=jnp.bfloat16)
     save_tokenizer(tokenizer, folder, context=CONTEXT)
     return folder
 
 
 def held_out_loss(model: CausalLM, tokenizer: Tokenizer, *, batches: int = 8, seed: int = 1) -> float:
-    """Nats per token on documents that training never sees (held-out sums and stories; new draws of the rest)."""
+    """Loss on unseen documents, in nats per token: held-out sums and stories, and new draws of the rest."""
     graph, params = nnx.split(model)
     loss = jax.jit(lambda params, batch: packed_loss(nnx.merge(graph, params), batch))
     values = [

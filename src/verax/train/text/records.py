@@ -1,4 +1,4 @@
-"""Small JSON records of the closed world, each with a sentence that says the same, for structured-output examples."""
+"""Small JSON records of the closed world, each with a sentence of the same content, for structured output."""
 
 import json
 from random import Random
@@ -9,7 +9,7 @@ from verax.train.text.words import ANIMALS, CAPITALS, COLORS, TOYS, article, dra
 
 
 class Record(NamedTuple):
-    """A JSON object, a sentence with the same content, a short request for such an object, and a question on it."""
+    """JSON object, a sentence with the same content, a short request for such an object, and a question about it."""
 
     value: dict[str, Any]
     sentence: str
@@ -112,12 +112,12 @@ _MAKERS = (_person, _person, _person, _animal, _city, _item, _report)
 
 
 def record(rng: Random) -> Record:
-    """A record of any kind; people are the most frequent."""
+    """Record of any kind; people are the most frequent."""
     return rng.choice(_MAKERS)(rng)
 
 
 def record_text(rng: Random) -> str:
-    """A plain document: an object, a list of objects of one kind, or a sentence with its object below."""
+    """Plain document: an object, a list of objects of one kind, or a sentence with its object below."""
     shape = rng.random()
     if shape < 0.5:
         return json.dumps(record(rng).value, indent=2 if rng.random() < 0.3 else None)
@@ -139,7 +139,7 @@ _WRITE_JSON = ("Write a JSON record for {request}.", "Give me JSON for {request}
 
 
 def record_request(rng: Random, drawn: Record, *, bare: bool = False) -> Exchange:
-    """A request that the record answers as one line of JSON; `bare` gives only the sentence as the request."""
+    """Request, with the record as one line of JSON for an answer. If `bare`, the request is the sentence alone."""
     if bare:
         question = drawn.sentence
     elif rng.random() < 0.7:

@@ -1,7 +1,7 @@
 """Short stories for the built-in model, from a grammar of plots in the manner of TinyStories (arXiv:2305.07759).
 
-A story is a hero, a friend, a place and a thing, and a plot: an ordered list of beats, each beat a choice of sentences.
-Names, pronouns, animals and things are fixed before the first sentence and so stay the same to the last.
+A story has a hero, a friend, a place, a thing, and a plot: an ordered list of beats, each a choice of sentences. Names,
+pronouns, animals and things are fixed before the first sentence, so that they stay the same to the last.
 """
 
 from random import Random
@@ -24,7 +24,7 @@ from verax.train.text.words import COLORS, PLACES, STORY_ANIMALS, TOYS, article,
 
 
 class Story(NamedTuple):
-    """A story and what it is about; `kind` and `friend_kind` are an animal, "girl" or "boy"."""
+    """Story and its elements; `kind` and `friend_kind` are an animal, "girl" or "boy"."""
 
     text: str
     name: str
@@ -36,11 +36,11 @@ class Story(NamedTuple):
 
 
 _BRISK = 0.6
-"""Share of the stories that tell only the beats which the plot needs."""
+"""Share of the stories that have only the necessary beats of their plot."""
 
 
 def story_is_held_out(name: str, kind: str, thing: str) -> bool:
-    """Whether training never sees this hero with this thing."""
+    """True if training never combines this hero with this thing."""
     return held_out_hash(f"{name}|{kind}|{thing}")
 
 
@@ -51,19 +51,19 @@ def _pick_other(rng: Random, options: tuple[str, ...], taken: str) -> str:
 
 
 def draw_thing(rng: Random) -> str:
-    """A thing that a story can be about; most have a colour."""
+    """Thing for a story; most have a colour."""
     return f"{rng.choice(COLORS)} {rng.choice(TOYS)}" if rng.random() < 0.7 else rng.choice(TOYS)
 
 
 def draw_kind(rng: Random, name: str) -> str:
-    """What the bearer of a name is: mostly an animal, else a girl or a boy as the name says."""
+    """Kind of a hero: mostly an animal, otherwise "girl" or "boy" according to the name."""
     if rng.random() < 0.25:
         return "girl" if is_girl(name) else "boy"
     return rng.choice(STORY_ANIMALS)
 
 
 def story(rng: Random, split: Split) -> Story:
-    """A story of the split; the hero and the thing are drawn until their hash belongs to it."""
+    """Story of the split. The hero and the thing are drawn until their hash belongs to it."""
     wanted = split == "held_out"
     while True:
         name = draw_name(rng)
@@ -136,13 +136,13 @@ _REQUESTS = (
 
 
 def story_request(rng: Random, told: Story) -> Exchange:
-    """A request that this story fulfils."""
+    """Request for a story, with this one as the answer."""
     slots = told._asdict() | {"a_kind": article(told.kind), "a_thing": article(told.thing)}
     return Exchange(rng.choice(_REQUESTS).format_map(slots), told.text)
 
 
 def story_question(rng: Random, told: Story) -> Exchange:
-    """A question on a story that was just told."""
+    """Question about a story, with its answer."""
     questions = (
         (f"Where did {told.name} live?", f"{told.name} lived {PLACES[told.place]}."),
         ("What was the story about?", f"It was about {told.name} and the {told.thing}."),

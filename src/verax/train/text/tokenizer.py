@@ -1,6 +1,6 @@
-"""The built-in model's tokenizer: byte-level BPE as in GPT-2 and Qwen, every digit a token of its own.
+"""Tokenizer of the built-in model: byte-level BPE as in GPT-2 and Qwen, with every digit as a separate token.
 
-There is no normaliser and the alphabet holds all 256 bytes, so that every text comes back exactly as it was. The saved
+There is no normaliser, and the alphabet holds all 256 bytes, so that decoding restores every text exactly. The saved
 folder loads with `tokenizers` and with transformers' AutoTokenizer.
 """
 
@@ -19,11 +19,11 @@ TRAINING_DOCUMENTS = 60_000
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's pattern: words with the space before them, single digits, runs of punctuation, line ends."""
+"""Pattern of Qwen2: words with the space before them, single digits, runs of punctuation, line ends."""
 
 
 def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE, count: int = TRAINING_DOCUMENTS) -> Tokenizer:
-    """A tokenizer of `size` tokens, special tokens first, from the first `count` training documents of the seed."""
+    """Tokenizer of `size` tokens, special tokens first, from the first `count` training documents of the seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -44,7 +44,7 @@ def train_tokenizer(seed: int = 0, *, size: int = VOCAB_SIZE, count: int = TRAIN
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, context: int = 1024) -> None:
-    """Writes tokenizer.json, tokenizer_config.json (with the chat template) and generation_config.json."""
+    """Write tokenizer.json, tokenizer_config.json (with the chat template) and generation_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

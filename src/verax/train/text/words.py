@@ -1,6 +1,6 @@
-"""The small closed world that the built-in model's training text speaks about: names, animals, things, places, facts.
+"""Small closed world of the built-in model's training text: names, animals, things, places, facts.
 
-Everything here is data. The tables agree with one another, so that a fact asked in two places has one answer.
+Everything here is data. The tables are consistent, so that a fact has one answer wherever it occurs.
 """
 
 from random import Random
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 def words(text: str, separator: str | None = None) -> tuple[str, ...]:
-    """The parts of a text, so that long tables of words stay readable."""
+    """Parts of a text, split at a separator (whitespace if None): keeps long tables of words readable."""
     return tuple(text.split(separator))
 
 
@@ -17,7 +17,7 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 
 class Animal(NamedTuple):
-    """What the closed world knows of an animal: its sound, home, young, food and number of legs."""
+    """Facts about an animal: its sound, home, young, food and number of legs."""
 
     sound: str
     home: str
@@ -54,7 +54,7 @@ ANIMALS = {
 }
 
 STORY_ANIMALS = (*ANIMALS, "hedgehog", "penguin", "otter", "deer", "kitten", "puppy", "dragon", "robot")
-"""Who may be in a story; a few more than the fact tables know."""
+"""Animals of stories: those of the fact tables and a few more."""
 
 GIRLS = words(
     "Mia Anna Lily Emma Lucy Sara Nora Ella Zoe Ruby Rosa Ivy Molly Daisy Clara Alice Grace Nina Tina Luna Maya Hana "
@@ -71,7 +71,7 @@ TOYS = words(
     "ball kite boat drum bell hat scarf book lamp cup basket blanket pillow flute whistle balloon box key ribbon shell "
     "stone feather spoon bucket teapot wagon puppet doll lantern umbrella coat map flag ring mitten"
 )
-"""Things that a story can be about: small enough to carry, lose, mend and share."""
+"""Things of stories: small enough to carry, lose, mend and share."""
 
 PLACES = {
     "forest": "in the forest",
@@ -226,21 +226,21 @@ _SYLLABLES = words(
     "ju ze bu pi tu wo"
 )
 _MADE_UP = 0.15
-"""Share of invented names: they teach the model to copy a name that it has never seen."""
+"""Share of invented names, which teach the model to copy unseen names."""
 
 
 def article(noun: str) -> str:
-    """The noun phrase with its indefinite article."""
+    """Noun phrase with its indefinite article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def is_girl(name: str) -> bool:
-    """Whether the stories call this name "she"; an invented name that ends in a or i is a girl's."""
+    """True if the stories use "she" for this name. An invented name that ends in a or i is a girl's."""
     return name in GIRLS or (name not in BOYS and name[-1] in "ai")
 
 
 def draw_name(rng: Random) -> str:
-    """A name: mostly from the lists, sometimes invented from syllables."""
+    """Name, mostly from the lists, sometimes invented from syllables."""
     if rng.random() < _MADE_UP:
         return "".join(rng.choices(_SYLLABLES, k=rng.choice((2, 2, 3)))).capitalize()
     return rng.choice(GIRLS if rng.random() < 0.5 else BOYS)

@@ -1,1 +1,1 @@
-"""The built-in video model: its data and its recipe."""
+"""Data and recipe of the built-in video model."""

@@ -1,6 +1,6 @@
-"""What a clip shows, told by the statistics of its pixels alone: the judge of the built-in video model.
+"""Classifier of drawn clips, from the statistics of their pixels: it evaluates the built-in video model.
 
-It knows the rules by which `video_shapes` draws (one shape over a gradient from top to bottom), nothing of a prompt.
+It assumes the rules by which `shapes` draws (one shape over a gradient from top to bottom) and has no prompt as input.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from verax.train.video.shapes import COLOURS, DIRECTIONS, SHAPES, Scene, masks
 __all__ = ["Seen", "classify"]
 
 LEAST_DIFFERENCE = 40.0
-"""In RGB, of a pixel from the gradient behind it, for it to belong to the shape; far above noise, below `CONTRAST`."""
+"""Least distance in RGB of a shape's pixel from the gradient behind it: far above noise, below `CONTRAST`."""
 
 LEAST_TRAVEL = 0.08
-"""Part of a side that is a motion along it: half of the least that is drawn."""
+"""Least way of a moving shape, as a part of the side that it moves along: half of the least that is drawn."""
 
 _PALETTE = np.asarray(list(COLOURS.values()), np.float32)
 _AREAS = np.asarray([np.pi, 1.72**2, 1.87, np.pi * (1 - 0.52**2)])
-"""Of each of `SHAPES` at radius 1."""
+"""Area of each of `SHAPES` at radius 1."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a clip shows, in the words of `video_shapes`."""
+    """Content of a clip, in the words of `shapes`."""
 
     shape: str
     colour: str
@@ -37,17 +37,17 @@ class Seen:
     bottom: str
 
     def agrees(self, scene: Scene) -> dict[str, bool]:
-        """By name of each part, whether it is the scene's."""
+        """True for each part, by name, that equals the scene's."""
         return {name: value == getattr(scene, name) for name, value in vars(self).items()}
 
 
 def classify(clip: UInt8[np.ndarray, "T H W 3"]) -> Seen:
-    """Tell a clip's shape, its colour, its direction and the gradient's ends.
+    """Classify a clip's shape, its colour, its direction and the gradient's ends.
 
-    The answer is always one of the words: for a clip that shows no shape it says nothing.
+    The result is always one of the words, and means nothing for a clip without a shape.
 
     Raises:
-        InvalidParameterError: if it is no clip of two frames or more.
+        InvalidParameterError: if `clip` is not a clip of at least two frames.
     """
     if clip.ndim != 4 or clip.shape[-1] != 3 or len(clip) < 2:
         raise InvalidParameterError(f"clip: expected frames [T, H, W, 3], two or more, got shape {clip.shape}")

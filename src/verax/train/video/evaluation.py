@@ -1,4 +1,4 @@
-"""What a video model of drawn clips can do, measured on scenes that training never saw."""
+"""Evaluation of a video model of drawn clips, on scenes that are held out of training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from verax.train.video.shapes import Scene, draw, scenes
 __all__ = ["contact_sheet", "evaluate", "psnr"]
 
 SEED = 7
-"""Of the scenes, whose combinations of words are held out of training."""
+"""Seed of the scenes, whose combinations of words are held out of training."""
 
 
 def psnr(one: UInt8[np.ndarray, "*B"], other: UInt8[np.ndarray, "*B"]) -> float:
-    """Peak signal to noise ratio in dB of 8-bit colours."""
+    """Peak signal-to-noise ratio of 8-bit colours, dB."""
     error = float(np.mean((one.astype(np.float64) - other) ** 2))
     return float(10 * np.log10(255.0**2 / max(error, 1e-12)))
 
@@ -27,18 +27,18 @@ def psnr(one: UInt8[np.ndarray, "*B"], other: UInt8[np.ndarray, "*B"]) -> float:
 def evaluate(
     folder: str | Path, *, text: int = 64, image: int = 16, vae: int = 16, show_progress: bool = True
 ) -> dict[str, float]:
-    """Clips made with the folder's defaults from held-out prompts, read by the classifier.
+    """Generate clips with the folder's defaults from held-out prompts, and classify them.
 
     Args:
-        folder: of a video model trained by `video_builtin`.
-        text: clips made from text alone.
-        image: clips made from a drawn clip's caption and first frame.
-        vae: drawn clips encoded and decoded.
-        show_progress: a bar on a terminal.
+        folder: folder of a video model trained by `recipe`.
+        text: number of clips from text alone.
+        image: number of clips from a drawn clip's caption and first frame.
+        vae: number of drawn clips that the VAE encodes and decodes.
+        show_progress: show a progress bar on a terminal.
 
     Returns:
-        Of each word that a caption says and of all together (`text_all`, `image_all`), the part of the clips in which
-        it is recognised; means of PSNR in dB; and the median of the seconds that a clip took after the first.
+        Share of the clips in which each word of the caption is recognised, and all words together (`text_all`,
+        `image_all`); means of PSNR, dB; median time of a clip after the first, seconds.
     """
     from verax.video.pipeline import VideoPipeline
 
@@ -77,13 +77,13 @@ def evaluate(
 def contact_sheet(
     folder: str | Path, drawn: list[Scene], *, columns: int = 5, pictures: bool = False
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """A row of frames, evenly spaced in time, of a clip for each scene's caption.
+    """Contact sheet: for each scene's caption, a row of evenly spaced frames of a generated clip.
 
     Args:
-        folder: of the model.
-        drawn: the scenes; only their captions are used, and their first frames where `pictures`.
+        folder: folder of the model.
+        drawn: scenes, of which only the captions are used, and the first frames if `pictures`.
         columns: frames of a row.
-        pictures: whether the model is given the first frames.
+        pictures: give the model the first frames.
     """
     from verax.video.pipeline import VideoPipeline
 

@@ -1,4 +1,4 @@
-"""Drawn clips as the transformer's training data: latents, first frames and captions, made once and kept on disk."""
+"""Training data of the transformer: latents, first frames and captions of drawn clips, made once and kept on disk."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from verax.train.video.vae import FRAMES, SIZE, colours
 __all__ = ["CLIP_MEAN", "CLIP_STD", "TEXT_TOKENS", "WORDS", "Clips", "clips", "labels", "tokens"]
 
 TEXT_TOKENS = 24
-"""Rows of a prompt, padding included. The longest caption has 18."""
+"""Tokens of a prompt, padding included. The longest caption has 18."""
 
 WORDS = {"shape": SHAPES, "colour": tuple(COLOURS), "direction": tuple(DIRECTIONS)} | {
     end: tuple(COLOURS) for end in ("top", "bottom")
 }
-"""What a caption says, and the words for it."""
+"""Parts of a caption, and the words for each."""
 
 CHUNK = 64
-"""Clips in a file, which an interruption loses at most, and AT_ONCE of them through the VAE together."""
+"""Number of clips in a file: an interruption loses at most one file. The VAE encodes AT_ONCE of them together."""
 AT_ONCE = 4
 
 
 class Clips(NamedTuple):
-    """N clips. `condition` is what a model for image to video is shown: latents of the first frame and then grey."""
+    """Batch of N clips. `condition` is the input of an image-to-video model: latents of the first frame, then grey."""
 
     latents: Float16[np.ndarray, "N F h w Z"]
     condition: Float16[np.ndarray, "N F h w Z"]
@@ -49,7 +49,7 @@ class Clips(NamedTuple):
 def clips(
     vae: WanVae, folder: Path, count: int, *, seed: int = 0, split: Split = "train", show_progress: bool = True
 ) -> Clips:
-    """The seed's first `count` clips. Files in `folder` that are there already are not made again.
+    """First `count` clips of the seed. Files that exist in `folder` are not made again.
 
     `count` is rounded up to whole files.
     """
@@ -63,7 +63,9 @@ def clips(
             if not path.exists():
                 drawn = draw(scenes(seed, start, CHUNK, split=split), frames=FRAMES, height=SIZE, width=SIZE)
                 partial = path.with_suffix(".partial.npz")
-                np.savez(partial, latents=encode(drawn), condition=encode(shown(drawn[:, 0])), first=drawn[:, 0])
+                np.savez(
+                    partial, latents=encode(drawn), condition=encode(condition_clips(drawn[:, 0])), first=drawn[:, 0]
+                )
                 os.replace(partial, path)
             with np.load(path) as saved:
                 parts.append({name: saved[name] for name in ("latents", "condition", "first")})
@@ -79,7 +81,7 @@ def clips(
 
 
 def encoder(vae: WanVae) -> Callable[[UInt8[np.ndarray, "N T H W 3"]], Float16[np.ndarray, "N F h w Z"]]:
-    """A function from clips to their normalised latents. N divides by AT_ONCE."""
+    """Function from clips to their normalised latents. N must be a multiple of AT_ONCE."""
     graph, params = nnx.split(vae)
 
     def program(params: nnx.State, pixels: Array) -> Float[Array, "B F h w Z"]:
@@ -94,15 +96,15 @@ def encoder(vae: WanVae) -> Callable[[UInt8[np.ndarray, "N T H W 3"]], Float16[n
     return encode
 
 
-def shown(first: UInt8[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N T H W 3"]:
-    """Clips of a picture and then grey, 8-bit as near as that is to 0 between -1 and 1."""
+def condition_clips(first: UInt8[np.ndarray, "N H W 3"]) -> Float[np.ndarray, "N T H W 3"]:
+    """Clips of a picture, then grey: 127.5, which is 0 on the scale from -1 to 1."""
     grey = np.full((len(first), FRAMES, *first.shape[1:]), 127.5, np.float32)
     grey[:, 0] = first
     return grey
 
 
 def tokens(captions: list[str]) -> tuple[Int32[np.ndarray, "N S"], Int32[np.ndarray, "N"]]:
-    """Padded rows of tokens, and how many are not padding."""
+    """Padded rows of tokens, and the number of each row's tokens that are not padding."""
     rows = np.zeros((len(captions), TEXT_TOKENS), np.int32)
     lengths = np.zeros(len(captions), np.int32)
     for i, encoded in enumerate(video_tokenizer().encode_batch(captions)):
@@ -113,12 +115,12 @@ def tokens(captions: list[str]) -> tuple[Int32[np.ndarray, "N S"], Int32[np.ndar
 
 
 def labels(scene: Scene) -> Int32[np.ndarray, "words"]:
-    """The number of each of a scene's `WORDS`."""
+    """Index of each of a scene's words in `WORDS`."""
     return np.asarray([words.index(getattr(scene, name)) for name, words in WORDS.items()], np.int32)
 
 
 def normalized_picture(first: Array) -> Float[Array, "B H W 3"]:
-    """A picture's bytes as CLIP's image encoder takes them (Radford et al., 2021, arXiv:2103.00020)."""
+    """Picture, normalised for CLIP's image encoder (Radford et al., 2021, arXiv:2103.00020)."""
     return (jnp.asarray(first, jnp.float32) / 255 - jnp.asarray(CLIP_MEAN)) / jnp.asarray(CLIP_STD)
 
 

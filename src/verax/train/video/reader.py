@@ -1,9 +1,8 @@
-"""The built-in video model's text encoder learns to read before the transformer learns to draw.
+"""Pre-training of the built-in video model's text encoder, before the transformer is trained.
 
-In a model for video alone the words for shape, colours and direction are found out slowly: from cross-attention that
-looks everywhere at once and a loss that is mostly noise. Read first, each token's state tells all that the caption
-says, so that attention finds it wherever it looks. It takes a minute; the transformer then follows its prompts from
-the beginning.
+Without it, the encoder learns the words for shape, colours and direction slowly: cross-attention is diffuse at first,
+and the loss is mostly noise. After pre-training, each token's state encodes the whole caption, so
+that attention finds it at any token. It takes a minute, and the transformer follows its prompts from the beginning.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from verax.train.video.latents import WORDS, labels, tokens
 from verax.train.video.shapes import scenes
 from verax.train.video.tokenizer import video_tokenizer
 
-__all__ = ["SCHEDULE", "TEXT_ENCODER", "Reader", "matrices_by_width", "told_loss", "train_reader"]
+__all__ = ["SCHEDULE", "TEXT_ENCODER", "Reader", "matrices_by_width", "reader_loss", "train_reader"]
 
 TEXT_ENCODER = UMT5Config(
     vocab_size=video_tokenizer().get_vocab_size(), d_model=96, d_kv=32, d_ff=192, num_layers=2, num_heads=3
@@ -39,17 +38,17 @@ SCHEDULE = Schedule(steps=500, peak_learning_rate=3e-3, warmup_steps=50, weight_
 BATCH = 64
 
 NEARNESS = 2.0
-"""Standard deviation of the biases of relative positions before training. Heads that look at one neighbour or another
-are what tells the three colours of a caption apart: from biases near 0, no head has found that in 1,500 steps."""
+"""Standard deviation of the initial biases of relative positions. Heads that attend to one neighbour or another
+distinguish the three colours of a caption. From biases near 0, no head learned that in 1,500 steps."""
 
 
 class Reader(nnx.Module):
-    """The text encoder, and a head for each of `WORDS`, which nothing else needs."""
+    """Text encoder, and a classification head for each of `WORDS`, used in training only."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.text_encoder = UMT5EncoderModel(TEXT_ENCODER, dtype=jnp.float32, rngs=rngs)
         width = TEXT_ENCODER.d_model
-        self.tell = nnx.List(
+        self.heads = nnx.List(
             [Linear(width, len(words), bias=True, dtype=jnp.float32, rngs=rngs) for words in WORDS.values()]
         )
 
@@ -65,7 +64,7 @@ def train_reader(
 ) -> Reader:
     """Train the text encoder on captions alone, with state, log and plot in `output`.
 
-    Arguments as of `video_builtin.train_builtin`.
+    The arguments are those of `recipe.train_builtin`.
     """
     schedule = SCHEDULE.of(steps)
     graph, params = nnx.split(initial(seed))
@@ -74,7 +73,7 @@ def train_reader(
         model = nnx.merge(graph, params)
         with ops.use_implementations(linear=ROUNDED_GRADIENT, rms_norm="reference"):
             states = model.text_encoder(batch["tokens"], batch["lengths"])
-        return told_loss(model, states, batch["lengths"], batch["labels"])
+        return reader_loss(model, states, batch["lengths"], batch["labels"])
 
     trained = train(
         loss,
@@ -92,11 +91,11 @@ def train_reader(
 
 
 def initial(seed: int) -> Reader:
-    """Fresh weights, in which positions matter from the beginning."""
+    """Initial weights of a seed, with large position biases (`NEARNESS`)."""
     model = Reader(rngs=nnx.Rngs(seed))
     matrices_by_width(model, seed)
     for i, block in enumerate(model.text_encoder.blocks):
-        # T5 does not divide scores by the root of the head size: its queries begin that much smaller.
+        # T5 does not divide scores by the root of the head size: its initial queries are smaller by that factor.
         block.attn.q.weight[...] *= TEXT_ENCODER.d_kv**-0.5
         bias = block.pos_embedding.embedding
         bias.weight[...] = NEARNESS * jax.random.normal(jax.random.key(seed + i), bias.weight.shape)
@@ -112,7 +111,7 @@ def batches(seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def matrices_by_width(model: nnx.Module, seed: int) -> None:
-    """Draw the weights of all linear layers anew, with a variance that keeps values as large as they are."""
+    """Redraw the weights of all linear layers, with a variance that preserves the scale of their inputs."""
     key = jax.random.key(seed + 1)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
@@ -121,19 +120,19 @@ def matrices_by_width(model: nnx.Module, seed: int) -> None:
             module.weight[...] = weight.shape[1] ** -0.5 * jax.random.normal(used, weight.shape)
 
 
-def told_loss(
+def reader_loss(
     model: Reader,
     states: Float[Array, "B S D"],
     lengths: Int[Array, "B"],
     labels: Int[Array, "B words"],
-    heard: Bool[Array, "B"] | None = None,
+    has_text: Bool[Array, "B"] | None = None,
 ) -> Float[Array, ""]:
-    """Nats of what a caption says given one token's state: a mean over the tokens of the captions that are `heard`."""
+    """Cross-entropy of a caption's words given one token's state, in nats: a mean over tokens where `has_text`."""
     real = jnp.arange(states.shape[1]) < lengths[:, None]
-    if heard is not None:
-        real &= heard[:, None]
+    if has_text is not None:
+        real &= has_text[:, None]
     nats = jnp.zeros(states.shape[:2], jnp.float32)
-    for i, head in enumerate(model.tell):
+    for i, head in enumerate(model.heads):
         logprobs = jax.nn.log_softmax(head(states).astype(jnp.float32), axis=-1)
         nats -= jnp.take_along_axis(logprobs, labels[:, i, None, None], axis=-1)[..., 0]
     return jnp.sum(nats * real) / jnp.maximum(jnp.sum(real), 1)

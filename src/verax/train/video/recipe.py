@@ -1,7 +1,7 @@
-"""The recipe of the built-in video model: VAE, latents of drawn clips, transformer and encoders, export.
+"""Recipe of the built-in video model: VAE, latents of drawn clips, transformer and encoders, export.
 
-A SkyReels-V2 model for image to video in miniature, which is also shown clips without their first frame, so that it
-makes them from text alone.
+A miniature of SkyReels-V2's image-to-video model. It is also trained without first frames, so that it generates clips
+from text alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from verax.train.video.vae import FRAMES, SIZE, refine_decoder, train_vae
 __all__ = ["CLIPS", "export", "train_builtin"]
 
 CLIPS = 8192
-"""Drawn once and kept as latents."""
+"""Number of training clips, drawn once and kept as latents."""
 
 PIPELINE = "SkyReelsV2ImageToVideoPipeline"
 
@@ -47,19 +47,19 @@ def train_builtin(
     mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> Path:
-    """Train the built-in video model and export it in diffusers' layout; that folder, `output / "model"`.
+    """Train the built-in video model and export it in diffusers' layout, `output / "model"`, which is returned.
 
-    Takes some two hours on two CPU cores. `vae`, `reader`, `transformer` and `decoder` in `output` get training states,
-    logs and loss plots, `latents` what the transformer learns from.
+    Training takes about two hours on two CPU cores. In `output`, `vae`, `reader`, `transformer` and `decoder` receive
+    training states, logs and loss plots, and `latents` receives the transformer's training data.
 
     Args:
-        output: created if missing.
+        output: folder, created if missing.
         steps: length of all schedules, for trials; the recipe's own if None.
-        clip_count: clips that the transformer learns from.
-        seed: of data, noise and initial weights.
-        resume: go on from what is in `output`.
-        mesh: devices to train on, from `mesh.parse_mesh`; one if None. Latents are made on one.
-        show_progress: progress bars on a terminal.
+        clip_count: number of the transformer's training clips.
+        seed: seed of data, noise and initial weights.
+        resume: continue from the states in `output`.
+        mesh: devices to train on, from `mesh.parse_mesh`; one if None. Latents are made on one device.
+        show_progress: show progress bars on a terminal.
     """
 
     def part(name: str) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def train_builtin(
 
 
 def export(vae: WanVae, trained: Trainee, folder: Path) -> Path:
-    """Write an ordinary folder of diffusers' layout, in the place of any earlier one; the folder.
+    """Write a folder in diffusers' layout, replacing any earlier one, and return it.
 
-    Transformer and encoders are bfloat16. The VAE is float16, whose three more bits it uses.
+    Transformer and encoders are bfloat16. The VAE is float16, for its three more bits of precision.
     """
     parts = folder.with_name(f".{folder.name}.parts")
     shutil.rmtree(parts, ignore_errors=True)
@@ -99,7 +99,7 @@ def _write_parts(vae: WanVae, trained: Trainee, folder: Path) -> None:
     text |= {"eos_token_id": video_tokenizer().token_to_id(END), "torch_dtype": "bfloat16"}
     image = {"architectures": ["CLIPVisionModelWithProjection"], "model_type": "clip_vision_model"}
     image |= {**asdict(IMAGE_ENCODER), "projection_dim": IMAGE_ENCODER.hidden_size, "torch_dtype": "bfloat16"}
-    # Nothing projects to CLIP's space; transformers' class expects that it could.
+    # Required by transformers' class; nothing here projects to CLIP's space.
     looks = {**_arrays(trained.image_encoder), "visual.head": jnp.eye(IMAGE_ENCODER.hidden_size)}
     save(trained.reader.text_encoder, folder / "text_encoder", config=text, dtype=jnp.bfloat16)
     save(looks, folder / "image_encoder", config=image, dtype=jnp.bfloat16)
@@ -167,4 +167,4 @@ _SETTINGS: Mapping[str, Any] = {
         "needs_image": False,
     },
 }
-"""All that is not a part, by its place in the folder."""
+"""Contents of the settings files, by path in the folder."""

@@ -1,7 +1,7 @@
-"""Clips that the project draws itself: a shape of one colour floats over a gradient of two others.
+"""Drawn clips: a shape of one colour floats over a gradient of two others.
 
-They are what the built-in video model learns from. A scene says everything about a clip; the seed, the split and its
-number say everything about a scene.
+They are the training data of the built-in video model. A clip depends on its scene only; a scene depends on the seed,
+the split and its number only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DIRECTIONS: dict[str, tuple[int, int]] = {
     "down and right": (1, 1),
     "still": (0, 0),
 }
-"""Signs of the motion to the right and downwards."""
+"""Signs of the motion (to the right, downwards) for each direction."""
 
 TEMPLATES = (
     "a {colour} {shape} floats {direction} over a {top} to {bottom} gradient",
@@ -52,24 +52,24 @@ TEMPLATES = (
 )
 
 RADIUS = (0.17, 0.22)
-"""Of a shape, as a part of the shorter side."""
+"""Least and largest radius of a shape, as a part of the shorter side."""
 
 TRAVEL = (0.16, 0.28)
-"""Way of a moving shape along each axis that it moves on, from the first frame to the last, as a part of that side."""
+"""Least and largest way of a moving shape along an axis, from first to last frame, as a part of that side."""
 
 SOFTNESS = 3.0
-"""Pixels over which an edge goes from the shape's colour to what is behind it."""
+"""Width of a shape's soft edge, in pixels."""
 
 CONTRAST = 85.0
 """Least distance in RGB of a shape's colour from every colour of the gradient, and of the gradient's two ends."""
 
 HELD_OUT = 0.1
-"""Part of the combinations of shape, colour, direction and gradient that training never sees."""
+"""Share of the combinations of shape, colour, direction and gradient that is held out of training."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a clip shows. Lengths are parts of the clip's size: x of its width, y of its height.
+    """Content of a clip. Lengths are parts of the clip's size: x of its width, y of its height.
 
     The gradient runs from `top` to `bottom`; the centre of the shape goes from `start` to `end`, each (x, y), evenly.
     """
@@ -86,17 +86,17 @@ class Scene:
 
     @property
     def combination(self) -> str:
-        """What the prompt says of it."""
+        """Words of the prompt: shape, colour, direction and gradient."""
         return f"{self.shape}/{self.colour}/{self.direction}/{self.top}/{self.bottom}"
 
     @property
     def split(self) -> Split:
-        """Where the combination belongs, by a checksum of it: the same everywhere and always."""
+        """Split of the combination, from a checksum of it, which is the same on every machine."""
         return "held_out" if zlib.crc32(self.combination.encode()) < HELD_OUT * 2**32 else "train"
 
     @property
     def caption(self) -> str:
-        """The prompt, in the phrasing that the scene drew."""
+        """Prompt, in the phrasing that the scene drew."""
         words = {"colour": self.colour, "shape": self.shape, "top": self.top, "bottom": self.bottom}
         if self.direction != "still":
             return TEMPLATES[self.template].format(direction=self.direction, **words)
@@ -107,12 +107,12 @@ class Scene:
 
 
 def scenes(seed: int, start: int, count: int, *, split: Split = "train") -> list[Scene]:
-    """Scenes number `start` to `start + count` of a seed; each depends on its own number only."""
+    """Scenes `start` to `start + count - 1` of a seed; each depends on its own number only."""
     return [scene(seed, number, split=split) for number in range(start, start + count)]
 
 
 def scene(seed: int, number: int, *, split: Split = "train") -> Scene:
-    """One random scene of the split."""
+    """Random scene of the split."""
     rng = np.random.default_rng((seed, number, split == "held_out"))
     colours = list(COLOURS)
     while True:
@@ -120,7 +120,7 @@ def scene(seed: int, number: int, *, split: Split = "train") -> Scene:
         direction = list(DIRECTIONS)[rng.integers(len(DIRECTIONS))]
         radius = rng.uniform(*RADIUS)
         ways = [sign * rng.uniform(*TRAVEL) for sign in DIRECTIONS[direction]]
-        # Between the borders, with half a pixel of a 64-pixel side to spare.
+        # Between the borders, with a margin of half a pixel of a 64-pixel side.
         margin = radius + 1 / 128
         starts = [rng.uniform(margin + max(-way, 0), 1 - margin - max(way, 0)) for way in ways]
         ends = [start + way for start, way in zip(starts, ways, strict=True)]
@@ -149,7 +149,7 @@ def _contrast(colour: str, top: str, bottom: str) -> float:
 def draw(
     drawn: Sequence[Scene], *, frames: int = 17, height: int = 64, width: int = 64
 ) -> UInt8[np.ndarray, "B T H W 3"]:
-    """The clips, edges soft."""
+    """Clips of the scenes, with soft edges."""
     first, last, colour = (
         np.asarray([COLOURS[getattr(s, name)] for s in drawn], np.float32) for name in ("top", "bottom", "colour")
     )
@@ -172,14 +172,14 @@ def masks(
     height: int,
     width: int,
 ) -> Float32[np.ndarray, "B T H W"]:
-    """How much of each pixel a shape covers: 0 to 1.
+    """Coverage of each pixel by a shape: 0 to 1.
 
     Args:
-        shapes: numbers in `SHAPES`.
-        centres: (x, y) in pixels, from the upper left corner of the picture.
-        radii: in pixels.
-        height: of the picture.
-        width: of the picture.
+        shapes: indices in `SHAPES`.
+        centres: centres (x, y) in pixels, from the upper left corner of the picture.
+        radii: radii in pixels.
+        height: height of the picture in pixels.
+        width: width of the picture in pixels.
     """
     x = np.arange(width, dtype=np.float32) + 0.5 - centres[..., 0][..., None]
     y = np.arange(height, dtype=np.float32) + 0.5 - centres[..., 1][..., None]
@@ -201,7 +201,7 @@ def _square(x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
 
 
 def _triangle(x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
-    # Equilateral and upright: below it one edge, and one on each side, mirrored.
+    # Equilateral and upright: one edge below, and two mirrored ones at the sides.
     side = np.float32(np.sqrt(3) / 2) * np.abs(x) - np.float32(0.5) * (y + radius)
     return np.maximum(y - np.float32(0.8) * radius, side)
 
@@ -211,4 +211,4 @@ def _ring(x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
 
 
 _DISTANCES = {"circle": _circle, "square": _square, "triangle": _triangle, "ring": _ring}
-"""Distance in pixels beyond a shape's edge, negative inside; at the corners the larger of two edges' is near enough."""
+"""Distance from a shape's edge in pixels, negative inside; at corners approximately, as the larger of two edges'."""

@@ -1,4 +1,4 @@
-"""The built-in video model's tokenizer: words in lower case, ended by `</s>` as UMT5's are."""
+"""Tokenizer of the built-in video model: words in lower case, then `</s>` as in UMT5."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAD, END, UNKNOWN = SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")
 
 
 def video_tokenizer() -> Tokenizer:
-    """All words that captions have; a word beyond them is unknown."""
+    """Tokenizer of all words of captions; any other word is unknown."""
     texts = [re.sub(r"\{\w+\}", "", template) for template in TEMPLATES]
     words = set(re.findall(r"\w+|,", " ".join([*texts, *COLOURS, *DIRECTIONS, *SHAPES, "stands standing"])))
     vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *sorted(words)))}
@@ -31,7 +31,7 @@ def video_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(folder: Path, *, max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+    """Write tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     video_tokenizer().save(str(folder / "tokenizer.json"))
     config = {

@@ -1,8 +1,8 @@
-"""The recipe of the built-in video model's transformer and encoders: sizes, loss and schedule.
+"""Recipe of the built-in video model's transformer and encoders: sizes, loss and schedule.
 
 Flow matching (Lipman et al., 2022, arXiv:2210.02747; Liu et al., 2022, arXiv:2209.03003): from `(1 - s) x + s noise`
-the model tells `noise - x`. Text and image to video are one image-to-video model, which for text alone is shown zeros.
-The text encoder, which learned to read before (`video_reader`), goes on with that.
+the model predicts `noise - x`. Text and image to video are one image-to-video model, with zeros as the image condition
+for text alone. The loss of the text encoder's pre-training (`reader`) is kept as a second term.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.train.loop import Schedule, train
 from verax.train.precision import ROUNDED_GRADIENT
 from verax.train.video.latents import Clips, normalized_picture, tokens
-from verax.train.video.reader import Reader, matrices_by_width, told_loss
+from verax.train.video.reader import Reader, matrices_by_width, reader_loss
 from verax.train.video.vae import SIZE
 
 __all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
@@ -48,22 +48,22 @@ SCHEDULE = Schedule(
 
 BATCH = 32
 SHIFT = 3.0
-"""Of the noise levels, as in sampling: most are high, where position, motion and colours are settled."""
+"""Shift of the noise levels, as in sampling. Most levels are high, where position, motion and colours are decided."""
 
 WITHOUT_TEXT = 0.1
-"""Part of the prompts that are empty, for guidance (Ho and Salimans, 2022, arXiv:2207.12598)."""
+"""Share of empty prompts, for guidance (Ho and Salimans, 2022, arXiv:2207.12598)."""
 
 WITH_IMAGE = 0.5
-"""Part of the clips that are image to video."""
+"""Share of image-to-video clips."""
 
-TELLING = 0.05
+READER_WEIGHT = 0.05
 """Weight of the reader's loss."""
 
 AVERAGE = 0.998
 
 
 class Trainee(nnx.Module):
-    """What is trained together."""
+    """Modules that are trained together."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.transformer = WanModel(TRANSFORMER, dtype=jnp.float32, rngs=rngs)
@@ -85,11 +85,11 @@ def train_transformer(
 ) -> Trainee:
     """Train transformer and encoders, with state, log and plot in `output`.
 
-    Other arguments as of `video_builtin.train_builtin`.
+    The other arguments are those of `recipe.train_builtin`.
 
     Args:
-        clips: what is learned from.
-        reader: from `train_reader`.
+        clips: training data.
+        reader: text encoder from `train_reader`.
     """
     schedule = SCHEDULE.of(steps)
     graph, params = initial(reader, seed)
@@ -112,7 +112,7 @@ def train_transformer(
 
 
 def initial(reader: Reader, seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
-    """Fresh weights: gates and the head begin at zero (Peebles and Xie, 2022, arXiv:2212.09748), matrices by width."""
+    """Initial weights: gates and head at zero (Peebles and Xie, 2022, arXiv:2212.09748), matrices scaled by width."""
     model = Trainee(rngs=nnx.Rngs(seed))
     matrices_by_width(model, seed)
     model.reader = reader
@@ -133,38 +133,38 @@ def batches(clips: Clips, seed: int, start: int) -> Iterator[dict[str, np.ndarra
         rng = np.random.default_rng((seed, step))
         rows = rng.integers(len(clips.latents), size=BATCH)
         template = rng.integers(clips.tokens.shape[1], size=BATCH)
-        silent = rng.random(BATCH) < WITHOUT_TEXT
+        no_text = rng.random(BATCH) < WITHOUT_TEXT
         yield {
             "latents": clips.latents[rows],
             "condition": clips.condition[rows],
             "first": clips.first[rows],
             "with_image": rng.random(BATCH) < WITH_IMAGE,
-            "tokens": np.where(silent[:, None], nothing, clips.tokens[rows, template]),
-            "lengths": np.where(silent, nothing_length, clips.lengths[rows, template]),
-            "silent": silent,
+            "tokens": np.where(no_text[:, None], nothing, clips.tokens[rows, template]),
+            "lengths": np.where(no_text, nothing_length, clips.lengths[rows, template]),
+            "no_text": no_text,
             "labels": clips.labels[rows],
             "seed": np.asarray(step, np.uint32),
         }
 
 
 def condition(latents: Float[Array, "B F h w Z"], with_image: Float[Array, "B"]) -> Float[Array, "B F h w E"]:
-    """What the transformer is shown of a first frame: 4 channels that are 1 in its latent frame, then the latents.
+    """Image condition of the transformer: 4 channels that are 1 in the first latent frame, then the latents.
 
-    All zeros where there is no image.
+    It is all zeros for a clip without an image.
     """
     mask = jnp.zeros((*latents.shape[:-1], 4), jnp.float32).at[:, 0].set(1.0)
-    shown = jnp.concatenate([mask, latents.astype(jnp.float32)], axis=-1)
-    return shown * with_image[:, None, None, None, None]
+    channels = jnp.concatenate([mask, latents.astype(jnp.float32)], axis=-1)
+    return channels * with_image[:, None, None, None, None]
 
 
 def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
-    """Of a batch; products are of bfloat16."""
+    """Loss of a batch. Products are in bfloat16."""
     graph, params = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     clean, with_image = batch["latents"].astype(jnp.float32), batch["with_image"].astype(jnp.float32)
     times, noises = jax.random.split(jax.random.key(batch["seed"]))
     noise = jax.random.normal(noises, clean.shape)
-    # One time in each of B equal parts of 0 to 1: batches differ less than if all were drawn freely.
+    # Stratified times, one in each of B equal parts of 0 to 1: less variance between batches.
     evenly = (jnp.arange(len(clean)) + jax.random.uniform(times, clean.shape[:1])) / len(clean)
     level = SHIFT * evenly / (1 + (SHIFT - 1) * evenly)
     noisy = clean + level[:, None, None, None, None] * (noise - clean)
@@ -176,5 +176,5 @@ def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
         context = model.transformer.encode_context(text, image)
         inputs = jnp.concatenate([noisy, condition(batch["condition"], with_image)], axis=-1)
         velocity = model.transformer(inputs, 1000 * level, context, attention="standard")
-        told = told_loss(model.reader, text, batch["lengths"], batch["labels"], ~batch["silent"])
-    return jnp.mean((velocity - (noise - clean)) ** 2) + TELLING * told
+        reading = reader_loss(model.reader, text, batch["lengths"], batch["labels"], ~batch["no_text"])
+    return jnp.mean((velocity - (noise - clean)) ** 2) + READER_WEIGHT * reading

@@ -1,7 +1,7 @@
-"""The recipe of the built-in video model's VAE: sizes, loss, schedule, and the statistics of its latents.
+"""Recipe of the built-in video model's VAE: sizes, loss, schedule, and the statistics of its latents.
 
-It learns to give drawn clips back (absolute and squared errors of colours) from latents that a small Kullback-Leibler
-term holds near a unit normal (Kingma and Welling, 2014, arXiv:1312.6114).
+The VAE learns to reconstruct drawn clips (absolute and squared errors of colours). A small Kullback-Leibler term keeps
+its latents near a unit normal (Kingma and Welling, 2014, arXiv:1312.6114).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = [
 CONFIG = WanVaeConfig(
     base_dim=16, dim_mult=(1, 2, 4, 4), num_res_blocks=1, latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16
 )
-"""2.6 million parameters; the published model's layers, factors and channels of latents. Statistics come last."""
+"""Sizes: 2.6 million parameters; layers, factors and latent channels of the published model. Statistics come last."""
 
 SCHEDULE = Schedule(steps=1600, peak_learning_rate=2e-3, warmup_steps=40, weight_decay=0.0, beta2=0.99)
 
 DECODER_SCHEDULE = Schedule(steps=600, peak_learning_rate=1e-3, warmup_steps=20, weight_decay=0.0, beta2=0.99)
-"""Of the decoder alone, on whole clips: latents, and what was learned from them, stay as they are."""
+"""Schedule of the decoder alone, on whole clips. The latents, and models trained on them, stay as they are."""
 
 Cuts = tuple[tuple[float, tuple[tuple[int, int, int], ...]], ...]
 
@@ -58,19 +58,19 @@ CUTS: Cuts = (
     (0.97, ((2, 9, 32), (2, 9, 32), (2, 9, 32), (1, 9, 64))),
     (1.0, ((1, 17, 64),)),
 )
-"""Up to which part of the schedule, (clips, frames, height and width) of batches in turn. Most of the work is giving
-single frames back, which cutouts of many clips teach cheaply; whole pictures teach the attention in the middle how many
-pixels there will be; motion comes later, whole clips last."""
+"""Sizes (clips, frames, height and width) of consecutive batches, each list up to a part of the schedule. Most of the
+work is to reconstruct single frames, which crops of many clips teach cheaply. Whole pictures teach the middle attention
+its number of pixels. Motion comes later, whole clips last."""
 
 SQUARES = 2.0
-"""Weight of squared errors beside absolute ones."""
+"""Weight of squared errors, relative to absolute ones."""
 
 DIVERGENCE = 1e-5
-"""Weight of the Kullback-Leibler divergence of a latent's element."""
+"""Weight of the Kullback-Leibler divergence, per element of the latents."""
 
 LOG_VARIANCE = -6.0
-"""Of latents before training: with the usual 0, noise as large as the means keeps the decoder from learning more than
-mean colours."""
+"""Initial log-variance of the latents. With the usual 0, noise as large as the means lets the decoder learn only mean
+colours."""
 
 AVERAGE = 0.998
 FRAMES = 17
@@ -88,9 +88,9 @@ def train_vae(
     mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> WanVae:
-    """Train the VAE, with its state, log and plot in `output`; the model, float32, its statistics measured.
+    """Train the VAE, with state, log and plot in `output`, and return it in float32 with measured statistics.
 
-    Arguments as of `video_builtin.train_builtin`.
+    The arguments are those of `recipe.train_builtin`.
     """
     schedule = SCHEDULE.of(steps)
     graph, params = initial(seed)
@@ -122,12 +122,12 @@ def refine_decoder(
     mesh: Mesh | None = None,
     show_progress: bool = True,
 ) -> WanVae:
-    """Train the decoder on, with its state, log and plot in `output`; the model with that decoder.
+    """Train the decoder further, with state, log and plot in `output`, and return the model with that decoder.
 
-    Other arguments as of `video_builtin.train_builtin`.
+    The other arguments are those of `recipe.train_builtin`.
 
     Args:
-        vae: from `train_vae`; its encoder stays as it is.
+        vae: VAE from `train_vae`; its encoder stays as it is.
     """
     schedule = DECODER_SCHEDULE.of(steps)
     graph, decoder, fixed = nnx.split(vae, lambda path, _: path[0] in ("decoder", "conv2"), ...)
@@ -149,14 +149,17 @@ def refine_decoder(
 
 
 def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
-    """Fresh weights, of a network that takes each frame by itself: kernels see no earlier frame, halving in time is a
-    mean of two, doubling a repetition. Residual branches add nothing at first."""
+    """Initial weights of a network that treats each frame separately.
+
+    Kernels are zero for earlier frames, downsampling in time is a mean of two, and upsampling a repetition.
+    Residual branches are zero at first.
+    """
     model = WanVae(CONFIG, rngs=nnx.Rngs(seed))
     for path, module in nnx.iter_modules(model):
         if not isinstance(module, CausalConv3d | Conv2d):
             continue
         weight = module.weight[...]
-        # `nn` begins with a third of the variance that keeps values as large as they are.
+        # `nn` initialises with a third of the variance that preserves the scale of values.
         weight = 3**0.5 * weight
         if path[-2:] == ("residual", "6") or path[-1] == "proj":
             weight = jnp.zeros_like(weight)
@@ -174,9 +177,9 @@ def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
 
 
 def batches(seed: int, start: int, steps: int, plan: Cuts | None = None) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches from step `start` of `steps` on, cut as in CUTS if not by another plan.
+    """Endless batches from step `start` of `steps` on, cut according to `plan` (CUTS if None).
 
-    Each is of `pixels`, and the `seed` of the noise.
+    Each has `pixels`, and the `seed` of the noise.
     """
     plan = CUTS if plan is None else plan
     for step in count(start):
@@ -193,7 +196,7 @@ def batches(seed: int, start: int, steps: int, plan: Cuts | None = None) -> Iter
 
 
 def loss(model: WanVae, batch: dict[str, Array]) -> Float[Array, ""]:
-    """Of a batch; what convolutions multiply is rounded to bfloat16."""
+    """Loss of a batch. The factors of convolutions are rounded to bfloat16."""
     graph, params = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     frames = colours(batch["pixels"])
@@ -201,7 +204,7 @@ def loss(model: WanVae, batch: dict[str, Array]) -> Float[Array, ""]:
         mean, log_variance = model.encode_distribution(frames)
         noise = jax.random.normal(jax.random.key(batch["seed"]), mean.shape)
         latents = mean + jnp.exp(0.5 * log_variance) * noise
-        # Not `decode`, whose clipping gives colours out of range no gradient to come back by.
+        # Not `decode`: it clips, so that colours out of range would have no gradient.
         again = model.decoder(model.conv2(latents), Tails()).astype(jnp.float32)
     wrong = again - frames
     divergence = 0.5 * jnp.mean(mean**2 + jnp.exp(log_variance) - 1.0 - log_variance)
@@ -209,12 +212,12 @@ def loss(model: WanVae, batch: dict[str, Array]) -> Float[Array, ""]:
 
 
 def colours(pixels: UInt8[Array, "*B"] | UInt8[np.ndarray, "*B"]) -> Float[Array, "*B"]:
-    """0..255 as -1..1."""
+    """Colours from 0..255 to -1..1."""
     return jnp.asarray(pixels).astype(jnp.float32) / 127.5 - 1.0
 
 
 def _with_statistics(model: WanVae, seed: int) -> WanVae:
-    """The model with each latent channel's mean and standard deviation over training clips in its configuration."""
+    """Model whose configuration has the mean and standard deviation of each latent channel over training clips."""
     graph, params = nnx.split(model)
     encode = jax.jit(lambda params, pixels: nnx.merge(graph, params).encode_distribution(colours(pixels))[0])
     frames, size = CUTS[-1][1][-1][1:]
