@@ -1,7 +1,10 @@
 """The package's front door."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +32,13 @@ def test_using_the_engine_brings_no_torch():
     code = "import sys, verax.text.llm, verax.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_version_is_that_of_the_changelog_and_stands_nowhere_else():
+    root = Path(__file__).parents[1]
+    newest = re.search(r"(?m)^## \[?(\d+\.\d+\.\d+)", (root / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert newest is not None
+    assert newest[1] == verax.__version__
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/verax/__init__.py"
