@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import verax
+from tests.support.markdown import is_generated
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -58,6 +59,17 @@ def test_links_to_files_of_the_repository_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     targets = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert [target for target in targets if target and not (ROOT / target).exists()] == []
+
+
+SOURCES = (ROOT, ROOT / "src/verax", ROOT / "src/verax/ops/cpu", ROOT / "examples/port_gpt2")
+"""Folders that the paths of source files in the pages begin in."""
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_source_files_that_a_page_names_exist(page):
+    text = "" if is_generated(page) else page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./-]+\.(?:py|cc|h))`", text))
+    assert [path for path in sorted(named) if not any((folder / path).is_file() for folder in SOURCES)] == []
 
 
 def test_the_readme_lists_every_public_name():

@@ -10,6 +10,7 @@ import pytest
 from tests.support.markdown import Block, MarkdownError, blocks, inline_commands, is_generated
 from tests.support.markdown_run import check_command, commands, run_block
 from verax import cli
+from verax.ops import operations
 from verax.text.llm import LLM
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,11 @@ def place(tmp_path, monkeypatch):
         start(self, model, **{**options, "max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128})
 
     monkeypatch.setattr(LLM, "__init__", start_small)
-    return tmp_path
+    registered = {operation: dict(operation.implementations) for operation in operations().values()}
+    yield tmp_path
+    for operation, implementations in registered.items():  # a page may register one of its own
+        operation.implementations.clear()
+        operation.implementations.update(implementations)
 
 
 @every_page
