@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,13 @@ def test_docstrings_begin_with_a_noun_or_an_imperative_verb():
 def test_a_docstring_that_begins_otherwise_is_found(source):
     assert len(without_noun(source)) == 1
     assert without_noun(source.replace("Wh", "N").replace("Of", "Size of").replace("How", "Number")) == []
+
+
+def test_the_version_is_that_of_the_changelog_and_stands_nowhere_else():
+    root = Path(__file__).parents[1]
+    newest = re.search(r"(?m)^## \[?(\d+\.\d+\.\d+)", (root / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert newest is not None
+    assert newest[1] == verax.__version__
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/verax/__init__.py"

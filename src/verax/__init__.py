@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from verax.video.pipeline import VideoPipeline
 
 __version__ = "0.1.0"
+"""The one place of the version: pyproject.toml reads it from here."""
 
 __all__ = [
     "LLM",

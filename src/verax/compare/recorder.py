@@ -26,7 +26,7 @@ def tap(name: str, x: T) -> T:
     Outside of a trace it does nothing. In a module's call the name stands behind the module's path. With `--inject` or
     `replace=` what is returned is the other side's value.
 
-    Example:
+    Examples:
         >>> q = tap("rotary_q", rotate(q, angles))
     """
     recorder = _active.get()

@@ -63,7 +63,7 @@ def compare(
         InvalidParameterError: if there is nothing to compare, or no modules to take gradients of.
         MissingDependencyError: where torch is not installed.
 
-    Example:
+    Examples:
         >>> result = compare(torch_mlp, nnx_mlp, x, names={"layers.{i}": "net.{i}"})
         >>> result.passed, result.first
     """

@@ -39,7 +39,7 @@ class Encoder:
     A program is compiled when its bucket is first met and kept on disk; `warm_up` compiles all of them. What else is in
     the batch, and how it is padded, does not change a sentence's vector beyond rounding.
 
-    Example:
+    Examples:
         >>> encoder = Encoder()  # the built-in model; or a Hugging Face folder or hub id
         >>> a, b = encoder.encode(["A cat is asleep.", "The cat sleeps."])
         >>> float(a @ b)

@@ -57,7 +57,7 @@ _ENCODERS: dict[str, tuple[Any, Any]] = {"bert": (BertModel, BertConfig), "lam":
 def register_causal_lm(model_type: str, model: Any, config: Any) -> None:
     """Add a language model: `LLM(folder)` then serves checkpoints whose config.json has this `model_type`.
 
-    Example:
+    Examples:
         >>> verax.register_causal_lm("gpt2", GPT2LMHeadModel, GPT2Config)
         >>> verax.LLM("path/to/gpt2").generate("Once upon a time")
 

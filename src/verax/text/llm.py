@@ -42,7 +42,7 @@ _log = logging.getLogger("verax.text")
 class LLM:
     """A language model ready to generate: weights on the device, programs compiled.
 
-    Example:
+    Examples:
         >>> llm = LLM()  # the built-in model; or a Hugging Face folder or hub id
         >>> llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text
     """

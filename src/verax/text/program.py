@@ -108,7 +108,7 @@ def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, me
         mesh: devices that weights (by the model's `partition_rules`) and cache (by heads) are divided over. Weights
             must not be quantised then.
 
-    Example:
+    Examples:
         >>> module = nnx.eval_shape(lambda: architecture(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
         >>> with ops.use_target("cpu", memory=8 << 30):
         ...     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=8))

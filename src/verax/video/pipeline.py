@@ -45,7 +45,7 @@ KEPT_PROMPTS = 16
 class VideoPipeline:
     """SkyReels-V2 and Wan2.1: text to video, image to video, diffusion forcing.
 
-    Example:
+    Examples:
         >>> pipe = VideoPipeline.from_pretrained("SkyReels-V2-I2V-1.3B-540P")
         >>> clip = pipe("The cat turns its head.", image="cat.png")
         >>> clip.save("cat.mp4")

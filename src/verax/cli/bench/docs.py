@@ -21,7 +21,7 @@ def docs(
 ) -> None:
     """Write docs/performance.md anew from the results in the repository; of several of one kind, the latest.
 
-    Example:
+    Examples:
 
         verax bench text --against transformers --output benchmarks/results && verax bench docs
     """
