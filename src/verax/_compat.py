@@ -39,12 +39,14 @@ _CACHE = "jax_compilation_cache_dir"
 
 
 def compiler_options() -> dict[str, bool | str]:
-    """Per-function XLA options that a program with bfloat16 buffers needs on JAX's default device.
+    """XLA options of a program with bfloat16 buffers, for the current target.
 
     XLA:CPU before 0.11 rewrites bfloat16 scatters, slices and gathers through float32 copies of the *whole* buffer, the
     paged cache included. Switching that pass off keeps them in place; every dot must then accumulate in float32.
     """
-    if jax.default_backend() == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
+    from verax.ops import target  # here: this module is imported where no operation is needed
+
+    if target().platform == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
         return {"xla_disable_hlo_passes": "float-normalization-bf16"}
     return {}
 

@@ -78,8 +78,8 @@ def trace_jax(
     recorder = Recorder(trace, record, inputs)
     args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
     function = partial(call, model) if call is not None else model
-    # Layers that one operation could run together run one by one, or nobody would see them.
-    with recording(recorder, watch), _patched(model, recorder), ops.use_implementations(multi_linear="reference"):
+    # Unfused, so that each layer's result is there to be recorded.
+    with recording(recorder, watch), _patched(model, recorder), ops.use_unfused():
         if jit:
             result = jax.jit(function)(*args, **kwargs)
             jax.effects_barrier()

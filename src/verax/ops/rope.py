@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 
 __all__ = ["RotaryConfig", "apply_rotary", "rotary_tables"]
 
@@ -150,3 +151,8 @@ def apply_rotary(
     x1, x2, rest = x[..., :h], x[..., h : 2 * h], x[..., 2 * h :]
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+
+@apply_rotary.example
+def _examples() -> list[Example]:
+    return [Example((float32(4, 16, 128), float32(4, 64), float32(4, 64)))]

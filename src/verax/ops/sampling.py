@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32, int32
 
 __all__ = ["SamplingArrays", "penalize", "sample", "token_logprobs", "uniform"]
 
@@ -88,6 +89,11 @@ def sample(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, 
     cumulative = jnp.cumsum(weights, axis=-1)
     drawn = jnp.sum(cumulative <= u[:, None] * cumulative[:, -1:], axis=-1)
     return jnp.where(params.temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
+
+
+@sample.example
+def _examples() -> list[Example]:
+    return [Example((float32(4, 151936), SamplingArrays(float32(4), int32(4), float32(4), float32(4)), float32(4)))]
 
 
 @sample.implementation("bisect")

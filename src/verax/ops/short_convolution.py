@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 
 __all__ = ["short_convolution"]
 
@@ -54,3 +55,8 @@ def short_convolution(
     own = x[0, jnp.clip(cu_seqlens[:-1, None] + from_end, 0, T - 1)]
     kept = jnp.take_along_axis(state, jnp.clip(w + from_end, 0, w - 1)[..., None], axis=1)
     return out[None], jnp.where((from_end >= 0)[..., None], own, kept)
+
+
+@short_convolution.example
+def _examples() -> list[Example]:
+    return [Example((float32(1, 64, 8192), float32(8192, 1, 4)))]

@@ -168,9 +168,9 @@ class ModelRunner:
         return output
 
     def compile_with_implementations(
-        self, shape: StepShape, **implementations: str
+        self, shape: StepShape, **implementations: str | Callable[..., Any]
     ) -> Callable[[np.ndarray], StepOutput]:
-        """Step on this runner's state, compiled with the named implementations of operations, to measure."""
+        """Step on this runner's state, compiled with the given implementations of operations, to measure."""
         with ops.use_implementations(**implementations):
             step = self._compile_later(shape).lower(*self._arguments(shape)).compile()
 

@@ -137,7 +137,7 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     arguments = x, places // PAGE, places % PAGE
     sides = {}
     for name, impl in ops.write_pages.implementations.items():
-        if name == "reference" or (impl.runs_on(jax.default_backend()) and impl.accepts(cache, *arguments)):
+        if impl.supports(cache, *arguments):
             run: Any = jax.jit(impl.function, donate_argnums=0, compiler_options=compiler_options())
             held = [jnp.copy(cache)]
 
@@ -173,7 +173,7 @@ def implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: An
     """Every implementation of the operation that takes this call here, by name."""
     sides: dict[str, Callable[[], object]] = {}
     for name, impl in operation.implementations.items():
-        if impl.runs_on(jax.default_backend()) and impl.accepts(*args, **kwargs):
+        if impl.supports(*args, **kwargs):
             run: Any = jax.jit(
                 lambda *a, function=impl.function: function(*a, **kwargs), compiler_options=compiler_options()
             )

@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,13 +30,8 @@ HEADERS = "jaxlib>=0.10,<0.11; python_version < '3.15'", "jaxlib>=0.10; python_v
 
 SOURCES = Path(__file__).with_name("native")
 
-_X86 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "x86_64": {"avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"), "avx512": _AVX512, "avx2": _X86},
-    "aarch64": {"neon": ()},
-}
-"""By architecture, the compiler flags of each level above `portable`."""
+LEVEL_ROW = re.compile(r'ROW\((\w+), (\w+),[\s\\]*"([^"]*)"')
+"""A level of native/levels.h: its name, its architecture (`any` for all) and its compiler flags."""
 
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
 
@@ -70,6 +66,12 @@ def headers() -> Path:
     raise BuildError("XLA's FFI headers were not found: jaxlib is not installed")
 
 
+def level_flags() -> dict[str, tuple[str, list[str]]]:
+    """Architecture and compiler flags of each level in native/levels.h, best first."""
+    rows = LEVEL_ROW.findall(SOURCES.joinpath("levels.h").read_text())
+    return {name: (where, flags.split()) for name, where, flags in rows}
+
+
 def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = ()) -> list[str]:
     """Compile the library into `target`, replacing it only when all went well.
 
@@ -91,18 +93,19 @@ def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] =
         raise BuildError("no C++ compiler was found (c++, g++, clang++, or $CXX)")
     with tempfile.TemporaryDirectory(prefix="verax-build-") as name:
         folder = Path(name)
+        every = level_flags()
         levels = {
-            level: level_flags
-            for level, level_flags in LEVELS.get(architecture(), {}).items()
-            if _compiles(cxx, level_flags, folder)
+            level: options
+            for level, (where, options) in every.items()
+            if where in (architecture(), "any") and _compiles(cxx, options, folder)
         }
-        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}" for level in levels)]
+        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in levels)}" for level in every)]
         command += ["-I", str(SOURCES), "-c", *(() if programs else ("-isystem", str(headers())))]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if not (programs and source.stem.endswith("_ffi"))]
         units = {folder / f"{source.stem}.o": [str(source)] for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):
-            for level, level_flags in {**levels, "portable": ("-DVERAX_PORTABLE",)}.items():
-                units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *level_flags, str(source)]
+            for level, options in levels.items():
+                units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *options, str(source)]
         mains = {folder / f"{program.stem}.o": [str(program)] for program in programs}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(_run, ([*command, *more, "-o", str(unit)] for unit, more in {**units, **mains}.items())))
@@ -111,7 +114,7 @@ def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] =
             _link([*link, str(main)], target / main.stem)
         if not programs:
             _link([*link, "-shared"], target)
-    return [*levels, "portable"]
+    return list(levels)
 
 
 def _link(command: list[str], target: Path) -> None:

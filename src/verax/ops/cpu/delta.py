@@ -30,11 +30,10 @@ class _Options:
 
 def _accepts(x: DeltaInputs, initial_state: Any, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any) -> bool:
     dtypes = all(a.dtype in FLOATS for a in x) and initial_state.dtype == jnp.float32
-    # One device: a mesh divides matmuls over its devices, but not a kernel that it knows nothing about.
-    return dtypes and not isinstance(scale, jax.Array) and jax.device_count() == 1 and library.available()
+    return dtypes and not isinstance(scale, jax.Array)
 
 
-@delta_recurrence.implementation("native", platforms=("cpu",), accepts=_accepts)
+@delta_recurrence.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _delta_native(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],

@@ -8,17 +8,28 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, MissingDependencyError
 
-__all__ = ["HANDLERS", "available", "call", "call_many", "level", "levels", "problem", "use_level"]
+__all__ = [
+    "HANDLERS",
+    "REQUIREMENTS",
+    "available",
+    "call",
+    "call_many",
+    "has",
+    "level",
+    "levels",
+    "problem",
+    "use_level",
+]
 
 HANDLERS = (
     "verax_attention",
@@ -71,6 +82,12 @@ def level() -> str | None:
     return None if library is None else library.verax_level().decode()
 
 
+def has(capability: str) -> bool:
+    """True if the level in force has a capability such as `"bf16_dot"` (native/levels.h); False without the library."""
+    library = _load().library
+    return library is not None and bool(library.verax_level_has(capability.encode()))
+
+
 @contextlib.contextmanager
 def use_level(name: str) -> Iterator[None]:
     """Run kernels at another level. It holds for the whole process, and for programs that are compiled already.
@@ -115,6 +132,16 @@ def call_many(
     )
 
 
+class _Requirements(TypedDict):
+    platforms: tuple[str, ...]
+    single_device: bool
+    available: Callable[[], bool]
+
+
+REQUIREMENTS: _Requirements = {"platforms": ("cpu",), "single_device": True, "available": available}
+"""Arguments of `Operation.implementation` that all C++ kernels share: a CPU, no mesh, and the library."""
+
+
 @functools.cache
 def _load() -> _Loaded:
     """Load and register, once. `VERAX_CPU_LIBRARY` names another file (`make test-native` does), or `off`."""
@@ -128,6 +155,7 @@ def _load() -> _Loaded:
     try:
         library = ctypes.CDLL(os.fspath(path))
         library.verax_level_name.restype = library.verax_level.restype = ctypes.c_char_p
+        library.verax_level_has.argtypes = (ctypes.c_char_p,)
         for handler in HANDLERS:
             jax.ffi.register_ffi_target(handler, jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:

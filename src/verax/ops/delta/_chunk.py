@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from verax.ops._target import target
 from verax.ops.delta._decay import LogDecay, decayed_products
 from verax.ops.delta._inputs import DeltaInputs
 from verax.ops.delta._inverse import unit_lower_inverse
@@ -108,10 +109,10 @@ def chunk_backward(
 
 
 def chunk_layout(B: int, T: int, cu_seqlens: Int[Array, "M"] | None, chunk_size: int | None) -> Layout:
-    """How so many tokens are cut; the platform's best size, if None is given."""
+    """Layout of T tokens in chunks; `chunk_size` is the target platform's best if None."""
     if chunk_size is None:
         # No larger than the first power of two that holds all tokens.
-        chunk_size = min(CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE), 1 << (max(T, 1) - 1).bit_length())
+        chunk_size = min(CHUNK_SIZES.get(target().platform, CHUNK_SIZE), 1 << (max(T, 1) - 1).bit_length())
         chunk_size = max(chunk_size, SMALLEST_CHUNK)
     return align(B, T, chunk_size, cu_seqlens)
 

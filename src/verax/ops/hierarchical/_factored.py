@@ -30,7 +30,7 @@ from verax.ops.hierarchical._published import (
     slow_state,
 )
 
-__all__ = ["local_outputs"]
+__all__ = ["hierarchical_factored", "local_outputs"]
 
 BLOCKS = (64, 32)
 """Tokens of a block: the first that divides a chunk; else the chunk."""
@@ -50,7 +50,7 @@ class Within(NamedTuple):
 
 
 @hierarchical_delta_rule.implementation("factored")
-def _hierarchical_factored(
+def hierarchical_factored(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
@@ -61,6 +61,7 @@ def _hierarchical_factored(
     *,
     chunk_size: int = 64,
 ) -> tuple[Float[Array, "B T H V"], Pair]:
+    """`hierarchical_delta_rule` with less arithmetic."""
     x = cut(q, k, v, beta, decays, gates, chunk_size)
     chunks = within(x, flux)
     found, states = walk(chunks, x.decays, flux)

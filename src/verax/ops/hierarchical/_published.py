@@ -11,8 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 from verax.ops.hierarchical._chunks import Pair, cut, joined, unit
-from verax.ops.hierarchical._flux import ResonanceFlux, chunk_flux, token_flux
+from verax.ops.hierarchical._flux import Perceptron, ResonanceFlux, chunk_flux, token_flux
 
 __all__ = ["hierarchical_delta_rule", "local_delta_rule", "orthogonality_loss"]
 
@@ -171,3 +172,12 @@ def _lower(x: Array, y: Array, diagonal: int) -> Array:
 def matmul(x: Array, y: Array) -> Array:
     """Products of matrices, exact float32 elsewhere than on a CPU too."""
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
+@hierarchical_delta_rule.example
+@local_delta_rule.example
+def _examples() -> list[Example]:
+    head, gate = float32(1, 64, 12, 32), float32(1, 64, 12)
+    perceptrons = (Perceptron(float32(16, D), float32(16), float32(1, 16), float32(1)) for D in (65, 64))
+    flux = ResonanceFlux(float32(12, 32, 32), float32(12), *perceptrons)
+    return [Example((head, head, head, gate, (gate, gate), (gate, gate), flux))]
