@@ -112,8 +112,8 @@ void finish(const AttentionTask& t, const AttentionTile& tile, const State& stat
 template <class Kind, class Element>
 void pack_query(float* to, const Element* from, int64_t H, float scale) {
   for (int64_t h = 0; h < H; h += CHUNK) {
-    Element room[CHUNK];
-    Chunk chunk = load_chunk(padded(from + h, H - h, room));
+    Element buffer[CHUNK];
+    Chunk chunk = load_chunk(padded(from + h, H - h, buffer));
     for (F32& part : chunk.part) part = mul(part, broadcast(scale));
     Kind::of_chunk(to + h / Kind::depth, chunk);
   }
@@ -198,7 +198,7 @@ struct Visibility {
   const AttentionTask& task;
   const AttentionTile& tile;
   int64_t begin, count, columns;  // of the block
-  float room[BLOCK];
+  float buffer[BLOCK];
 
   int64_t visible(int64_t query) const { return tile.visible + (task.causal ? query : 0) - begin; }
 
@@ -207,8 +207,8 @@ struct Visibility {
     seen = seen < 0 ? 0 : seen < count ? seen : count;
     if (tile.query_segments) {
       const int32_t segment = tile.query_segments[query], *segments = tile.key_segments + begin;
-      for (int64_t i = 0; i < columns; ++i) room[i] = i < seen && segments[i] == segment ? 0 : -1;
-      return room;
+      for (int64_t i = 0; i < columns; ++i) buffer[i] = i < seen && segments[i] == segment ? 0 : -1;
+      return buffer;
     }
     return seen < columns ? STEPS.sign + BLOCK - seen : nullptr;
   }

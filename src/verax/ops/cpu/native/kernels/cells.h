@@ -179,11 +179,11 @@ void product(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_
 
 // Up to F32::lanes * Kind::depth or CHUNK values from `p`, where only `count` may be read: zeros after them.
 template <class Element>
-inline const Element* padded(const Element* p, int64_t count, Element (&room)[CHUNK]) {
+inline const Element* padded(const Element* p, int64_t count, Element (&buffer)[CHUNK]) {
   if (count >= CHUNK) return p;
-  std::memset(room, 0, sizeof room);
-  std::memcpy(room, p, count * sizeof(Element));
-  return room;
+  std::memset(buffer, 0, sizeof buffer);
+  std::memcpy(buffer, p, count * sizeof(Element));
+  return buffer;
 }
 
 // to[h, key] = rows[key][h]: the packed operand whose columns are keys. `count` keys, in groups of F32::lanes.
@@ -200,8 +200,8 @@ void pack_columns(Matrix to, const typename Kind::Element* const* rows, const ty
       if (h + STEP <= H) {
         for (int i = 0; i < L; ++i) square[i] = Kind::of_row(rows[key + i] + h);
       } else {
-        Element room[CHUNK];
-        for (int i = 0; i < L; ++i) square[i] = Kind::of_row(padded(rows[key + i] + h, H - h, room));
+        Element buffer[CHUNK];
+        for (int i = 0; i < L; ++i) square[i] = Kind::of_row(padded(rows[key + i] + h, H - h, buffer));
       }
       transpose(square);
       for (int i = 0; i < L; ++i) store(to.row(h / Kind::depth + i) + key, square[i]);
@@ -222,9 +222,9 @@ void pack_rows(Matrix to, const typename Kind::Element* const* rows, const typen
       store_chunk(at + h, Kind::of_rows(rows + key, h));
     }
     if (h < H) {
-      Element room[Kind::depth][CHUNK];
+      Element buffer[Kind::depth][CHUNK];
       const Element* rest[Kind::depth];
-      for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(rows[key + i] + h, H - h, room[i]);
+      for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(rows[key + i] + h, H - h, buffer[i]);
       store_chunk(at + h, Kind::of_rows(rest, 0));
     }
   }

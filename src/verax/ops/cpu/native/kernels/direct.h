@@ -49,9 +49,9 @@ inline void dots(Matrix a, const typename Kind::Element* const* keys, int64_t H,
       add(h, at);
     }
     if (h < H) {
-      Element room[4][CHUNK];
+      Element buffer[4][CHUNK];
       const Element* at[4];
-      for (int i = 0; i < 4; ++i) at[i] = padded(keys[i] + h, H - h, room[i]);
+      for (int i = 0; i < 4; ++i) at[i] = padded(keys[i] + h, H - h, buffer[i]);
       add(h, at);
     }
     VERAX_UNROLL
@@ -91,7 +91,7 @@ void direct_columns(Matrix weights, const typename Kind::Element* const* values,
     for (int i = 0; i < Kind::depth; ++i) {
       for (int64_t at = h; at < h + C * CHUNK; at += 64 / sizeof(Element)) prefetch(next[key + i] + at);
     }
-    Element room[Kind::depth][CHUNK];
+    Element buffer[Kind::depth][CHUNK];
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
       Chunk cells;
@@ -100,7 +100,7 @@ void direct_columns(Matrix weights, const typename Kind::Element* const* values,
         cells = Kind::of_rows(values + key, at);
       } else {
         const Element* rest[Kind::depth];
-        for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(values[key + i] + at, H - at, room[i]);
+        for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(values[key + i] + at, H - at, buffer[i]);
         cells = Kind::of_rows(rest, 0);
       }
       VERAX_UNROLL

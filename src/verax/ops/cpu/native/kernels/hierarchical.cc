@@ -74,7 +74,7 @@ inline F32 one_more(F32 x) {
 
 inline float clipped(float flux) { return flux < 0.01f ? 0.01f : flux > 0.99f ? 0.99f : flux; }
 
-// phi of each row of x, [beta v | beta k]; it has room for whole registers.
+// phi of each row of x, [beta v | beta k]; it is padded to whole registers.
 void token_flux(const HierarchicalTask& t, Matrix x, int64_t rows, Matrix hidden, float* phi) {
   const int64_t width = hidden.stride, inputs = x.stride;
   const Matrix w1{const_cast<float*>(t.token_flux), width};  // products only read their operands
