@@ -48,20 +48,20 @@ struct Scratch {
   State span, total;
 };
 
-Scratch carve(void* memory, int64_t rows, int64_t H, int depth) {
-  Carver carver{static_cast<float*>(memory)};
+Scratch allocate(void* memory, int64_t rows, int64_t H, int depth) {
+  Arena arena{static_cast<float*>(memory)};
   const int64_t width = attention_padded(H);
   Scratch s;
-  s.q = {carver.take(rows * width / depth), width / depth};
-  s.k = {carver.take(BLOCK * width / depth), BLOCK};
-  s.v = {carver.take(BLOCK * width / depth), width};
-  s.scores = {carver.take(ROWS * BLOCK), BLOCK};
-  s.weights = {carver.take(ROWS * BLOCK / depth), BLOCK / depth};
-  float* zeros = carver.take(width);
+  s.q = {arena.take(rows * width / depth), width / depth};
+  s.k = {arena.take(BLOCK * width / depth), BLOCK};
+  s.v = {arena.take(BLOCK * width / depth), width};
+  s.scores = {arena.take(ROWS * BLOCK), BLOCK};
+  s.weights = {arena.take(ROWS * BLOCK / depth), BLOCK / depth};
+  float* zeros = arena.take(width);
   std::memset(zeros, 0, width * sizeof(float));
   s.zeros = zeros;
-  s.span = state_at(carver.take(attention_partial_floats(rows, H)), rows, H);
-  s.total = state_at(carver.take(attention_partial_floats(rows, H)), rows, H);
+  s.span = state_at(arena.take(attention_partial_floats(rows, H)), rows, H);
+  s.total = state_at(arena.take(attention_partial_floats(rows, H)), rows, H);
   return s;
 }
 
@@ -264,7 +264,7 @@ void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, in
 template <class Kind>
 void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
   const int64_t G = t.N / t.K, rows = tile.num_queries * G;
-  Scratch s = carve(memory, rows, t.H, Kind::depth);
+  Scratch s = allocate(memory, rows, t.H, Kind::depth);
   using Element = typename Kind::Element;
   const auto* zeros = reinterpret_cast<const Element*>(s.zeros);
   for (int64_t r = 0; r < rows; ++r) {

@@ -103,7 +103,7 @@ struct Matrix {
 };
 
 // Takes arrays out of a piece of memory, each from the start of a cache line.
-struct Carver {
+struct Arena {
   float* next;
   float* take(int64_t floats) {
     float* taken = next;
