@@ -197,12 +197,12 @@ void decay_by_channel(const Rows<Element>& rows, Work& w, int64_t token, int64_t
 
 // a[rows, depth] . b, or `out` shrunk by row and added to, for any number of rows.
 template <class Between>
-inline void products(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* shrink,
+inline void products(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* alpha,
                      const Between& between) {
   for (int64_t r = 0; r < rows; r += ROWS) {
     between(r);
     product<F32Cells>(rows - r < ROWS ? rows - r : ROWS, {a.row(r), a.stride}, b, depth, {out.row(r), out.stride},
-                      vectors, shrink ? shrink + r : nullptr);
+                      vectors, alpha ? alpha + r : nullptr);
   }
 }
 

@@ -21,7 +21,7 @@ float infinity() { return __builtin_inff(); }
 float largest_of(const float* logits, int64_t count) {
   F32 most = broadcast(-infinity());
   for (int64_t i = 0; i < count; i += L) most = max(load(logits + i), most);
-  return highest(most);
+  return largest_lane(most);
 }
 
 float largest(const float* logits, int64_t V) {
