@@ -109,8 +109,10 @@ class CausalConv3d(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T H W C"], before: Float[Array, "B P H W C"] | None = None
     ) -> Float[Array, "B Tout Hout Wout O"]:
-        """Convolve frames, before which stand those of `before`; if None, `kt - 1` frames of zeros. `padding` is that
-        of each frame."""
+        """Convolve the frames of `x` after those of `before`, which are `kt - 1` frames of zeros if None.
+
+        The layer's `padding` surrounds each frame.
+        """
         return ops.conv3d(x, self.weight[...], self.bias[...], stride=self.stride, padding=self.padding, cache=before)
 
 

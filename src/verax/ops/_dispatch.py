@@ -54,7 +54,7 @@ def _never(*args: Any, **kwargs: Any) -> bool:
 
 @dataclass(frozen=True)
 class Implementation(Generic[P, R]):
-    """One implementation of an operation.
+    """Implementation of an operation.
 
     Attributes:
         name: its name within the operation.
@@ -94,7 +94,7 @@ class Implementation(Generic[P, R]):
 
 
 class Operation(Generic[P, R]):
-    """A callable operation. Implementations that are registered later are preferred over earlier ones.
+    """Callable operation. Implementations that are registered later are preferred over earlier ones.
 
     Attributes:
         name: the reference's name.
@@ -151,7 +151,7 @@ class Operation(Generic[P, R]):
         return function
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
-        """The implementation that a call with these arguments runs on the current target."""
+        """Implementation that a call with these arguments runs on the current target."""
         forced = _choices_in_force().get(self.name)
         if forced is None:
             return self.restricted().select(*args, **kwargs)
@@ -160,7 +160,7 @@ class Operation(Generic[P, R]):
         return self.implementations[forced]
 
     def restricted(self, *, require: Collection[str] = (), exclude: Collection[str] = ()) -> Restricted[P, R]:
-        """The operation by those of its implementations that have all traits of `require` and none of `exclude`.
+        """Operation by those of its implementations that have all traits of `require` and none of `exclude`.
 
         Choices by name (`use_implementations`) do not reach it.
         """
@@ -188,14 +188,14 @@ class Operation(Generic[P, R]):
 
 @dataclass(frozen=True)
 class Restricted(Generic[P, R]):
-    """An operation by some of its implementations, see `Operation.restricted`."""
+    """Operation by some of its implementations, see `Operation.restricted`."""
 
     operation: Operation[P, R]
     require: frozenset[str]
     exclude: frozenset[str]
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
-        """The preferred implementation for a call with these arguments on the current target.
+        """Preferred implementation for a call with these arguments on the current target.
 
         Raises:
             InvalidParameterError: if there is none.

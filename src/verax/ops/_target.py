@@ -54,7 +54,7 @@ def _unknown() -> int | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device, as far as the choice of implementations and of sizes depends on it.
+    """Kind of device, as far as the choice of implementations and of sizes depends on it.
 
     Attributes:
         platform: one of `PLATFORMS`.
@@ -79,7 +79,7 @@ class Target:
 
 
 def target() -> Target:
-    """The target of `use_target`, or else JAX's default device."""
+    """Target of `use_target`, or else JAX's default device."""
     return _chosen.get() or _local_target()
 
 

@@ -15,7 +15,7 @@ from verax.ops._example import Example, float32
 __all__ = ["attention", "chunked_attention", "exact_products"]
 
 MASKED = -1e30
-"""A score that no softmax notices. Not -inf: a row with nothing to attend to must not become NaN."""
+"""Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
 
 
 @operation

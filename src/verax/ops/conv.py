@@ -129,10 +129,10 @@ def _conv2d_bfloat16(
 
 
 class ConvShape:
-    """What a convolution's arguments say about its axes: time (for videos), height, width.
+    """Geometry of a convolution by axis: time (for videos), height, width.
 
     Attributes:
-        stride: of each axis.
+        stride: step along each axis.
         sides: zeros before and after each axis.
         out: extent of each axis of the result.
     """

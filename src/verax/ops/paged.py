@@ -1,7 +1,7 @@
 """Attention over a paged key/value cache (Kwon et al., 2023, arXiv:2309.06180): decode steps and ragged mixed steps.
 
 The cache of a layer is `[P, K, p, H]`: P pages of p tokens, head-major inside a page, so that one head's tokens lie
-together. Page 0 belongs to nobody: padding is written there. Pages of a sequence are listed in its row of a page table.
+together. Page 0 belongs to no sequence: padding is written there. A row of the page table lists a sequence's pages.
 Pages may be int8 (`ops/pages.py`): quantised as they are written, their scales applied to scores and softmax weights.
 """
 
@@ -113,7 +113,7 @@ def _group(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Arra
 
 
 def _operand_dtype(cache: Pages) -> DTypeLike:
-    """What products with a cache are computed in."""
+    """Dtype of the operands of products with a cache."""
     return jnp.bfloat16 if isinstance(cache, QuantizedPages) else cache.dtype
 
 

@@ -31,7 +31,7 @@ class RotaryConfig:
     kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     divisors: tuple[float, ...] = ()
-    """Of the kind `divided`: what each frequency is divided by, as GGUF files store Llama 3.1's scaling."""
+    """Divisors of the frequencies for the kind `divided`, as GGUF files store Llama 3.1's scaling."""
 
     fraction: float = 1.0
 

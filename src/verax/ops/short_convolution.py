@@ -27,7 +27,7 @@ def short_convolution(
         initial_state: the `w = W - 1` inputs before each sequence, oldest first; zeros if None. N is B, or
             `len(cu_seqlens) - 1`.
         cu_seqlens: `[N + 1]` ascending offsets from 0 of sequences packed along T of a batch of one. No sequence sees
-            another. Tokens past the last offset belong to nobody: what comes out there means nothing.
+            another. Tokens past the last offset belong to no sequence: their results mean nothing.
 
     Returns:
         Outputs, and the last W - 1 inputs of each sequence, its initial state included: the next call's initial state.

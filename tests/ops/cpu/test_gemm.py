@@ -82,6 +82,12 @@ def test_it_runs_only_where_it_is_faster():
         assert chosen(200, 64, 48, "int8") == "dequantized"
 
 
+def test_any_level_with_bfloat16_dot_products_runs_it(monkeypatch):
+    monkeypatch.setattr(library, "has", lambda capability: capability == "bf16_dot")
+    with library.use_level("portable"):
+        assert chosen(33, 64, 48) == "native_gemm"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_can_be_differentiated(kind):
     x, w, bias = arrays(40, 64, 48, kind)

@@ -4,7 +4,7 @@ The package's build hook runs this file by its path, in an environment that has 
 standard library only, and looks for XLA's headers in whatever jaxlib is there.
 
 Which jaxlib's headers: a library runs under the jaxlib that it was compiled against and under newer ones, not under
-older ones. So the hook asks for the oldest that verax supports (`HEADERS`), and one build serves all.
+older ones. So the hook requires the oldest that verax supports (`HEADERS`), and one build serves all.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ HEADERS = "jaxlib>=0.10,<0.11; python_version < '3.15'", "jaxlib>=0.10; python_v
 
 SOURCES = Path(__file__).with_name("native")
 
-LEVEL_ROW = re.compile(r'ROW\((\w+), (\w+),[\s\\]*"([^"]*)"')
-"""A level of native/levels.h: its name, its architecture (`any` for all) and its compiler flags."""
+LEVEL_ROW = re.compile(r'ROW\((\w+), (\w+),((?:[\s\\]*"[^"]*")+)')
+"""Pattern of a level in native/levels.h: its name, its architecture (`any` for all) and its compiler flags."""
 
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
 
 
 class BuildError(RuntimeError):
-    """The library cannot be built here; the message says what is missing or what the compiler said."""
+    """Failure to build the library; the message names what is missing, or is the compiler's."""
 
 
 def architecture() -> str:
@@ -47,18 +47,18 @@ def architecture() -> str:
 
 
 def library_name() -> str:
-    """The library's file name: by system and architecture, as one source tree may be shared between machines."""
+    """File name of the library: by system and architecture, as one source tree may be shared between machines."""
     return f"libverax-{platform.system().lower()}-{architecture()}.so"
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: `$CXX`, or the first of c++, g++ and clang++; None if there is none."""
+    """Command of the C++ compiler: `$CXX`, or the first of c++, g++ and clang++; None if there is none."""
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((shlex.split(c) for c in candidates if shutil.which(shlex.split(c)[0])), None)
 
 
 def headers() -> Path:
-    """The folder that holds `xla/ffi/api/ffi.h`."""
+    """Folder that holds `xla/ffi/api/ffi.h`."""
     spec = importlib.util.find_spec("jaxlib")
     for location in (spec and spec.submodule_search_locations) or ():
         if (folder := Path(location) / "include").joinpath("xla/ffi/api/ffi.h").is_file():
@@ -69,7 +69,7 @@ def headers() -> Path:
 def level_flags() -> dict[str, tuple[str, list[str]]]:
     """Architecture and compiler flags of each level in native/levels.h, best first."""
     rows = LEVEL_ROW.findall(SOURCES.joinpath("levels.h").read_text())
-    return {name: (where, flags.split()) for name, where, flags in rows}
+    return {name: (where, "".join(re.findall(r'"([^"]*)"', flags)).split()) for name, where, flags in rows}
 
 
 def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = ()) -> list[str]:
@@ -129,7 +129,7 @@ def _link(command: list[str], target: Path) -> None:
 
 
 def _compiles(cxx: list[str], flags: Sequence[str], folder: Path) -> bool:
-    """Whether the compiler takes these flags."""
+    """True if the compiler takes these flags."""
     source = folder / "probe.cc"
     source.write_text("int main() { return 0; }\n")
     command = [*cxx, *flags, "-Werror", "-c", str(source), "-o", str(folder / "probe.o")]

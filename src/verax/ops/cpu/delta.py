@@ -107,7 +107,7 @@ def _call(
     chunks: int = 0,
     keep_every: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """The kernel: final states, outputs, and the states before every `keep_every` tokens, if it is not 0."""
+    """Results of the kernel: final states, outputs, and the states before every `keep_every` tokens, if it is not 0."""
     dtype = x.v.dtype if len({a.dtype for a in x[:4]}) == 1 else jnp.float32
     kept = (chunks, x.v.shape[0], *initial_state.shape[1:]) if keep_every else (0,)
     final, out, before = library.call_many(

@@ -17,15 +17,15 @@ from verax.ops.quantized import QuantizedWeight
 __all__: list[str] = []
 
 MIN_ROWS = {"float32": 12, "bfloat16": 24, "int8": MAX_ROWS_QUANTIZED + 1}
-"""From here it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8 it is
-from 24 on, but rounds x to bfloat16 where that one keeps 16 bits: an answer should not depend on its batch."""
+"""Rows from which it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8
+that is 24, but it rounds x to bfloat16 where the other keeps 16 bits: an answer should not depend on its batch."""
 
 TOO_MANY = 512
 """Rows from which XLA's matmul library is as fast, and for some shapes faster. Integers it has to write out as bfloat16
 first: for them it never is."""
 
 DEPTH_STEP, COLUMN_STEP = 32, 16
-"""What the kernel takes whole: inputs of a row, and rows of the weight (`GEMM_DEPTH_STEP` in native/)."""
+"""Divisors of a row's inputs and of the weight's rows that the kernel requires (`GEMM_DEPTH_STEP` in native/)."""
 
 FASTER_WITH = "bf16_dot"
 """Capability of the level in force with which it is faster than XLA's matmul library."""
@@ -41,7 +41,7 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
 
 
 def _kind(weight: Any) -> str | None:
-    """The dtype of a weight that the kernel takes."""
+    """Dtype of a weight that the kernel takes."""
     if isinstance(weight, QuantizedWeight):
         return "int8" if weight.bits == 8 and weight.group_size is None else None
     return str(weight.dtype) if weight.dtype in (jnp.float32, jnp.bfloat16) else None

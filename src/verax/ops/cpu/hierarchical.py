@@ -1,4 +1,4 @@
-"""C++ kernels of LAM's published rules: a chunk at a time in the caches, the states of each head by a pipelined scan."""
+"""C++ kernels of LAM's published rules: a chunk at a time in the caches, each head's states by a pipelined scan."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ class _Loaded:
 
 
 def available() -> bool:
-    """Whether the native library can be used. The first refusal is logged: what runs instead is slower."""
+    """True if the native library can be used. The first failure is logged, because XLA's programs are slower."""
     return _load().library is not None
 
 
 def problem() -> str:
-    """Why there is no native library, and what to do about it; empty if there is one."""
+    """Reason why there is no native library, with the remedy; empty if there is one."""
     return _load().problem
 
 
@@ -77,7 +77,7 @@ def levels() -> list[str]:
 
 
 def level() -> str | None:
-    """The level in force; None without the library."""
+    """Level in force; None without the library."""
     library = _load().library
     return None if library is None else library.verax_level().decode()
 

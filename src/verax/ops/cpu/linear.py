@@ -18,10 +18,10 @@ from verax.ops.quantized import QuantizedWeight
 __all__: list[str] = []
 
 MAX_ROWS = 32
-"""Up to here XLA's matmul library is slower: 1.2 times at 32 rows of a 4096 x 11008 weight (`verax bench ops`)."""
+"""Most rows at which XLA's matmul library is slower: 1.2 times for a 4096 x 11008 weight (`verax bench ops`)."""
 
 MAX_ROWS_QUANTIZED = 128
-"""The same with a quantised weight, which XLA has to write out as bfloat16 first: 1.1 to 3.4 times slower at 128 rows.
+"""Most rows with a quantised weight, which XLA has to write out as bfloat16 first: 1.1 to 3.4 times slower at 128 rows.
 At 512 it would still be so for 4 bits, but there x is better kept in bfloat16 than in 8 bits."""
 
 
@@ -38,7 +38,7 @@ def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
 
 
 def _kind(weight: Any) -> tuple[Any, ...]:
-    """What is the same for all weights of a call."""
+    """Properties that all weights of a call share."""
     if isinstance(weight, QuantizedWeight):
         return weight.values.dtype, weight.group_size, weight.scales.dtype
     return (weight.dtype,)

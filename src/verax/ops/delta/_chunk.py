@@ -39,12 +39,12 @@ SMALLEST_CHUNK = 16
 
 
 class Chunk(NamedTuple):
-    """What the walk over the chunks needs, none of it depending on the state. Leading axes n m R."""
+    """Inputs of the scan over chunks that do not depend on the state. Leading axes n m R."""
 
     value: Float[Array, "*B C V"]
-    """What the tokens would write if the chunk started from a zero state, ..."""
+    """Values that the tokens write if the chunk starts from a zero state."""
     found: Float[Array, "*B C K"]
-    """... less what they find in the state: Z = value - found S."""
+    """Keys that read the state: the tokens write Z = value - found S."""
     write: Float[Array, "*B C K"]
     keep: Float[Array, "*B D"]
     """Decay over the whole chunk, D being 1 or K."""
@@ -79,7 +79,7 @@ def chunk_forward(
     erase_before_decay: bool,
     chunk_size: int | None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"], Float[Array, "n B HV K V"]]:
-    """What the chunked implementation returns and, for `chunk_backward`, the state before each chunk."""
+    """Results of the chunked implementation and, for `chunk_backward`, the state before each chunk."""
     layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
     chunks = _to_chunks(x.ready(scale, use_qk_l2norm), layout)
     (out, states), (*_, before) = _walk_forward(chunks, _by_heads(initial_state, x), layout.owner, erase_before_decay)
@@ -214,7 +214,7 @@ def _prepare(x: DeltaInputs, erase_before_decay: bool) -> Chunk:
 
 
 def _advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Array, Array]:
-    """The state after a chunk, or after each of many, and the outputs."""
+    """State after a chunk, or after each of many, and the outputs."""
     written = chunk.value - _nn(chunk.found, state)
     out = _nn(chunk.read, state) + _nn(chunk.inner, written)
     return chunk.keep[..., None] * state + _tn(chunk.write, written), out

@@ -1,8 +1,8 @@
 // Instruction-set levels. Every file in kernels/ is compiled once for each level of the machine's architecture, inside
 // the level's own namespace; which of them runs is decided at run time.
 //
-// This is the one list of levels, best first, which is the order of preference. build.py reads it too: it defines
-// VERAX_HAS_<level> as 1 for each level that it compiles and as 0 for the others, and VERAX_LEVEL in the kernels' units.
+// This is the one list of levels, best first, which is the order of preference. build.py reads it too. It defines
+// VERAX_HAS_<level> as 1 for each level that it compiles and as 0 for the others; VERAX_LEVEL in the kernels' units.
 #pragma once
 
 #define VERAX_CPU __builtin_cpu_supports  // the operating system saves the registers, too
@@ -12,15 +12,16 @@
 //
 // Capabilities: bf16_dot multiplies bfloat16, int8_dot multiplies 8-bit integers, with sums of 32 bits.
 // clang-format off
-#define VERAX_LEVELS(ROW, ...)                                                                                         \
-  ROW(avx512_bf16, x86_64,                                                                                             \
-      "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 -mavx512vnni -mavx512bf16", \
-      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot int8_dot", __VA_ARGS__)            \
-  ROW(avx512, x86_64,                                                                                                  \
-      "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512",                      \
-      VERAX_AVX512, "", __VA_ARGS__)                                                                                   \
-  ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "", __VA_ARGS__)                     \
-  ROW(neon, aarch64, "", true, "", __VA_ARGS__)                                                                        \
+#define VERAX_LEVELS(ROW, ...)                                                                              \
+  ROW(avx512_bf16, x86_64,                                                                                  \
+      "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
+      "-mavx512vnni -mavx512bf16",                                                                          \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot int8_dot", __VA_ARGS__) \
+  ROW(avx512, x86_64,                                                                                       \
+      "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512",           \
+      VERAX_AVX512, "", __VA_ARGS__)                                                                        \
+  ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "", __VA_ARGS__)          \
+  ROW(neon, aarch64, "", true, "", __VA_ARGS__)                                                             \
   ROW(portable, any, "-DVERAX_PORTABLE", true, "", __VA_ARGS__)
 // clang-format on
 

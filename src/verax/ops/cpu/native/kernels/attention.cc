@@ -29,8 +29,8 @@ constexpr int64_t DIRECT_ROWS = 8;
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// Softmax state of some rows, with FlashAttention's letters: `sums / l` is their result so far, l the sum of the weights,
-// which are relative to 2^m for the largest score m.
+// Softmax state of some rows, with FlashAttention's letters: `sums / l` is their result so far. l is the sum of the
+// weights, which are relative to 2^m for the largest score m.
 struct State {
   Matrix sums;
   float *m, *l;

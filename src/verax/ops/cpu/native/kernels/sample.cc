@@ -113,7 +113,7 @@ int64_t passes(const float* weights, int64_t count, double* target) {
 }
 
 int32_t draw(Scores& scores, float u) {
-  // The weights' buffer has a chunk's sum written over the scores, which are not needed any more.
+  // The sums of chunks are written over the scores, which are not needed any more.
   const int64_t chunks = scores.size / SAMPLE_CHUNK;
   double total = 0;
   for (int64_t c = 0; c < chunks; ++c) {

@@ -19,7 +19,9 @@ struct SampleTask {
 constexpr int64_t SAMPLE_CHUNK = 512;
 
 // Floats of a row's buffer: twice the vocabulary in whole chunks.
-static inline int64_t sample_buffer_size(int64_t V) { return 2 * ((V + SAMPLE_CHUNK - 1) / SAMPLE_CHUNK * SAMPLE_CHUNK); }
+static inline int64_t sample_buffer_size(int64_t V) {
+  return 2 * ((V + SAMPLE_CHUNK - 1) / SAMPLE_CHUNK * SAMPLE_CHUNK);
+}
 
 // Draws tokens[row]. A row with a NaN gives the first NaN's place. `buffer` is aligned to a cache line.
 VERAX_DECLARE_KERNEL(sample_row, const SampleTask& task, int64_t row, float* buffer)
