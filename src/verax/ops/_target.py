@@ -8,10 +8,10 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import psutil
-from jax import Device
 
 from verax.errors import InvalidParameterError
 
@@ -148,7 +148,7 @@ def _local_target() -> Target:
     )
 
 
-def _free_memory(device: Device) -> int | None:
+def _free_memory(device: Any) -> int | None:
     if device.platform == "cpu":
         return psutil.virtual_memory().available
     stats = device.memory_stats() or {}

@@ -68,8 +68,8 @@ def headers() -> Path:
 
 def level_flags() -> dict[str, tuple[str, list[str]]]:
     """Architecture and compiler flags of each level in native/levels.h, best first."""
-    rows = LEVEL_ROW.findall(SOURCES.joinpath("levels.h").read_text())
-    return {name: (where, "".join(re.findall(r'"([^"]*)"', flags)).split()) for name, where, flags in rows}
+    rows: list[tuple[str, str, str]] = LEVEL_ROW.findall(SOURCES.joinpath("levels.h").read_text())
+    return {name: (where, flags.replace("\\", " ").replace('"', " ").split()) for name, where, flags in rows}
 
 
 def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = ()) -> list[str]:
