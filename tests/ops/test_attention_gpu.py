@@ -53,7 +53,7 @@ def test_a_cpu_does_without():
 @pytest.mark.usefixtures("gpu")
 def test_without_a_gpu_products_of_the_same_result_stand_for_cudnns():
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (1, 300, 2, 64), BF16) for key in keys)
+    q, k, v = (jax.random.normal(key, (1, 40, 2, 64), BF16) for key in keys)
     got = jax.jit(lambda *arrays: ops.attention(*arrays, causal=True))(q, k, v)
     assert got.dtype == jnp.float32
     assert jnp.allclose(got, ops.attention.reference(q, k, v, causal=True), atol=2e-2)
