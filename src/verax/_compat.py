@@ -38,13 +38,13 @@ _JAXLIB_VERSION = _version(JAXLIB)
 _CACHE = "jax_compilation_cache_dir"
 
 
-def compiler_options() -> dict[str, bool | str]:
-    """Per-function XLA options that a program with bfloat16 buffers needs on JAX's default device.
+def compiler_options(platform: str) -> dict[str, bool | str]:
+    """XLA options of a program with bfloat16 buffers, for a platform (`"cpu"`, `"gpu"`, `"tpu"`).
 
     XLA:CPU before 0.11 rewrites bfloat16 scatters, slices and gathers through float32 copies of the *whole* buffer, the
     paged cache included. Switching that pass off keeps them in place; every dot must then accumulate in float32.
     """
-    if jax.default_backend() == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
+    if platform == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
         return {"xla_disable_hlo_passes": "float-normalization-bf16"}
     return {}
 

@@ -10,6 +10,7 @@ import verax
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
 from verax import ops
+from verax.ops._dispatch import _REGISTRY
 
 
 def test_without_arguments_it_helps(run):
@@ -46,6 +47,18 @@ def test_info_names_versions_devices_and_every_operation(run):
     for name, row in facts["operations"].items():
         for implementation in row["runs"].split(", "):
             assert implementation.split(" (")[0] in ops.operations()[name].implementations
+
+
+def test_info_lists_an_operation_that_has_no_example(run):
+    def without_example(x):
+        return x
+
+    ops.operation(without_example)
+    try:
+        row = json.loads(run("info", "--json", "--no-measure").out)["operations"]["without_example"]
+    finally:
+        del _REGISTRY["without_example"]
+    assert row == {"runs": "-", "others": ["reference"]}
 
 
 def test_info_describes_a_checkpoint(run, tmp_path):

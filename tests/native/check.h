@@ -12,6 +12,7 @@
 
 extern "C" const char* verax_level_name(int i);
 extern "C" int verax_set_level(const char* name);
+extern "C" int verax_level_has(const char* capability);
 
 namespace check {
 

@@ -58,7 +58,7 @@ std::vector<float> run(const Case& c, int64_t ahead) {
   const verax::AlignedBytes shared(4 * floats);
   t.shared = static_cast<float*>(shared.data());
   std::fill(t.shared, t.shared + floats, NAN);
-  verax::walk_behind(pool, chunks, heads, ahead, on(VERAX_KERNEL(hierarchical_within)),
+  verax::pipelined_scan(pool, chunks, heads, ahead, on(VERAX_KERNEL(hierarchical_within)),
                      on(VERAX_KERNEL(hierarchical_walk)));
   pool.join();
   for (const auto& state : last) out.insert(out.end(), state.begin(), state.end());

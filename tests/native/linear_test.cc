@@ -92,10 +92,10 @@ struct Case {
 };
 
 // x as the kernels take it: see Weights in kernels/linear.h.
-std::vector<double> taken(const char* level, const Case& c, const std::vector<float>& x, int64_t M) {
+std::vector<double> taken(const Case& c, const std::vector<float>& x, int64_t M) {
   std::vector<double> inputs(x.begin(), x.end());
   if (c.kind == Weights::f32) return inputs;
-  const bool integers = std::strcmp(level, "avx512_bf16") == 0 && c.kind != Weights::bf16;
+  const bool integers = verax_level_has("int8_dot") && c.kind != Weights::bf16;
   if (!integers) {
     for (double& input : inputs) input = check::from_bf16(check::to_bf16(static_cast<float>(input)));
     return inputs;
@@ -116,7 +116,7 @@ std::vector<double> taken(const char* level, const Case& c, const std::vector<fl
 void check_case(const char* level, const Case& c) {
   for (const int64_t M : {0, 1, 2, 3, 5, 8, 17}) {
     const std::vector<float> x = check::normal(M * c.K, 2);
-    const std::vector<double> inputs = taken(level, c, x, M);
+    const std::vector<double> inputs = taken(c, x, M);
     const std::vector<float> y = c.run(x, M, 1);
     for (int64_t m = 0; m < M; ++m) {
       for (int64_t n = 0; n < c.N; ++n) {

@@ -16,11 +16,11 @@ struct Aligned {
 
 int32_t draw(const std::vector<float>& logits, float temperature, int32_t top_k, float top_p, float min_p, float u) {
   const int64_t V = static_cast<int64_t>(logits.size());
-  const std::unique_ptr<void, Aligned> room(
-      ::operator new(verax::sample_room(V) * sizeof(float), std::align_val_t{64}));
+  const std::unique_ptr<void, Aligned> buffer(
+      ::operator new(verax::sample_buffer_size(V) * sizeof(float), std::align_val_t{64}));
   int32_t token = -1;
   const verax::SampleTask task{V, logits.data(), &temperature, &top_p, &min_p, &u, &top_k, &token};
-  VERAX_KERNEL(sample_row)(task, 0, static_cast<float*>(room.get()));
+  VERAX_KERNEL(sample_row)(task, 0, static_cast<float*>(buffer.get()));
   return token;
 }
 

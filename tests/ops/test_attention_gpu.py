@@ -1,7 +1,5 @@
 """Where cuDNN's attention is chosen. Its results need a GPU: tests/gpu."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,13 +10,9 @@ BF16 = jnp.bfloat16
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    def become(capability="9.0"):
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
-
-    become()
-    return become
+def gpu():
+    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
+        yield
 
 
 def chosen(T=40, S=40, H=128, dtype=BF16, **options):
@@ -46,11 +40,20 @@ def test_what_cudnn_would_do_otherwise_or_not_at_all_is_left_to_other_implementa
     assert "cudnn" not in others
 
 
-def test_other_devices_do_without(gpu):
-    for capability in ("7.5", "gfx942", ""):
-        gpu(capability)
+@pytest.mark.parametrize("capability", ["7.5", "gfx942", ""])
+def test_other_devices_do_without(capability):
+    with ops.use_target("gpu", "some GPU", compute_capability=capability):
         assert chosen() == "reference"
 
 
 def test_a_cpu_does_without():
     assert chosen() != "cudnn"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_a_gpu_products_of_the_same_result_stand_for_cudnns():
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, 40, 2, 64), BF16) for key in keys)
+    got = jax.jit(lambda *arrays: ops.attention(*arrays, causal=True))(q, k, v)
+    assert got.dtype == jnp.float32
+    assert jnp.allclose(got, ops.attention.reference(q, k, v, causal=True), atol=2e-2)

@@ -1,6 +1,8 @@
 """Choice of an implementation: by the call, by name, by environment; a warning when the choice is slow."""
 
 import logging
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -16,7 +18,7 @@ def doubled():
         """2 x."""
         return 2 * x
 
-    op = Operation(double_it, {})
+    op = Operation(double_it)
     op.implementation("shifted", platforms=("cpu",), accepts=lambda x: x > 10, slow_on={"cpu": "it is for the test"})(
         lambda x: x + x
     )
@@ -25,7 +27,7 @@ def doubled():
     del _REGISTRY["double_it"]
 
 
-def test_the_newest_form_that_takes_the_call_is_chosen(doubled):
+def test_the_newest_implementation_that_takes_the_call_is_chosen(doubled):
     assert doubled.select(3).name == "reference"
     assert doubled.select(30).name == "shifted"
 
@@ -39,17 +41,109 @@ def test_a_slow_choice_says_so_once(doubled, caplog):
     ]
 
 
-def test_a_form_can_be_named(doubled):
+def test_an_implementation_can_be_named(doubled):
     with ops.use_implementations(double_it="elsewhere"):
         assert doubled(3) == -1
     assert doubled(3) == 6
 
 
-def test_a_form_that_accepts_nothing_is_only_taken_by_name(doubled):
-    doubled.implementation("own", accepts=None)(lambda x: -2)
-    assert doubled(3) == 6
-    with ops.use_implementations(double_it="own"):
+def test_a_function_can_run_in_an_operations_place_and_no_registry_keeps_it(doubled):
+    before = dict(doubled.implementations)
+    with ops.use_implementations(double_it=lambda x: -2):
         assert doubled(3) == -2
+    assert doubled(3) == 6
+    assert doubled.implementations == before
+
+
+@pytest.mark.parametrize(("name", "other"), [("cuda", "gpu"), ("ROCm", "gpu"), ("metal", "")])
+def test_a_platform_that_jax_does_not_have_is_refused_at_registration(doubled, name, other):
+    with pytest.raises(InvalidParameterError, match=f"double_it.*'fast'.*cpu, gpu, tpu, got '{name}'") as refusal:
+        doubled.implementation("fast", platforms=(name,))(lambda x: x)
+    assert str(refusal.value).endswith(f"; {other!r} covers it" if other else f"got {name!r}")
+    with pytest.raises(InvalidParameterError, match=name):
+        doubled.implementation("fast", slow_on={name: "a reason"})(lambda x: x)
+    assert "fast" not in doubled.implementations
+
+
+def test_an_implementation_for_a_single_device_is_left_out_on_a_mesh(doubled):
+    doubled.implementation("whole", single_device=True)(lambda x: x + x)
+    assert doubled.select(3).name == "whole"
+    with ops.use_target("cpu", num_devices=4):
+        assert doubled.select(3).name == "reference"
+
+
+def test_an_implementation_that_is_not_available_is_left_out(doubled):
+    asked = []
+    doubled.implementation("absent", accepts=lambda x: x < 10, available=lambda: bool(asked.append(1)))(lambda x: 0)
+    assert doubled.select(30).name == "shifted"
+    assert not asked  # a call that is not accepted need not load a library
+    assert doubled.select(3).name == "reference"
+    assert asked
+
+
+def test_a_choice_can_be_restricted_by_traits(doubled):
+    doubled.implementation("exact", traits={"exact", "slow"})(lambda x: 2 * x)
+    doubled.implementation("quick", traits={"quick"})(lambda x: x + x)
+    with ops.use_implementations(double_it="shifted"):
+        assert doubled.restricted(require={"exact"}).select(3).name == "exact"
+        assert doubled.restricted(exclude={"quick"}).select(3).name == "exact"
+        assert doubled.restricted(exclude={"quick", "slow"}).select(30).name == "shifted"
+    assert doubled.restricted(require={"quick"})(3) == 6
+    with pytest.raises(InvalidParameterError, match=r"double_it has no implementation \(exact not slow\) on cpu"):
+        doubled.restricted(require={"exact"}, exclude={"slow"})(3)
+
+
+def test_all_supporting_implementations_are_listed_with_the_preferred_one_first(doubled):
+    assert [impl.name for impl in doubled.supporting(30)] == ["shifted", "reference"]
+    assert [impl.name for impl in doubled.supporting(3)] == ["reference"]
+
+
+def test_fused_operations_are_switched_off_together():
+    x, weights = jnp.ones((300, 32)), [jnp.ones((16, 32))] * 2
+    assert not ops.multi_linear.select(x, weights).is_reference
+    with ops.use_unfused():
+        assert ops.multi_linear.select(x, weights).is_reference
+    assert [name for name, op in ops.operations().items() if op.fused] == ["multi_linear"]
+
+
+def test_every_operation_has_an_example_and_the_choice_for_it_exists():
+    for name, row in ops.chosen_implementations().items():
+        chosen = [part.split(" (")[0] for part in row["runs"].split(", ")]
+        assert set(chosen) | set(row["others"]) == set(ops.operations()[name].implementations)
+        assert not set(chosen) & set(row["others"])
+
+
+def test_an_operation_without_an_example_is_listed_all_the_same(doubled):
+    row = ops.chosen_implementations()["double_it"]
+    assert row == {"runs": "-", "others": ["reference", "shifted", "elsewhere"]}
+    doubled.example(lambda: [ops.Example((3,), label="small"), ops.Example((30,), label="large")])
+    row = ops.chosen_implementations()["double_it"]
+    assert row == {"runs": "reference (small), shifted (large)", "others": ["elsewhere"]}
+
+
+def test_no_other_module_changes_the_registries():
+    program = """
+import importlib, pkgutil
+import verax
+from verax import ops
+
+def registries():
+    return {name: list(op.implementations) for name, op in ops.operations().items()}
+
+before, imported = registries(), 0
+for module in pkgutil.walk_packages(verax.__path__, "verax."):
+    if module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError:  # an extra that is not installed
+        continue
+    imported += 1
+assert imported > 200, imported
+assert registries() == before, (registries(), before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_nested_choices_add_up(doubled):
@@ -71,7 +165,15 @@ def test_unknown_names_are_refused_with_what_there_is(choice, named):
         pass
 
 
-def test_a_wrong_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("VERAX_IMPLEMENTATIONS", "linear")
-    with pytest.raises(InvalidParameterError, match="VERAX_IMPLEMENTATIONS"):
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("linear", "operation=implementation"),
+        ("nothing=reference", "nothing"),
+        ("conv2d=magic", "conv2d.*magic.*native"),
+    ],
+)
+def test_a_wrong_environment_is_refused_by_the_first_operation(monkeypatch, value, named):
+    monkeypatch.setenv("VERAX_IMPLEMENTATIONS", value)
+    with pytest.raises(InvalidParameterError, match=f"VERAX_IMPLEMENTATIONS.*{named}"):
         ops.linear(jnp.ones((2, 2)), jnp.ones((3, 2)))

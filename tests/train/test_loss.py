@@ -6,7 +6,7 @@ import numpy as np
 
 from verax import ops
 from verax.train.loss import contrastive_loss, next_token_loss
-from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.precision import rounded_gradient_linear
 
 
 def test_it_is_the_mean_surprise_of_the_next_token_in_the_same_document():
@@ -45,7 +45,7 @@ def test_rounded_gradients_are_those_of_the_plain_form_up_to_rounding():
         return jax.grad(loss, (0, 1, 2))(x, weight, bias)
 
     for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
-        for got, exact in zip(gradients(ROUNDED_GRADIENT, dtype), gradients("reference", dtype), strict=True):
+        for got, exact in zip(gradients(rounded_gradient_linear, dtype), gradients("reference", dtype), strict=True):
             assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact)
 
 

@@ -42,8 +42,8 @@ def info(
     from rich.console import Console
     from rich.table import Table
 
+    from verax import ops
     from verax._compat import enable_compilation_cache
-    from verax.bench.ops.implementations import chosen_implementations
     from verax.machine import fingerprint, measure_machine
     from verax.ops.cpu import library
 
@@ -51,7 +51,7 @@ def info(
     facts = {
         "machine": fingerprint(),
         "measured": measure_machine() if measure else None,
-        "operations": chosen_implementations(),
+        "operations": ops.chosen_implementations(),
         "cpu_kernels": {"level": library.level(), "levels": library.levels(), "problem": library.problem()},
     }
     if as_json:
@@ -86,7 +86,7 @@ def _show_model(model: str, as_json: bool) -> None:
 
 
 def _describe(model: str) -> dict[str, Any]:
-    """What a checkpoint holds, by its configuration and the headers of its files."""
+    """Facts about a checkpoint, from its configuration and the headers of its files."""
     from verax.checkpoint import Checkpoint
     from verax.models import causal_lm
     from verax.text.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def quantize(
     if group_size is None and bits == 4:
         group_size = 32
     with progress.bar("quantising", count=False) as report:
-        quantized = load_causal_lm(opened, dtype=dtype, quantization=(bits, group_size), progress=report)
+        quantized: Any = load_causal_lm(opened, dtype=dtype, quantization=(bits, group_size), progress=report)
     config = {**opened.config, "tie_word_embeddings": False, "torch_dtype": dtype}
     folder = checkpoint.save(
         quantized,

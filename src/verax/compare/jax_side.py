@@ -79,8 +79,8 @@ def trace_jax(
     recorder = Recorder(trace, record, inputs)
     args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
     function = partial(call, model) if call is not None else model
-    # Layers that one operation could run together run one by one, or nobody would see them.
-    with recording(recorder, watch), _patched(model, recorder), ops.use_implementations(multi_linear="reference"):
+    # Unfused, so that each layer's result is there to be recorded.
+    with recording(recorder, watch), _patched(model, recorder), ops.use_unfused():
         if jit:
             result = jax.jit(function)(*args, **kwargs)
             jax.effects_barrier()
@@ -116,7 +116,7 @@ def run_compiled(
         args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         return module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
 
-    result = jax.jit(program, compiler_options=compiler_options())(state, arrays)
+    result = jax.jit(program, compiler_options=compiler_options(ops.target().platform))(state, arrays)
     trace = Trace(folder)
     trace.add(OUTPUT, np.asarray(next(leaf for leaf in jax.tree.leaves(result) if _is_floats(leaf))))
     trace.save()

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from verax import builtin, checkpoint, models, progress
+from verax import builtin, checkpoint, models, ops, progress
 from verax._compat import compiler_options, enable_compilation_cache
 from verax.embed.buckets import Buckets, Job
 from verax.embed.pooling import normalized, pool
@@ -98,7 +98,7 @@ class Encoder:
             vectors = pool(hidden, lengths, pooling)
             return jnp.where(normalize, normalized(vectors), vectors)
 
-        self._program = jax.jit(encode, compiler_options=compiler_options())
+        self._program = jax.jit(encode, compiler_options=compiler_options(ops.target().platform))
         self._padding = not loaded.depends_on_padding
         self.truncated = 0
         """Sentences of the last `encode` that were longer than `max_length` and lost their end."""

@@ -36,10 +36,10 @@ class Linear(nnx.Module):
 
 
 def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
-    """`layer(x)`, `[*B, F]`, of each layer, in one operation where there is a fast implementation of it."""
+    """Results `layer(x)`, `[*B, F]`, of several layers, in one operation where there is a fast implementation of it."""
     weights = [layer.weight.get_value() for layer in layers]
-    if ops.multi_linear.select(x, weights).name == "reference":
-        return tuple(layer(x) for layer in layers)  # so that whoever watches the layers sees them
+    if ops.multi_linear.select(x, weights).is_reference:
+        return tuple(layer(x) for layer in layers)  # so that a trace of the model has each layer's result
     return ops.multi_linear(x, weights, [None if layer.bias is None else layer.bias[...] for layer in layers])
 
 
@@ -109,8 +109,10 @@ class CausalConv3d(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T H W C"], before: Float[Array, "B P H W C"] | None = None
     ) -> Float[Array, "B Tout Hout Wout O"]:
-        """Convolve frames, before which stand those of `before`; if None, `kt - 1` frames of zeros. `padding` is that
-        of each frame."""
+        """Convolve the frames of `x` after those of `before`, which are `kt - 1` frames of zeros if None.
+
+        The layer's `padding` surrounds each frame.
+        """
         return ops.conv3d(x, self.weight[...], self.bias[...], stride=self.stride, padding=self.padding, cache=before)
 
 

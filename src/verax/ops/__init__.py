@@ -1,7 +1,16 @@
 """Operations on arrays: a reference, which is the test oracle, and fast implementations behind the same function."""
 
 from verax.ops import delta, hierarchical, sampling
-from verax.ops._dispatch import Implementation, Operation, operation, operations, use_implementations
+from verax.ops._dispatch import (
+    Implementation,
+    Operation,
+    chosen_implementations,
+    operation,
+    operations,
+    use_implementations,
+    use_unfused,
+)
+from verax.ops._example import Example
 from verax.ops._target import Target, target, use_target
 from verax.ops.attention import attention
 from verax.ops.conv import conv2d, conv3d
@@ -28,6 +37,7 @@ import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # noqa: F401  # isort: skip
 
 __all__ = [
+    "Example",
     "Implementation",
     "Operation",
     "Pages",
@@ -37,6 +47,7 @@ __all__ = [
     "Target",
     "apply_rotary",
     "attention",
+    "chosen_implementations",
     "comba",
     "conv2d",
     "conv3d",
@@ -66,5 +77,6 @@ __all__ = [
     "target",
     "use_implementations",
     "use_target",
+    "use_unfused",
     "write_pages",
 ]

@@ -1,4 +1,4 @@
-"""One function per operation, several implementations behind it: chosen by platform, shape and dtype while tracing.
+"""One function per operation, several implementations behind it: chosen by target, shape and dtype while tracing.
 
 The reference is short jnp code, runs everywhere, and is the oracle that tests hold every other implementation against.
 """
@@ -9,23 +9,37 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import jax
-
 from verax.errors import InvalidParameterError
+from verax.ops._example import Example
+from verax.ops._target import Target, check_platform, target
 
-__all__ = ["Implementation", "Operation", "operation", "operations", "use_implementations"]
+__all__ = [
+    "Implementation",
+    "Operation",
+    "chosen_implementations",
+    "operation",
+    "operations",
+    "use_implementations",
+    "use_unfused",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Choice = str | Callable[..., Any]
+"""An implementation's name, or a function in the place of one."""
+
+REFERENCE = "reference"
+
 _log = logging.getLogger("verax.ops")
 _REGISTRY: dict[str, Operation[Any, Any]] = {}
 # Implementations forced by `use_implementations`, by operation name; the environment variable is the outermost choice.
-_forced: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
+_forced: contextvars.ContextVar[Mapping[str, Choice] | None] = contextvars.ContextVar(
     "verax_implementations", default=None
 )
 
@@ -40,34 +54,65 @@ def _never(*args: Any, **kwargs: Any) -> bool:
 
 @dataclass(frozen=True)
 class Implementation(Generic[P, R]):
-    """One implementation of an operation.
+    """Implementation of an operation.
 
-    `platforms` is where it may run (empty: everywhere); `accepts` looks at shapes and dtypes of the call; `slow_on`
-    maps a platform to the reason why being chosen there deserves a warning.
+    Attributes:
+        name: its name within the operation.
+        function: the implementation, with the operation's signature.
+        platforms: where it runs; empty: everywhere.
+        single_device: True if it runs on a target of one device only. A mesh divides XLA's products over its devices,
+            but not a kernel that XLA cannot look into.
+        available: condition on the installation, such as a library that loads; checked after `accepts`.
+        accepts: condition on shapes and dtypes of a call.
+        traits: properties that `Operation.restricted` selects by, see `Operation.implementation`.
+        slow_on: by platform, the reason why being chosen there deserves a warning.
     """
 
     name: str
     function: Callable[P, R]
     platforms: tuple[str, ...] = ()
+    single_device: bool = False
+    available: Callable[[], bool] = _always
     accepts: Callable[..., bool] = _always
+    traits: frozenset[str] = frozenset()
     slow_on: Mapping[str, str] = field(default_factory=dict)
 
-    def runs_on(self, platform: str) -> bool:
-        """Whether this implementation exists for `platform` (`"cpu"`, `"gpu"`, `"tpu"`)."""
-        return not self.platforms or platform in self.platforms
+    @property
+    def is_reference(self) -> bool:
+        """True for the operation's reference."""
+        return self.name == REFERENCE
+
+    def runs_on(self, target: Target) -> bool:
+        """True if this implementation exists for `target`."""
+        return (not self.platforms or target.platform in self.platforms) and (
+            not self.single_device or target.num_devices == 1
+        )
+
+    def supports(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """True if this implementation can run a call with these arguments on the current target."""
+        return self.runs_on(target()) and self.accepts(*args, **kwargs) and self.available()
 
 
 class Operation(Generic[P, R]):
-    """A callable operation. Implementations that are registered later are preferred over earlier ones."""
+    """Callable operation. Implementations that are registered later are preferred over earlier ones.
 
-    def __init__(self, reference: Callable[P, R], slow_on: Mapping[str, str]):
+    Attributes:
+        name: the reference's name.
+        reference: the reference, a function.
+        implementations: all of them by name, the reference first.
+        fused: True if the operation does the work of several layers at once, see `use_unfused`.
+        examples: typical calls, which `verax info` shows the choice for.
+    """
+
+    def __init__(self, reference: Callable[P, R], *, slow_on: Mapping[str, str] | None = None, fused: bool = False):
         self.name = reference.__name__
         self.__doc__ = reference.__doc__
-        self.__wrapped__ = reference
-        self.implementations: dict[str, Implementation[P, R]] = {
-            "reference": Implementation("reference", reference, slow_on=slow_on)
-        }
+        self.reference = self.__wrapped__ = reference
+        self.fused = fused
+        self.implementations: dict[str, Implementation[P, R]] = {}
+        self.examples: Callable[[], Sequence[Example]] = lambda: ()
         self._warned: set[tuple[str, str]] = set()
+        self.implementation(REFERENCE, slow_on=slow_on)(reference)
         _REGISTRY[self.name] = self
 
     def implementation(
@@ -75,36 +120,64 @@ class Operation(Generic[P, R]):
         name: str,
         *,
         platforms: tuple[str, ...] = (),
-        accepts: Callable[..., bool] | None = _always,
+        single_device: bool = False,
+        available: Callable[[], bool] = _always,
+        accepts: Callable[..., bool] = _always,
+        traits: Collection[str] = (),
         slow_on: Mapping[str, str] | None = None,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register an implementation under `name`; a decorator. With `accepts=None` only its name selects it."""
+        """Register an implementation under `name`; a decorator. The arguments are `Implementation`'s.
+
+        Traits in use: `"flash"` (of attention: scores are never written to memory), `"rounded_sums"` (of a
+        convolution: the result is rounded to the weight's dtype).
+
+        Raises:
+            InvalidParameterError: for a platform that JAX does not have.
+        """
+        for platform in (*platforms, *(slow_on or {})):
+            check_platform(f"{self.name}, implementation {name!r}, platforms", platform)
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
-            self.implementations[name] = Implementation(name, function, platforms, accepts or _never, slow_on or {})
+            self.implementations[name] = Implementation(
+                name, function, platforms, single_device, available, accepts, frozenset(traits), slow_on or {}
+            )
             return function
 
         return register
 
+    def example(self, function: Callable[[], Sequence[Example]]) -> Callable[[], Sequence[Example]]:
+        """Register a function that returns typical calls; a decorator."""
+        self.examples = function
+        return function
+
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
-        """The implementation that a call with these arguments runs, on JAX's default platform."""
-        platform = jax.default_backend()
-        forced = _forced_implementation(self.name)
-        if forced is not None:
-            if forced not in self.implementations:
-                raise InvalidParameterError(
-                    f"{self.name} has no implementation {forced!r}; it has {', '.join(self.implementations)}"
-                )
-            return self.implementations[forced]
-        chosen = next(
-            f for f in reversed(self.implementations.values()) if f.runs_on(platform) and f.accepts(*args, **kwargs)
-        )
+        """Implementation that a call with these arguments runs on the current target."""
+        forced = _choices_in_force().get(self.name)
+        if forced is None:
+            return self.restricted().select(*args, **kwargs)
+        if callable(forced):
+            return Implementation(getattr(forced, "__name__", "given"), forced)
+        return self.implementations[forced]
+
+    def restricted(self, *, require: Collection[str] = (), exclude: Collection[str] = ()) -> Restricted[P, R]:
+        """Operation by those of its implementations that have all traits of `require` and none of `exclude`.
+
+        Choices by name (`use_implementations`) do not reach it.
+        """
+        return Restricted(self, frozenset(require), frozenset(exclude))
+
+    def supporting(self, *args: P.args, **kwargs: P.kwargs) -> list[Implementation[P, R]]:
+        """Implementations that can run a call with these arguments on the current target, the preferred one first."""
+        return [impl for impl in reversed(self.implementations.values()) if impl.supports(*args, **kwargs)]
+
+    def warn_if_slow(self, chosen: Implementation[P, R]) -> None:
+        """Log once for each implementation and platform that the choice is a slow one."""
+        platform = target().platform
         if platform in chosen.slow_on and (chosen.name, platform) not in self._warned:
             self._warned.add((chosen.name, platform))
             _log.warning(
                 "%s runs its %s implementation on %s: %s", self.name, chosen.name, platform, chosen.slow_on[platform]
             )
-        return chosen
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.select(*args, **kwargs).function(*args, **kwargs)
@@ -113,11 +186,49 @@ class Operation(Generic[P, R]):
         return f"<operation {self.name}: {', '.join(self.implementations)}>"
 
 
-def operation(reference: Callable[P, R] | None = None, *, slow_on: Mapping[str, str] | None = None) -> Any:
-    """Make an `Operation` of its reference; a decorator, with or without arguments."""
+@dataclass(frozen=True)
+class Restricted(Generic[P, R]):
+    """Operation by some of its implementations, see `Operation.restricted`."""
+
+    operation: Operation[P, R]
+    require: frozenset[str]
+    exclude: frozenset[str]
+
+    def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
+        """Preferred implementation for a call with these arguments on the current target.
+
+        Raises:
+            InvalidParameterError: if there is none.
+        """
+        for impl in reversed(self.operation.implementations.values()):
+            if self.require <= impl.traits and not self.exclude & impl.traits and impl.supports(*args, **kwargs):
+                self.operation.warn_if_slow(impl)
+                return impl
+        wanted = " ".join((*sorted(self.require), *(f"not {trait}" for trait in sorted(self.exclude))))
+        arrays: list[Any] = [x for x in args if hasattr(x, "shape") and hasattr(x, "dtype")]
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+        raise InvalidParameterError(
+            f"{self.operation.name} has no implementation ({wanted}) on {target().platform} for {shapes}; "
+            f"it has {', '.join(self.operation.implementations)}"
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.select(*args, **kwargs).function(*args, **kwargs)
+
+
+def operation(
+    reference: Callable[P, R] | None = None, *, slow_on: Mapping[str, str] | None = None, fused: bool = False
+) -> Any:
+    """Make an `Operation` of its reference; a decorator, with or without arguments.
+
+    Args:
+        reference: the function.
+        slow_on: by platform, the reason why running the reference there deserves a warning.
+        fused: True if the operation does the work of several layers at once.
+    """
     if reference is not None:
-        return Operation(reference, slow_on or {})
-    return lambda function: Operation(function, slow_on or {})
+        return Operation(reference, slow_on=slow_on, fused=fused)
+    return lambda function: Operation(function, slow_on=slow_on, fused=fused)
 
 
 def operations() -> Mapping[str, Operation[Any, Any]]:
@@ -125,43 +236,68 @@ def operations() -> Mapping[str, Operation[Any, Any]]:
     return dict(sorted(_REGISTRY.items()))
 
 
-def _forced_implementation(name: str) -> str | None:
+def chosen_implementations() -> dict[str, dict[str, Any]]:
+    """Implementation that each operation runs for its examples (`"-"` without any), and the others that exist."""
+    result: dict[str, dict[str, Any]] = {}
+    for name, op in operations().items():
+        chosen = [(example.label, op.select(*example.args, **example.kwargs).name) for example in op.examples()]
+        shown = ", ".join(f"{impl} ({label})" if label else impl for label, impl in chosen)
+        used = {impl for _, impl in chosen}
+        result[name] = {"runs": shown or "-", "others": [impl for impl in op.implementations if impl not in used]}
+    return result
+
+
+def _choices_in_force() -> Mapping[str, Choice]:
     choices = _forced.get()
-    if choices is None:
-        choices = _parse_choices(os.environ.get("VERAX_IMPLEMENTATIONS", ""))
-    return choices.get(name)
+    return _parse_choices(os.environ.get("VERAX_IMPLEMENTATIONS", "")) if choices is None else choices
 
 
-def _parse_choices(text: str) -> dict[str, str]:
-    pairs = [item.partition("=") for item in text.split(",") if item]
-    for name, equals, _ in pairs:
-        if not equals or name.strip() not in _REGISTRY:
+def _parse_choices(text: str) -> dict[str, Choice]:
+    choices: dict[str, Choice] = {}
+    for item in filter(str.strip, text.split(",")):
+        name, equals, implementation = (part.strip() for part in item.partition("="))
+        if not equals:
             raise InvalidParameterError(
-                f"VERAX_IMPLEMENTATIONS={text!r}: expected operation=implementation pairs such as "
-                f"linear=reference; operations are {', '.join(sorted(_REGISTRY))}"
+                f"VERAX_IMPLEMENTATIONS={text!r}: expected operation=implementation pairs such as linear=reference"
             )
-    return {name.strip(): implementation.strip() for name, _, implementation in pairs}
+        _check_choice(f"VERAX_IMPLEMENTATIONS={text!r}: ", name, implementation)
+        choices[name] = implementation
+    return choices
+
+
+def _check_choice(where: str, name: str, implementation: str) -> None:
+    if name not in _REGISTRY:
+        raise InvalidParameterError(f"{where}{name!r} is no operation; there are {', '.join(sorted(_REGISTRY))}")
+    if implementation not in _REGISTRY[name].implementations:
+        raise InvalidParameterError(
+            f"{where}{name} has no implementation {implementation!r}; "
+            f"it has {', '.join(_REGISTRY[name].implementations)}"
+        )
 
 
 @contextlib.contextmanager
-def use_implementations(**choices: str) -> Iterator[None]:
-    """Select implementations by name: `with use_implementations(linear="reference"): ...`. It acts while tracing.
+def use_implementations(**choices: Choice) -> Iterator[None]:
+    """Select implementations: `with use_implementations(linear="reference"): ...`. It acts while tracing.
+
+    Args:
+        choices: by operation, the name of an implementation, or a function with the operation's signature, which then
+            runs in the operation's place. No registry keeps it.
 
     Raises:
         InvalidParameterError: for an operation or an implementation that does not exist.
     """
-    for name, implementation in choices.items():
-        if name not in _REGISTRY:
-            raise InvalidParameterError(f"{name!r} is no operation; there are {', '.join(sorted(_REGISTRY))}")
-        if implementation not in _REGISTRY[name].implementations:
-            raise InvalidParameterError(
-                f"{name} has no implementation {implementation!r}; it has {', '.join(_REGISTRY[name].implementations)}"
-            )
-    outer = _forced.get()
-    if outer is None:
-        outer = _parse_choices(os.environ.get("VERAX_IMPLEMENTATIONS", ""))
-    token = _forced.set({**outer, **choices})
+    for name, choice in choices.items():
+        _check_choice("", name, REFERENCE if callable(choice) else choice)
+    token = _forced.set({**_choices_in_force(), **choices})
     try:
         yield
     finally:
         _forced.reset(token)
+
+
+def use_unfused() -> AbstractContextManager[None]:
+    """Run the work of several layers layer by layer, for those who look at each layer's result. It acts while tracing.
+
+    The references of all operations that are registered with `fused=True` are selected.
+    """
+    return use_implementations(**{name: REFERENCE for name, op in _REGISTRY.items() if op.fused})

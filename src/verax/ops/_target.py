@@ -4,46 +4,93 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import psutil
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["PLATFORMS", "Target", "target", "use_target"]
+__all__ = ["PLATFORMS", "Target", "check_platform", "target", "use_target"]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Names of platforms, as `jax.default_backend()` gives them."""
 
+_OTHER_NAMES = {"cuda": "gpu", "rocm": "gpu", "nvidia": "gpu", "amd": "gpu", "x86": "cpu", "arm": "cpu"}
+
+_COMPUTE_CAPABILITIES = {
+    "P100": "6.0",
+    "V100": "7.0",
+    "T4": "7.5",
+    "A100": "8.0",
+    "A10": "8.6",
+    "A10G": "8.6",
+    "A40": "8.6",
+    "RTX 3090": "8.6",
+    "L4": "8.9",
+    "L40": "8.9",
+    "L40S": "8.9",
+    "RTX 4090": "8.9",
+    "H100": "9.0",
+    "H200": "9.0",
+    "H20": "9.0",
+    "GH200": "9.0",
+    "B200": "10.0",
+    "GB200": "10.0",
+    "RTX 5090": "12.0",
+}
+"""Compute capability by the model in JAX's name of an NVIDIA GPU (developer.nvidia.com/cuda-gpus)."""
+
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("verax_target", default=None)
+
+
+def _unknown() -> int | None:
+    return None
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device, as far as the choice of implementations and of sizes depends on it.
+    """Kind of device, as far as the choice of implementations and of sizes depends on it.
 
     Attributes:
         platform: one of `PLATFORMS`.
         device_kind: JAX's name of the device, such as `"NVIDIA H100 80GB HBM3"` or `"TPU v5 lite"`.
-        memory: free bytes of one device; None if unknown.
         num_devices: devices that a program may span.
+        compute_capability: an NVIDIA GPU's, such as `"9.0"`; empty if unknown, and for other devices.
+        attached: True for this machine's own device.
+        read_memory: function that returns `memory`.
     """
 
     platform: str
     device_kind: str
-    memory: int | None = None
     num_devices: int = 1
+    compute_capability: str = ""
+    attached: bool = False
+    read_memory: Callable[[], int | None] = field(default=_unknown, repr=False, compare=False)
+
+    @property
+    def memory(self) -> int | None:
+        """Free bytes of one device, read anew at each access; None if unknown."""
+        return self.read_memory()
 
 
 def target() -> Target:
-    """The target of `use_target`, or else JAX's default device as it is now."""
+    """Target of `use_target`, or else JAX's default device."""
     return _chosen.get() or _local_target()
 
 
 @contextlib.contextmanager
-def use_target(platform: str, device_kind: str = "", memory: int | None = None, num_devices: int = 1) -> Iterator[None]:
+def use_target(
+    platform: str,
+    device_kind: str = "",
+    memory: int | None = None,
+    num_devices: int = 1,
+    compute_capability: str | None = None,
+) -> Iterator[None]:
     """Trace programs for another device: `with use_target("tpu", "TPU v5 lite", 16 << 30): ...`.
 
     Args:
@@ -51,25 +98,59 @@ def use_target(platform: str, device_kind: str = "", memory: int | None = None, 
         device_kind: JAX's name of the device.
         memory: free bytes of one device.
         num_devices: devices that a program may span.
+        compute_capability: of an NVIDIA GPU; found by `device_kind` if None.
 
     Raises:
         InvalidParameterError: for a platform that JAX does not have.
     """
-    if platform not in PLATFORMS:
-        raise InvalidParameterError(f"platform: expected one of {', '.join(PLATFORMS)}, got {platform!r}")
-    token = _chosen.set(Target(platform, device_kind, memory, num_devices))
+    check_platform("platform", platform)
+    if compute_capability is None:
+        compute_capability = _compute_capability(device_kind) if platform == "gpu" else ""
+    token = _chosen.set(
+        Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda: memory),
+    )
     try:
         yield
     finally:
         _chosen.reset(token)
 
 
+def check_platform(what: str, platform: str) -> None:
+    """Raise for a platform that JAX does not have.
+
+    Args:
+        what: the beginning of the message: where the name was given.
+        platform: the name.
+
+    Raises:
+        InvalidParameterError: with the names that exist.
+    """
+    if platform not in PLATFORMS:
+        hint = f"; {other!r} covers it" if (other := _OTHER_NAMES.get(platform.lower())) else ""
+        raise InvalidParameterError(f"{what}: expected one of {', '.join(PLATFORMS)}, got {platform!r}{hint}")
+
+
+def _compute_capability(device_kind: str) -> str:
+    known = (at for model, at in _COMPUTE_CAPABILITIES.items() if re.search(rf"\b{model}\b", device_kind))
+    return next(known, "")
+
+
+@functools.cache  # dispatch reads it for every operation that is traced; JAX's devices stay for the process's life
 def _local_target() -> Target:
-    device, platform = jax.local_devices()[0], jax.default_backend()
-    if platform == "cpu":
-        memory = psutil.virtual_memory().available
-    else:
-        stats = device.memory_stats() or {}
-        limit = stats.get("bytes_limit")
-        memory = None if limit is None else limit - stats.get("bytes_in_use", 0)
-    return Target(platform, device.device_kind, memory, jax.device_count())
+    device = jax.local_devices()[0]
+    return Target(
+        jax.default_backend(),
+        device.device_kind,
+        jax.device_count(),
+        str(getattr(device, "compute_capability", "")),
+        attached=True,
+        read_memory=lambda: _free_memory(device),
+    )
+
+
+def _free_memory(device: Any) -> int | None:
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return None if limit is None else limit - stats.get("bytes_in_use", 0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 
-__all__ = ["attention"]
+__all__ = ["attention", "chunked_attention", "exact_products"]
 
 MASKED = -1e30
-"""A score that no softmax notices. Not -inf: a row with nothing to attend to must not become NaN."""
+"""Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
 
 
 @operation
@@ -34,17 +38,76 @@ def attention(
         segments: for packed sequences (T == S): a query sees the keys of its own segment only.
         scale: factor on the scores; `H ** -0.5` if None.
     """
+    T, S = q.shape[1], k.shape[1]
+    visible = jnp.ones((1, T, S), bool)
+    if causal:
+        visible &= jnp.arange(S) <= jnp.arange(T)[:, None] + (S - T)
+    if segments is not None:
+        visible &= segments[:, :, None] == segments[:, None, :]
+    return _attend(q, k, v, visible, scale)
+
+
+CHUNK = 256
+"""Queries of a chunk in `chunked_attention`: that of the reports whose memory tables it reproduces."""
+
+MAX_SCORES = 1 << 26
+"""Scores that attention may write out at once: 256 MB."""
+
+
+def _is_too_large_at_once(
+    q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = None, scale: float | None = None
+) -> bool:
+    B, T, N, _ = q.shape
+    return T > CHUNK and B * T * N * k.shape[1] > MAX_SCORES
+
+
+@attention.implementation("chunked", accepts=_is_too_large_at_once)
+def chunked_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    segments: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """`attention` in chunks of 256 queries, one after the other. Memory is `O(B N S)`."""
+    T, S = q.shape[1], k.shape[1]
+    if T <= CHUNK:
+        return attention.reference(q, k, v, causal=causal, segments=segments, scale=scale)
+    chunks = -(-T // CHUNK)
+    pad = chunks * CHUNK - T
+    owners = None if segments is None else jnp.pad(segments, ((0, 0), (0, pad)))
+
+    def attend(i: Array, rows: Array) -> Array:
+        begin = i * CHUNK
+        visible = jnp.ones((1, CHUNK, S), bool)
+        if causal:
+            visible &= jnp.arange(S) <= begin + jnp.arange(CHUNK)[:, None] + (S - T)
+        if segments is not None and owners is not None:
+            visible &= lax.dynamic_slice_in_dim(owners, begin, CHUNK, 1)[:, :, None] == segments[:, None, :]
+        chunk = _attend(lax.dynamic_slice_in_dim(rows, begin, CHUNK, 1), k, v, visible, scale)
+        return lax.dynamic_update_slice_in_dim(rows, chunk, begin, 1)
+
+    # Results take their queries' place. A loop that fills an array of zeros begins with a copy of them, and XLA makes
+    # the copies of all layers before the first layer: half a gigabyte each for 57 frames at 544 x 960.
+    rows = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, pad), (0, 0), (0, 0)))
+    return lax.fori_loop(0, chunks, attend, rows)[:, :T]
+
+
+def _attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    visible: Bool[Array, "#B T S"],
+    scale: float | None,
+) -> Float[Array, "B T N H"]:
     B, T, N, H = q.shape
-    S, K = k.shape[1:3]
+    K = k.shape[2]
     grouped = (q * (H**-0.5 if scale is None else scale)).astype(k.dtype).reshape(B, T, K, N // K, H)
     scores = jnp.einsum(
         "btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k)
     )
-    visible = jnp.ones((B, T, S), bool)
-    if causal:
-        visible &= jnp.arange(S)[None, None, :] <= jnp.arange(T)[None, :, None] + (S - T)
-    if segments is not None:
-        visible &= segments[:, :, None] == segments[:, None, :]
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
     out = jnp.einsum(
         "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
@@ -52,6 +115,11 @@ def attention(
     return out.reshape(B, T, N, H)
 
 
+@attention.example
+def _examples() -> list[Example]:
+    return [Example((float32(1, 64, 16, 128), float32(1, 64, 8, 128), float32(1, 64, 8, 128)))]
+
+
 def exact_products(x: Array) -> jax.lax.Precision | None:
-    """Exact products for float32 operands: elsewhere than on a CPU, XLA's default would round them."""
+    """Precision of products of `x`: exact for float32, which XLA's default rounds elsewhere than on a CPU."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 
 from verax.errors import InvalidParameterError
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 from verax.ops.attention import exact_products
 
 __all__ = ["ConvShape", "Padding", "Stride", "conv2d", "conv3d"]
 
 Stride = int | Sequence[int]
-"""Of all axes, or of each."""
+"""Stride of all axes, or of each."""
 
 Padding = int | Sequence[int | Sequence[int]]
 """Zeros around an image: on all sides; above and below, left and right; or `((top, bottom), (left, right))`."""
@@ -84,12 +85,22 @@ def conv2d(
     return _convolve(x, weight, bias, ConvShape(x.shape, weight.shape, stride, padding), jnp.float32)
 
 
+@conv3d.example
+def _conv3d_examples() -> list[Example]:
+    return [Example((float32(1, 4, 32, 32, 96), float32(96, 96, 3, 3, 3)), {"padding": 1})]
+
+
+@conv2d.example
+def _conv2d_examples() -> list[Example]:
+    return [Example((float32(1, 32, 32, 96), float32(96, 96, 3, 3)), {"padding": 1})]
+
+
 def _is_bfloat16(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
     return weight.dtype == jnp.bfloat16
 
 
 # cuDNN and TPUs accumulate in float32, but give the sum in the dtype of what they multiply.
-@conv3d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
+@conv3d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16, traits={"rounded_sums"})
 def _conv3d_bfloat16(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -105,7 +116,7 @@ def _conv3d_bfloat16(
     return _convolve(x, weight, bias, shape, jnp.bfloat16)
 
 
-@conv2d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
+@conv2d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16, traits={"rounded_sums"})
 def _conv2d_bfloat16(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],
@@ -118,10 +129,10 @@ def _conv2d_bfloat16(
 
 
 class ConvShape:
-    """What a convolution's arguments say about its axes: time (for videos), height, width.
+    """Geometry of a convolution by axis: time (for videos), height, width.
 
     Attributes:
-        stride: of each axis.
+        stride: step along each axis.
         sides: zeros before and after each axis.
         out: extent of each axis of the result.
     """

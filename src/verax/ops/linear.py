@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, bfloat16, float32
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["linear", "multi_linear"]
@@ -42,20 +43,33 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     return _add(y, bias)
 
 
-@operation
+@linear.example
+def _linear_examples() -> list[Example]:
+    return [
+        Example((float32(rows, 1024), bfloat16(3072, 1024)), label=label)
+        for rows, label in ((1, "1 row"), (4, "4 rows"))
+    ]
+
+
+@operation(fused=True)
 def multi_linear(
     x: Float[Array, "*B D"], weights: Sequence[Weight], biases: Sequence[Array | None] | None = None
 ) -> tuple[Array, ...]:
-    """`linear(x, W, b)` for each of several weights `[F, D]`: a model's queries, keys and values, say.
+    """Results of `linear(x, W, b)`, `[*B, F]`, for several weights `[F, D]`, such as those of queries, keys and values.
 
-    Biases `[F]` may be None, one or all.
+    Single biases `[F]`, or all of them, may be None.
     """
     return tuple(linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True))
 
 
+@multi_linear.example
+def _multi_linear_examples() -> list[Example]:
+    return [Example((float32(4, 1024), [bfloat16(3072, 1024)] * 3), label="4 rows")]
+
+
 CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512
-"""At least so many rows of x, and at most so many of each weight: else it takes longer to put the weights beside each
-other than it saves. A LAM's layer is nearly twice as fast for it on a CPU."""
+"""Least rows of x, and most rows of each weight. Otherwise concatenating the weights takes longer than it saves.
+A LAM's layer is nearly twice as fast with it on a CPU."""
 
 
 def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
@@ -106,5 +120,5 @@ def _linear_pad_to_two_rows(
     # XLA:CPU leaves a one-row product to generic code that converts the whole weight first: 15 times slower than two
     # rows, which its matmul library takes (facts in docs/performance.md).
     row = x.reshape(1, -1)
-    y = linear.__wrapped__(jnp.concatenate([row, row]), weight, bias)
+    y = linear.reference(jnp.concatenate([row, row]), weight, bias)
     return y[0].reshape(*x.shape[:-1], weight.shape[0])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -29,3 +30,13 @@ def layer_norm(
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + eps) * weight.astype(jnp.float32) + bias.astype(jnp.float32)
+
+
+@rms_norm.example
+def _rms_norm_examples() -> list[Example]:
+    return [Example((float32(4, 1024), float32(1024), 1e-6))]
+
+
+@layer_norm.example
+def _layer_norm_examples() -> list[Example]:
+    return [Example((float32(4, 1024), float32(1024), float32(1024), 1e-6))]

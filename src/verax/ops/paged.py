@@ -1,7 +1,7 @@
 """Attention over a paged key/value cache (Kwon et al., 2023, arXiv:2309.06180): decode steps and ragged mixed steps.
 
 The cache of a layer is `[P, K, p, H]`: P pages of p tokens, head-major inside a page, so that one head's tokens lie
-together. Page 0 belongs to nobody: padding is written there. Pages of a sequence are listed in its row of a page table.
+together. Page 0 belongs to no sequence: padding is written there. A row of the page table lists a sequence's pages.
 Pages may be int8 (`ops/pages.py`): quantised as they are written, their scales applied to scores and softmax weights.
 """
 
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, bfloat16, float32, int32
 from verax.ops.attention import MASKED, exact_products
 from verax.ops.pages import Pages, QuantizedPages, gather_pages, quantize_tokens
 
@@ -96,7 +97,7 @@ def paged_decode_attention(
     """`paged_attention` where every sequence has one query, its newest token: the decode step. Padding rows give 0."""
     B = q.shape[0]
     starts = jnp.arange(B + 1, dtype=jnp.int32)
-    out = paged_attention.__wrapped__(q, k_cache, v_cache, page_table, kv_lengths, starts, scale=scale)
+    out = paged_attention.reference(q, k_cache, v_cache, page_table, kv_lengths, starts, scale=scale)
     return jnp.where((kv_lengths > 0)[:, None, None], out, 0.0)
 
 
@@ -112,7 +113,7 @@ def _group(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Arra
 
 
 def _operand_dtype(cache: Pages) -> DTypeLike:
-    """What products with a cache are computed in."""
+    """Dtype of the operands of products with a cache."""
     return jnp.bfloat16 if isinstance(cache, QuantizedPages) else cache.dtype
 
 
@@ -227,3 +228,20 @@ def _paged_attention_tiled(
 
     out = lax.fori_loop(0, tiles_before[-1], body, jnp.zeros((T + tile, K, G, H)))
     return out[:T].reshape(T, N, H)
+
+
+@paged_attention.example
+def _paged_attention_examples() -> list[Example]:
+    cache = bfloat16(64, 8, 16, 128)
+    return [Example((float32(32, 16, 128), cache, cache, int32(4, 8), int32(4), int32(5)))]
+
+
+@paged_decode_attention.example
+def _paged_decode_attention_examples() -> list[Example]:
+    cache = bfloat16(64, 8, 16, 128)
+    return [Example((float32(4, 16, 128), cache, cache, int32(4, 8), int32(4)))]
+
+
+@write_pages.example
+def _write_pages_examples() -> list[Example]:
+    return [Example((bfloat16(64, 8, 16, 128), float32(4, 8, 128), int32(4), int32(4)))]

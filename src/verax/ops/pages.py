@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Float32, Int, Int8
 __all__ = ["Pages", "QuantizedPages", "gather_pages", "new_pages", "page_bytes", "quantize_tokens"]
 
 ONE_127TH = np.float32(1) / np.float32(127)
-"""A product with it has the same bits everywhere; a division by a constant is one or the other, as a compiler likes."""
+"""Reciprocal of 127. Compilers may turn a division by 127 into this product or not; the product has the same bits
+everywhere."""
 
 SMALLEST = np.finfo(np.float32).tiny
-"""Scales below are not divided by: their reciprocals may overflow, and processors may take them for 0."""
+"""Least scale that is divided by: reciprocals of smaller ones may overflow, and processors may take them for 0."""
 
 
 class QuantizedPages(NamedTuple):
@@ -79,9 +80,9 @@ def quantize_tokens(x: Float[Array, "*B H"]) -> tuple[Int8[Array, "*B H"], Float
 def gather_pages(
     cache: Pages, pages: Int[Array, "*B W"]
 ) -> tuple[Float[Array, "*B K s H"], Float32[Array, "*B K s"] | None]:
-    """The tokens of a list of pages, in order (s = W p), and what they are yet to be multiplied with, if anything.
+    """Tokens of a list of pages, in order (s = W p), and their scales, or None for floats.
 
-    Integers come as bfloat16, which holds them exactly.
+    The scales are not multiplied in yet. Integers come as bfloat16, which holds them exactly.
     """
     if isinstance(cache, QuantizedPages):
         return _in_order(cache.values, pages).astype(jnp.bfloat16), _in_order(cache.scales[..., None], pages)[..., 0]

@@ -32,7 +32,7 @@ INT4_ROWS = 16
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of two arrays.
+    """Weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of two arrays.
 
     `from_integers` makes one; `integers` and `row_scales` give back what went in.
 
@@ -84,7 +84,7 @@ class QuantizedWeight:
         return self.values.nbytes + self.scales.nbytes
 
     def integers(self) -> Int8[Array, "F D"]:
-        """The values, unpacked."""
+        """Values, unpacked."""
         if self.bits == 8:
             return self.values
         shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None]
@@ -93,13 +93,13 @@ class QuantizedWeight:
         return codes[: self.size_out].astype(jnp.int8) - 8
 
     def row_scales(self) -> Float[Array, "F g"]:
-        """The scales of each row."""
+        """Scales of each row."""
         if self.bits == 8:
             return self.scales
         return self.scales.swapaxes(1, 2).reshape(-1, self.scales.shape[1])[: self.size_out]
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "F D"]:
-        """The array that this stands for: value times scale in float32, rounded to `dtype`."""
+        """Array of floats: value times scale in float32, rounded to `dtype`."""
         F, D = self.shape
         scales = self.row_scales().astype(jnp.float32)
         grouped = self.integers().reshape(F, scales.shape[1], -1).astype(jnp.float32)

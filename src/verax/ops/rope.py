@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 
 __all__ = ["RotaryConfig", "apply_rotary", "rotary_tables"]
 
@@ -30,7 +31,7 @@ class RotaryConfig:
     kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     divisors: tuple[float, ...] = ()
-    """Of the kind `divided`: what each frequency is divided by, as GGUF files store Llama 3.1's scaling."""
+    """Divisors of the frequencies for the kind `divided`, as GGUF files store Llama 3.1's scaling."""
 
     fraction: float = 1.0
 
@@ -150,3 +151,8 @@ def apply_rotary(
     x1, x2, rest = x[..., :h], x[..., h : 2 * h], x[..., 2 * h :]
     cos, sin = cos[..., None, :], sin[..., None, :]
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+
+
+@apply_rotary.example
+def _examples() -> list[Example]:
+    return [Example((float32(4, 16, 128), float32(4, 64), float32(4, 64)))]

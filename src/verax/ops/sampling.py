@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32, int32
 
 __all__ = ["SamplingArrays", "penalize", "sample", "token_logprobs", "uniform"]
 
@@ -90,6 +91,11 @@ def sample(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, 
     return jnp.where(params.temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
 
 
+@sample.example
+def _examples() -> list[Example]:
+    return [Example((float32(4, 151936), SamplingArrays(float32(4), int32(4), float32(4), float32(4)), float32(4)))]
+
+
 @sample.implementation("bisect")
 def _sample_bisect(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -105,7 +111,7 @@ def _sample_bisect(logits: Float[Array, "B V"], params: SamplingArrays, u: Float
 
 
 def _min_p_keeps(scores: Float[Array, "B V"], min_p: Float[Array, "B"]) -> Bool[Array, "B V"]:
-    """Whether each token's probability is at least `min_p` times the largest."""
+    """Mask of the tokens whose probability is at least `min_p` times the largest."""
     floor = scores.max(-1) + jnp.log(jnp.maximum(min_p, jnp.finfo(jnp.float32).tiny))
     return (scores >= floor[:, None]) | (min_p <= 0)[:, None]
 
@@ -136,7 +142,7 @@ def _truncate(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Arra
 def _largest_threshold(
     scores: Float[Array, "B V"], enough: Callable[[Bool[Array, "B V"]], Bool[Array, "B"]]
 ) -> Float[Array, "B"]:
-    """The largest float32 t such that `scores >= t` is `enough`; minus infinity where even everything is not.
+    """Largest float32 t such that `scores >= t` is `enough`; minus infinity where even everything is not.
 
     Non-positive scores only: their bit patterns, read as integers, fall as the score rises, so t is found bit by bit.
     """
@@ -153,11 +159,11 @@ def _largest_threshold(
 
 
 CDF_CHUNK = 512
-"""The cumulative sum goes over chunks of this many tokens, then within one: about the square root of 150,000."""
+"""Tokens of a chunk of the cumulative sum, which goes over chunks and then within one: about the root of 150,000."""
 
 
 def _invert_cdf(weights: Float[Array, "B V"], u: Float[Array, "B"]) -> Int[Array, "B"]:
-    """The first token whose cumulative weight exceeds `u` times the total; never one of weight 0."""
+    """First token whose cumulative weight exceeds `u` times the total; never one of weight 0."""
     B, V = weights.shape
     size = min(CDF_CHUNK, V)
     chunks = jnp.pad(weights, ((0, 0), (0, -V % size))).reshape(B, -1, size)

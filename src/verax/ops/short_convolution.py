@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 
 __all__ = ["short_convolution"]
 
@@ -26,7 +27,7 @@ def short_convolution(
         initial_state: the `w = W - 1` inputs before each sequence, oldest first; zeros if None. N is B, or
             `len(cu_seqlens) - 1`.
         cu_seqlens: `[N + 1]` ascending offsets from 0 of sequences packed along T of a batch of one. No sequence sees
-            another. Tokens past the last offset belong to nobody: what comes out there means nothing.
+            another. Tokens past the last offset belong to no sequence: their results mean nothing.
 
     Returns:
         Outputs, and the last W - 1 inputs of each sequence, its initial state included: the next call's initial state.
@@ -54,3 +55,8 @@ def short_convolution(
     own = x[0, jnp.clip(cu_seqlens[:-1, None] + from_end, 0, T - 1)]
     kept = jnp.take_along_axis(state, jnp.clip(w + from_end, 0, w - 1)[..., None], axis=1)
     return out[None], jnp.where((from_end >= 0)[..., None], own, kept)
+
+
+@short_convolution.example
+def _examples() -> list[Example]:
+    return [Example((float32(1, 64, 8192), float32(8192, 1, 4)))]

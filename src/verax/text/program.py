@@ -50,7 +50,12 @@ class StepProgram:
     def jit(self) -> Any:
         """The step as `jax.jit` gives it, on JAX's default device or on the mesh."""
         placed: dict[str, Any] = {} if self.shardings is None else {"in_shardings": self.shardings}
-        return jax.jit(self.function, donate_argnums=self.donated, compiler_options=compiler_options(), **placed)
+        return jax.jit(
+            self.function,
+            donate_argnums=self.donated,
+            compiler_options=compiler_options(ops.target().platform),
+            **placed,
+        )
 
     def lower(self) -> jax.stages.Lowered:
         """The step lowered for `ops.target()`, which need not be attached."""

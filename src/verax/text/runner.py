@@ -53,7 +53,7 @@ class ModelRunner:
         self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
         """Bytes of the key/value cache and the recurrent states."""
         self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
-        self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=compiler_options())
+        self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=compiler_options(ops.target().platform))
         self._steps = {shape: self.program(shape).jit() for shape in config.shapes}
 
     def program(self, shape: StepShape) -> StepProgram:
@@ -134,7 +134,7 @@ class ModelRunner:
         return output
 
     def compile_with_implementations(
-        self, shape: StepShape, **implementations: str
+        self, shape: StepShape, **implementations: str | Callable[..., Any]
     ) -> Callable[[np.ndarray], StepOutput]:
         """A step on this runner's state, compiled with the named implementations of operations, for measurements."""
         with ops.use_implementations(**implementations):

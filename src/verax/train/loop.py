@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from verax import plots, progress
+from verax import ops, plots, progress
 from verax._compat import compiler_options
 from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
 from verax.train.mesh import batch_sharding, state_sharding
@@ -175,7 +175,9 @@ def train(
     if mesh is not None:
         shardings = state_sharding(mesh, state)
         state, placed = jax.device_put(state, shardings), (shardings, None, None)
-    update = jax.jit(update, donate_argnums=0, out_shardings=placed, compiler_options=compiler_options())
+    update = jax.jit(
+        update, donate_argnums=0, out_shardings=placed, compiler_options=compiler_options(ops.target().platform)
+    )
     last = min(schedule.steps, stop_at or schedule.steps)
     begin, done = time.perf_counter(), 0
     with log, progress.bar("training", enabled=show_progress) as report:

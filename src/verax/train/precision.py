@@ -6,16 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from verax import ops
-
-__all__ = ["ROUNDED_GRADIENT"]
-
-ROUNDED_GRADIENT = "rounded_gradient"
-"""Implementation of `ops.linear` whose incoming gradients are rounded to the weight's dtype before their products.
-
-Without it the two products of the backward pass multiply float32 by bfloat16, which XLA does in float32: on a CPU with
-bfloat16 dot products a whole training step takes 1.3 times as long.
-"""
+__all__ = ["rounded_gradient_linear"]
 
 
 @jax.custom_vjp
@@ -42,9 +33,13 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-@ops.linear.implementation(ROUNDED_GRADIENT, accepts=None)
-def _linear_rounded_gradient(
+def rounded_gradient_linear(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
+    """`ops.linear` whose incoming gradients are rounded to the weight's dtype, for `ops.use_implementations`.
+
+    Without it the two products of the backward pass multiply float32 by bfloat16, which XLA does in float32: on a CPU
+    with bfloat16 dot products a whole training step takes 1.3 times as long.
+    """
     y = _product(x, weight)
     return y if bias is None else y + bias.astype(jnp.float32)

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from verax import ops
 from verax._compat import compiler_options
 
 __all__ = ["Component", "Memory", "Program"]
@@ -127,7 +128,7 @@ class Program:
             function,
             static_argnames=options,
             donate_argnums=donate,
-            compiler_options=compiler_options(),
+            compiler_options=compiler_options(ops.target().platform),
             keep_unused=True,  # weights that a program passes over lie in memory all the same, and `memory` counts them
         )
         self._compiled: dict[Any, Any] = {}

@@ -64,7 +64,7 @@ def chosen(*sizes):
     return ops.linear.select(*arrays(*sizes)).name
 
 
-@pytest.mark.skipif("avx512_bf16" not in library.levels(), reason="this machine has no bfloat16 dot products")
+@pytest.mark.skipif(not library.has("bf16_dot"), reason="this machine has no bfloat16 dot products")
 def test_it_runs_where_rows_are_many_and_the_kernel_takes_the_weight():
     with library.use_level("avx512_bf16"):
         assert chosen(24, 64, 48) == chosen(511, 64, 48) == "native_gemm"
@@ -80,6 +80,12 @@ def test_it_runs_only_where_it_is_faster():
     with library.use_level("portable"):
         assert chosen(33, 64, 48) == "reference"
         assert chosen(200, 64, 48, "int8") == "dequantized"
+
+
+def test_any_level_with_bfloat16_dot_products_runs_it(monkeypatch):
+    monkeypatch.setattr(library, "has", lambda capability: capability == "bf16_dot")
+    with library.use_level("portable"):
+        assert chosen(33, 64, 48) == "native_gemm"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verax import ops
-from verax.train.video.convolution import OWN_GRADIENT
+from verax.train.video.convolution import own_gradient_conv2d, own_gradient_conv3d
 
 CASES = {
     "causal": ((2, 3, 6, 5, 4), (7, 4, 3, 3, 3), dict(padding=1)),
@@ -26,15 +26,14 @@ def test_values_and_gradients_are_those_of_the_reference(case):
     x, weight = jax.random.normal(keys[0], x_shape), jax.random.normal(keys[1], w_shape)
     bias = jax.random.normal(keys[2], w_shape[:1])
     options = {**options, **({"cache": jax.random.normal(keys[3], options["cache"])} if "cache" in options else {})}
-    operation = ops.conv3d if len(w_shape) == 5 else ops.conv2d
+    operation, own = (ops.conv3d, own_gradient_conv3d) if len(w_shape) == 5 else (ops.conv2d, own_gradient_conv2d)
 
     def run(implementation):
-        name = "conv3d" if len(w_shape) == 5 else "conv2d"
-        with ops.use_implementations(**{name: implementation}):
+        with ops.use_implementations(**{operation.name: implementation}):
             y, pull = jax.vjp(lambda *a: operation(*a, **options), x, weight, bias)
             return y, *pull(jax.random.normal(keys[4], y.shape))
 
-    for got, expected in zip(run(OWN_GRADIENT), run("reference"), strict=True):
+    for got, expected in zip(run(own), run("reference"), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5 * float(jnp.abs(expected).max()))
 
 
@@ -49,7 +48,7 @@ def test_bfloat16_weights_get_bfloat16_gradients_near_the_exact_ones():
 
     with ops.use_implementations(conv3d="reference"):
         exact = jax.grad(loss, (0, 1))(x, weight)
-    with ops.use_implementations(conv3d=OWN_GRADIENT):
+    with ops.use_implementations(conv3d=own_gradient_conv3d):
         rounded = jax.grad(loss, (0, 1))(x, weight.astype(jnp.bfloat16))
     assert rounded[1].dtype == jnp.bfloat16
     for got, expected in zip(rounded, exact, strict=True):

@@ -126,12 +126,8 @@ def _rule(state: jax.Array, arrays: Arrays) -> tuple[jax.Array, jax.Array | None
 
 def _implementations(arrays: Arrays, state: np.ndarray) -> list[str]:
     """Every implementation of ours that takes the call here."""
-    inputs, platform = _delta_inputs(arrays), jax.default_backend()
-    return [
-        name
-        for name, impl in delta_recurrence.implementations.items()
-        if impl.runs_on(platform) and impl.accepts(inputs, jnp.asarray(state))
-    ]
+    supporting = delta_recurrence.supporting(_delta_inputs(arrays), jnp.asarray(state))
+    return [impl.name for impl in reversed(supporting)]
 
 
 def _chosen(arrays: Arrays, state: np.ndarray) -> str:

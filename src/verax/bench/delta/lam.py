@@ -149,11 +149,8 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
 
 def _implementations(*rule: Any, chunk_size: int) -> list[str]:
     """Every implementation of our rule that takes the call here."""
-    return [
-        name
-        for name, impl in ops.hierarchical_delta_rule.implementations.items()
-        if impl.runs_on(jax.default_backend()) and impl.accepts(*rule, chunk_size=chunk_size)
-    ]
+    supporting = ops.hierarchical_delta_rule.supporting(*rule, chunk_size=chunk_size)
+    return [impl.name for impl in reversed(supporting)]
 
 
 def _chosen_implementation(variant: str) -> str:

@@ -120,8 +120,10 @@ def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     arguments = x, places // PAGE, places % PAGE
     sides = {}
     for name, impl in ops.write_pages.implementations.items():
-        if name == "reference" or (impl.runs_on(jax.default_backend()) and impl.accepts(cache, *arguments)):
-            run: Any = jax.jit(impl.function, donate_argnums=0, compiler_options=compiler_options())
+        if impl.supports(cache, *arguments):
+            run: Any = jax.jit(
+                impl.function, donate_argnums=0, compiler_options=compiler_options(ops.target().platform)
+            )
             held = [jnp.copy(cache)]
 
             def write(run: Any = run, held: list[jax.Array] = held) -> None:

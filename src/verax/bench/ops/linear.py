@@ -84,8 +84,8 @@ def _implementations(x: jax.Array, weights: Sequence[Any]) -> dict[str, Callable
     """Every implementation of the operation that can take this call here, by name."""
     sides: dict[str, Callable[[], object]] = {}
     for name, impl in ops.linear.implementations.items():
-        usable = impl.accepts(x, weights[0]) or name == "reference" or (name == "native" and library.available())
-        if usable and impl.runs_on(jax.default_backend()):
+        forced = impl.is_reference or (name == "native" and impl.runs_on(ops.target()) and library.available())
+        if forced or impl.supports(x, weights[0]):
             run = partial(jax.jit(impl.function), x)
             sides[name] = _in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
     return sides

@@ -41,9 +41,10 @@ def implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: An
     """Every implementation of the operation that takes this call here, by name."""
     sides: dict[str, Callable[[], object]] = {}
     for name, impl in operation.implementations.items():
-        if impl.runs_on(jax.default_backend()) and impl.accepts(*args, **kwargs):
+        if impl.supports(*args, **kwargs):
             run: Any = jax.jit(
-                lambda *a, function=impl.function: function(*a, **kwargs), compiler_options=compiler_options()
+                lambda *a, function=impl.function: function(*a, **kwargs),
+                compiler_options=compiler_options(ops.target().platform),
             )
             sides[name] = lambda run=run: jax.block_until_ready(run(*args))
     return sides

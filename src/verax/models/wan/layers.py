@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from verax import ops
-from verax.errors import InvalidParameterError
 from verax.nn import LayerNorm, Linear, RMSNorm
+from verax.ops.attention import chunked_attention
 
 __all__ = [
     "ATTENTION",
@@ -41,60 +41,20 @@ AttentionFn = Callable[[Array, Array, Array], Array]
 
 Rotary = tuple[Array, Array]
 
-CHUNK = 256
-"""Queries in a chunk of `chunked` attention: that of the reports whose memory tables it reproduces."""
-
-MAX_SCORES = 1 << 26
-"""Scores that attention without a fast implementation writes out at once; 256 MB."""
-
-
-def _standard(q: Array, k: Array, v: Array) -> Array:
-    return ops.attention.__wrapped__(q, k, v, causal=False)
-
-
-def _chunked(q: Array, k: Array, v: Array) -> Array:
-    T = q.shape[1]
-    if T <= CHUNK:
-        return _standard(q, k, v)
-    chunks = -(-T // CHUNK)
-
-    def attend(i: Array, rows: Array) -> Array:
-        chunk = _standard(lax.dynamic_slice_in_dim(rows, i * CHUNK, CHUNK, 1), k, v)
-        return lax.dynamic_update_slice_in_dim(rows, chunk, i * CHUNK, 1)
-
-    # Results take their queries' place. A loop that fills an array of zeros begins with a copy of them, and XLA makes
-    # the copies of all layers before the first layer: half a gigabyte each for 57 frames at 544 x 960.
-    rows = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, chunks * CHUNK - T), (0, 0), (0, 0)))
-    return lax.fori_loop(0, chunks, attend, rows)[:, :T]
-
-
-def _flash(q: Array, k: Array, v: Array) -> Array:
-    platform = jax.default_backend()
-    for impl in reversed(ops.attention.implementations.values()):
-        if impl.name != "reference" and impl.runs_on(platform) and impl.accepts(q, k, v, causal=False):
-            return impl.function(q, k, v, causal=False)
-    raise InvalidParameterError(
-        f"attention: 'flash' has no implementation on {platform} for {q.shape[2]} heads of size {q.shape[3]} in "
-        f"{k.dtype}; 'chunked' runs everywhere"
-    )
-
-
-def _auto(q: Array, k: Array, v: Array) -> Array:
-    impl = ops.attention.select(q, k, v, causal=False)
-    if impl.name == "reference" and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] > MAX_SCORES:
-        return _chunked(q, k, v)
-    return impl.function(q, k, v, causal=False)
-
-
 ATTENTION: Mapping[str, AttentionFn] = MappingProxyType(
-    {"auto": _auto, "standard": _standard, "chunked": _chunked, "flash": _flash}
+    {
+        "auto": partial(ops.attention, causal=False),
+        "standard": partial(ops.attention.reference, causal=False),
+        "chunked": partial(chunked_attention, causal=False),
+        "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
+    }
 )
-"""Implementations of attention by name.
+"""Attention by name.
 
-- `auto`: what `ops.attention` chooses, in chunks where that would write out many scores.
+- `auto`: the choice of `ops.attention`.
 - `standard`: all scores written out; memory is `O(T S)`.
 - `chunked`: the same, 256 queries at a time.
-- `flash`: an implementation of `ops.attention` with memory linear in T; an error where there is none.
+- `flash`: an implementation of `ops.attention` that writes no scores; an error where there is none.
 """
 
 

@@ -1,7 +1,7 @@
 """Fast implementations for CPUs: C++ kernels in one shared library, called through XLA's foreign function interface.
 
     build.py      compiles native/ with the machine's compiler, when the package is installed or by hand
-    library.py    loads the library, registers its handlers with JAX, tells what it can do
+    library.py    loads the library and registers its handlers with JAX; levels and their capabilities
     linear.py     the implementations of `ops.linear`; one file for each operation (attention.py, conv.py, paged.py)
     native/       C++17, no dependency but XLA's FFI headers
       kernels/    arithmetic: compiled once for each instruction-set level, so without the standard library's templates
@@ -15,12 +15,12 @@ To add a kernel `foo`:
    one symbol. Include nothing that may emit shared inline functions.
 2. `native/foo_ffi.cc`: check shapes and dtypes, `parallel_for` over `VERAX_KERNEL(foo)`, and
    `VERAX_HANDLER(verax_foo, ...)`. The build finds both files by itself.
-3. `foo.py`: `@ops.foo.implementation("native", platforms=("cpu",), accepts=...)` whose function returns
-   `library.call("verax_foo", shape, *arrays, **attributes)`; `accepts` begins with `library.available()`. Add the
-   handler's name to `library.HANDLERS` and import the file in `verax/ops/__init__.py`.
+3. `foo.py`: `@ops.foo.implementation("native", **library.REQUIREMENTS, accepts=...)` whose function returns
+   `library.call("verax_foo", shape, *arrays, **attributes)`. Add the handler's name to `library.HANDLERS` and import
+   the file in `verax/ops/__init__.py`.
 4. `tests/ops/cpu/test_foo.py`: every level (`for_each_level`) against the reference, over the shapes that break
    kernels. `tests/native/foo_test.cc`: the same without JAX, as a program that `make test-native` runs under the
    address and undefined-behaviour sanitisers.
 
-`python -m verax.ops.cpu.build` compiles after a change.
+`python -m verax.ops.cpu.build` compiles after a change. An instruction-set level is one row of `native/levels.h`.
 """

@@ -23,10 +23,10 @@ MAX_GROUP = 64
 
 
 def takes(q: Any, k: Any, v: Any, num_kv_heads: int) -> bool:
-    """Whether the native kernels take arrays of these dtypes and head counts, on this machine."""
+    """True if the C++ kernels take arrays of these dtypes and head counts."""
     dtypes = q.dtype in FLOATS and k.dtype in FLOATS and v.dtype == k.dtype
     grouped = q.shape[-2] <= MAX_GROUP * num_kv_heads
-    return dtypes and grouped and jax.device_count() == 1 and library.available()
+    return dtypes and grouped
 
 
 def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = None, scale: float | None = None) -> bool:
@@ -56,12 +56,12 @@ def _attention_jvp(
     *arrays, segments = primals
 
     def reference(q: Array, k: Array, v: Array) -> Array:
-        return attention.__wrapped__(q, k, v, causal=causal, segments=segments, scale=scale)
+        return attention.reference(q, k, v, causal=causal, segments=segments, scale=scale)
 
     return jax.jvp(reference, tuple(arrays), tangents[:3])
 
 
-@attention.implementation("native", platforms=("cpu",), accepts=_accepts)
+@attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts, traits={"flash"})
 def _attention_native(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

@@ -4,7 +4,7 @@ The package's build hook runs this file by its path, in an environment that has 
 standard library only, and looks for XLA's headers in whatever jaxlib is there.
 
 Which jaxlib's headers: a library runs under the jaxlib that it was compiled against and under newer ones, not under
-older ones. So the hook asks for the oldest that verax supports (`HEADERS`), and one build serves all.
+older ones. So the hook requires the oldest that verax supports (`HEADERS`), and one build serves all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,19 +30,14 @@ HEADERS = "jaxlib>=0.10,<0.11; python_version < '3.15'", "jaxlib>=0.10; python_v
 
 SOURCES = Path(__file__).with_name("native")
 
-_X86 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_X86, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "x86_64": {"avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"), "avx512": _AVX512, "avx2": _X86},
-    "aarch64": {"neon": ()},
-}
-"""By architecture, the compiler flags of each level above `portable`."""
+LEVEL_ROW = re.compile(r'ROW\((\w+), (\w+),((?:[\s\\]*"[^"]*")+)')
+"""Pattern of a level in native/levels.h: its name, its architecture (`any` for all) and its compiler flags."""
 
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
 
 
 class BuildError(RuntimeError):
-    """The library cannot be built here; the message says what is missing or what the compiler said."""
+    """Failure to build the library; the message names what is missing, or is the compiler's."""
 
 
 def architecture() -> str:
@@ -51,23 +47,29 @@ def architecture() -> str:
 
 
 def library_name() -> str:
-    """The library's file name: by system and architecture, as one source tree may be shared between machines."""
+    """File name of the library: by system and architecture, as one source tree may be shared between machines."""
     return f"libverax-{platform.system().lower()}-{architecture()}.so"
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: `$CXX`, or the first of c++, g++ and clang++; None if there is none."""
+    """Command of the C++ compiler: `$CXX`, or the first of c++, g++ and clang++; None if there is none."""
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((shlex.split(c) for c in candidates if shutil.which(shlex.split(c)[0])), None)
 
 
 def headers() -> Path:
-    """The folder that holds `xla/ffi/api/ffi.h`."""
+    """Folder that holds `xla/ffi/api/ffi.h`."""
     spec = importlib.util.find_spec("jaxlib")
     for location in (spec and spec.submodule_search_locations) or ():
         if (folder := Path(location) / "include").joinpath("xla/ffi/api/ffi.h").is_file():
             return folder
     raise BuildError("XLA's FFI headers were not found: jaxlib is not installed")
+
+
+def level_flags() -> dict[str, tuple[str, list[str]]]:
+    """Architecture and compiler flags of each level in native/levels.h, best first."""
+    rows: list[tuple[str, str, str]] = LEVEL_ROW.findall(SOURCES.joinpath("levels.h").read_text())
+    return {name: (where, flags.replace("\\", " ").replace('"', " ").split()) for name, where, flags in rows}
 
 
 def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = ()) -> list[str]:
@@ -91,18 +93,19 @@ def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] =
         raise BuildError("no C++ compiler was found (c++, g++, clang++, or $CXX)")
     with tempfile.TemporaryDirectory(prefix="verax-build-") as name:
         folder = Path(name)
+        every = level_flags()
         levels = {
-            level: level_flags
-            for level, level_flags in LEVELS.get(architecture(), {}).items()
-            if _compiles(cxx, level_flags, folder)
+            level: options
+            for level, (where, options) in every.items()
+            if where in (architecture(), "any") and _compiles(cxx, options, folder)
         }
-        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}" for level in levels)]
+        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in levels)}" for level in every)]
         command += ["-I", str(SOURCES), "-c", *(() if programs else ("-isystem", str(headers())))]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if not (programs and source.stem.endswith("_ffi"))]
         units = {folder / f"{source.stem}.o": [str(source)] for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):
-            for level, level_flags in {**levels, "portable": ("-DVERAX_PORTABLE",)}.items():
-                units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *level_flags, str(source)]
+            for level, options in levels.items():
+                units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *options, str(source)]
         mains = {folder / f"{program.stem}.o": [str(program)] for program in programs}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(_run, ([*command, *more, "-o", str(unit)] for unit, more in {**units, **mains}.items())))
@@ -111,7 +114,7 @@ def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] =
             _link([*link, str(main)], target / main.stem)
         if not programs:
             _link([*link, "-shared"], target)
-    return [*levels, "portable"]
+    return list(levels)
 
 
 def _link(command: list[str], target: Path) -> None:
@@ -126,7 +129,7 @@ def _link(command: list[str], target: Path) -> None:
 
 
 def _compiles(cxx: list[str], flags: Sequence[str], folder: Path) -> bool:
-    """Whether the compiler takes these flags."""
+    """True if the compiler takes these flags."""
     source = folder / "probe.cc"
     source.write_text("int main() { return 0; }\n")
     command = [*cxx, *flags, "-Werror", "-c", str(source), "-o", str(folder / "probe.o")]

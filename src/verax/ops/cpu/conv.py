@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 def _accepts(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
     dtypes = x.dtype in FLOATS and weight.dtype in FLOATS
-    return dtypes and math.prod(weight.shape) > 0 and jax.device_count() == 1 and library.available()
+    return dtypes and math.prod(weight.shape) > 0
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(4, 5))
@@ -54,12 +54,12 @@ def _conv3d_jvp(
     tangents: tuple[Any, ...],
 ) -> tuple[Array, Array]:
     def reference(x: Array, weight: Array, bias: Array | None, cache: Array | None) -> Array:
-        return conv3d.__wrapped__(x, weight, bias, stride=stride, padding=padding, cache=cache)
+        return conv3d.reference(x, weight, bias, stride=stride, padding=padding, cache=cache)
 
     return _conv3d(*primals, stride, padding), jax.jvp(reference, primals, tangents)[1]
 
 
-@conv3d.implementation("native", platforms=("cpu",), accepts=_accepts)
+@conv3d.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _conv3d_native(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -73,7 +73,7 @@ def _conv3d_native(
     return _conv3d(x, weight, bias, cache, shape.stride, shape.sides[-2:])
 
 
-@conv2d.implementation("native", platforms=("cpu",), accepts=_accepts)
+@conv2d.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _conv2d_native(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],

@@ -30,11 +30,10 @@ class _Options:
 
 def _accepts(x: DeltaInputs, initial_state: Any, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any) -> bool:
     dtypes = all(a.dtype in FLOATS for a in x) and initial_state.dtype == jnp.float32
-    # One device: a mesh divides matmuls over its devices, but not a kernel that it knows nothing about.
-    return dtypes and not isinstance(scale, jax.Array) and jax.device_count() == 1 and library.available()
+    return dtypes and not isinstance(scale, jax.Array)
 
 
-@delta_recurrence.implementation("native", platforms=("cpu",), accepts=_accepts)
+@delta_recurrence.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _delta_native(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],
@@ -108,7 +107,7 @@ def _call(
     chunks: int = 0,
     keep_every: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """The kernel: final states, outputs, and the states before every `keep_every` tokens, if it is not 0."""
+    """Results of the kernel: final states, outputs, and the states before every `keep_every` tokens, if it is not 0."""
     dtype = x.v.dtype if len({a.dtype for a in x[:4]}) == 1 else jnp.float32
     kept = (chunks, x.v.shape[0], *initial_state.shape[1:]) if keep_every else (0,)
     final, out, before = library.call_many(

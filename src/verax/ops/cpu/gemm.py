@@ -17,18 +17,18 @@ from verax.ops.quantized import QuantizedWeight
 __all__: list[str] = []
 
 MIN_ROWS = {"float32": 12, "bfloat16": 24, "int8": MAX_ROWS_QUANTIZED + 1}
-"""From here it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8 it is
-from 24 on, but rounds x to bfloat16 where that one keeps 16 bits: an answer should not depend on its batch."""
+"""Rows from which it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8
+that is 24, but it rounds x to bfloat16 where the other keeps 16 bits: an answer should not depend on its batch."""
 
 TOO_MANY = 512
 """Rows from which XLA's matmul library is as fast, and for some shapes faster. Integers it has to write out as bfloat16
 first: for them it never is."""
 
 DEPTH_STEP, COLUMN_STEP = 32, 16
-"""What the kernel takes whole: inputs of a row, and rows of the weight (`GEMM_DEPTH_STEP` in native/)."""
+"""Divisors of a row's inputs and of the weight's rows that the kernel requires (`GEMM_DEPTH_STEP` in native/)."""
 
-LEVEL = "avx512_bf16"
-"""Where it is faster than XLA's matmul library: with bfloat16 dot products."""
+FASTER_WITH = "bf16_dot"
+"""Capability of the level in force with which it is faster than XLA's matmul library."""
 
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
@@ -37,18 +37,18 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
         return False
     rows = math.prod(x.shape[:-1])
     many = rows >= MIN_ROWS[kind] and (rows < TOO_MANY or kind == "int8")
-    return many and jax.device_count() == 1 and library.level() == LEVEL
+    return many and library.has(FASTER_WITH)
 
 
 def _kind(weight: Any) -> str | None:
-    """The dtype of a weight that the kernel takes."""
+    """Dtype of a weight that the kernel takes."""
     if isinstance(weight, QuantizedWeight):
         return "int8" if weight.bits == 8 and weight.group_size is None else None
     return str(weight.dtype) if weight.dtype in (jnp.float32, jnp.bfloat16) else None
 
 
 def takes(weight: Any) -> bool:
-    """Whether the kernel takes a weight of this shape."""
+    """True if the kernel takes a weight of this shape."""
     return weight.shape[0] % COLUMN_STEP == 0 and weight.shape[1] % DEPTH_STEP == 0
 
 
@@ -63,8 +63,8 @@ def _product(
 
 def _plain(x: Array, matrix: Array, scales: Array | None, bias: Array | None) -> Array:
     if scales is None:
-        return linear.__wrapped__(x, matrix, bias)
-    y = linear.__wrapped__(x, matrix.astype(jnp.bfloat16)) * scales
+        return linear.reference(x, matrix, bias)
+    y = linear.reference(x, matrix.astype(jnp.bfloat16)) * scales
     return y if bias is None else y + bias
 
 
@@ -73,7 +73,7 @@ def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
     return _product(*primals), jax.jvp(_plain, primals, tangents)[1]
 
 
-@linear.implementation("native_gemm", platforms=("cpu",), accepts=_accepts)
+@linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts)
 def _linear_native_gemm(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:

@@ -1,4 +1,4 @@
-"""C++ kernels of LAM's published rules: a chunk at a time in the caches, the states of each head walking behind."""
+"""C++ kernels of LAM's published rules: a chunk at a time in the caches, each head's states by a pipelined scan."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from jaxtyping import Array, Float
 from verax.ops.cpu import library
 from verax.ops.hierarchical import ResonanceFlux, hierarchical_delta_rule, local_delta_rule
 from verax.ops.hierarchical._chunks import Pair, check, chunk_length, cut
-from verax.ops.hierarchical._factored import local_outputs
+from verax.ops.hierarchical._factored import hierarchical_factored, local_outputs
 
 __all__: list[str] = []
 
 
 def _accepts(q: Any, *_: Any, output_final_state: bool = False, **__: Any) -> bool:
-    # One device: a mesh divides matmuls over its devices, but not a kernel that it knows nothing about.
     fits = q.ndim == 4 and q.size > 0 and q.dtype in (jnp.float32, jnp.bfloat16) and not output_final_state
-    return fits and jax.device_count() == 1 and library.available()
+    return fits
 
 
-@hierarchical_delta_rule.implementation("native", platforms=("cpu",), accepts=_accepts)
+@hierarchical_delta_rule.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _hierarchical_native(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -40,7 +39,7 @@ def _hierarchical_native(
     return _hierarchical(*_floats((q, k, v, beta, decays, gates, flux)), chunk_length(q.shape[1], chunk_size))
 
 
-@local_delta_rule.implementation("native", platforms=("cpu",), accepts=_accepts)
+@local_delta_rule.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _local_native(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -78,7 +77,7 @@ def _hierarchical(
 
 @_hierarchical.defjvp
 def _hierarchical_jvp(size: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    reference = partial(hierarchical_delta_rule.implementations["factored"].function, chunk_size=size)
+    reference = partial(hierarchical_factored, chunk_size=size)
     return _hierarchical(*primals, size), jax.jvp(reference, primals, tangents)[1]
 
 

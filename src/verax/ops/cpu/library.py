@@ -8,17 +8,28 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, MissingDependencyError
 
-__all__ = ["HANDLERS", "available", "call", "call_many", "level", "levels", "problem", "use_level"]
+__all__ = [
+    "HANDLERS",
+    "REQUIREMENTS",
+    "available",
+    "call",
+    "call_many",
+    "has",
+    "level",
+    "levels",
+    "problem",
+    "use_level",
+]
 
 HANDLERS = (
     "verax_attention",
@@ -50,12 +61,12 @@ class _Loaded:
 
 
 def available() -> bool:
-    """Whether the native library can be used. The first refusal is logged: what runs instead is slower."""
+    """True if the native library can be used. The first failure is logged, because XLA's programs are slower."""
     return _load().library is not None
 
 
 def problem() -> str:
-    """Why there is no native library, and what to do about it; empty if there is one."""
+    """Reason why there is no native library, with the remedy; empty if there is one."""
     return _load().problem
 
 
@@ -66,9 +77,15 @@ def levels() -> list[str]:
 
 
 def level() -> str | None:
-    """The level in force; None without the library."""
+    """Level in force; None without the library."""
     library = _load().library
     return None if library is None else library.verax_level().decode()
+
+
+def has(capability: str) -> bool:
+    """True if the level in force has a capability such as `"bf16_dot"` (native/levels.h); False without the library."""
+    library = _load().library
+    return library is not None and bool(library.verax_level_has(capability.encode()))
 
 
 @contextlib.contextmanager
@@ -115,6 +132,16 @@ def call_many(
     )
 
 
+class _Requirements(TypedDict):
+    platforms: tuple[str, ...]
+    single_device: bool
+    available: Callable[[], bool]
+
+
+REQUIREMENTS: _Requirements = {"platforms": ("cpu",), "single_device": True, "available": available}
+"""Arguments of `Operation.implementation` that all C++ kernels share: a CPU, no mesh, and the library."""
+
+
 @functools.cache
 def _load() -> _Loaded:
     """Load and register, once. `VERAX_CPU_LIBRARY` names another file (`make test-native` does), or `off`."""
@@ -128,6 +155,7 @@ def _load() -> _Loaded:
     try:
         library = ctypes.CDLL(os.fspath(path))
         library.verax_level_name.restype = library.verax_level.restype = ctypes.c_char_p
+        library.verax_level_has.argtypes = (ctypes.c_char_p,)
         for handler in HANDLERS:
             jax.ffi.register_ffi_target(handler, jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:

@@ -17,13 +17,11 @@ from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
 
-IMPLEMENTATION = "native"
-
 MAX_ROWS = 32
-"""Up to here XLA's matmul library is slower: 1.2 times at 32 rows of a 4096 x 11008 weight (`verax bench ops`)."""
+"""Most rows at which XLA's matmul library is slower: 1.2 times for a 4096 x 11008 weight (`verax bench ops`)."""
 
 MAX_ROWS_QUANTIZED = 128
-"""The same with a quantised weight, which XLA has to write out as bfloat16 first: 1.1 to 3.4 times slower at 128 rows.
+"""Most rows with a quantised weight, which XLA has to write out as bfloat16 first: 1.1 to 3.4 times slower at 128 rows.
 At 512 it would still be so for 4 bits, but there x is better kept in bfloat16 than in 8 bits."""
 
 
@@ -32,16 +30,15 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
         few = math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
     else:
         few = math.prod(x.shape[:-1]) <= MAX_ROWS and weight.dtype in (jnp.float32, jnp.bfloat16)
-    # One device: a mesh divides reference products over its devices, but not a kernel that it knows nothing about.
-    return few and jax.device_count() == 1 and library.available()
+    return few
 
 
 def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
-    return len({_kind(weight) for weight in weights}) == 1 and linear.select(x, weights[0]).name == IMPLEMENTATION
+    return len({_kind(weight) for weight in weights}) == 1 and linear.select(x, weights[0]).function is _linear_native
 
 
 def _kind(weight: Any) -> tuple[Any, ...]:
-    """What is the same for all weights of a call."""
+    """Properties that all weights of a call share."""
     if isinstance(weight, QuantizedWeight):
         return weight.values.dtype, weight.group_size, weight.scales.dtype
     return (weight.dtype,)
@@ -64,11 +61,11 @@ def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, 
 
 @_products.defjvp
 def _products_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
-    _, tangent = jax.jvp(lambda x, weights: tuple(linear.__wrapped__(x, w) for w in weights), primals, tangents)
+    _, tangent = jax.jvp(lambda x, weights: tuple(linear.reference(x, w) for w in weights), primals, tangents)
     return _products(*primals), tangent
 
 
-@multi_linear.implementation(IMPLEMENTATION, platforms=("cpu",), accepts=_accepts_multi)
+@multi_linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts_multi)
 def _multi_linear_native(
     x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any] | None = None
 ) -> tuple[Array, ...]:
@@ -78,7 +75,7 @@ def _multi_linear_native(
     return tuple(y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs)
 
 
-@linear.implementation(IMPLEMENTATION, platforms=("cpu",), accepts=_accepts)
+@linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _linear_native(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:

@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 def _accepts(x: Any, weight: Any, eps: float) -> bool:
     floats = (jnp.float32, jnp.bfloat16)
-    return x.dtype in floats and weight.dtype in floats and jax.device_count() == 1 and library.available()
+    return x.dtype in floats and weight.dtype in floats
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -28,9 +28,9 @@ def _normalize(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -
 
 @_normalize.defjvp
 def _normalize_jvp(eps: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return jax.jvp(lambda x, weight: rms_norm.__wrapped__(x, weight, eps), primals, tangents)
+    return jax.jvp(lambda x, weight: rms_norm.reference(x, weight, eps), primals, tangents)
 
 
-@rms_norm.implementation("native", platforms=("cpu",), accepts=_accepts)
+@rms_norm.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _rms_norm_native(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
     return _normalize(x, weight, eps)

@@ -23,7 +23,7 @@ def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, scale: float | None = 
     return takes(q, k_cache, v_cache, k_cache.shape[1])
 
 
-@paged_attention.implementation("native", platforms=("cpu",), accepts=_accepts)
+@paged_attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _paged_attention_native(
     q: Float[Array, "T N H"],
     k_cache: Pages,
@@ -42,7 +42,7 @@ def _paged_attention_native(
     return library.call(handler, q.shape, q, *pages, *integers, scale=factor)
 
 
-@paged_decode_attention.implementation("native", platforms=("cpu",), accepts=_accepts)
+@paged_decode_attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _paged_decode_attention_native(
     q: Float[Array, "B N H"],
     k_cache: Pages,
@@ -59,10 +59,10 @@ def _paged_decode_attention_native(
 
 def _accepts_cache(cache: Any, x: Any, *_: Any) -> bool:
     known = isinstance(cache, QuantizedPages) or cache.dtype in FLOATS
-    return known and x.dtype in FLOATS and jax.device_count() == 1 and library.available()
+    return known and x.dtype in FLOATS
 
 
-@write_pages.implementation("native", platforms=("cpu",), accepts=_accepts_cache)
+@write_pages.implementation("native", **library.REQUIREMENTS, accepts=_accepts_cache)
 def _write_pages_native(
     cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
 ) -> Pages:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -15,10 +14,10 @@ __all__: list[str] = []
 
 
 def _accepts(logits: Any, params: Any, u: Any) -> bool:
-    return logits.shape[-1] > 0 and jax.device_count() == 1 and library.available()
+    return logits.shape[-1] > 0
 
 
-@sample.implementation("native", platforms=("cpu",), accepts=_accepts)
+@sample.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
 def _sample_native(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     floats = (x.astype(jnp.float32) for x in (params.top_p, params.min_p, u))
     return library.call(

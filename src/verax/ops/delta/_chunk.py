@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from verax.ops._target import target
 from verax.ops.delta._decay import LogDecay, decayed_products
 from verax.ops.delta._inputs import DeltaInputs
 from verax.ops.delta._inverse import unit_lower_inverse
@@ -38,12 +39,12 @@ SMALLEST_CHUNK = 16
 
 
 class Chunk(NamedTuple):
-    """What the walk over the chunks needs, none of it depending on the state. Leading axes n m R."""
+    """Inputs of the scan over chunks that do not depend on the state. Leading axes n m R."""
 
     value: Float[Array, "*B C V"]
-    """What the tokens would write if the chunk started from a zero state, ..."""
+    """Values that the tokens write if the chunk starts from a zero state."""
     found: Float[Array, "*B C K"]
-    """... less what they find in the state: Z = value - found S."""
+    """Keys that read the state: the tokens write Z = value - found S."""
     write: Float[Array, "*B C K"]
     keep: Float[Array, "*B D"]
     """Decay over the whole chunk, D being 1 or K."""
@@ -78,7 +79,7 @@ def chunk_forward(
     erase_before_decay: bool,
     chunk_size: int | None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"], Float[Array, "n B HV K V"]]:
-    """What the chunked implementation returns and, for `chunk_backward`, the state before each chunk."""
+    """Results of the chunked implementation and, for `chunk_backward`, the state before each chunk."""
     layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
     chunks = _to_chunks(x.ready(scale, use_qk_l2norm), layout)
     (out, states), (*_, before) = _walk_forward(chunks, _by_heads(initial_state, x), layout.owner, erase_before_decay)
@@ -108,10 +109,10 @@ def chunk_backward(
 
 
 def chunk_layout(B: int, T: int, cu_seqlens: Int[Array, "M"] | None, chunk_size: int | None) -> Layout:
-    """How so many tokens are cut; the platform's best size, if None is given."""
+    """Layout of T tokens in chunks; `chunk_size` is the target platform's best if None."""
     if chunk_size is None:
         # No larger than the first power of two that holds all tokens.
-        chunk_size = min(CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE), 1 << (max(T, 1) - 1).bit_length())
+        chunk_size = min(CHUNK_SIZES.get(target().platform, CHUNK_SIZE), 1 << (max(T, 1) - 1).bit_length())
         chunk_size = max(chunk_size, SMALLEST_CHUNK)
     return align(B, T, chunk_size, cu_seqlens)
 
@@ -213,7 +214,7 @@ def _prepare(x: DeltaInputs, erase_before_decay: bool) -> Chunk:
 
 
 def _advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Array, Array]:
-    """The state after a chunk, or after each of many, and the outputs."""
+    """State after a chunk, or after each of many, and the outputs."""
     written = chunk.value - _nn(chunk.found, state)
     out = _nn(chunk.read, state) + _nn(chunk.inner, written)
     return chunk.keep[..., None] * state + _tn(chunk.write, written), out

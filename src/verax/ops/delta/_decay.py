@@ -38,7 +38,7 @@ class LogDecay(NamedTuple):
 
     @classmethod
     def summed(cls, g: Float[Array, "*B C D"]) -> LogDecay:
-        """The cumulative sum over the tokens of a chunk, each token's own decay included."""
+        """Cumulative sum over the tokens of a chunk, each token's own decay included."""
         g = jnp.maximum(g, LOWEST)
         coarse = lax.stop_gradient(jnp.round(g / GRID) * GRID)
         return cls(jnp.cumsum(coarse, axis=-2), jnp.cumsum(g - coarse, axis=-2))
@@ -53,7 +53,7 @@ class LogDecay(NamedTuple):
         return LogDecay(self.coarse[..., start:stop, :], self.fine[..., start:stop, :])
 
     def last(self) -> LogDecay:
-        """The whole chunk's decay."""
+        """Decay over the whole chunk."""
         return LogDecay(self.coarse[..., -1:, :], self.fine[..., -1:, :])
 
     def blocks(self, size: int) -> LogDecay:
@@ -103,7 +103,7 @@ def decayed_products(
 
 
 def _by_channel(x: Array, write: Array, seen: LogDecay, written: LogDecay, diagonal: bool) -> Array:
-    """The lower triangle, channel by channel.
+    """Lower triangle, channel by channel.
 
     Diagonal blocks of size b are joined pairwise: between the two halves of a block of size 2b, decays are taken
     against the last token of the first half, so both exponents are at most 0 and the products are one matmul.

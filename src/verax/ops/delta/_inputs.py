@@ -37,7 +37,7 @@ class DeltaInputs(NamedTuple):
     g: Float[Array, "B T HV"] | Float[Array, "B T HV K"]
 
     def ready(self, scale: float | Array, use_qk_l2norm: bool) -> DeltaInputs:
-        """In one dtype, float32 or `read`'s if that is wider, with keys normalised if asked for, and `read` scaled."""
+        """Inputs in one dtype, float32 or `read`'s if wider, with `read` scaled and keys normalised on request."""
         dtype = jnp.promote_types(self.read.dtype, jnp.float32)
         x = DeltaInputs(*(a.astype(dtype) for a in self))
         if use_qk_l2norm:

@@ -34,7 +34,7 @@ def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
 
 
 def _couples(C: int, level: int) -> np.ndarray:
-    """Where rows of the odd blocks of size `2^level` meet columns of the block before."""
+    """Mask of the rows of odd blocks of size `2^level` and the columns of the block before."""
     block = np.arange(C) >> level
     return (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
 

@@ -15,18 +15,18 @@ __all__ = ["Layout", "align"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each token stands in the chunks. The slots left over hold zeros, which leave any state as it is."""
+    """Positions of tokens in chunks. The slots left over hold zeros, which leave any state as it is."""
 
     tokens: int
     chunks: int
     size: int
     batch: int
     owner: Int[Array, "n"]
-    """The packed sequence of each chunk, N or more for a chunk that nobody uses; 0 where nothing is packed."""
+    """Packed sequence of each chunk, N or more for an unused chunk; 0 where nothing is packed."""
     source: Int[Array, "slots"] | None
-    """The token in each slot, `tokens` for none; None where nothing is packed."""
+    """Token in each slot, `tokens` for none; None where nothing is packed."""
     slot: Int[Array, "T"] | None
-    """The slot of each token, past the end for tokens of no sequence."""
+    """Slot of each token, past the end for tokens of no sequence."""
 
     def to_chunks(self, x: Array) -> Array:
         """`[B, T, ...]` to `[n, B, C, ...]`."""

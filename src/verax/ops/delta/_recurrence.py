@@ -7,6 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 from verax.ops.delta._inputs import DeltaInputs
 
 __all__ = ["delta_recurrence"]
@@ -59,6 +60,16 @@ def delta_recurrence(
     if cu_seqlens is None:
         return out, states[0]
     return jnp.where((sequence < N)[None, :, None, None], out, 0.0), states[:, 0]
+
+
+@delta_recurrence.example
+def _examples() -> list[Example]:
+    def inputs(tokens: int) -> DeltaInputs:
+        key, gate = float32(1, tokens, 16, 128), float32(1, tokens, 32)
+        return DeltaInputs(key, key, key, v=float32(1, tokens, 32, 128), beta=gate, g=gate)
+
+    state = float32(1, 32, 128, 128)
+    return [Example((inputs(1), state), label="1 token"), Example((inputs(64), state), label="64 tokens")]
 
 
 def _update(x: DeltaInputs, state: Array, erase_before_decay: bool) -> tuple[Array, Array]:

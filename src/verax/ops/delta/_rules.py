@@ -35,7 +35,7 @@ class DeltaOptions(TypedDict, total=False):
     initial_state: `[N, HV, K, V]`, a state for each sequence; zeros if None. N is B, or `len(cu_seqlens) - 1`.
     output_final_state: whether to return the final states as well, in float32.
     cu_seqlens: `[N + 1]` ascending offsets from 0, for N sequences packed along T of a batch of one. An array, so one
-        compiled call serves all packings; it is not checked. Tokens past the last offset belong to nobody: zeros out.
+        compiled call serves all packings; it is not checked. Tokens past the last offset give zeros.
     use_qk_l2norm: normalise q and k (and comba's p) first: `x / sqrt(sum(x^2) + 1e-6)`.
     mode: `"recurrent"` (token by token, the definition), `"chunk"` (matmuls; the one with a gradient made for it),
         `"step"` (decode, T = 1), or `"auto"`: the fastest that takes the call.

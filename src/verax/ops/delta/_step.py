@@ -12,7 +12,7 @@ from verax.ops.delta._recurrence import delta_recurrence
 __all__: list[str] = []
 
 STEP_TOKENS = 4
-"""A dense call of at most this many steps is unrolled: rules may take several steps a token."""
+"""Most steps of a dense call that is unrolled: rules may take several steps a token."""
 
 
 def _is_step(x: DeltaInputs, initial_state: object, cu_seqlens: object = None, **_: object) -> bool:

@@ -1,23 +1,24 @@
 """`ops.attention` by cuDNN's fused kernel, which writes no scores out (FlashAttention-2; Dao, 2023, arXiv:2307.08691).
 
-JAX calls it only where it is asked for by name. It is never given a mask, which cuDNN would read as a
-bias for each score.
+JAX calls cuDNN only by name. No mask is passed, because cuDNN would read it as a bias for each score.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops.attention import attention
+from verax.ops._target import target
+from verax.ops.attention import attention, chunked_attention
 
 __all__: list[str] = []
 
 MAX_HEAD_DIM = 128
-"""Of every GPU that cuDNN's kernel runs on; Hopper and later take 256."""
+"""Largest head size on every GPU that cuDNN's kernel runs on; Hopper and later take 256."""
 
 HEAD_DIM_STEP = 8
 
@@ -31,16 +32,16 @@ def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = Non
     sizes = H <= MAX_HEAD_DIM and H % HEAD_DIM_STEP == 0 and min(q.size, k.size) > 0
     # cuDNN counts causal keys from the first one, ops.attention from the last: the same for as many queries as keys.
     visible = segments is None and (not causal or q.shape[1] == k.shape[1])
-    return dtypes and sizes and visible and _is_nvidia(AMPERE)
+    return dtypes and sizes and visible and _has_compute_capability(AMPERE)
 
 
-def _is_nvidia(capability: int) -> bool:
-    """Whether the first device is NVIDIA's with at least this compute capability; AMD's name theirs `gfx...`."""
-    major = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")[0]
+def _has_compute_capability(capability: int) -> bool:
+    """True if the target is an NVIDIA GPU of at least this compute capability; AMD's read `gfx...`."""
+    major = target().compute_capability.partition(".")[0]
     return major.isdigit() and int(major) >= capability
 
 
-@attention.implementation("cudnn", platforms=("gpu",), accepts=_accepts)
+@attention.implementation("cudnn", platforms=("gpu",), accepts=_accepts, traits={"flash"})
 def _attention_cudnn(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -50,5 +51,8 @@ def _attention_cudnn(
     segments: Int[Array, "B T"] | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B T N H"]:
+    if not target().attached:
+        # JAX traces cuDNN's call only on a machine that has cuDNN. These products have the same shapes and results.
+        return jax.jit(partial(chunked_attention, causal=causal, scale=scale))(q, k, v)
     out = jax.nn.dot_product_attention(q.astype(k.dtype), k, v, scale=scale, is_causal=causal, implementation="cudnn")
     return out.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What both published rules do before anything else: checks, unit keys, values scaled by beta, cutting into chunks."""
+"""First steps of both published rules: checks, unit keys, values scaled by beta, cutting into chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[Array, Array]
 """One for the fast state, one for the slow."""
 
 KEY_EPSILON = 1e-12
-"""The least length that a key or a query is divided by: PyTorch's `normalize`."""
+"""Least length that a key or a query is divided by: PyTorch's `normalize`."""
 
 ONE_CHUNK = 32
 """Up to this many tokens are one chunk, whatever its size."""

@@ -30,14 +30,14 @@ from verax.ops.hierarchical._published import (
     slow_state,
 )
 
-__all__ = ["local_outputs"]
+__all__ = ["hierarchical_factored", "local_outputs"]
 
 BLOCKS = (64, 32)
 """Tokens of a block: the first that divides a chunk; else the chunk."""
 
 
 class Within(NamedTuple):
-    """What the tokens of each chunk make without the state."""
+    """Results of each chunk's tokens that do not depend on the state."""
 
     inner: Float[Array, "B n H C both"]
     """`P U` and, beside it, Y."""
@@ -46,11 +46,11 @@ class Within(NamedTuple):
     product: Float[Array, "B n H K both"]
     """`k^T U` and `k^T W`."""
     sums: Float[Array, "B n H either"]
-    """Of the keys and of U, over the tokens."""
+    """Sums of the keys and of U over the tokens."""
 
 
 @hierarchical_delta_rule.implementation("factored")
-def _hierarchical_factored(
+def hierarchical_factored(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
     v: Float[Array, "B T H V"],
@@ -61,6 +61,7 @@ def _hierarchical_factored(
     *,
     chunk_size: int = 64,
 ) -> tuple[Float[Array, "B T H V"], Pair]:
+    """`hierarchical_delta_rule` with less arithmetic."""
     x = cut(q, k, v, beta, decays, gates, chunk_size)
     chunks = within(x, flux)
     found, states = walk(chunks, x.decays, flux)
@@ -68,7 +69,7 @@ def _hierarchical_factored(
 
 
 def within(x: Chunks, flux: ResonanceFlux) -> Within:
-    """For all chunks at once."""
+    """Results that do not depend on the state, of all chunks at once."""
     V = x.v.shape[-1]
     both = _pseudo_values(x, jnp.concatenate([x.v, x.kb], axis=-1))
     inner = lower_product(x.q, x.k, both, diagonal=0)
@@ -80,7 +81,7 @@ def within(x: Chunks, flux: ResonanceFlux) -> Within:
 
 
 def walk(x: Within, decays: Pair, flux: ResonanceFlux) -> tuple[Float[Array, "B n H 2 K V"], Pair]:
-    """The states that each chunk reads, and those after the last one; decays `[B n H C]`."""
+    """States that each chunk reads, and those after the last chunk; decays `[B n H C]`."""
     C, K = x.inner.shape[-2], x.product.shape[-2]
     V = x.product.shape[-1] - K
     means = x.sums / C
@@ -128,7 +129,7 @@ def _local_factored(
 
 
 def local_outputs(x: Chunks) -> Float[Array, "B T H V"]:
-    """Of the local rule."""
+    """Outputs of the local rule."""
     V = x.v.shape[-1]
     inner = lower_product(x.q, x.k, jnp.concatenate([x.v, _pseudo_values(x, x.v)], axis=-1), diagonal=0)
     fast, slow = (by * gate[..., None] for by, gate in zip(LOCAL_SHARES, x.gates, strict=True))

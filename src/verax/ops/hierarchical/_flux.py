@@ -29,9 +29,9 @@ class ResonanceFlux(NamedTuple):
     bilinear: Float[Array, "H K V"]
     temperature: Float[Array, "H"]
     chunk: Perceptron
-    """Of `[mean key, mean value, mean score]`: D is K + V + 1."""
+    """Perceptron of `[mean key, mean value, mean score]`: D is K + V + 1."""
     token: Perceptron
-    """Of `[key, value]`: D is K + V."""
+    """Perceptron of `[key, value]`: D is K + V."""
 
 
 def token_flux(k: Float[Array, "*B K"], v: Float[Array, "*B V"], weights: Perceptron) -> Float[Array, "*B"]:
@@ -57,7 +57,7 @@ def chunk_flux(
 
 
 def _flux(weights: Perceptron, *features: Array) -> Array:
-    """The perceptron on features that lie beside each other, without putting them there."""
+    """Flux of features in several arrays, as if they were concatenated."""
     w1, b1, w2, b2 = (w.astype(features[0].dtype) for w in weights)
     hidden, start = b1, 0
     for x in features:

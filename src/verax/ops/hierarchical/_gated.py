@@ -22,10 +22,10 @@ __all__ = ["HierarchicalState", "hierarchical_gated_delta_rule"]
 
 
 class HierarchicalState(NamedTuple):
-    """What a sequence leaves behind: continue with it and the result is that of one piece."""
+    """State after a sequence. A sequence continued from it gives the result of one piece."""
 
     memory: Float[Array, "B H 2 K V"]
-    """The fast and the slow state."""
+    """Fast and slow state."""
     keys: Float[Array, "B H K"]
     """Sums since the last mixing: of keys, ..."""
     values: Float[Array, "B H V"]
@@ -185,7 +185,7 @@ def _mixed(state: HierarchicalState, full: Array, coupling_interval: int, flux: 
 
 
 class _Layout(NamedTuple):
-    """Where tokens stand in intervals. A row that continues starts as far into the first as it left off."""
+    """Positions of tokens in intervals. A row that continues starts where it stopped in its first interval."""
 
     tokens: int
     intervals: int

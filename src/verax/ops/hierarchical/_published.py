@@ -11,16 +11,17 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
 from verax.ops.hierarchical._chunks import Pair, cut, joined, unit
-from verax.ops.hierarchical._flux import ResonanceFlux, chunk_flux, token_flux
+from verax.ops.hierarchical._flux import Perceptron, ResonanceFlux, chunk_flux, token_flux
 
 __all__ = ["hierarchical_delta_rule", "local_delta_rule", "orthogonality_loss"]
 
 FORGET = (0.1, 0.05)
-"""By how much the flux of a chunk shortens the memory of the fast and of the slow state."""
+"""Factors by which a chunk's flux shortens the memory of the fast and of the slow state."""
 
 LOCAL_SHARES = (0.1, 0.9)
-"""Of the fast and of the slow output in the local rule."""
+"""Shares of the fast and of the slow output in the local rule."""
 
 
 @operation
@@ -108,7 +109,7 @@ def local_delta_rule(
     chunk_size: int = 128,
     output_final_state: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
-    """What the published package computes at inference (variant C): chunks by themselves, without a state.
+    """Rule of the published package at inference (variant C): chunks by themselves, without a state.
 
     `o = 0.1 gate_fast P beta v + 0.9 gate_slow P U`, with P and U as in `hierarchical_delta_rule`, whose arguments and
     errors these are.
@@ -131,7 +132,7 @@ def local_delta_rule(
 def slow_state(
     k: Float[Array, "B n H C K"], u: Float[Array, "B n H C V"], decay: Float[Array, "B n H C"], flux: ResonanceFlux
 ) -> Float[Array, "B H K V"]:
-    """The slow state of `local_delta_rule` after all chunks."""
+    """Slow state of `local_delta_rule` after all chunks."""
     product = matmul(k.mT, u)
     psi = chunk_flux(k.mean(-2), u.mean(-2), product / k.shape[-2], flux)
     keep = decay.mean(-1) * (1 - FORGET[1] * psi)
@@ -145,7 +146,7 @@ def slow_state(
 
 
 def orthogonality_loss(states: Pair) -> Float[Array, ""]:
-    """The published regulariser: `|S S^T - I|^2 / K^2`, mean over batch and heads, summed over both states."""
+    """Published regulariser: `|S S^T - I|^2 / K^2`, mean over batch and heads, summed over both states."""
     loss = jnp.zeros((), states[0].dtype)
     for state in states:
         K = state.shape[-2]
@@ -171,3 +172,12 @@ def _lower(x: Array, y: Array, diagonal: int) -> Array:
 def matmul(x: Array, y: Array) -> Array:
     """Products of matrices, exact float32 elsewhere than on a CPU too."""
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
+@hierarchical_delta_rule.example
+@local_delta_rule.example
+def _examples() -> list[Example]:
+    head, gate = float32(1, 64, 12, 32), float32(1, 64, 12)
+    perceptrons = (Perceptron(float32(16, D), float32(16), float32(1, 16), float32(1)) for D in (65, 64))
+    flux = ResonanceFlux(float32(12, 32, 32), float32(12), *perceptrons)
+    return [Example((head, head, head, gate, (gate, gate), (gate, gate), flux))]

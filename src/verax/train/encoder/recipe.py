@@ -22,7 +22,7 @@ from verax.train.encoder.batches import batches
 from verax.train.encoder.tokenizer import save_tokenizer, train_tokenizer
 from verax.train.loop import Schedule, train
 from verax.train.loss import contrastive_loss
-from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.precision import rounded_gradient_linear
 
 __all__ = ["CONFIG", "SCHEDULE", "export", "initial", "train_builtin"]
 
@@ -100,7 +100,7 @@ def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:
     """Contrastive loss, in nats, of a batch of first phrasings, then second ones. Products are in bfloat16."""
     graph, params = nnx.split(model)
     encode: Any = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
-    with ops.use_implementations(linear=ROUNDED_GRADIENT):
+    with ops.use_implementations(linear=rounded_gradient_linear):
         hidden = encode(batch["tokens"], batch["lengths"])
     first, second = jnp.split(normalized(pool(hidden, batch["lengths"], "mean")), 2)
     return contrastive_loss(first, second, TEMPERATURE)

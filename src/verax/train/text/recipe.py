@@ -22,7 +22,7 @@ from verax.checkpoint import save
 from verax.models import CausalLM, causal_lm
 from verax.train.loop import Schedule, train
 from verax.train.loss import next_token_loss
-from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.precision import rounded_gradient_linear
 from verax.train.text.batches import batch
 from verax.train.text.tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
 
@@ -128,7 +128,7 @@ def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
     ) -> Float[Array, "B T N H"]:
         return ops.attention(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), segments=visible[:, :-1])
 
-    with ops.use_implementations(linear=ROUNDED_GRADIENT):
+    with ops.use_implementations(linear=rounded_gradient_linear):
         logits = model.logits(model(tokens[:, :-1], at[:, :-1], attend))
     return next_token_loss(logits, tokens, segments)
 

@@ -1,4 +1,9 @@
-"""Convolutions whose gradients are convolutions too, so that the native kernel runs all three."""
+"""Convolutions whose gradients are convolutions too, so that fast implementations run all three.
+
+XLA's own gradients of a convolution with few channels are ten times slower on a CPU. The gradient to the input is a
+convolution of the incoming gradient with the kernel turned round. The gradient to the kernel is a convolution of the
+input, with channels in the place of examples, by the incoming gradient. Operands are rounded to the weight's dtype.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +16,14 @@ from jaxtyping import Array, Float
 from verax import ops
 from verax.ops.conv import ConvShape, Padding, Stride
 
-__all__ = ["OWN_GRADIENT"]
-
-OWN_GRADIENT = "own_gradient"
-"""Implementation of `ops.conv2d` and `ops.conv3d` for `ops.use_implementations`.
-
-XLA's own gradients of a convolution with few channels are ten times slower on a CPU. The gradient to the input is a
-convolution of the incoming gradient with the kernel turned round; that to the kernel one of the input, with channels in
-the place of examples, by the incoming gradient. What they multiply is rounded to the weight's dtype.
-"""
+__all__ = ["own_gradient_conv2d", "own_gradient_conv3d"]
 
 Sides = tuple[tuple[int, int], ...]
 
 
-def _valid(x: Array, weight: Array) -> Array:
-    """Convolution of stride 1 without padding, by the quickest implementation, in the dtype of `x`."""
-    before = x[:, :0]
-    native = ops.conv3d.implementations.get("native")
-    if native is not None and native.runs_on(jax.default_backend()) and native.accepts(x, weight, cache=before):
-        return native.function(x, weight, cache=before)
-    return ops.conv3d.implementations["reference"].function(x, weight, cache=before)
+def _convolve_fast(x: Array, weight: Array, stride: tuple[int, ...] = (1, 1, 1)) -> Array:
+    """Convolution without padding, by the preferred implementation with float32 sums, in the dtype of `x`."""
+    return ops.conv3d.restricted(exclude={"rounded_sums"})(x, weight, stride=stride, cache=x[:, :0])
 
 
 def _spread(x: Array, low: tuple[int, ...], high: tuple[int, ...], between: tuple[int, ...]) -> Array:
@@ -45,12 +38,7 @@ def _padded(x: Array, sides: Sides) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _convolve(x: Array, weight: Array, stride: tuple[int, ...], sides: Sides) -> Array:
-    padded = _padded(x, sides)
-    if stride == (1, 1, 1):
-        return _valid(padded, weight)
-    native = ops.conv3d.implementations.get("native")
-    impl = native if native is not None and native.accepts(padded, weight) else ops.conv3d.implementations["reference"]
-    return impl.function(padded, weight, stride=stride, cache=padded[:, :0])
+    return _convolve_fast(_padded(x, sides), weight, stride)
 
 
 def _forward(x: Array, weight: Array, stride: tuple[int, ...], sides: Sides) -> tuple[Array, tuple[Array, Array]]:
@@ -69,12 +57,12 @@ def _backward(
     spread = [(n - 1) * s + 1 for n, s in zip(gradient.shape[1:4], stride, strict=True)]
     high = tuple(n + k - 1 - a - m for n, k, a, m in zip(x.shape[1:4], kernel, low, spread, strict=True))
     turned = jnp.swapaxes(jnp.flip(weight, (2, 3, 4)), 0, 1)
-    to_x = _valid(_spread(gradient, low, high, between), turned).astype(dtype)
+    to_x = _convolve_fast(_spread(gradient, low, high, between), turned).astype(dtype)
 
     padded = jnp.moveaxis(_padded(x, sides), 0, -1)  # [T, H, W, C, B]
     channels_first = jnp.moveaxis(padded, 3, 0).astype(jnp.float32)
     by = jnp.moveaxis(_spread(gradient.astype(weight.dtype), (0,) * 3, (0,) * 3, between), -1, 0)  # [O, B, T, H, W]
-    to_weight = jnp.moveaxis(_valid(channels_first, by), -1, 0)
+    to_weight = jnp.moveaxis(_convolve_fast(channels_first, by), -1, 0)
     kt, kh, kw = kernel  # a stride may leave more at the end than the kernel has seen
     return to_x, to_weight[:, :, :kt, :kh, :kw].astype(weight.dtype)
 
@@ -82,8 +70,7 @@ def _backward(
 _convolve.defvjp(_forward, _backward)
 
 
-@ops.conv3d.implementation(OWN_GRADIENT, accepts=None)
-def _conv3d_own_gradient(
+def own_gradient_conv3d(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
     bias: Float[Array, "O"] | None = None,
@@ -92,6 +79,7 @@ def _conv3d_own_gradient(
     padding: Padding = 0,
     cache: Float[Array, "B P H W C"] | None = None,
 ) -> Float[Array, "B Tout Hout Wout O"]:
+    """`ops.conv3d` with gradients that are convolutions, for `ops.use_implementations`."""
     if cache is None and x.shape[1] == 1:
         weight = weight[:, :, -1:]  # what stands before a single frame is zeros
     shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
@@ -101,8 +89,7 @@ def _conv3d_own_gradient(
     return y if bias is None else (y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-@ops.conv2d.implementation(OWN_GRADIENT, accepts=None)
-def _conv2d_own_gradient(
+def own_gradient_conv2d(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],
     bias: Float[Array, "O"] | None = None,
@@ -110,6 +97,7 @@ def _conv2d_own_gradient(
     stride: Stride = 1,
     padding: Padding = 0,
 ) -> Float[Array, "B Hout Wout O"]:
+    """`ops.conv2d` with gradients that are convolutions, for `ops.use_implementations`."""
     shape = ConvShape(x.shape, weight.shape, stride, padding)
     y: Array = _convolve(x[:, None], weight[:, :, None], (1, *shape.stride), ((0, 0), *shape.sides))
     y = y[:, 0]

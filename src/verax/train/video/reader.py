@@ -22,7 +22,7 @@ from verax import ops
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.nn import Linear
 from verax.train.loop import Schedule, train
-from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.precision import rounded_gradient_linear
 from verax.train.video.latents import WORDS, labels, tokens
 from verax.train.video.shapes import scenes
 from verax.train.video.tokenizer import video_tokenizer
@@ -71,7 +71,7 @@ def train_reader(
 
     def loss(params: nnx.State, batch: dict[str, Array]) -> Float[Array, ""]:
         model = nnx.merge(graph, params)
-        with ops.use_implementations(linear=ROUNDED_GRADIENT, rms_norm="reference"):
+        with ops.use_implementations(linear=rounded_gradient_linear, rms_norm="reference"):
             states = model.text_encoder(batch["tokens"], batch["lengths"])
         return reader_loss(model, states, batch["lengths"], batch["labels"])
 

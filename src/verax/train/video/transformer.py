@@ -23,7 +23,7 @@ from verax import ops
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.wan.model import WanConfig, WanModel
 from verax.train.loop import Schedule, train
-from verax.train.precision import ROUNDED_GRADIENT
+from verax.train.precision import rounded_gradient_linear
 from verax.train.video.latents import Clips, normalized_picture, tokens
 from verax.train.video.reader import Reader, matrices_by_width, reader_loss
 from verax.train.video.vae import SIZE
@@ -169,7 +169,7 @@ def loss(model: Trainee, batch: dict[str, Array]) -> Float[Array, ""]:
     level = SHIFT * evenly / (1 + (SHIFT - 1) * evenly)
     noisy = clean + level[:, None, None, None, None] * (noise - clean)
     with ops.use_implementations(
-        linear=ROUNDED_GRADIENT, attention="reference", layer_norm="reference", rms_norm="reference"
+        linear=rounded_gradient_linear, attention="reference", layer_norm="reference", rms_norm="reference"
     ):
         text = model.reader.text_encoder(batch["tokens"], batch["lengths"])
         image = model.image_encoder(normalized_picture(batch["first"])) * with_image[:, None, None]

@@ -24,8 +24,8 @@ from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import Tails
 from verax.nn import CausalConv3d, Conv2d
 from verax.train.loop import Schedule, train
-from verax.train.precision import ROUNDED_GRADIENT
-from verax.train.video.convolution import OWN_GRADIENT
+from verax.train.precision import rounded_gradient_linear
+from verax.train.video.convolution import own_gradient_conv2d, own_gradient_conv3d
 from verax.train.video.shapes import draw, scenes
 
 __all__ = [
@@ -200,7 +200,9 @@ def loss(model: WanVae, batch: dict[str, Array]) -> Float[Array, ""]:
     graph, params = nnx.split(model)
     model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     frames = colours(batch["pixels"])
-    with ops.use_implementations(conv2d=OWN_GRADIENT, conv3d=OWN_GRADIENT, linear=ROUNDED_GRADIENT):
+    with ops.use_implementations(
+        conv2d=own_gradient_conv2d, conv3d=own_gradient_conv3d, linear=rounded_gradient_linear
+    ):
         mean, log_variance = model.encode_distribution(frames)
         noise = jax.random.normal(jax.random.key(batch["seed"]), mean.shape)
         latents = mean + jnp.exp(0.5 * log_variance) * noise

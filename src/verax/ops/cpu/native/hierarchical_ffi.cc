@@ -101,7 +101,7 @@ ffi::Error hierarchical(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floa
   const int64_t chunks = t.T / t.C, scratch = hierarchical_scratch_bytes(t);
   const auto within = VERAX_KERNEL(hierarchical_within);
   const auto walk = VERAX_KERNEL(hierarchical_walk);
-  walk_behind(
+  pipelined_scan(
       pool, chunks, t.B * t.H, t.ahead,
       [&](int64_t head, int64_t chunk) { within(t, head, chunk, thread_scratch(scratch)); },
       [&](int64_t head, int64_t chunk) { walk(t, head, chunk, thread_scratch(scratch)); });

@@ -13,22 +13,14 @@ struct Choice {
   Level level;
   const char* name;
   bool runs_here;
+  const char* capabilities;  // words
 };
 
-// `__builtin_cpu_supports` also asks whether the operating system saves the registers.
+#define VERAX_CHOICE(L, architecture, flags, runs_here, capabilities, ...) \
+  VERAX_WHEN(L)({Level::L, #L, runs_here, capabilities}, )
+
 const Choice* choices(int* count) {
-  static const Choice table[] = {
-      VERAX_IF_avx512_bf16({Level::avx512_bf16, "avx512_bf16",
-                            __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-                                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                                __builtin_cpu_supports("avx512dq")}, )
-      VERAX_IF_avx512({Level::avx512, "avx512",
-                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                           __builtin_cpu_supports("avx512dq")}, )
-      VERAX_IF_avx2({Level::avx2, "avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")}, )
-      VERAX_IF_neon({Level::neon, "neon", true}, )
-      {Level::portable, "portable", true},
-  };
+  static const Choice table[] = {VERAX_LEVELS(VERAX_CHOICE, )};
   *count = sizeof(table) / sizeof(table[0]);
   return table;
 }
@@ -63,6 +55,19 @@ VERAX_EXPORT const char* verax_level_name(int i) {
 
 // The name of the level in force.
 VERAX_EXPORT const char* verax_level() { return verax::current().load()->name; }
+
+// 1 if the level in force has the capability.
+VERAX_EXPORT int verax_level_has(const char* capability) {
+  const std::size_t length = std::strlen(capability);
+  const char* words = verax::current().load()->capabilities;
+  while (*words) {
+    const std::size_t word = std::strcspn(words, " ");
+    if (word == length && std::strncmp(words, capability, length) == 0) return 1;
+    words += word;
+    words += std::strspn(words, " ");
+  }
+  return 0;
+}
 
 // Put a level in force for the whole process; 0 if this machine cannot run it.
 VERAX_EXPORT int verax_set_level(const char* name) {

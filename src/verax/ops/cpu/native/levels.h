@@ -1,50 +1,52 @@
 // Instruction-set levels. Every file in kernels/ is compiled once for each level of the machine's architecture, inside
 // the level's own namespace; which of them runs is decided at run time.
 //
-// The build defines VERAX_HAS_<level> for each level that it compiles, and VERAX_LEVEL in the kernels' own units.
-// Best first, which is the order of preference, wherever levels are listed.
+// This is the one list of levels, best first, which is the order of preference. build.py reads it too. It defines
+// VERAX_HAS_<level> as 1 for each level that it compiles and as 0 for the others; VERAX_LEVEL in the kernels' units.
 #pragma once
 
-#ifdef VERAX_HAS_avx512_bf16
-#define VERAX_IF_avx512_bf16(...) __VA_ARGS__
-#else
-#define VERAX_IF_avx512_bf16(...)
-#endif
-#ifdef VERAX_HAS_avx512
-#define VERAX_IF_avx512(...) __VA_ARGS__
-#else
-#define VERAX_IF_avx512(...)
-#endif
-#ifdef VERAX_HAS_avx2
-#define VERAX_IF_avx2(...) __VA_ARGS__
-#else
-#define VERAX_IF_avx2(...)
-#endif
-#ifdef VERAX_HAS_neon
-#define VERAX_IF_neon(...) __VA_ARGS__
-#else
-#define VERAX_IF_neon(...)
-#endif
+#define VERAX_CPU __builtin_cpu_supports  // the operating system saves the registers, too
+#define VERAX_AVX512 VERAX_CPU("avx512bw") && VERAX_CPU("avx512vl") && VERAX_CPU("avx512dq")
+
+// ROW(level, architecture, compiler flags, test of the processor, capabilities, ...), where `...` is the caller's.
+//
+// Capabilities: bf16_dot multiplies bfloat16, int8_dot multiplies 8-bit integers, with sums of 32 bits.
+// clang-format off
+#define VERAX_LEVELS(ROW, ...)                                                                              \
+  ROW(avx512_bf16, x86_64,                                                                                  \
+      "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
+      "-mavx512vnni -mavx512bf16",                                                                          \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot int8_dot", __VA_ARGS__) \
+  ROW(avx512, x86_64,                                                                                       \
+      "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512",           \
+      VERAX_AVX512, "", __VA_ARGS__)                                                                        \
+  ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "", __VA_ARGS__)          \
+  ROW(neon, aarch64, "", true, "", __VA_ARGS__)                                                             \
+  ROW(portable, any, "-DVERAX_PORTABLE", true, "", __VA_ARGS__)
+// clang-format on
+
+// `VERAX_WHEN(level)(text)`: the text if the level is compiled.
+#define VERAX_WHEN(L) VERAX_PASTE(VERAX_WHEN_, VERAX_HAS_##L)
+#define VERAX_WHEN_0(...)
+#define VERAX_WHEN_1(...) __VA_ARGS__
+#define VERAX_PASTE(a, b) VERAX_PASTE_TOKENS(a, b)
+#define VERAX_PASTE_TOKENS(a, b) a##b
 
 // Declares `void name(parameters)` in each level's namespace: `VERAX_DECLARE_KERNEL(linear, const LinearTask&)`.
-#define VERAX_DECLARE_KERNEL(name, ...)                              \
-  VERAX_IF_avx512_bf16(namespace avx512_bf16 { void name(__VA_ARGS__); }) \
-  VERAX_IF_avx512(namespace avx512 { void name(__VA_ARGS__); })      \
-  VERAX_IF_avx2(namespace avx2 { void name(__VA_ARGS__); })          \
-  VERAX_IF_neon(namespace neon { void name(__VA_ARGS__); })          \
-  namespace portable { void name(__VA_ARGS__); }
+#define VERAX_DECLARE_KERNEL(name, ...) VERAX_LEVELS(VERAX_DECLARE_AT, name, (__VA_ARGS__))
+#define VERAX_DECLARE_AT(L, architecture, flags, runs_here, capabilities, name, parameters) \
+  VERAX_WHEN(L)(namespace L { void name parameters; })
 
 // The function of that name at the level in force.
-#define VERAX_KERNEL(name)                                                                          \
-  (VERAX_IF_avx512_bf16(::verax::level() == ::verax::Level::avx512_bf16 ? ::verax::avx512_bf16::name :) \
-   VERAX_IF_avx512(::verax::level() == ::verax::Level::avx512 ? ::verax::avx512::name :)           \
-   VERAX_IF_avx2(::verax::level() == ::verax::Level::avx2 ? ::verax::avx2::name :)                 \
-   VERAX_IF_neon(::verax::level() == ::verax::Level::neon ? ::verax::neon::name :)                 \
-   ::verax::portable::name)
+#define VERAX_KERNEL(name) (VERAX_LEVELS(VERAX_KERNEL_AT, name)::verax::portable::name)
+#define VERAX_KERNEL_AT(L, architecture, flags, runs_here, capabilities, name) \
+  VERAX_WHEN(L)(::verax::level() == ::verax::Level::L ? ::verax::L::name :)
+
+#define VERAX_LEVEL_NAME(L, ...) L,
 
 namespace verax {
 
-enum class Level { avx512_bf16, avx512, avx2, neon, portable };
+enum class Level { VERAX_LEVELS(VERAX_LEVEL_NAME, ) };
 
 // The level in force: the best that this machine runs, unless `verax_set_level` chose another.
 Level level();

@@ -25,8 +25,9 @@ ffi::Error sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffe
                         min_p.typed_data(), u.typed_data(),      top_k.typed_data(),       tokens->typed_data()};
   const auto draw = VERAX_KERNEL(sample_row);
   parallel_for(pool, shape[0], 1, [&](int64_t begin, int64_t end) {
-    auto* room = static_cast<float*>(thread_scratch(sample_room(task.V) * static_cast<int64_t>(sizeof(float))));
-    for (int64_t row = begin; row < end; ++row) draw(task, row, room);
+    const int64_t bytes = sample_buffer_size(task.V) * static_cast<int64_t>(sizeof(float));
+    auto* buffer = static_cast<float*>(thread_scratch(bytes));
+    for (int64_t row = begin; row < end; ++row) draw(task, row, buffer);
   });
   return ffi::Error::Success();
 }

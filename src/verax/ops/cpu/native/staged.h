@@ -17,7 +17,7 @@ namespace verax {
 // Stage s of a head is the walk of chunk s - ahead, then the work of chunk s. Items are claimed in order, stage by
 // stage, so whoever waits, waits for an item that some thread works on and that waits for earlier ones only.
 template <typename Pool, typename Work, typename Walk>
-void walk_behind(Pool& pool, int64_t chunks, int64_t heads, int64_t ahead, const Work& work, const Walk& walk) {
+void pipelined_scan(Pool& pool, int64_t chunks, int64_t heads, int64_t ahead, const Work& work, const Walk& walk) {
   std::vector<std::atomic<int64_t>> worked(chunks), stages(heads);
   for (auto& count : worked) count = 0;
   for (auto& count : stages) count = 0;

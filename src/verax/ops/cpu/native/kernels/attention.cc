@@ -2,10 +2,10 @@
 //   for each block of BLOCK keys:                          (packed into the first cache level, zeros past the end)
 //     for each group of up to ROWS rows that see any of it:            (if they are few: FEW rows, nothing packed)
 //       scores[row, key] = q . k                           (scores are in powers of 2: q carries scale x log2(e))
-//       highest, total, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
-//       sums[row, h] = sums x 2^(old highest - new) + weights . v
-//   merge the span's (sums, highest, total) into those of the spans before it
-// out = sums / total
+//       m, l, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
+//       sums[row, h] = alpha x sums + weights . v, with alpha = 2^(old m - new m)
+//   merge the span's (sums, m, l) into those of the spans before it
+// out = sums / l
 //
 // With int8 keys and values, a key's scale multiplies its scores, a value's scale its weights; sums have neither.
 //
@@ -29,10 +29,11 @@ constexpr int64_t DIRECT_ROWS = 8;
 
 constexpr float LOG2_E = 1.44269504088896340736f;
 
-// Softmax state of some rows: `sums / total` is their result so far, with weights relative to 2^highest.
+// Softmax state of some rows, with FlashAttention's letters: `sums / l` is their result so far. l is the sum of the
+// weights, which are relative to 2^m for the largest score m.
 struct State {
   Matrix sums;
-  float *highest, *total;
+  float *m, *l;
 };
 
 State state_at(float* memory, int64_t rows, int64_t H) {
@@ -45,31 +46,31 @@ State state_at(float* memory, int64_t rows, int64_t H) {
 struct Scratch {
   Matrix q, k, v, scores, weights;
   const float* zeros;  // as long as a key
-  State span, total;
+  State span, merged;
 };
 
-Scratch carve(void* memory, int64_t rows, int64_t H, int depth) {
-  Carver carver{static_cast<float*>(memory)};
+Scratch allocate(void* memory, int64_t rows, int64_t H, int depth) {
+  Arena arena{static_cast<float*>(memory)};
   const int64_t width = attention_padded(H);
   Scratch s;
-  s.q = {carver.take(rows * width / depth), width / depth};
-  s.k = {carver.take(BLOCK * width / depth), BLOCK};
-  s.v = {carver.take(BLOCK * width / depth), width};
-  s.scores = {carver.take(ROWS * BLOCK), BLOCK};
-  s.weights = {carver.take(ROWS * BLOCK / depth), BLOCK / depth};
-  float* zeros = carver.take(width);
+  s.q = {arena.take(rows * width / depth), width / depth};
+  s.k = {arena.take(BLOCK * width / depth), BLOCK};
+  s.v = {arena.take(BLOCK * width / depth), width};
+  s.scores = {arena.take(ROWS * BLOCK), BLOCK};
+  s.weights = {arena.take(ROWS * BLOCK / depth), BLOCK / depth};
+  float* zeros = arena.take(width);
   std::memset(zeros, 0, width * sizeof(float));
   s.zeros = zeros;
-  s.span = state_at(carver.take(attention_partial_floats(rows, H)), rows, H);
-  s.total = state_at(carver.take(attention_partial_floats(rows, H)), rows, H);
+  s.span = state_at(arena.take(attention_partial_floats(rows, H)), rows, H);
+  s.merged = state_at(arena.take(attention_partial_floats(rows, H)), rows, H);
   return s;
 }
 
 void clear(State& state, int64_t rows) {
   std::memset(state.sums.at, 0, rows * state.sums.stride * sizeof(float));
   for (int64_t r = 0; r < rows; ++r) {
-    state.highest[r] = LOWEST;
-    state.total[r] = 0;
+    state.m[r] = LOWEST;
+    state.l[r] = 0;
   }
 }
 
@@ -79,16 +80,16 @@ float power_of_two(float x) {
   return values[0];
 }
 
-// total += span
-void merge(State& total, const State& span, int64_t rows) {
+// merged += span
+void merge(State& merged, const State& span, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
-    const float highest = total.highest[r] > span.highest[r] ? total.highest[r] : span.highest[r];
-    const float shrink = power_of_two(total.highest[r] - highest), weight = power_of_two(span.highest[r] - highest);
-    total.highest[r] = highest;
-    total.total[r] = total.total[r] * shrink + span.total[r] * weight;
-    float *to = total.sums.row(r), *from = span.sums.row(r);
-    for (int64_t h = 0; h < total.sums.stride; h += F32::lanes) {
-      store(to + h, fma(load(from + h), broadcast(weight), mul(load(to + h), broadcast(shrink))));
+    const float m = merged.m[r] > span.m[r] ? merged.m[r] : span.m[r];
+    const float alpha = power_of_two(merged.m[r] - m), weight = power_of_two(span.m[r] - m);
+    merged.m[r] = m;
+    merged.l[r] = merged.l[r] * alpha + span.l[r] * weight;
+    float *to = merged.sums.row(r), *from = span.sums.row(r);
+    for (int64_t h = 0; h < merged.sums.stride; h += F32::lanes) {
+      store(to + h, fma(load(from + h), broadcast(weight), mul(load(to + h), broadcast(alpha))));
     }
   }
 }
@@ -102,8 +103,8 @@ int64_t row_offset(const AttentionTask& t, const AttentionTile& tile, int64_t r)
 void finish(const AttentionTask& t, const AttentionTile& tile, const State& state, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
     float* to = t.out + row_offset(t, tile, r);
-    const float *from = state.sums.row(r), total = state.total[r];
-    const float factor = total == 0 ? 0 : 1 / total;  // 0: a row that sees nothing
+    const float *from = state.sums.row(r), l = state.l[r];
+    const float factor = l == 0 ? 0 : 1 / l;  // 0: a row that sees nothing
     for (int64_t h = 0; h < t.H; ++h) to[h] = from[h] * factor;
   }
 }
@@ -112,8 +113,8 @@ void finish(const AttentionTask& t, const AttentionTile& tile, const State& stat
 template <class Kind, class Element>
 void pack_query(float* to, const Element* from, int64_t H, float scale) {
   for (int64_t h = 0; h < H; h += CHUNK) {
-    Element room[CHUNK];
-    Chunk chunk = load_chunk(padded(from + h, H - h, room));
+    Element buffer[CHUNK];
+    Chunk chunk = load_chunk(padded(from + h, H - h, buffer));
     for (F32& part : chunk.part) part = mul(part, broadcast(scale));
     Kind::of_chunk(to + h / Kind::depth, chunk);
   }
@@ -164,33 +165,33 @@ struct Steps {
 constexpr Steps STEPS;
 
 // Scores to weights, for one row over `vectors` registers of keys; `hidden` is null where every key is visible.
-// Returns the factor that the sums before this block shrink by.
+// Returns alpha, the factor of the sums before this block.
 template <class Kind>
 float soften(float* scores, float* weights, int64_t vectors, const Block<typename Kind::Element>& block,
-             const float* hidden, float& highest, float& total) {
+             const float* hidden, float& m, float& l) {
   constexpr bool scaled = Block<typename Kind::Element>::scaled;
-  F32 most = broadcast(highest);
+  F32 most = broadcast(m);
   for (int64_t i = 0; i < vectors; ++i) {
     float* at = scores + i * F32::lanes;
     if (scaled) store(at, mul(load(at), load(block.k_scales + i * F32::lanes)));
     if (hidden) store(at, pick(load(hidden + i * F32::lanes), load(at), broadcast(-__builtin_inff())));
     most = max(load(at), most);
   }
-  const float new_highest = verax::VERAX_LEVEL::highest(most);
+  const float new_m = largest_lane(most);
   F32 added = zero();
   for (int64_t i = 0; i < vectors; ++i) {
     float* at = scores + i * F32::lanes;
-    const F32 weight = exp2(sub(load(at), broadcast(new_highest)));
+    const F32 weight = exp2(sub(load(at), broadcast(new_m)));
     added = add(added, weight);
     store(at, scaled ? mul(weight, load(block.v_scales + i * F32::lanes)) : weight);
   }
   for (int64_t i = 0; i < vectors * F32::lanes; i += CHUNK) {
     Kind::of_chunk(weights + i / Kind::depth, load_chunk(scores + i));
   }
-  const float shrink = power_of_two(highest - new_highest);
-  highest = new_highest;
-  total = total * shrink + sum(added);
-  return shrink;
+  const float alpha = power_of_two(m - new_m);
+  m = new_m;
+  l = l * alpha + sum(added);
+  return alpha;
 }
 
 // Row by row, which keys of a block stay hidden: signs for `pick`, or null if none.
@@ -198,7 +199,7 @@ struct Visibility {
   const AttentionTask& task;
   const AttentionTile& tile;
   int64_t begin, count, columns;  // of the block
-  float room[BLOCK];
+  float buffer[BLOCK];
 
   int64_t visible(int64_t query) const { return tile.visible + (task.causal ? query : 0) - begin; }
 
@@ -207,8 +208,8 @@ struct Visibility {
     seen = seen < 0 ? 0 : seen < count ? seen : count;
     if (tile.query_segments) {
       const int32_t segment = tile.query_segments[query], *segments = tile.key_segments + begin;
-      for (int64_t i = 0; i < columns; ++i) room[i] = i < seen && segments[i] == segment ? 0 : -1;
-      return room;
+      for (int64_t i = 0; i < columns; ++i) buffer[i] = i < seen && segments[i] == segment ? 0 : -1;
+      return buffer;
     }
     return seen < columns ? STEPS.sign + BLOCK - seen : nullptr;
   }
@@ -228,13 +229,13 @@ void attend_block(const AttentionTask& t, const AttentionTile& tile, int64_t row
     const int64_t n = rows - row < ROWS ? rows - row : ROWS;
     if (visibility.visible((row + n - 1) / G) <= 0) continue;
     product<Kind>(n, {s.q.row(row), s.q.stride}, s.k, key_depth, s.scores, vectors, nullptr);
-    float shrink[ROWS];
+    float alpha[ROWS];
     for (int64_t i = 0; i < n; ++i) {
-      shrink[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, visibility.hidden((row + i) / G),
-                               state.highest[row + i], state.total[row + i]);
+      alpha[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, visibility.hidden((row + i) / G),
+                               state.m[row + i], state.l[row + i]);
     }
     product<Kind>(n, s.weights, s.v, depth, {state.sums.row(row), state.sums.stride},
-                  (t.H + F32::lanes - 1) / F32::lanes, shrink);
+                  (t.H + F32::lanes - 1) / F32::lanes, alpha);
   }
 }
 
@@ -250,12 +251,12 @@ void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, in
     const auto attend = [&](auto n) {
       constexpr int R = decltype(n)::value;
       direct_scores<Kind, R>({s.q.row(row), s.q.stride}, block.k, next.k, columns, t.H, s.scores);
-      float shrink[R];
+      float alpha[R];
       for (int i = 0; i < R; ++i) {
-        shrink[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, hidden, state.highest[row + i],
-                                 state.total[row + i]);
+        alpha[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, hidden, state.m[row + i],
+                                 state.l[row + i]);
       }
-      direct_sums<Kind, R>(s.weights, block.v, next.v, count, t.H, {state.sums.row(row), state.sums.stride}, shrink);
+      direct_sums<Kind, R>(s.weights, block.v, next.v, count, t.H, {state.sums.row(row), state.sums.stride}, alpha);
     };
     with_rows(rows - row < FEW ? rows - row : FEW, attend);
   }
@@ -264,7 +265,7 @@ void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, in
 template <class Kind>
 void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
   const int64_t G = t.N / t.K, rows = tile.num_queries * G;
-  Scratch s = carve(memory, rows, t.H, Kind::depth);
+  Scratch s = allocate(memory, rows, t.H, Kind::depth);
   using Element = typename Kind::Element;
   const auto* zeros = reinterpret_cast<const Element*>(s.zeros);
   for (int64_t r = 0; r < rows; ++r) {
@@ -292,12 +293,12 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
     State state = state_at(tile.partial, rows, t.H);
     return attend_span(tile.begin, tile.end, state);
   }
-  clear(s.total, rows);
+  clear(s.merged, rows);
   for (int64_t begin = tile.begin; begin < tile.end; begin += ATTENTION_SPAN) {
     attend_span(begin, tile.end - begin < ATTENTION_SPAN ? tile.end : begin + ATTENTION_SPAN, s.span);
-    merge(s.total, s.span, rows);
+    merge(s.merged, s.span, rows);
   }
-  finish(t, tile, s.total, rows);
+  finish(t, tile, s.merged, rows);
 }
 
 }  // namespace
@@ -312,9 +313,9 @@ void attention_tile(const AttentionTask& task, const AttentionTile& tile, void* 
 
 void attention_merge(const AttentionTask& t, const AttentionTile& tile, int64_t spans, float* partials) {
   const int64_t rows = tile.num_queries * (t.N / t.K), size = attention_partial_floats(rows, t.H);
-  State total = state_at(partials, rows, t.H);
-  for (int64_t i = 1; i < spans; ++i) merge(total, state_at(partials + i * size, rows, t.H), rows);
-  finish(t, tile, total, rows);
+  State merged = state_at(partials, rows, t.H);
+  for (int64_t i = 1; i < spans; ++i) merge(merged, state_at(partials + i * size, rows, t.H), rows);
+  finish(t, tile, merged, rows);
 }
 
 }  // namespace VERAX_LEVEL

@@ -103,7 +103,7 @@ struct Matrix {
 };
 
 // Takes arrays out of a piece of memory, each from the start of a cache line.
-struct Carver {
+struct Arena {
   float* next;
   float* take(int64_t floats) {
     float* taken = next;
@@ -130,15 +130,15 @@ inline void add_products(F32 (&sums)[R][C], Matrix a, Matrix b, int64_t depth) {
   }
 }
 
-// R x C of out = a . b, or with `shrink`: out * shrink + a . b
+// R x C of out = a . b, or with `alpha`: out * alpha + a . b
 template <class Kind, int R, int C>
-inline void product_tile(Matrix a, Matrix b, int64_t depth, Matrix out, const float* shrink) {
+inline void product_tile(Matrix a, Matrix b, int64_t depth, Matrix out, const float* alpha) {
   F32 sums[R][C];
   VERAX_UNROLL
   for (int r = 0; r < R; ++r) {
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
-      sums[r][c] = shrink ? mul(load(out.row(r) + c * F32::lanes), broadcast(shrink[r])) : zero();
+      sums[r][c] = alpha ? mul(load(out.row(r) + c * F32::lanes), broadcast(alpha[r])) : zero();
     }
   }
   add_products<Kind, R, C>(sums, a, b, depth);
@@ -149,41 +149,41 @@ inline void product_tile(Matrix a, Matrix b, int64_t depth, Matrix out, const fl
 }
 
 template <class Kind, int R>
-inline void product_rows(Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* shrink) {
+inline void product_rows(Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* alpha) {
   const auto advance = [&](int64_t by) {
     b.at += by * F32::lanes;
     out.at += by * F32::lanes;
     vectors -= by;
   };
-  for (; vectors >= COLUMNS; advance(COLUMNS)) product_tile<Kind, R, COLUMNS>(a, b, depth, out, shrink);
+  for (; vectors >= COLUMNS; advance(COLUMNS)) product_tile<Kind, R, COLUMNS>(a, b, depth, out, alpha);
   if (COLUMNS > 2 && vectors >= 2) {
-    product_tile<Kind, R, 2>(a, b, depth, out, shrink);
+    product_tile<Kind, R, 2>(a, b, depth, out, alpha);
     advance(2);
   }
-  if (vectors) product_tile<Kind, R, 1>(a, b, depth, out, shrink);
+  if (vectors) product_tile<Kind, R, 1>(a, b, depth, out, alpha);
 }
 
-// out[rows, vectors] = a . b, or with `shrink` (a factor for each row): out * shrink + a . b. At most ROWS rows.
+// out[rows, vectors] = a . b, or with `alpha` (a factor for each row): out * alpha + a . b. At most ROWS rows.
 template <class Kind>
-void product(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* shrink) {
+void product(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* alpha) {
   static_assert(ROWS == 6, "one case for each number of rows");
   switch (rows) {
-    case 6: return product_rows<Kind, 6>(a, b, depth, out, vectors, shrink);
-    case 5: return product_rows<Kind, 5>(a, b, depth, out, vectors, shrink);
-    case 4: return product_rows<Kind, 4>(a, b, depth, out, vectors, shrink);
-    case 3: return product_rows<Kind, 3>(a, b, depth, out, vectors, shrink);
-    case 2: return product_rows<Kind, 2>(a, b, depth, out, vectors, shrink);
-    case 1: return product_rows<Kind, 1>(a, b, depth, out, vectors, shrink);
+    case 6: return product_rows<Kind, 6>(a, b, depth, out, vectors, alpha);
+    case 5: return product_rows<Kind, 5>(a, b, depth, out, vectors, alpha);
+    case 4: return product_rows<Kind, 4>(a, b, depth, out, vectors, alpha);
+    case 3: return product_rows<Kind, 3>(a, b, depth, out, vectors, alpha);
+    case 2: return product_rows<Kind, 2>(a, b, depth, out, vectors, alpha);
+    case 1: return product_rows<Kind, 1>(a, b, depth, out, vectors, alpha);
   }
 }
 
 // Up to F32::lanes * Kind::depth or CHUNK values from `p`, where only `count` may be read: zeros after them.
 template <class Element>
-inline const Element* padded(const Element* p, int64_t count, Element (&room)[CHUNK]) {
+inline const Element* padded(const Element* p, int64_t count, Element (&buffer)[CHUNK]) {
   if (count >= CHUNK) return p;
-  std::memset(room, 0, sizeof room);
-  std::memcpy(room, p, count * sizeof(Element));
-  return room;
+  std::memset(buffer, 0, sizeof buffer);
+  std::memcpy(buffer, p, count * sizeof(Element));
+  return buffer;
 }
 
 // to[h, key] = rows[key][h]: the packed operand whose columns are keys. `count` keys, in groups of F32::lanes.
@@ -200,8 +200,8 @@ void pack_columns(Matrix to, const typename Kind::Element* const* rows, const ty
       if (h + STEP <= H) {
         for (int i = 0; i < L; ++i) square[i] = Kind::of_row(rows[key + i] + h);
       } else {
-        Element room[CHUNK];
-        for (int i = 0; i < L; ++i) square[i] = Kind::of_row(padded(rows[key + i] + h, H - h, room));
+        Element buffer[CHUNK];
+        for (int i = 0; i < L; ++i) square[i] = Kind::of_row(padded(rows[key + i] + h, H - h, buffer));
       }
       transpose(square);
       for (int i = 0; i < L; ++i) store(to.row(h / Kind::depth + i) + key, square[i]);
@@ -222,9 +222,9 @@ void pack_rows(Matrix to, const typename Kind::Element* const* rows, const typen
       store_chunk(at + h, Kind::of_rows(rows + key, h));
     }
     if (h < H) {
-      Element room[Kind::depth][CHUNK];
+      Element buffer[Kind::depth][CHUNK];
       const Element* rest[Kind::depth];
-      for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(rows[key + i] + h, H - h, room[i]);
+      for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(rows[key + i] + h, H - h, buffer[i]);
       store_chunk(at + h, Kind::of_rows(rest, 0));
     }
   }

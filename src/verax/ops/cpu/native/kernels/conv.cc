@@ -69,8 +69,8 @@ inline void copy(float* to, const Element* from, int64_t count) {
   int64_t i = 0;
   for (; i + CHUNK <= count; i += CHUNK) to_cells(Kind{}, to + i / Kind::depth, from + i);
   if (i < count) {
-    Element room[CHUNK];
-    to_cells(Kind{}, to + i / Kind::depth, padded(from + i, count - i, room));
+    Element buffer[CHUNK];
+    to_cells(Kind{}, to + i / Kind::depth, padded(from + i, count - i, buffer));
   }
 }
 

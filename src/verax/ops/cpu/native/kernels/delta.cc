@@ -52,27 +52,27 @@ struct Work {
   Matrix values;    // [C, SLAB]: beta v, then Z tail
 };
 
-Work carve(void* memory, int64_t K, int64_t columns) {
-  Carver carver{static_cast<float*>(memory)};
+Work allocate(void* memory, int64_t K, int64_t columns) {
+  Arena arena{static_cast<float*>(memory)};
   const int64_t width = padded_size(K);
   Work w;
-  w.keys = {carver.take(2 * C * width), width};
-  w.write = {carver.take(C * width), width};
-  w.late = {carver.take(C * width), width};
-  w.gates = {carver.take(C * width), width};
-  w.keep = carver.take(width);
-  w.columns = {carver.take(width * C), C};
-  w.updates = {carver.take(width * C), C};
-  w.meets = {carver.take(2 * C * C), C};
-  w.lower = carver.take(C * C);
-  w.inner = carver.take(C * C);
-  w.beta = carver.take(C);
-  w.found = carver.take(C);
-  w.seen = carver.take(C);
-  w.tail = carver.take(C);
-  w.products = {carver.take(2 * C * SLAB), SLAB};
-  w.values = {carver.take(C * SLAB), SLAB};
-  w.states = {carver.next, delta_state_floats(K, columns) / (K ? K : 1)};
+  w.keys = {arena.take(2 * C * width), width};
+  w.write = {arena.take(C * width), width};
+  w.late = {arena.take(C * width), width};
+  w.gates = {arena.take(C * width), width};
+  w.keep = arena.take(width);
+  w.columns = {arena.take(width * C), C};
+  w.updates = {arena.take(width * C), C};
+  w.meets = {arena.take(2 * C * C), C};
+  w.lower = arena.take(C * C);
+  w.inner = arena.take(C * C);
+  w.beta = arena.take(C);
+  w.found = arena.take(C);
+  w.seen = arena.take(C);
+  w.tail = arena.take(C);
+  w.products = {arena.take(2 * C * SLAB), SLAB};
+  w.values = {arena.take(C * SLAB), SLAB};
+  w.states = {arena.next, delta_state_floats(K, columns) / (K ? K : 1)};
   return w;
 }
 
@@ -197,12 +197,12 @@ void decay_by_channel(const Rows<Element>& rows, Work& w, int64_t token, int64_t
 
 // a[rows, depth] . b, or `out` shrunk by row and added to, for any number of rows.
 template <class Between>
-inline void products(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* shrink,
+inline void products(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_t vectors, const float* alpha,
                      const Between& between) {
   for (int64_t r = 0; r < rows; r += ROWS) {
     between(r);
     product<F32Cells>(rows - r < ROWS ? rows - r : ROWS, {a.row(r), a.stride}, b, depth, {out.row(r), out.stride},
-                      vectors, shrink ? shrink + r : nullptr);
+                      vectors, alpha ? alpha + r : nullptr);
   }
 }
 
@@ -265,7 +265,7 @@ void advance(const Rows<Element>& rows, const Work& w, Matrix state, int64_t tok
 template <class Element>
 void walk_chunks(const DeltaTask& t, const DeltaItem& item, void* memory) {
   const int64_t columns = item.end - item.begin, size = delta_state_floats(t.K, columns);
-  Work w = carve(memory, t.K, columns);
+  Work w = allocate(memory, t.K, columns);
   if (t.erase == t.write) w.write = w.keys;
   if (!t.by_channel) w.updates = w.columns;
   const auto state_of = [&](int64_t h) { return Matrix{w.states.at + h * size, w.states.stride}; };

@@ -45,7 +45,7 @@ constexpr int64_t DELTA_STEP = 4;
 // Floats of a head's state while an item is worked on.
 inline int64_t delta_state_floats(int64_t K, int64_t columns) { return K * ((columns + 15) / 16 * 16); }
 
-// Memory to work in, aligned to a cache line: keys, gates and factors of a chunk (`carve` in delta.cc), and the states.
+// Bytes of scratch, aligned to a cache line: keys, gates and factors of a chunk (`allocate` in delta.cc), the states.
 // Enough at every level.
 inline int64_t delta_scratch_bytes(int64_t K, int64_t columns, int64_t heads) {
   const int64_t C = DELTA_CHUNK, padded = (K + 31) / 32 * 32;

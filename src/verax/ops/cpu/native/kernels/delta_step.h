@@ -73,10 +73,10 @@ void step_rest(const Step& s, int64_t K, const float* from, float* to, int64_t s
 template <class Element>
 void walk_tokens(const DeltaTask& t, const DeltaItem& item, int64_t head, void* memory) {
   const int64_t columns = item.end - item.begin, place = head * t.K * t.V + item.begin;
-  Carver carver{static_cast<float*>(memory)};
+  Arena arena{static_cast<float*>(memory)};
   const int64_t width = padded_size(t.K);
-  float *erase = carver.take(width), *read = carver.take(width), *write = carver.take(width);
-  float* decay = carver.take(width);
+  float *erase = arena.take(width), *read = arena.take(width), *write = arena.take(width);
+  float* decay = arena.take(width);
   const Rows<Element> rows(t, item, head);
   const float* from = item.initial + place;
   float* to = item.last + place;

@@ -49,9 +49,9 @@ inline void dots(Matrix a, const typename Kind::Element* const* keys, int64_t H,
       add(h, at);
     }
     if (h < H) {
-      Element room[4][CHUNK];
+      Element buffer[4][CHUNK];
       const Element* at[4];
-      for (int i = 0; i < 4; ++i) at[i] = padded(keys[i] + h, H - h, room[i]);
+      for (int i = 0; i < 4; ++i) at[i] = padded(keys[i] + h, H - h, buffer[i]);
       add(h, at);
     }
     VERAX_UNROLL
@@ -78,20 +78,20 @@ void direct_scores(Matrix a, const typename Kind::Element* const* keys, const ty
 template <class Kind, int R, int C>
 void direct_columns(Matrix weights, const typename Kind::Element* const* values,
                     const typename Kind::Element* const* next, int64_t count, int64_t h, int64_t H, Matrix out,
-                    const float* shrink) {
+                    const float* alpha) {
   using Element = typename Kind::Element;
   F32 sums[R][C * Chunk::parts];
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
     for (int c = 0; c < C * Chunk::parts; ++c) {
-      sums[r][c] = mul(load(out.row(r) + h + c * F32::lanes), broadcast(shrink[r]));
+      sums[r][c] = mul(load(out.row(r) + h + c * F32::lanes), broadcast(alpha[r]));
     }
   for (int64_t key = 0; key < count; key += Kind::depth) {
     for (int i = 0; i < Kind::depth; ++i) {
       for (int64_t at = h; at < h + C * CHUNK; at += 64 / sizeof(Element)) prefetch(next[key + i] + at);
     }
-    Element room[Kind::depth][CHUNK];
+    Element buffer[Kind::depth][CHUNK];
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
       Chunk cells;
@@ -100,7 +100,7 @@ void direct_columns(Matrix weights, const typename Kind::Element* const* values,
         cells = Kind::of_rows(values + key, at);
       } else {
         const Element* rest[Kind::depth];
-        for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(values[key + i] + at, H - at, room[i]);
+        for (int i = 0; i < Kind::depth; ++i) rest[i] = padded(values[key + i] + at, H - at, buffer[i]);
         cells = Kind::of_rows(rest, 0);
       }
       VERAX_UNROLL
@@ -123,12 +123,12 @@ void direct_columns(Matrix weights, const typename Kind::Element* const* values,
 template <class Kind, int R>
 void direct_sums(Matrix weights, const typename Kind::Element* const* values,
                  const typename Kind::Element* const* next, int64_t count, int64_t H, Matrix out,
-                 const float* shrink) {
+                 const float* alpha) {
   int64_t h = 0;
   for (; h + (CHUNKS - 1) * CHUNK < H; h += CHUNKS * CHUNK) {
-    direct_columns<Kind, R, CHUNKS>(weights, values, next, count, h, H, out, shrink);
+    direct_columns<Kind, R, CHUNKS>(weights, values, next, count, h, H, out, alpha);
   }
-  if (h < H) direct_columns<Kind, R, 1>(weights, values, next, count, h, H, out, shrink);
+  if (h < H) direct_columns<Kind, R, 1>(weights, values, next, count, h, H, out, alpha);
 }
 
 // body(n as a constant), for n up to FEW.

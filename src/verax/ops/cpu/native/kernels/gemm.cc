@@ -24,7 +24,7 @@ constexpr int SUMS = 12, VECTORS = 2;
 #else
 constexpr int SUMS = 24, VECTORS = 3;
 #endif
-static_assert(VECTORS * F32::lanes <= GEMM_STRIP, "a strip is room for the vectors of a tile");
+static_assert(VECTORS * F32::lanes <= GEMM_STRIP, "a strip holds the vectors of a tile");
 constexpr int STRIP = VECTORS * F32::lanes;
 
 template <int C>

@@ -74,7 +74,7 @@ inline F32 one_more(F32 x) {
 
 inline float clipped(float flux) { return flux < 0.01f ? 0.01f : flux > 0.99f ? 0.99f : flux; }
 
-// phi of each row of x, [beta v | beta k]; it has room for whole registers.
+// phi of each row of x, [beta v | beta k]; it is padded to whole registers.
 void token_flux(const HierarchicalTask& t, Matrix x, int64_t rows, Matrix hidden, float* phi) {
   const int64_t width = hidden.stride, inputs = x.stride;
   const Matrix w1{const_cast<float*>(t.token_flux), width};  // products only read their operands
@@ -117,19 +117,19 @@ template <bool local>
 void run(const HierarchicalTask& t, int64_t head, int64_t chunk, void* scratch) {
   const int64_t K = hierarchical_padded(t.K), V = hierarchical_padded(t.V), width = local ? V : V + K;
   const int64_t both = V + (local ? V : K);
-  Carver carver{static_cast<float*>(scratch)};
-  const Matrix q{carver.take(BLOCK * K), K}, k{carver.take(BLOCK * K), K}, kb{carver.take(BLOCK * K), K};
-  const Matrix fresh{carver.take(BLOCK * K), K}, columns{carver.take(K * BLOCK), BLOCK};
-  const Matrix right{carver.take(BLOCK * width), width}, values{carver.take(BLOCK * both), both};
-  const Matrix scores{carver.take(ROWS * BLOCK), BLOCK};
-  const Matrix keys_before{carver.take(K * K), K}, right_before{carver.take(K * both), both};
+  Arena arena{static_cast<float*>(scratch)};
+  const Matrix q{arena.take(BLOCK * K), K}, k{arena.take(BLOCK * K), K}, kb{arena.take(BLOCK * K), K};
+  const Matrix fresh{arena.take(BLOCK * K), K}, columns{arena.take(K * BLOCK), BLOCK};
+  const Matrix right{arena.take(BLOCK * width), width}, values{arena.take(BLOCK * both), both};
+  const Matrix scores{arena.take(ROWS * BLOCK), BLOCK};
+  const Matrix keys_before{arena.take(K * K), K}, right_before{arena.take(K * both), both};
   const int64_t hidden_width = hierarchical_hidden(t.token_hidden);
-  const Matrix hidden{carver.take(BLOCK * hidden_width), hidden_width};
-  float *phi = carver.take(BLOCK), *key_sum = carver.take(K), *value_sum = carver.take(V);
+  const Matrix hidden{arena.take(BLOCK * hidden_width), hidden_width};
+  float *phi = arena.take(BLOCK), *key_sum = arena.take(K), *value_sum = arena.take(V);
   HierarchicalSlot slot{};
   if (local) {
-    slot.inner = carver.take(BLOCK * both);
-    slot.product = carver.take(K * both);
+    slot.inner = arena.take(BLOCK * both);
+    slot.product = arena.take(K * both);
   } else {
     slot = HierarchicalShared(t).of(t, head, chunk);
     fill(key_sum, 0, K);

@@ -65,8 +65,8 @@ void hierarchical_walk(const HierarchicalTask& t, int64_t head, int64_t chunk, v
   const HierarchicalShared shared(t);
   const HierarchicalSlot slot = shared.of(t, head, chunk);
   const int64_t both = shared.both;
-  Carver carver{static_cast<float*>(scratch)};
-  const Matrix found{carver.take(K * 2 * V), 2 * V}, read{carver.take(ROWS * 2 * V), 2 * V};
+  Arena arena{static_cast<float*>(scratch)};
+  const Matrix found{arena.take(K * 2 * V), 2 * V}, read{arena.take(ROWS * 2 * V), 2 * V};
   const Matrix states{shared.states(t, head), 2 * V};
   if (chunk == 0) fill(states.at, 0, K * 2 * V);
   normalize(t, slot.keep, V, states, found);

@@ -26,8 +26,8 @@ inline void scale_by(float* a, const float* b, int64_t size) {
 template <class Element>
 inline void copy_row(float* to, const Element* from, int64_t size, float factor) {
   for (int64_t i = 0; i < size; i += CHUNK) {
-    Element room[CHUNK];
-    Chunk chunk = load_chunk(padded(from + i, size - i, room));
+    Element buffer[CHUNK];
+    Chunk chunk = load_chunk(padded(from + i, size - i, buffer));
     for (F32& part : chunk.part) part = mul(part, broadcast(factor));
     store_chunk(to + i, chunk);
   }
@@ -36,9 +36,9 @@ inline void copy_row(float* to, const Element* from, int64_t size, float factor)
 // to[0..count) = the first values of a register.
 inline void store_some(float* to, F32 values, int64_t count) {
   if (count >= F32::lanes) return store(to, values);
-  float room[F32::lanes];
-  store(room, values);
-  std::memcpy(to, room, count * sizeof(float));
+  float buffer[F32::lanes];
+  store(buffer, values);
+  std::memcpy(to, buffer, count * sizeof(float));
 }
 
 // The sum of a[i] b[i].
@@ -46,8 +46,8 @@ template <class Element>
 inline float dot_rows(const Element* a, const Element* b, int64_t size) {
   F32 products = zero();
   for (int64_t i = 0; i < size; i += CHUNK) {
-    Element room_a[CHUNK], room_b[CHUNK];
-    const Chunk x = load_chunk(padded(a + i, size - i, room_a)), y = load_chunk(padded(b + i, size - i, room_b));
+    Element buffer_a[CHUNK], buffer_b[CHUNK];
+    const Chunk x = load_chunk(padded(a + i, size - i, buffer_a)), y = load_chunk(padded(b + i, size - i, buffer_b));
     products = dot(products, x, y);
   }
   return sum(products);

@@ -21,7 +21,7 @@ float infinity() { return __builtin_inff(); }
 float largest_of(const float* logits, int64_t count) {
   F32 most = broadcast(-infinity());
   for (int64_t i = 0; i < count; i += L) most = max(load(logits + i), most);
-  return highest(most);
+  return largest_lane(most);
 }
 
 float largest(const float* logits, int64_t V) {
@@ -113,7 +113,7 @@ int64_t passes(const float* weights, int64_t count, double* target) {
 }
 
 int32_t draw(Scores& scores, float u) {
-  // The weights' room has a chunk's sum written over the scores, which are not needed any more.
+  // The sums of chunks are written over the scores, which are not needed any more.
   const int64_t chunks = scores.size / SAMPLE_CHUNK;
   double total = 0;
   for (int64_t c = 0; c < chunks; ++c) {
@@ -132,7 +132,7 @@ int32_t draw(Scores& scores, float u) {
 
 }  // namespace
 
-void sample_row(const SampleTask& t, int64_t row, float* room) {
+void sample_row(const SampleTask& t, int64_t row, float* buffer) {
   const int64_t V = t.V;
   const float* logits = t.logits + row * V;
   const float temperature = t.temperature[row];
@@ -142,7 +142,7 @@ void sample_row(const SampleTask& t, int64_t row, float* room) {
     t.tokens[row] = static_cast<int32_t>(nan < V ? nan : place_of(most, logits, V));
     return;
   }
-  Scores scores{room, room + sample_room(V) / 2, sample_room(V) / 2};
+  Scores scores{buffer, buffer + sample_buffer_size(V) / 2, sample_buffer_size(V) / 2};
   const F32 warmth = broadcast(temperature), top = broadcast(most / temperature);
   const F32 log2_e = broadcast(LOG2_E);
   for (int64_t i = 0; i < scores.size; i += L) {

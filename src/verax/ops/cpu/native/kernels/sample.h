@@ -18,10 +18,12 @@ struct SampleTask {
 // Tokens of a chunk of the cumulative sum, whose chunks are added up first.
 constexpr int64_t SAMPLE_CHUNK = 512;
 
-// Floats of room that a row needs: twice the vocabulary in whole chunks.
-static inline int64_t sample_room(int64_t V) { return 2 * ((V + SAMPLE_CHUNK - 1) / SAMPLE_CHUNK * SAMPLE_CHUNK); }
+// Floats of a row's buffer: twice the vocabulary in whole chunks.
+static inline int64_t sample_buffer_size(int64_t V) {
+  return 2 * ((V + SAMPLE_CHUNK - 1) / SAMPLE_CHUNK * SAMPLE_CHUNK);
+}
 
-// Draws tokens[row]. A row with a NaN gives the first NaN's place. `room` is aligned to a cache line.
-VERAX_DECLARE_KERNEL(sample_row, const SampleTask& task, int64_t row, float* room)
+// Draws tokens[row]. A row with a NaN gives the first NaN's place. `buffer` is aligned to a cache line.
+VERAX_DECLARE_KERNEL(sample_row, const SampleTask& task, int64_t row, float* buffer)
 
 }  // namespace verax

@@ -9,7 +9,7 @@ namespace {
 
 // For each level:
 //   sub(a, b), div(a, b), max(a, b): by lane. Where a is NaN, max is b; where b is NaN, it is b on x86.
-//   highest(a): the largest lane.
+//   largest_lane(a): the largest lane.
 //   pick(sign, a, b): lanes of b where `sign` has its sign bit set, of a elsewhere.
 //   whole(x): to the nearest integer; power(n): 2^n for integers -127 <= n < 128, where 2^-127 counts as 0.
 //   transpose(x): F32::lanes registers as a square matrix; moves bits, whatever they stand for.
@@ -27,7 +27,7 @@ inline F32 div(const F32& a, const F32& b) {
 inline F32 max(const F32& a, const F32& b) {
   return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
 }
-inline float highest(const F32& a) {
+inline float largest_lane(const F32& a) {
   float most = a.v[0];
   for (int i = 1; i < F32::lanes; ++i) most = a.v[i] > most ? a.v[i] : most;
   return most;
@@ -75,7 +75,7 @@ inline F32 join(const F32& a, const F32& b) {
 inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline float highest(F32 a) { return _mm512_reduce_max_ps(a.v); }
+inline float largest_lane(F32 a) { return _mm512_reduce_max_ps(a.v); }
 inline F32 pick(F32 sign, F32 a, F32 b) {
   return {_mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(sign.v)), a.v, b.v)};
 }
@@ -126,7 +126,7 @@ inline F32 join(F32 a, F32 b) {
 inline F32 sub(F32 a, F32 b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline F32 div(F32 a, F32 b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.v, b.v)}; }
-inline float highest(F32 a) {
+inline float largest_lane(F32 a) {
   __m128 half = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
@@ -173,7 +173,7 @@ inline F32 join(F32 a, F32 b) {
 inline F32 sub(F32 a, F32 b) { return {vsubq_f32(a.v, b.v)}; }
 inline F32 div(F32 a, F32 b) { return {vdivq_f32(a.v, b.v)}; }
 inline F32 max(F32 a, F32 b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
-inline float highest(F32 a) { return vmaxvq_f32(a.v); }
+inline float largest_lane(F32 a) { return vmaxvq_f32(a.v); }
 inline F32 pick(F32 sign, F32 a, F32 b) {
   return {vbslq_f32(vcltzq_s32(vreinterpretq_s32_f32(sign.v)), b.v, a.v)};
 }

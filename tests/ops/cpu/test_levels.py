@@ -1,0 +1,42 @@
+"""Instruction-set levels of the native library: one list, in native/levels.h."""
+
+import pytest
+
+from tests.support.cpu import for_each_level
+from verax.ops.cpu import build, library
+
+
+def test_the_library_has_the_levels_of_the_header_in_its_order():
+    listed = [name for name, (where, _) in build.level_flags().items() if where in (build.architecture(), "any")]
+    here = library.levels()
+    assert here == [name for name in listed if name in here]
+    assert here[-1] == "portable"
+
+
+def test_flags_of_a_level_are_read_whole():
+    flags = build.level_flags()
+    assert flags["avx512_bf16"][1][-2:] == ["-mavx512vnni", "-mavx512bf16"]
+    assert set(flags["avx512"][1]) < set(flags["avx512_bf16"][1])
+    assert flags["portable"] == ("any", ["-DVERAX_PORTABLE"])
+    assert flags["neon"] == ("aarch64", [])
+
+
+CAPABILITIES = {"avx512_bf16": {"bf16_dot", "int8_dot"}}
+
+
+@for_each_level
+def test_capabilities_are_those_of_the_level_in_force(level):
+    with library.use_level(level):
+        assert {name for name in ("bf16_dot", "int8_dot") if library.has(name)} == CAPABILITIES.get(level, set())
+        assert not any(library.has(name) for name in ("", " ", "bf16", "dot", "bf16_dot int8_dot"))
+
+
+def test_a_missing_library_has_no_capabilities(monkeypatch):
+    monkeypatch.setattr(library, "_load", lambda: library._Loaded(None, "none"))
+    assert not library.has("bf16_dot")
+    assert library.levels() == []
+
+
+def test_a_level_that_is_not_listed_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match=r"portable.*got 'avx9000'"), library.use_level("avx9000"):
+        pass

@@ -1,0 +1,57 @@
+"""The chunked implementation of attention against the reference, and when it is chosen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from verax import ops
+from verax.ops.attention import CHUNK, MAX_SCORES
+
+
+def arrays(T, S, N=4, K=2, H=8, B=2):
+    keys = jax.random.split(jax.random.key(T), 3)
+    return [jax.random.normal(key, (B, n, heads, H)) for key, n, heads in zip(keys, (T, S, S), (N, K, K), strict=True)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("T", "S"), [(CHUNK, 300), (CHUNK + 1, CHUNK + 1), (600, 700), (700, 600)])
+def test_chunks_give_the_references_result(T, S, causal):
+    q, k, v = arrays(T, S)
+    with ops.use_implementations(attention="chunked"):
+        got = ops.attention(q, k, v, causal=causal, scale=0.3)
+    np.testing.assert_allclose(got, ops.attention.reference(q, k, v, causal=causal, scale=0.3), atol=2e-6)
+
+
+def test_chunks_keep_packed_sequences_apart():
+    q, k, v = arrays(600, 600)
+    segments = jnp.asarray(np.repeat([[0, 1, 2], [3, 3, 4]], 200, axis=1))
+    with ops.use_implementations(attention="chunked"):
+        got = ops.attention(q, k, v, segments=segments)
+    np.testing.assert_allclose(got, ops.attention.reference(q, k, v, segments=segments), atol=2e-6)
+
+
+def test_chunks_have_the_references_gradient():
+    q, k, v = arrays(CHUNK + 20, CHUNK + 20)
+
+    def gradients(implementation):
+        def loss(q, k, v):
+            with ops.use_implementations(attention=implementation):
+                return jnp.sum(jnp.sin(ops.attention(q, k, v)))
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    for got, expected in zip(gradients("chunked"), gradients("reference"), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_scores_beyond_the_limit_are_never_written_out_at_once():
+    def chosen(T):
+        q = jax.ShapeDtypeStruct((1, T, 16, 64), jnp.float32)
+        return ops.attention.select(q, q, q)  # pyright: ignore[reportArgumentType]
+
+    T = int((MAX_SCORES / 16) ** 0.5)
+    with ops.use_target("tpu"):
+        assert chosen(T).name == "reference"
+        assert chosen(T + 1).name == "chunked"
+    assert "flash" in chosen(T + 1).traits
