@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from verax._optional import require_optional
 from verax.errors import InvalidParameterError, MissingDependencyError
-from verax.video import extra
 from verax.video.files import check_path, write_clip, write_contact_sheet
 from verax.video.pictures import crop_to_aspect, read_clip, read_image, resize, to_signed, to_uint8
 
@@ -202,6 +202,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     for module in ("av", "PIL.Image"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=r"PyAV is not installed: pip install 'verax\[video\]'"):
-        extra.needed("av")
+        require_optional("av")
     with pytest.raises(MissingDependencyError, match="Pillow is not installed"):
         read_image("a.png")

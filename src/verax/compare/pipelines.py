@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, processors
 
 from verax import progress
+from verax._optional import require_optional
 from verax.checkpoint.random_weights import random_weights
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import PARTS
@@ -27,7 +28,6 @@ from verax.compare.torch_side import torch
 from verax.compare.video_report import VideoReport
 from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
-from verax.video.extra import needed
 from verax.video.pipeline import VideoPipeline
 from verax.video.prompt import PromptTokenizer
 
@@ -129,7 +129,7 @@ def compare_pipelines(
         reference = kind(**_components(opened, dtype, shift))
         reference.set_progress_bar_config(disable=True)
         tensors = {name: torch().from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-        pictures = {name: needed("PIL.Image").fromarray(x) for name, x in image.items()}
+        pictures = {name: require_optional("PIL.Image").fromarray(x) for name, x in image.items()}
         if settings.kind == "df":
             tensors["fps"] = fps
         with torch().no_grad():

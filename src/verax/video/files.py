@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from verax._optional import require_optional
 from verax.errors import InvalidParameterError
-from verax.video.extra import needed
 
 __all__ = ["CRF", "beside", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
 
@@ -52,7 +52,7 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
         foreign = not path.is_dir() or any(not _FRAME.fullmatch(found.name) for found in path.iterdir())
         if foreign:
             raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
-    needed("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
+    require_optional("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
     return path
 
 
@@ -67,7 +67,7 @@ def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
     if path.suffix.lower() != ".png":
         raise InvalidParameterError(f"{name}: a contact sheet is a .png, got {path.name}")
     check_parent(path, name)
-    needed("PIL.Image")
+    require_optional("PIL.Image")
     return path
 
 
@@ -108,7 +108,7 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
         else:
             partial.mkdir()
             for i, frame in enumerate(frames):
-                needed("PIL.Image").fromarray(frame).save(partial / f"frame_{i:05}.png")
+                require_optional("PIL.Image").fromarray(frame).save(partial / f"frame_{i:05}.png")
     return path
 
 
@@ -136,8 +136,8 @@ def write_contact_sheet(
         raise InvalidParameterError(f"pictures: expected some, in at least one column, got {len(pictures)}")
     if captions is not None and len(captions) != len(pictures):
         raise InvalidParameterError(f"captions: expected {len(pictures)}, one for each picture, got {len(captions)}")
-    pil, drawing = needed("PIL.Image"), needed("PIL.ImageDraw")
-    font = needed("PIL.ImageFont").load_default(_TEXT_SIZE)
+    pil, drawing = require_optional("PIL.Image"), require_optional("PIL.ImageDraw")
+    font = require_optional("PIL.ImageFont").load_default(_TEXT_SIZE)
     height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
     texts = [_wrapped(caption, width, font.getlength) for caption in captions or [""] * len(pictures)]
     line = _TEXT_SIZE + 4
@@ -185,7 +185,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:
-    av = needed("av")
+    av = require_optional("av")
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = frames.shape[1:3]
@@ -203,7 +203,7 @@ def _write_animation(frames: np.ndarray, path: Path, fps: float) -> None:
     # Files count time in steps of 10 ms (GIF) and 1 ms: frames last one step more or less, so that the whole is right.
     step = 10 if path.suffix.lower() == ".gif" else 1
     ends = np.round(np.arange(len(frames) + 1) * 1000 / fps / step).astype(int) * step
-    first, *rest = (needed("PIL.Image").fromarray(frame) for frame in frames)
+    first, *rest = (require_optional("PIL.Image").fromarray(frame) for frame in frames)
     first.save(path, save_all=True, append_images=rest, duration=np.diff(ends).tolist(), loop=0)
 
 

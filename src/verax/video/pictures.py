@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Num, UInt8
 
+from verax._optional import require_optional
 from verax.errors import InvalidParameterError
-from verax.video.extra import needed
 
 __all__ = [
     "CLIP_MEAN",
@@ -54,8 +54,8 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
     """
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
         return _pixels(np.asarray(image), name, "[height, width, 3]")
-    pil = needed("PIL.Image")
-    upright = needed("PIL.ImageOps").exif_transpose
+    pil = require_optional("PIL.Image")
+    upright = require_optional("PIL.ImageOps").exif_transpose
     if isinstance(image, pil.Image):
         return np.asarray(upright(image).convert("RGB"))
     if not isinstance(image, str | Path):
@@ -97,7 +97,7 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
 
 
 def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    av = needed("av")
+    av = require_optional("av")
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
@@ -110,7 +110,7 @@ def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
 
 
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    pil, sequence = needed("PIL.Image"), needed("PIL.ImageSequence")
+    pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     frames, milliseconds = [], 0
     try:
         with pil.open(path) as opened:
@@ -172,7 +172,7 @@ def resize(
     """
     if frames.shape[-3:-1] == (height, width):
         return frames
-    pil = needed("PIL.Image")
+    pil = require_optional("PIL.Image")
     chosen = {"lanczos": pil.Resampling.LANCZOS, "bicubic": pil.Resampling.BICUBIC}[method]
     each = [
         np.asarray(pil.fromarray(f).resize((width, height), chosen)) for f in frames.reshape(-1, *frames.shape[-3:])

@@ -10,9 +10,9 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
+from verax._optional import require_optional
 from verax.checkpoint.tokenizer_file import read_tokenizer
 from verax.errors import CheckpointError
-from verax.video.extra import needed
 
 __all__ = ["PROMPT_TOKENS", "PromptTokenizer", "clean"]
 
@@ -26,7 +26,7 @@ def clean(prompt: str) -> str:
     Raises:
         MissingDependencyError: if ftfy is not installed.
     """
-    return " ".join(html.unescape(html.unescape(needed("ftfy").fix_text(prompt))).split())
+    return " ".join(html.unescape(html.unescape(require_optional("ftfy").fix_text(prompt))).split())
 
 
 class PromptTokenizer:
