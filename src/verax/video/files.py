@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 
-__all__ = ["CRF", "beside", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
+__all__ = ["CRF", "atomic_path", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
 
 CRF = 18
 """x264's constant rate factor: 0 loses nothing, 51 is worst; 18 is taken for visually lossless."""
@@ -100,7 +100,7 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
                 f"frames: .mp4 takes even heights and widths, got {frames.shape[1]} x {frames.shape[2]}; "
                 ".gif, .webp and folders take any"
             )
-    with beside(path) as partial:
+    with atomic_path(path) as partial:
         if suffix == ".mp4":
             _write_mp4(frames, partial, fps, crf)
         elif suffix:
@@ -152,7 +152,7 @@ def write_contact_sheet(
         sheet.paste(pil.fromarray(picture), (left, top))
         for number, text in enumerate(lines):
             pen.text((left, top + height + number * line + 2), text, fill="black", font=font)
-    with beside(path) as partial:
+    with atomic_path(path) as partial:
         sheet.save(partial)
     return path
 
@@ -164,7 +164,7 @@ def check_parent(path: Path, name: str) -> None:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """A path to write to, file or folder, which takes the place of `path` if all goes well and is gone if not."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from verax.errors import InvalidParameterError
-from verax.video.files import beside, check_parent
+from verax.video.files import atomic_path, check_parent
 from verax.video.request import VideoRequest
 
 __all__ = ["FinishedSegments", "check_resume"]
@@ -71,7 +71,7 @@ class FinishedSegments:
             return
         made = {"common": self._common, "segments": self._each[: len(self._latents)]}
         tensors = {f"segment.{i}": np.ascontiguousarray(one) for i, one in enumerate(self._latents)}
-        with beside(self._path) as partial:
+        with atomic_path(self._path) as partial:
             save_file(tensors, partial, metadata={KEY: json.dumps(made)})
 
     def _read(self, path: Path) -> list[np.ndarray]:
