@@ -1,4 +1,4 @@
-"""Video: a prompt, and a picture with a prompt, to clips; what is told on the way; the end of a run before its end.
+"""Video: a prompt, and an image with a prompt, to clips; what is told on the way; the end of a run before its end.
 
 Run it with `python examples/video.py`, or `python examples/video.py path/to/SkyReels-V2-I2V-1.3B-540P`. The clips go to
 the folder in which it runs.
@@ -19,7 +19,7 @@ print(f"memory: {needs_most.peak / 1e6:.0f} MB at most, to {needs_most.stage}")
 clip = pipe(PROMPT, seed=7)
 print("written:", clip.save("circle.gif"), "of", clip.frames.shape)
 
-# A picture as the first frame: here one of the clip's own; a file's name would do as well.
+# An image as the first frame: here one of the clip's own; a file's name would do as well.
 later = pipe("a red circle floats up over a blue to green gradient", image=clip.frames[-1])
 print("written:", later.save("circle-up.gif"), "and", later.save_contact_sheet("circle-up.png"))
 

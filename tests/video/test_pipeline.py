@@ -16,8 +16,8 @@ from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.video import unipc
+from verax.video.images import read_image
 from verax.video.outputs import VideoOutput
-from verax.video.pictures import read_image
 from verax.video.sigmas import noise_levels
 
 SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=3)
@@ -105,7 +105,7 @@ def test_a_model_in_the_originals_layout_makes_the_same_clip(folders, pipes, tmp
 
 def test_a_contact_sheet_shows_the_first_and_the_last_frame(tmp_path):
     frames = np.zeros((9, 16, 32, 3), np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
-    sheet = read_image(VideoOutput(frames, fps=8, seed=0).save_contact_sheet(tmp_path / "sheet.png", pictures=5))
+    sheet = read_image(VideoOutput(frames, fps=8, seed=0).save_contact_sheet(tmp_path / "sheet.png", images=5))
     left, top = 12, 12
     assert sheet[top, left].tolist() == [0, 0, 0]
     assert sheet[top, left + 3 * 44].tolist() == [6, 6, 6]
@@ -285,7 +285,7 @@ def test_bfloat16_is_near_float32(folders, pipes):
         ("t2v", {"prompt_embeds": np.zeros((1, 512, 16))}, "prompt: give it or prompt_embeds, one of the two"),
         ("i2v", {}, "image: this model is for image to video, and needs the first frame"),
         ("i2v", {"image": "no such.png"}, "image: there is no file no such.png"),
-        ("i2v", {"image": __file__}, "image: .*test_pipeline.py cannot be read as a picture"),
+        ("i2v", {"image": __file__}, "image: .*test_pipeline.py cannot be read as an image"),
         ("df", {"causal_block_size": 2}, "causal_block_size: 3 latent frames in a segment cannot be cut"),
         ("df", {"overlap_history": 4}, r"overlap_history: expected 4n \+ 1, got 4; nearest 1 or 5"),
         (

@@ -1,4 +1,4 @@
-"""`verax video`: a prompt, a picture or a clip to a file."""
+"""`verax video`: a prompt, an image or a clip to a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def video(
             help="A folder of SkyReels-V2 or Wan2.1, or its hub id.",
         ),
     ] = None,
-    image: Annotated[str | None, _option("A picture: the first frame.")] = None,
+    image: Annotated[str | None, _option("An image: the first frame.")] = None,
     negative_prompt: Annotated[
         str | None, _option("What is not to be seen.", names=["--negative-prompt"], show_default="checkpoint's")
     ] = None,
@@ -75,7 +75,7 @@ def video(
         bool, typer.Option("--preview", help="Write each segment beside the output as soon as it is finished.")
     ] = False,
     last_image: Annotated[
-        str | None, _option("A picture: the last frame.", names=["--last-image", "--end-image"], panel=_FORCING)
+        str | None, _option("An image: the last frame.", names=["--last-image", "--end-image"], panel=_FORCING)
     ] = None,
     clip: Annotated[
         str | None, _option("A clip to go on from.", names=["--video", "--video-path"], panel=_FORCING)
@@ -111,7 +111,7 @@ def video(
     dtype: options.Dtype = "bfloat16",
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
 ) -> None:
-    """Make a video of a prompt; from a picture or a clip, if one is given.
+    """Make a video of a prompt; from an image or a clip, if one is given.
 
     Examples:
 

@@ -29,7 +29,7 @@ _BT709 = 1
 """Code of that colour space, its primaries and its transfer, in H.264's tables: what players assume of HD video."""
 
 _TEXT_SIZE = 12
-"""Pixels; of a contact sheet's captions, as is the margin around its pictures."""
+"""Pixels; of a contact sheet's captions, as is the margin around its images."""
 
 
 def check_path(path: str | Path, *, name: str = "path") -> Path:
@@ -113,43 +113,43 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
 
 
 def write_contact_sheet(
-    pictures: Sequence[UInt8[np.ndarray, "H W 3"]],
+    images: Sequence[UInt8[np.ndarray, "H W 3"]],
     path: str | Path,
     *,
     captions: Sequence[str] | None = None,
     columns: int | None = None,
 ) -> Path:
-    """Write pictures in rows into one .png, each with its caption below; the path.
+    """Write images in rows into one .png, each with its caption below; the path.
 
     Args:
-        pictures: of any sizes; each cell has the size of the largest.
+        images: of any sizes; each cell has the size of the largest.
         path: ends in .png.
-        captions: one for each picture, broken into lines as wide as a cell.
-        columns: pictures in a row; about as many as rows if None.
+        captions: one for each image, broken into lines as wide as a cell.
+        columns: images in a row; about as many as rows if None.
 
     Raises:
-        InvalidParameterError: for no pictures, another suffix, a missing folder, or a wrong number of captions.
+        InvalidParameterError: for no images, another suffix, a missing folder, or a wrong number of captions.
         MissingDependencyError: if Pillow is not installed.
     """
     path = check_sheet_path(path)
-    if not len(pictures) or (columns is not None and columns < 1):
-        raise InvalidParameterError(f"pictures: expected some, in at least one column, got {len(pictures)}")
-    if captions is not None and len(captions) != len(pictures):
-        raise InvalidParameterError(f"captions: expected {len(pictures)}, one for each picture, got {len(captions)}")
+    if not len(images) or (columns is not None and columns < 1):
+        raise InvalidParameterError(f"images: expected some, in at least one column, got {len(images)}")
+    if captions is not None and len(captions) != len(images):
+        raise InvalidParameterError(f"captions: expected {len(images)}, one for each image, got {len(captions)}")
     pil, drawing = require_optional("PIL.Image"), require_optional("PIL.ImageDraw")
     font = require_optional("PIL.ImageFont").load_default(_TEXT_SIZE)
-    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-    texts = [_wrapped(caption, width, font.getlength) for caption in captions or [""] * len(pictures)]
+    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    texts = [_wrapped(caption, width, font.getlength) for caption in captions or [""] * len(images)]
     line = _TEXT_SIZE + 4
     below = line * max(map(len, texts))
-    columns = columns or int(np.ceil(len(pictures) ** 0.5))
-    rows = -(-len(pictures) // columns)
+    columns = columns or int(np.ceil(len(images) ** 0.5))
+    rows = -(-len(images) // columns)
     cell = (width + _TEXT_SIZE, height + below + _TEXT_SIZE)
     sheet = pil.new("RGB", (columns * cell[0] + _TEXT_SIZE, rows * cell[1] + _TEXT_SIZE), "white")
     pen = drawing.Draw(sheet)
-    for i, (picture, lines) in enumerate(zip(pictures, texts, strict=True)):
+    for i, (image, lines) in enumerate(zip(images, texts, strict=True)):
         left, top = i % columns * cell[0] + _TEXT_SIZE, i // columns * cell[1] + _TEXT_SIZE
-        sheet.paste(pil.fromarray(picture), (left, top))
+        sheet.paste(pil.fromarray(image), (left, top))
         for number, text in enumerate(lines):
             pen.text((left, top + height + number * line + 2), text, fill="black", font=font)
     with atomic_path(path) as partial:
@@ -194,8 +194,8 @@ def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:
         context = stream.codec_context
         context.colorspace = context.color_primaries = context.color_trc = _BT709
         for frame in frames:
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace=_BT709)))
+            image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            container.mux(stream.encode(image.reformat(format="yuv420p", dst_colorspace=_BT709)))
         container.mux(stream.encode())
 
 

@@ -2,7 +2,7 @@
 
 As in SkyReels-V2 (2025), `generate_timestep_matrix`. Latent frames go in blocks. Block 0 takes a step in
 every round; block i follows `ar_step` steps behind block i - 1 until that is done, and then goes on by itself. With
-`ar_step` 0 all go together. Frames that are given (a picture, the end of an earlier clip) count as done from the start.
+`ar_step` 0 all go together. Frames that are given (an image, the end of an earlier clip) count as done from the start.
 """
 
 from __future__ import annotations

@@ -74,22 +74,22 @@ class VideoOutput:
         """
         return files.write_clip(self._bytes(), path, fps=self.fps, crf=crf)
 
-    def save_contact_sheet(self, path: str | Path, *, pictures: int = 8) -> Path:
+    def save_contact_sheet(self, path: str | Path, *, images: int = 8) -> Path:
         """Write some frames at even distances, the first and the last among them, in rows into one .png.
 
         Args:
             path: ends in .png.
-            pictures: how many, at least 2.
+            images: how many, at least 2.
 
         Raises:
             InvalidParameterError: if there is nothing to write, or the name has another suffix.
         """
         frames = self._bytes()
-        chosen = np.unique(np.linspace(0, len(frames) - 1, max(pictures, 2)).round().astype(int))
+        chosen = np.unique(np.linspace(0, len(frames) - 1, max(images, 2)).round().astype(int))
         captions = [f"{i / self.fps:.2f} s" for i in chosen]
         return files.write_contact_sheet(list(frames[chosen]), path, captions=captions, columns=SHEET_COLUMNS)
 
     def _bytes(self) -> UInt8[np.ndarray, "T H W 3"]:
         if self.frames.ndim != 4 or len(self.frames) == 0:
-            raise InvalidParameterError("save: latents and empty clips cannot be written as pictures")
+            raise InvalidParameterError("save: latents and empty clips cannot be written as images")
         return self.frames if self.frames.dtype == np.uint8 else np.round(self.frames * 255).astype(np.uint8)

@@ -19,7 +19,7 @@ from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.models.wan.model import WanConfig
 from verax.models.wan.vae import WanVaeConfig
-from verax.video import pictures
+from verax.video import images
 from verax.video.denoise import Denoiser
 from verax.video.load import load_components
 from verax.video.memory import StageMemory, amount, free_memory, largest, refusal
@@ -255,9 +255,9 @@ class VideoPipeline:
     def _request(self, given: dict[str, Any]) -> VideoRequest:
         for name in ("image", "last_image"):
             if given[name] is not None:
-                given[name] = pictures.read_image(given[name], name=name)
+                given[name] = images.read_image(given[name], name=name)
         if given["video"] is not None:
-            given["video"] = pictures.read_clip(given["video"])[0]
+            given["video"] = images.read_clip(given["video"])[0]
         if given["resume"] is not None:
             check_resume(given["resume"])
         return make_request(self.settings, self.grid, self.reference, **given)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, UInt8
 from verax import progress
 from verax.errors import InvalidParameterError
 from verax.models.wan.model import WanConfig
-from verax.video import pictures
+from verax.video import images
 from verax.video.denoise import Conditions, Denoiser, Tables, tables
 from verax.video.forcing import ForcingSchedule, forcing_schedule
 from verax.video.memory import StageMemory, plan_memory
@@ -196,9 +196,9 @@ class Run:
         """A user's picture, as a frame."""
         height, width = self._request.height, self._request.width
         if self._reference == "diffusers":
-            return pictures.resize(image, height, width)
+            return images.resize(image, height, width)
         method = "bicubic" if self._settings.kind == "df" else "lanczos"
-        return pictures.resize(pictures.crop_to_aspect(image, height, width), height, width, method=method)
+        return images.resize(images.crop_to_aspect(image, height, width), height, width, method=method)
 
     def _image_states(self, picture: UInt8[np.ndarray, "H W 3"] | None) -> Float32[Array, "G P I"] | None:
         """What the image encoder says, for a transformer that listens."""
@@ -211,9 +211,9 @@ class Run:
         with self._stage("image", 1):
             size = encoder.config.image_size
             if self._reference == "diffusers":
-                pixels = pictures.clip_pixels_diffusers(self._request.image, size)
+                pixels = images.clip_pixels_diffusers(self._request.image, size)
             else:
-                pixels = pictures.clip_pixels_skyreels(pictures.to_signed(picture), size)
+                pixels = images.clip_pixels_skyreels(images.to_signed(picture), size)
             return jnp.repeat(self._stages.image(pixels[None]), rows, axis=0)
 
     def _encode(self, picture: UInt8[np.ndarray, "H W 3"] | None) -> tuple[Array | None, Array | None, Array | None]:

@@ -60,9 +60,9 @@ class Stages:
         def encode(weights: Weights, frames: Array, *, chunk: int) -> Array:
             return vae.module(weights).encode(_colours(frames), chunk=chunk)
 
-        def condition(weights: Weights, picture: Array, *, frames: int, chunk: int) -> Array:
+        def condition(weights: Weights, image: Array, *, frames: int, chunk: int) -> Array:
             module = vae.module(weights)
-            clip = jnp.zeros((1, frames, *picture.shape[1:]), jnp.float32).at[:, 0].set(_colours(picture))
+            clip = jnp.zeros((1, frames, *image.shape[1:]), jnp.float32).at[:, 0].set(_colours(image))
             latents = module.encode(clip, chunk=chunk)
             mask = jnp.zeros((*latents.shape[:-1], MASK_CHANNELS), jnp.float32).at[:, 0].set(1.0)
             return jnp.concatenate([mask, latents], axis=-1)
@@ -95,14 +95,14 @@ class Stages:
             return jax.block_until_ready(self.text_program(weights, tokens, lengths))
 
     def image(self, pixels: Float32[np.ndarray, "1 H W 3"]) -> Float32[Array, "1 P D"]:
-        """A picture's states, of pixels as the image encoder takes them."""
+        """An image's states, of pixels as the image encoder takes them."""
         assert self.image_encoder is not None
         assert self.image_program is not None
         with self.image_encoder.weights() as weights:
             return jax.block_until_ready(self.image_program(weights, pixels))
 
     def context(self, text: Float32[Array, "G T D"], image: Float32[Array, "G P I"] | None) -> WanContext:
-        """What every layer's cross-attention sees of prompts and picture."""
+        """What every layer's cross-attention sees of prompts and image."""
         with self.transformer.weights() as weights:
             return self.context_program(weights, text, image)
 
@@ -111,14 +111,14 @@ class Stages:
         with self.vae.weights() as weights:
             return self.encode_program(weights, frames, chunk=self.chunk(*frames.shape[2:4]))
 
-    def condition(self, picture: UInt8[np.ndarray, "1 H W 3"], frames: int) -> Float32[Array, "1 F h w E"]:
+    def condition(self, image: UInt8[np.ndarray, "1 H W 3"], frames: int) -> Float32[Array, "1 F h w E"]:
         """What an image-to-video transformer is shown of a clip's first frame.
 
-        4 channels that are 1 in the first latent frame and 0 after it, then the latents of a clip of the picture and
+        4 channels that are 1 in the first latent frame and 0 after it, then the latents of a clip of the image and
         grey: 0, half way between black and white.
         """
         with self.vae.weights() as weights:
-            return self.condition_program(weights, picture, frames=frames, chunk=self.chunk(*picture.shape[1:3]))
+            return self.condition_program(weights, image, frames=frames, chunk=self.chunk(*image.shape[1:3]))
 
     def decode(self, latents: Float32[Array, "1 F h w C"]) -> Float32[Array, "1 T H W 3"]:
         """A clip's colours, from -1 to 1."""

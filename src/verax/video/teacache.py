@@ -58,7 +58,7 @@ def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bo
 
     Args:
         width: the transformer's, in channels.
-        image_to_video: whether the model takes a picture through its own channels.
+        image_to_video: whether the model takes an image through its own channels.
         pixels: of a frame; up to 544 x 960 counts as 540P, more as 720P.
         projected: by `e0` with 5 first steps kept (`use_ret_steps`); otherwise by `e` with the first and last kept.
     """

@@ -1,4 +1,4 @@
-"""Pictures and clips read, and made the size and range that models take, as either reference pipeline does it.
+"""Images and clips read, and made the size and range that models take, as either reference pipeline does it.
 
 The two are SkyReels-V2's own (SkyworkAI/SkyReels-V2) and diffusers'. Images are uint8 `[H, W, 3]`, clips uint8
 `[T, H, W, 3]`, both RGB. Writing is in `video.files`.
@@ -49,7 +49,7 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
         name: what errors call it.
 
     Raises:
-        InvalidParameterError: if there is no such file, it is no picture, or the array is not one.
+        InvalidParameterError: if there is no such file, it is no image, or the array is not one.
         MissingDependencyError: if Pillow is needed and not installed.
     """
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
@@ -68,14 +68,14 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
     except FileNotFoundError as error:
         raise InvalidParameterError(f"{name}: there is no file {image}") from error
     except Exception as error:  # decoders of a dozen formats raise a dozen kinds
-        raise InvalidParameterError(f"{name}: {image} cannot be read as a picture: {error}") from error
+        raise InvalidParameterError(f"{name}: {image} cannot be read as an image: {error}") from error
 
 
 def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H W 3"], float | None]:
     """Frames and frames per second (None if nothing says).
 
     Args:
-        clip: a path to a video, an animated .gif or .webp, or a folder of pictures (in the order of their names); or a
+        clip: a path to a video, an animated .gif or .webp, or a folder of images (in the order of their names); or a
             list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
         name: what errors call it.
 
@@ -101,7 +101,7 @@ def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise InvalidParameterError(f"{name}: {path} has no pictures in it")
+                raise InvalidParameterError(f"{name}: {path} has no images in it")
             stream = container.streams.video[0]
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
             return frames, float(stream.average_rate) if stream.average_rate else None
