@@ -196,19 +196,21 @@ def _previews(output: Path) -> Any:
 
 
 def _summary_of_plan(stages: list[StageMemory]) -> str:
-    from verax.video.memory import amount, largest
+    from verax.video.memory import format_bytes, largest
 
-    parts = ", ".join(f"{stage.stage} {amount(stage.peak)}" for stage in stages)
-    return f"{amount(largest(stages).peak)} at most ({parts})"
+    parts = ", ".join(f"{stage.stage} {format_bytes(stage.peak)}" for stage in stages)
+    return f"{format_bytes(largest(stages).peak)} at most ({parts})"
 
 
 def _table(stages: list[StageMemory], free: int | None) -> str:
-    from verax.video.memory import amount
+    from verax.video.memory import format_bytes
 
     heads = ("stage", "weights", "other models", "work", "together")
-    rows = [(stage.stage, *map(amount, (stage.weights, stage.others, stage.work, stage.peak))) for stage in stages]
+    rows = [
+        (stage.stage, *map(format_bytes, (stage.weights, stage.others, stage.work, stage.peak))) for stage in stages
+    ]
     if free is not None:
-        rows.append(("free", "", "", "", amount(free)))
+        rows.append(("free", "", "", "", format_bytes(free)))
     return "\n".join(f"{row[0]:13}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in (heads, *rows))
 
 

@@ -17,7 +17,7 @@ from verax.video.request import Grid, VideoRequest
 from verax.video.settings import VideoSettings
 from verax.video.stages import Stages
 
-__all__ = ["StageMemory", "amount", "free_memory", "largest", "plan_memory", "refusal"]
+__all__ = ["StageMemory", "format_bytes", "free_memory", "largest", "plan_memory", "refusal"]
 
 
 SPARE = 0.9
@@ -200,14 +200,17 @@ def refusal(
     for change in _alternatives(request, grid, plan, free):
         peak = largest(replan(change)).peak
         if peak <= free:
-            fit.append(f"{', '.join(f'{name}={value!r}' for name, value in change.items())} ({amount(peak)})")
+            fit.append(f"{', '.join(f'{name}={value!r}' for name, value in change.items())} ({format_bytes(peak)})")
     if max(one.peak - one.others for one in plan) <= free:
         fit.append("offload=True")
-    needs = f"weights {amount(most.weights)}, other models {amount(most.others)}, work {amount(most.work)}"
+    parts = (("weights", most.weights), ("other models", most.others), ("work", most.work))
+    needs = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
     advice = f"these would fit: {'; '.join(fit)}" if fit else "neither fewer nor smaller frames would fit"
-    return f"memory: {most.stage} needs {amount(most.peak)} ({needs}), and {amount(free)} are free; {advice}"
+    return (
+        f"memory: {most.stage} needs {format_bytes(most.peak)} ({needs}), and {format_bytes(free)} are free; {advice}"
+    )
 
 
-def amount(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes, for people."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

@@ -22,7 +22,7 @@ from verax.models.wan.vae import WanVaeConfig
 from verax.video import images
 from verax.video.denoise import Denoiser
 from verax.video.load import load_components
-from verax.video.memory import StageMemory, amount, free_memory, largest, refusal
+from verax.video.memory import StageMemory, format_bytes, free_memory, largest, refusal
 from verax.video.outputs import Callback, VideoOutput
 from verax.video.prompt import PromptTokenizer
 from verax.video.request import Grid, VideoRequest, make_request
@@ -291,7 +291,7 @@ class VideoPipeline:
             return both
         _log.warning(
             "guidance: prompt and negative prompt one after the other: both together need %s, and %s are free",
-            *(amount(needed), amount(free)),
+            *(format_bytes(needed), format_bytes(free)),
         )
         return turns
 
