@@ -11,7 +11,7 @@ from flax import nnx
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
 from verax.errors import RequestRefusedError
-from verax.video.memory import StageMemory, refusal
+from verax.video.memory import StageMemory, out_of_memory_message
 from verax.video.programs import Component
 from verax.video.request import Grid, make_request
 from verax.video.settings import VideoSettings
@@ -90,7 +90,7 @@ def plan_of(asked, change):
 def test_a_refusal_names_only_what_would_fit():
     asked = request(num_frames=97, height=160, width=320)
     whole = 25 * 160 * 320
-    why = refusal(asked, GRID, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
+    why = out_of_memory_message(asked, GRID, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
     assert why is not None
     assert "memory: denoise needs 76.80 MB" in why
     assert "attention='flash' (2.56 MB)" in why
@@ -98,13 +98,13 @@ def test_a_refusal_names_only_what_would_fit():
     assert "height=" in why
     assert "sequential" not in why
     assert "offload" not in why
-    assert refusal(asked, GRID, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change)) is None
+    assert out_of_memory_message(asked, GRID, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change)) is None
 
 
 def test_segments_become_shorter_and_models_wait_elsewhere():
     asked = request(num_frames=197, base_num_frames=97, height=160, width=320, attention="auto")
     plan = plan_of(asked, {})
-    why = refusal(asked, GRID, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
+    why = out_of_memory_message(asked, GRID, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
     assert why is not None
     assert "guidance='sequential'" in why
     assert "base_num_frames=85 " in why

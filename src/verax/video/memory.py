@@ -17,7 +17,7 @@ from verax.video.request import Grid, VideoRequest
 from verax.video.settings import VideoSettings
 from verax.video.stages import Stages
 
-__all__ = ["StageMemory", "format_bytes", "free_memory", "largest", "plan_memory", "refusal"]
+__all__ = ["StageMemory", "format_bytes", "free_memory", "largest", "out_of_memory_message", "plan_memory"]
 
 
 SPARE = 0.9
@@ -177,7 +177,7 @@ def _alternatives(
     return found
 
 
-def refusal(
+def out_of_memory_message(
     request: VideoRequest,
     grid: Grid,
     plan: Sequence[StageMemory],

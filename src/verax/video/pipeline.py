@@ -22,7 +22,7 @@ from verax.models.wan.vae import WanVaeConfig
 from verax.video import images
 from verax.video.denoise import Denoiser
 from verax.video.load import load_components
-from verax.video.memory import StageMemory, format_bytes, free_memory, largest, refusal
+from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message
 from verax.video.outputs import Callback, VideoOutput
 from verax.video.prompt import PromptTokenizer
 from verax.video.request import Grid, VideoRequest, make_request
@@ -232,7 +232,9 @@ class VideoPipeline:
         free = free_memory(self.stages)
         if free is not None:
             plan = self._plan(request)
-            why = refusal(request, self.grid, plan, free, lambda change: self._plan(replace(request, **change)))
+            why = out_of_memory_message(
+                request, self.grid, plan, free, lambda change: self._plan(replace(request, **change))
+            )
             if why is not None:
                 raise RequestRefusedError(why)
         return self._run(request).serve()
