@@ -24,7 +24,7 @@ SHIFTS = [1.0, 3.0, 5.0, 8.0]
 def scheduler(grid, steps, shift):
     """Diffusers' scheduler; on the original's grid, by handing it that grid's formula."""
     settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-    if grid == "diffusers":
+    if schedule == "diffusers":
         made = UniPCMultistepScheduler(**settings, flow_shift=shift)
         made.set_timesteps(steps)
     else:

@@ -16,9 +16,9 @@ from jaxtyping import Float32, Int32
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["GRIDS", "NoiseLevels", "noise_levels"]
+__all__ = ["SIGMA_SCHEDULES", "NoiseLevels", "noise_levels"]
 
-GRIDS = ("skyreels", "diffusers")
+SIGMA_SCHEDULES = ("skyreels", "diffusers")
 """Whose spacing: names of the two references."""
 
 TRAIN_TIMESTEPS = 1000
@@ -35,13 +35,13 @@ class NoiseLevels(NamedTuple):
     timesteps: Int32[np.ndarray, "N"]
 
 
-def noise_levels(steps: int, shift: float, grid: str) -> NoiseLevels:
+def noise_levels(steps: int, shift: float, schedule: str) -> NoiseLevels:
     """The grid of a run of `steps` steps.
 
     Args:
         steps: at least 1.
         shift: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
-        grid: one of `GRIDS`.
+        schedule: one of `SIGMA_SCHEDULES`.
 
     Raises:
         InvalidParameterError: if an argument is out of range.
@@ -50,10 +50,10 @@ def noise_levels(steps: int, shift: float, grid: str) -> NoiseLevels:
         raise InvalidParameterError(f"num_inference_steps: expected a whole number of at least 1, got {steps!r}")
     if not (shift > 0 and math.isfinite(shift)):
         raise InvalidParameterError(f"shift: expected a number above 0, got {shift}")
-    if grid not in GRIDS:
-        raise InvalidParameterError(f"reference: expected one of {', '.join(GRIDS)}, got {grid!r}")
+    if schedule not in SIGMA_SCHEDULES:
+        raise InvalidParameterError(f"reference: expected one of {', '.join(SIGMA_SCHEDULES)}, got {schedule!r}")
     # The original keeps its largest sigma in float32.
-    begin, end = (float(np.float32(0.999)), 0.0) if grid == "skyreels" else (1.0, 1 / TRAIN_TIMESTEPS)
+    begin, end = (float(np.float32(0.999)), 0.0) if schedule == "skyreels" else (1.0, 1 / TRAIN_TIMESTEPS)
     even = np.linspace(begin, end, steps + 1)[:-1]
     sigmas = shift * even / (1 + (shift - 1) * even)
     if abs(sigmas[0] - 1) < _BELOW_ONE:
