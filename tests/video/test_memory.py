@@ -11,9 +11,10 @@ from flax import nnx
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
 from verax.errors import RequestRefusedError
+from verax.video.geometry import LatentGeometry
 from verax.video.memory import StageMemory, out_of_memory_message
 from verax.video.programs import Component
-from verax.video.request import Grid, make_request
+from verax.video.request import make_request
 from verax.video.settings import VideoSettings
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
@@ -68,7 +69,7 @@ def test_guidance_is_in_turn_where_only_that_fits(pipe, monkeypatch, caplog):
     assert "guidance: prompt and negative prompt one after the other" in caplog.text
 
 
-GRID = Grid(frames_per_latent=4, pixels_per_latent=8, pixels_per_token=16, channels=16, text_width=8)
+GEOMETRY = LatentGeometry(frames_per_latent=4, pixels_per_latent=8, pixels_per_token=16, channels=16, text_width=8)
 
 
 def request(**options):
@@ -76,13 +77,13 @@ def request(**options):
     given: dict[str, Any] = {name: None for name in names if name != "return"}
     plain = dict(seed=1, output_type="video", cache_threshold=0.2, guidance="batch", ar_step=0, addnoise_condition=0)
     given.update(prompt="a", attention="standard", **plain)
-    return make_request(VideoSettings(kind="df"), GRID, "skyreels", **{**given, **options})
+    return make_request(VideoSettings(kind="df"), GEOMETRY, "skyreels", **{**given, **options})
 
 
 def plan_of(asked, change):
     """Work in proportion to frames, pixels and rows, and 30 times that with standard attention."""
     asked = SimpleNamespace(**{**vars(asked), **change})
-    latents = GRID.latents(min(asked.num_frames, asked.base_num_frames))
+    latents = GEOMETRY.latents(min(asked.num_frames, asked.base_num_frames))
     work = latents * asked.height * asked.width * (2 if asked.guidance == "batch" else 1)
     return [StageMemory("denoise", 1000, 500, work * (30 if asked.attention == "standard" else 1))]
 
@@ -90,7 +91,7 @@ def plan_of(asked, change):
 def test_a_refusal_names_only_what_would_fit():
     asked = request(num_frames=97, height=160, width=320)
     whole = 25 * 160 * 320
-    why = out_of_memory_message(asked, GRID, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
+    why = out_of_memory_message(asked, GEOMETRY, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
     assert why is not None
     assert "memory: denoise needs 76.80 MB" in why
     assert "attention='flash' (2.56 MB)" in why
@@ -98,13 +99,16 @@ def test_a_refusal_names_only_what_would_fit():
     assert "height=" in why
     assert "sequential" not in why
     assert "offload" not in why
-    assert out_of_memory_message(asked, GRID, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change)) is None
+    assert (
+        out_of_memory_message(asked, GEOMETRY, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change))
+        is None
+    )
 
 
 def test_segments_become_shorter_and_models_wait_elsewhere():
     asked = request(num_frames=197, base_num_frames=97, height=160, width=320, attention="auto")
     plan = plan_of(asked, {})
-    why = out_of_memory_message(asked, GRID, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
+    why = out_of_memory_message(asked, GEOMETRY, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
     assert why is not None
     assert "guidance='sequential'" in why
     assert "base_num_frames=85 " in why

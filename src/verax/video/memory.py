@@ -12,8 +12,9 @@ import psutil
 
 from verax.models.wan.model import WanConfig
 from verax.video.denoise import Conditions, Denoiser, Tables
+from verax.video.geometry import LatentGeometry
 from verax.video.programs import Component, Memory
-from verax.video.request import Grid, VideoRequest
+from verax.video.request import VideoRequest
 from verax.video.settings import VideoSettings
 from verax.video.stages import Stages
 
@@ -46,7 +47,7 @@ def plan_memory(
     tables: Tables,
     *,
     settings: VideoSettings,
-    grid: Grid,
+    geometry: LatentGeometry,
     reference: str,
     stages: Stages,
     denoiser: Denoiser,
@@ -58,14 +59,14 @@ def plan_memory(
     Args:
         request: checked.
         tables: of its largest segment.
-        settings, grid, reference: its pipeline's.
+        settings, geometry, reference: its pipeline's.
         stages, denoiser: where it will run.
     """
     config: WanConfig = stages.transformer.config
     rows = 1 + request.guided
-    sizes = request.segments(grid)
+    sizes = request.segments(geometry)
     size = max(sizes) + (request.last_image is not None)
-    h, w = request.height // grid.pixels_per_latent, request.width // grid.pixels_per_latent
+    h, w = request.height // geometry.pixels_per_latent, request.width // geometry.pixels_per_latent
     chunk = stages.chunk(request.height, request.width)
     found: list[StageMemory] = []
     resident: dict[str, int] = {}
@@ -88,7 +89,7 @@ def plan_memory(
         if request.image is not None:
             add("image", encoder, stages.image_program.memory(encoder.shapes, pixels))
         states = _floats(rows, 1 + encoder.config.num_patches, encoder.config.hidden_size)
-        channels = _floats(1, size, h, w, config.in_dim - grid.channels)
+        channels = _floats(1, size, h, w, config.in_dim - geometry.channels)
     weights = stages.vae.shapes
     given = 0 if request.video is None else request.overlap_history
     if settings.kind == "i2v" and request.image is not None:
@@ -100,7 +101,7 @@ def plan_memory(
         add("encode", stages.vae, stages.encode_program.memory(weights, clip, chunk=chunk))
     noisy = request.addnoise_condition > 0 and (request.image is not None or given > 0 or len(sizes) > 1)
     tokens = settings.text_tokens if request.prompt_embeds is None else request.prompt_embeds.shape[1]
-    told = stages.transformer.shapes, _floats(rows, tokens, grid.text_width), states
+    told = stages.transformer.shapes, _floats(rows, tokens, geometry.text_width), states
     conditions = Conditions(
         context=stages.context_program.results(*told),
         channels=channels,
@@ -110,7 +111,7 @@ def plan_memory(
         added_noise=np.zeros((), np.int32),
         key=jax.random.key(0),
     )
-    latents = _floats(1, size, h, w, grid.channels)
+    latents = _floats(1, size, h, w, geometry.channels)
     cached = request.cache is not None
     carry = jax.eval_shape(lambda noise: denoiser.start(noise, guided=request.guided, cached=cached), latents)
     arguments = (stages.transformer.shapes, carry, tables, conditions, np.int32(0), np.int32(0))
@@ -118,8 +119,8 @@ def plan_memory(
     # Diffusers' pipelines share latents between segments, and decode all as one clip.
     again = len(sizes) > 1 and reference != "diffusers"
     if request.output_type != "latent" or again:
-        whole = grid.latents(request.num_frames) if reference == "diffusers" else max(sizes)
-        latents = _floats(1, whole, h, w, grid.channels)
+        whole = geometry.latents(request.num_frames) if reference == "diffusers" else max(sizes)
+        latents = _floats(1, whole, h, w, geometry.channels)
         at_once = stages.decoding(request.height, request.width)
         add("decode", stages.vae, stages.decode_program.memory(weights, latents, **at_once))
     if again:
@@ -149,7 +150,7 @@ def free_memory(stages: Stages) -> int | None:
 
 
 def _alternatives(
-    request: VideoRequest, grid: Grid, plan: Sequence[StageMemory], free: int
+    request: VideoRequest, geometry: LatentGeometry, plan: Sequence[StageMemory], free: int
 ) -> list[dict[str, int | str]]:
     """Changes to a request that does not fit which may make it fit, the least loss first.
 
@@ -164,13 +165,13 @@ def _alternatives(
     share = min((free - one.weights - one.others) / one.work for one in plan) * SPARE
     if share <= 0:
         return found
-    name = "base_num_frames" if len(request.segments(grid)) > 1 else "num_frames"
-    size = grid.latents(getattr(request, name))
+    name = "base_num_frames" if len(request.segments(geometry)) > 1 else "num_frames"
+    size = geometry.latents(getattr(request, name))
     block = request.causal_block_size
     fewer = int(size * share) // block * block
-    if fewer > (grid.latents(request.overlap_history) if name == "base_num_frames" else 0):
-        found.append({name: (fewer - 1) * grid.frames_per_latent + 1})
-    step = grid.pixels_per_token
+    if fewer > (geometry.latents(request.overlap_history) if name == "base_num_frames" else 0):
+        found.append({name: (fewer - 1) * geometry.frames_per_latent + 1})
+    step = geometry.pixels_per_token
     height, width = (int(side * share**0.5) // step * step for side in (request.height, request.width))
     if min(height, width) > 0:
         found.append({"height": height, "width": width})
@@ -179,7 +180,7 @@ def _alternatives(
 
 def out_of_memory_message(
     request: VideoRequest,
-    grid: Grid,
+    geometry: LatentGeometry,
     plan: Sequence[StageMemory],
     free: int,
     replan: Callable[[Mapping[str, Any]], Sequence[StageMemory]],
@@ -188,7 +189,7 @@ def out_of_memory_message(
 
     Args:
         request: with its defaults filled in.
-        grid: its checkpoint's.
+        geometry: its checkpoint's.
         plan: what it needs.
         free: bytes.
         replan: the plan with some changes.
@@ -197,7 +198,7 @@ def out_of_memory_message(
     if most.peak <= free:
         return None
     fit: list[str] = []
-    for change in _alternatives(request, grid, plan, free):
+    for change in _alternatives(request, geometry, plan, free):
         peak = largest(replan(change)).peak
         if peak <= free:
             fit.append(f"{', '.join(f'{name}={value!r}' for name, value in change.items())} ({format_bytes(peak)})")

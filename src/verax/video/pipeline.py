@@ -21,11 +21,12 @@ from verax.models.wan.model import WanConfig
 from verax.models.wan.vae import WanVaeConfig
 from verax.video import images
 from verax.video.denoise import Denoiser
+from verax.video.geometry import LatentGeometry
 from verax.video.load import load_components
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message
 from verax.video.outputs import Callback, VideoOutput
 from verax.video.prompt import PromptTokenizer
-from verax.video.request import Grid, VideoRequest, make_request
+from verax.video.request import VideoRequest, make_request
 from verax.video.resume import check_resume
 from verax.video.run import Run
 from verax.video.settings import read_settings
@@ -92,7 +93,7 @@ class VideoPipeline:
         self.denoiser = Denoiser(found.transformer)
         transformer: WanConfig = found.transformer.config
         vae: WanVaeConfig = found.vae.config
-        self.grid = Grid(
+        self.geometry = LatentGeometry(
             frames_per_latent=vae.frames_per_latent,
             pixels_per_latent=vae.pixels_per_latent,
             pixels_per_token=vae.pixels_per_latent * transformer.patch,
@@ -233,7 +234,7 @@ class VideoPipeline:
         if free is not None:
             plan = self._plan(request)
             why = out_of_memory_message(
-                request, self.grid, plan, free, lambda change: self._plan(replace(request, **change))
+                request, self.geometry, plan, free, lambda change: self._plan(replace(request, **change))
             )
             if why is not None:
                 raise RequestRefusedError(why)
@@ -262,13 +263,13 @@ class VideoPipeline:
             given["video"] = images.read_clip(given["video"])[0]
         if given["resume"] is not None:
             check_resume(given["resume"])
-        return make_request(self.settings, self.grid, self.reference, **given)
+        return make_request(self.settings, self.geometry, self.reference, **given)
 
     def _run(self, request: VideoRequest) -> Run:
         return Run(
             request,
             settings=self.settings,
-            grid=self.grid,
+            geometry=self.geometry,
             reference=self.reference,
             stages=self.stages,
             denoiser=self.denoiser,

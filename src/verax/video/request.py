@@ -11,32 +11,17 @@ import numpy as np
 
 from verax.errors import InvalidParameterError
 from verax.models.wan.layers import ATTENTION
+from verax.video.geometry import LatentGeometry, segment_sizes
 from verax.video.outputs import Callback
-from verax.video.segments import segment_sizes
 from verax.video.settings import RESOLUTIONS, VideoSettings
 
-__all__ = ["Grid", "VideoRequest", "make_request"]
+__all__ = ["VideoRequest", "make_request"]
 
 OVERLAP = 17
 """Frames that segments share if nothing is said: the smaller of the two that SkyReels-V2 recommends."""
 
 _ADDED_NOISE = 1000
 """Timesteps: all noise."""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """How frames become latents and tokens, for one checkpoint."""
-
-    frames_per_latent: int
-    pixels_per_latent: int
-    pixels_per_token: int
-    channels: int
-    text_width: int
-
-    def latents(self, frames: int) -> int:
-        """Latent frames of a number of frames."""
-        return (frames - 1) // self.frames_per_latent + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +77,18 @@ class VideoRequest:
         """One for each segment; the last also for those after it."""
         return () if self.prompt is None else (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
 
-    def segments(self, grid: Grid) -> list[int]:
+    def segments(self, geometry: LatentGeometry) -> list[int]:
         """Latent frames of each segment."""
-        most, overlap = grid.latents(self.base_num_frames), grid.latents(self.overlap_history)
-        return segment_sizes(grid.latents(self.num_frames), most, overlap)
+        most, overlap = geometry.latents(self.base_num_frames), geometry.latents(self.overlap_history)
+        return segment_sizes(geometry.latents(self.num_frames), most, overlap)
 
 
-def make_request(settings: VideoSettings, grid: Grid, reference: str, **given: Any) -> VideoRequest:
+def make_request(settings: VideoSettings, geometry: LatentGeometry, reference: str, **given: Any) -> VideoRequest:
     """A request that can be served.
 
     Args:
         settings: the checkpoint's defaults, for what is None.
-        grid: its sizes.
+        geometry: its sizes.
         reference: whose rules.
         given: the fields of `VideoRequest`.
 
@@ -129,9 +114,9 @@ def make_request(settings: VideoSettings, grid: Grid, reference: str, **given: A
     }
     request = VideoRequest(**{**given, **{name: value for name, value in defaults.items() if given[name] is None}})
     _check_choices(request)
-    _check_numbers(request, grid)
+    _check_numbers(request, geometry)
     _check_kind(request, settings)
-    _check_arrays(request, grid, reference)
+    _check_arrays(request, geometry, reference)
     return request
 
 
@@ -165,7 +150,7 @@ def _check_choices(request: VideoRequest) -> None:
             raise InvalidParameterError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
 
 
-def _check_numbers(request: VideoRequest, grid: Grid) -> None:
+def _check_numbers(request: VideoRequest, geometry: LatentGeometry) -> None:
     least = {"num_inference_steps": 1, "fps": 1, "seed": 0, "ar_step": 0, "causal_block_size": 1}
     for name in (*least, "height", "width", "num_frames", "base_num_frames", "overlap_history", "addnoise_condition"):
         value = getattr(request, name)
@@ -178,9 +163,9 @@ def _check_numbers(request: VideoRequest, grid: Grid) -> None:
         if not isinstance(value, int | float | np.number) or not math.isfinite(value) or value < 0:
             raise InvalidParameterError(f"{name}: expected a number of at least 0, got {value!r}")
     for name in ("height", "width"):
-        _check_steps(name, getattr(request, name), grid.pixels_per_token, 0)
+        _check_steps(name, getattr(request, name), geometry.pixels_per_token, 0)
     for name in ("num_frames", "base_num_frames", "overlap_history"):
-        _check_steps(name, getattr(request, name), grid.frames_per_latent, 1)
+        _check_steps(name, getattr(request, name), geometry.frames_per_latent, 1)
     if request.addnoise_condition > _ADDED_NOISE:
         raise InvalidParameterError(
             f"addnoise_condition: expected at most {_ADDED_NOISE}, got {request.addnoise_condition}; 20 is usual"
@@ -227,7 +212,7 @@ def _check_kind(request: VideoRequest, settings: VideoSettings) -> None:
         raise InvalidParameterError("cache_threshold: expected a number above 0, got 0")
 
 
-def _check_arrays(request: VideoRequest, grid: Grid, reference: str) -> None:
+def _check_arrays(request: VideoRequest, geometry: LatentGeometry, reference: str) -> None:
     if (request.prompt is None) == (request.prompt_embeds is None):
         raise InvalidParameterError("prompt: give it or prompt_embeds, one of the two")
     if request.prompt is not None and not request.prompts:
@@ -237,17 +222,19 @@ def _check_arrays(request: VideoRequest, grid: Grid, reference: str) -> None:
             raise InvalidParameterError(f"prompt: expected a text, got {type(prompt).__name__}")
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         shape = getattr(getattr(request, name), "shape", None)
-        if getattr(request, name) is not None and (shape is None or tuple(shape[::2]) != (1, grid.text_width)):
-            raise InvalidParameterError(f"{name}: expected an array [1, tokens, {grid.text_width}], got shape {shape}")
-    sizes = request.segments(grid)
+        if getattr(request, name) is not None and (shape is None or tuple(shape[::2]) != (1, geometry.text_width)):
+            raise InvalidParameterError(
+                f"{name}: expected an array [1, tokens, {geometry.text_width}], got shape {shape}"
+            )
+    sizes = request.segments(geometry)
     extra = [0] * (len(sizes) - 1) + [int(request.last_image is not None)]
     if (
         reference == "diffusers"
         and len(sizes) > 1
-        and grid.latents(request.overlap_history) % request.causal_block_size
+        and geometry.latents(request.overlap_history) % request.causal_block_size
     ):
         raise InvalidParameterError(
-            f"overlap_history: {grid.latents(request.overlap_history)} latent frames are not whole blocks of "
+            f"overlap_history: {geometry.latents(request.overlap_history)} latent frames are not whole blocks of "
             f"{request.causal_block_size} (causal_block_size), which diffusers would cut off"
         )
     for size, more in zip(sizes, extra, strict=True):
@@ -258,8 +245,8 @@ def _check_arrays(request: VideoRequest, grid: Grid, reference: str) -> None:
                 "overlap_history so that they can"
             )
     if request.latents is not None:
-        pixels = grid.pixels_per_latent
-        wanted = (1, grid.channels, sizes[0], request.height // pixels, request.width // pixels)
+        pixels = geometry.pixels_per_latent
+        wanted = (1, geometry.channels, sizes[0], request.height // pixels, request.width // pixels)
         if tuple(getattr(request.latents, "shape", ())) != wanted:
             got = getattr(request.latents, "shape", type(request.latents).__name__)
             raise InvalidParameterError(f"latents: expected an array of shape {list(wanted)}, got {got}")

@@ -19,9 +19,10 @@ from verax.models.wan.model import WanConfig
 from verax.video import images
 from verax.video.denoise import Conditions, Denoiser, Tables, tables
 from verax.video.forcing import ForcingSchedule, forcing_schedule
+from verax.video.geometry import LatentGeometry
 from verax.video.memory import StageMemory, plan_memory
 from verax.video.outputs import VideoOutput, VideoProgress
-from verax.video.request import Grid, VideoRequest
+from verax.video.request import VideoRequest
 from verax.video.resume import FinishedSegments
 from verax.video.settings import VideoSettings
 from verax.video.sigmas import noise_levels
@@ -55,7 +56,7 @@ class Run:
         request: VideoRequest,
         *,
         settings: VideoSettings,
-        grid: Grid,
+        geometry: LatentGeometry,
         reference: str,
         stages: Stages,
         denoiser: Denoiser,
@@ -64,10 +65,10 @@ class Run:
         show_progress: bool,
     ):
         """Take a checked request; `text` gives a prompt's states, `about` is what else a clip depends on."""
-        self._request, self._settings, self._grid, self._reference = request, settings, grid, reference
+        self._request, self._settings, self._geometry, self._reference = request, settings, geometry, reference
         self._stages, self._denoiser, self._text = stages, denoiser, text
         self._show_progress, self._about = show_progress, about
-        self._sizes = request.segments(grid)
+        self._sizes = request.segments(geometry)
         self._segment = 0
         self._config: WanConfig = stages.transformer.config
         self._seconds: dict[str, float] = {}
@@ -150,7 +151,7 @@ class Run:
             request,
             looked_up,
             settings=self._settings,
-            grid=self._grid,
+            geometry=self._geometry,
             reference=self._reference,
             stages=self._stages,
             denoiser=self._denoiser,
@@ -159,7 +160,7 @@ class Run:
     @property
     def _overlap(self) -> int:
         """Latent frames that segments share."""
-        return self._grid.latents(self._request.overlap_history)
+        return self._geometry.latents(self._request.overlap_history)
 
     @property
     def _shared(self) -> int:
@@ -222,8 +223,8 @@ class Run:
         if self._settings.kind == "t2v":
             return None, None, None
         if self._settings.kind == "i2v" and picture is None:
-            pixels = self._grid.pixels_per_latent
-            channels = self._config.in_dim - self._grid.channels
+            pixels = self._geometry.pixels_per_latent
+            channels = self._config.in_dim - self._geometry.channels
             size = (1, self._sizes[0], request.height // pixels, request.width // pixels, channels)
             return jnp.zeros(size, jnp.float32), None, None
         if self._settings.kind == "i2v":
@@ -317,11 +318,11 @@ class Run:
         return computed_steps(told, lambda _: embedded, request.cache_threshold, cache)
 
     def _noise(self, size: int) -> Float32[Array, "1 F h w C"]:
-        request, grid = self._request, self._grid
+        request, geometry = self._request, self._geometry
         if request.latents is not None and self._segment == 0:
             return jnp.asarray(request.latents, jnp.float32).transpose(0, 2, 3, 4, 1)
-        pixels = grid.pixels_per_latent
-        shape = (1, size, request.height // pixels, request.width // pixels, grid.channels)
+        pixels = geometry.pixels_per_latent
+        shape = (1, size, request.height // pixels, request.width // pixels, geometry.channels)
         return self._stages.noise(request.seed, self._segment, shape)
 
     def _decode(self, latents: Array, *, skip: int, latest: int | None = None) -> Float32[Array, "1 T H W 3"]:
@@ -338,7 +339,7 @@ class Run:
                 kept = fresh
             self._frames.append(kept)
             self._undecoded = None
-            step(1, frames=fresh if latest is None else fresh[-latest * self._grid.frames_per_latent :])
+            step(1, frames=fresh if latest is None else fresh[-latest * self._geometry.frames_per_latent :])
         return colours
 
     def _preview(self, latents: Array, *, skip: int) -> None:
