@@ -131,12 +131,16 @@ class Denoiser:
         fps = conditions.fps
 
         def velocity(
-            x: Float32[Array, "G F h w C"], told: Int32[Array, "*F"], rows: WanContext, residual: Any, computed: Any
+            x: Float32[Array, "G F h w C"],
+            timesteps: Int32[Array, "*F"],
+            rows: WanContext,
+            residual: Any,
+            computed: Any,
         ) -> tuple[Array, Any]:
             """Of some rows, and what the blocks added."""
             G = x.shape[0]
-            timesteps = jnp.broadcast_to(told, (G, *told.shape))
-            e, e0 = model.embed_time(timesteps, None if fps is None else jnp.broadcast_to(fps, (G,)))
+            times = jnp.broadcast_to(timesteps, (G, *timesteps.shape))
+            e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
             before = model.embed_latents(x)
 
             def run() -> Array:
@@ -152,22 +156,22 @@ class Denoiser:
         def one_round(i: Array, carry: Carry) -> Carry:
             solver, residual = carry
             computed = jnp.asarray(tables.computed)[i]
-            told, x = jnp.asarray(tables.timesteps)[i], solver.sample
+            timesteps, x = jnp.asarray(tables.timesteps)[i], solver.sample
             if conditions.given is not None:
-                told, x = _with_noise(told, x, conditions, i)
+                timesteps, x = _with_noise(timesteps, x, conditions, i)
             if conditions.channels is not None:
                 x = jnp.concatenate([x, conditions.channels], axis=-1)
             if guidance == "sequential":
                 # One row after the other through one copy of the model in the program.
                 def one_row(row: tuple[Any, Any]) -> tuple[Array, Any]:
                     context, added = jax.tree.map(lambda a: a[None], row)
-                    return jax.tree.map(lambda a: a[0], velocity(x, told, context, added, computed))
+                    return jax.tree.map(lambda a: a[0], velocity(x, timesteps, context, added, computed))
 
                 found, residual = jax.lax.map(one_row, (conditions.context, residual))
             else:
                 rows = 1 if guidance is None else 2
                 x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
-                found, residual = velocity(x, told, conditions.context, residual, computed)
+                found, residual = velocity(x, timesteps, conditions.context, residual, computed)
             if guidance is not None:
                 wanted, unwanted = found[:1], found[1:]
                 found = unwanted + conditions.guidance_scale * (wanted - unwanted)
@@ -178,11 +182,11 @@ class Denoiser:
 
 
 def _with_noise(
-    told: Int32[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
+    timesteps: Int32[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
 ) -> tuple[Int32[Array, "F"], Float32[Array, "1 F h w C"]]:
     """What the model is told and shown where frames were given: less than clean, which hides a seam."""
     given = jnp.asarray(conditions.given)
     amount = jnp.float32(0.001) * conditions.added_noise
     noise = jax.random.normal(jax.random.fold_in(conditions.key, i), sample.shape, sample.dtype)
     shown = (1 - amount) * sample + amount * noise
-    return jnp.where(given, conditions.added_noise, told), jnp.where(given[:, None, None, None], shown, sample)
+    return jnp.where(given, conditions.added_noise, timesteps), jnp.where(given[:, None, None, None], shown, sample)

@@ -67,7 +67,7 @@ def forcing_schedule(
     N = len(timesteps)
     blocks, done = frames // causal_block_size, prefix // causal_block_size
     # A block's count is the number of its last step, 0 before the first; N + 1 says that it was done before.
-    told = np.concatenate([[_NOT_STARTED], timesteps, [0]]).astype(np.int32)
+    timestep_of = np.concatenate([[_NOT_STARTED], timesteps, [0]]).astype(np.int32)
     counts = np.zeros(blocks, np.int32)
     counts[:done] = N + 1
     rounds, updates = [], []
@@ -83,4 +83,4 @@ def forcing_schedule(
     update = np.repeat(np.array(updates, bool).reshape(-1, blocks), causal_block_size, axis=1)
     if fixed:
         matrix[:, :prefix], update[:, :prefix] = N + 1, False
-    return ForcingSchedule(told[matrix], np.clip(matrix - 1, 0, N - 1), update)
+    return ForcingSchedule(timestep_of[matrix], np.clip(matrix - 1, 0, N - 1), update)

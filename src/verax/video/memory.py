@@ -101,9 +101,9 @@ def plan_memory(
         add("encode", stages.vae, stages.encode_program.memory(weights, clip, chunk=chunk))
     noisy = request.addnoise_condition > 0 and (request.image is not None or given > 0 or len(sizes) > 1)
     tokens = settings.text_tokens if request.prompt_embeds is None else request.prompt_embeds.shape[1]
-    told = stages.transformer.shapes, _floats(rows, tokens, geometry.text_width), states
+    context_arguments = stages.transformer.shapes, _floats(rows, tokens, geometry.text_width), states
     conditions = Conditions(
-        context=stages.context_program.results(*told),
+        context=stages.context_program.results(*context_arguments),
         channels=channels,
         fps=np.zeros(1, np.int32) if config.inject_sample_info else None,
         guidance_scale=np.zeros((), np.float32),

@@ -288,7 +288,7 @@ class Run:
         request = self._request
         levels = noise_levels(request.num_inference_steps, request.shift, self._reference)
         forcing = None
-        told = levels.timesteps
+        timesteps = levels.timesteps
         if self._settings.kind == "df":
             forcing = forcing_schedule(
                 frames,
@@ -299,14 +299,14 @@ class Run:
                 fixed=self._reference != "diffusers",
             )
             forcing = _closed(forcing, size)
-            told = forcing.timesteps
+            timesteps = forcing.timesteps
             if request.addnoise_condition:
-                told = np.where(np.arange(frames) < prefix, np.int32(request.addnoise_condition), told)
-        computed = self._computed_rounds(told, fps) if request.cache and not planned else None
+                timesteps = np.where(np.arange(frames) < prefix, np.int32(request.addnoise_condition), timesteps)
+        computed = self._computed_rounds(timesteps, fps) if request.cache and not planned else None
         overwritten = self._settings.kind == "df" and self._reference == "diffusers"
-        return tables(levels, forcing, computed, overwritten=overwritten), len(told)
+        return tables(levels, forcing, computed, overwritten=overwritten), len(timesteps)
 
-    def _computed_rounds(self, told: np.ndarray, fps: Any) -> Bool[np.ndarray, "R"]:
+    def _computed_rounds(self, timesteps: np.ndarray, fps: Any) -> Bool[np.ndarray, "R"]:
         request, stages = self._request, self._stages
         cache = teacache_for(
             width=self._config.dim,
@@ -314,8 +314,8 @@ class Run:
             pixels=request.height * request.width,
         )
         with stages.transformer.weights() as weights:
-            embedded = jax.tree.map(np.asarray, stages.time_program(weights, told, fps))
-        return computed_steps(told, lambda _: embedded, request.cache_threshold, cache)
+            embedded = jax.tree.map(np.asarray, stages.time_program(weights, timesteps, fps))
+        return computed_steps(timesteps, lambda _: embedded, request.cache_threshold, cache)
 
     def _noise(self, size: int) -> Float32[Array, "1 F h w C"]:
         request, geometry = self._request, self._geometry
@@ -372,7 +372,7 @@ class Run:
                 report(done, total, f"{seconds / done:.3g} s a step" if name == "denoise" else "")
                 if self._request.callback is None:
                     return
-                told = VideoProgress(
+                now = VideoProgress(
                     stage=name,
                     done=done,
                     total=total,
@@ -383,7 +383,7 @@ class Run:
                     latents=None if latents is None else _diffusers_layout(np.asarray(latents)),
                     frames=frames,
                 )
-                if self._request.callback(told) is False:
+                if self._request.callback(now) is False:
                     raise _StoppedError
 
             yield step
@@ -394,9 +394,9 @@ class Run:
 
 def _closed(schedule: ForcingSchedule, size: int) -> ForcingSchedule:
     """The rounds of a segment with frames behind its own: those are clean, and stay as they are."""
-    told, update = schedule.timesteps.copy(), schedule.update.copy()
-    told[:, size:], update[:, size:] = 0, False
-    return schedule._replace(timesteps=told, update=update)
+    timesteps, update = schedule.timesteps.copy(), schedule.update.copy()
+    timesteps[:, size:], update[:, size:] = 0, False
+    return schedule._replace(timesteps=timesteps, update=update)
 
 
 def _diffusers_layout(latents: np.ndarray) -> np.ndarray:

@@ -222,10 +222,10 @@ class WanModel(nnx.Module):
         silu = jax.nn.silu
         self.time_embedding = Sequential([linear(config.freq_dim, D, Float32Linear), silu, linear(D, D, Float32Linear)])
         self.time_projection = Sequential([silu, linear(D, 6 * D, Float32Linear)])
-        told = config.inject_sample_info
-        self.fps_embedding = Embedding(2, D, dtype=dtype, rngs=rngs) if told else None
+        takes_fps = config.inject_sample_info
+        self.fps_embedding = Embedding(2, D, dtype=dtype, rngs=rngs) if takes_fps else None
         self.fps_projection = (
-            Sequential([linear(D, D, Float32Linear), silu, linear(D, 6 * D, Float32Linear)]) if told else None
+            Sequential([linear(D, D, Float32Linear), silu, linear(D, 6 * D, Float32Linear)]) if takes_fps else None
         )
         self.blocks = nnx.List(_blocks(config, dtype, rngs))
         self.head = Head(D, config.out_dim * config.patch**2, eps=config.eps, dtype=dtype, rngs=rngs)
