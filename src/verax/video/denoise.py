@@ -71,7 +71,7 @@ class Conditions(NamedTuple):
 
     context: WanContext
     """Of the prompt and, with guidance, of the negative prompt in a second row."""
-    channels: Float32[Array, "1 F h w E"] | None
+    image_condition: Float32[Array, "1 F h w E"] | None
     """Image to video: channels behind the latents', see `Stages.condition`."""
     fps: Int32[np.ndarray, "1"] | None
     """For a model that is told."""
@@ -159,8 +159,8 @@ class Denoiser:
             timesteps, x = jnp.asarray(tables.timesteps)[i], solver.sample
             if conditions.given is not None:
                 timesteps, x = _with_noise(timesteps, x, conditions, i)
-            if conditions.channels is not None:
-                x = jnp.concatenate([x, conditions.channels], axis=-1)
+            if conditions.image_condition is not None:
+                x = jnp.concatenate([x, conditions.image_condition], axis=-1)
             if guidance == "sequential":
                 # One row after the other through one copy of the model in the program.
                 def one_row(row: tuple[Any, Any]) -> tuple[Array, Any]:

@@ -82,14 +82,14 @@ def plan_memory(
         tokens = jax.ShapeDtypeStruct((1, settings.text_tokens), jnp.int32)
         add("text", encoder, stages.text_program.memory(encoder.shapes, tokens, jax.ShapeDtypeStruct((1,), jnp.int32)))
     states: Any = None
-    channels: Any = None
+    image_condition: Any = None
     if stages.image_encoder is not None and stages.image_program is not None:
         encoder = stages.image_encoder
         pixels = _floats(1, encoder.config.image_size, encoder.config.image_size, 3)
         if request.image is not None:
             add("image", encoder, stages.image_program.memory(encoder.shapes, pixels))
         states = _floats(rows, 1 + encoder.config.num_patches, encoder.config.hidden_size)
-        channels = _floats(1, size, h, w, config.in_dim - geometry.channels)
+        image_condition = _floats(1, size, h, w, config.in_dim - geometry.channels)
     weights = stages.vae.shapes
     given = 0 if request.video is None else request.overlap_history
     if settings.kind == "i2v" and request.image is not None:
@@ -104,7 +104,7 @@ def plan_memory(
     context_arguments = stages.transformer.shapes, _floats(rows, tokens, geometry.text_width), states
     conditions = Conditions(
         context=stages.context_program.results(*context_arguments),
-        channels=channels,
+        image_condition=image_condition,
         fps=np.zeros(1, np.int32) if config.inject_sample_info else None,
         guidance_scale=np.zeros((), np.float32),
         given=np.zeros(size, bool) if noisy else None,

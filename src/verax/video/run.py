@@ -109,7 +109,7 @@ class Run:
         texts = self._texts()
         picture = None if request.image is None else self._picture(request.image)
         states = self._image_states(picture)
-        channels, given, ending = self._encode(picture)
+        image_condition, given, ending = self._encode(picture)
         for segment, size in enumerate(self._sizes):
             self._segment = segment
             last = segment == len(self._sizes) - 1
@@ -118,7 +118,7 @@ class Run:
                 latents = jnp.asarray(found)
             else:
                 context = stages.context(texts[min(segment, len(texts) - 1)], states)
-                latents = self._denoise(size, given, ending if last else None, context, channels)
+                latents = self._denoise(size, given, ending if last else None, context, image_condition)
                 finished.add(np.asarray(latents))
             fresh = latents[:, self._overlap :] if segment else latents
             self._latents.append(fresh)
@@ -246,7 +246,7 @@ class Run:
         return None, given, ending
 
     def _denoise(
-        self, size: int, given: Array | None, ending: Array | None, context: Any, channels: Array | None
+        self, size: int, given: Array | None, ending: Array | None, context: Any, image_condition: Array | None
     ) -> Float32[Array, "1 F h w C"]:
         """A segment's latents."""
         request, stages = self._request, self._stages
@@ -261,7 +261,7 @@ class Run:
         noisy = request.addnoise_condition > 0 and prefix > 0
         conditions = Conditions(
             context=context,
-            channels=channels,
+            image_condition=image_condition,
             fps=fps,
             guidance_scale=np.array(request.guidance_scale, np.float32),
             given=np.arange(sample.shape[1]) < prefix if noisy else None,
