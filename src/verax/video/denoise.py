@@ -76,7 +76,7 @@ class Conditions(NamedTuple):
     fps: Int32[np.ndarray, "1"] | None
     """For a model that is told."""
     guidance_scale: Float32[np.ndarray, ""]
-    given: Bool[np.ndarray, "F"] | None
+    prefix_mask: Bool[np.ndarray, "F"] | None
     """Diffusion forcing: frames that were given, where the model is shown them with noise; else None."""
     added_noise: Int32[np.ndarray, ""]
     """How much noise, in timesteps."""
@@ -157,7 +157,7 @@ class Denoiser:
             solver, residual = carry
             computed = jnp.asarray(tables.computed)[i]
             timesteps, x = jnp.asarray(tables.timesteps)[i], solver.sample
-            if conditions.given is not None:
+            if conditions.prefix_mask is not None:
                 timesteps, x = _with_noise(timesteps, x, conditions, i)
             if conditions.image_condition is not None:
                 x = jnp.concatenate([x, conditions.image_condition], axis=-1)
@@ -185,8 +185,8 @@ def _with_noise(
     timesteps: Int32[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
 ) -> tuple[Int32[Array, "F"], Float32[Array, "1 F h w C"]]:
     """What the model is told and shown where frames were given: less than clean, which hides a seam."""
-    given = jnp.asarray(conditions.given)
+    mask = jnp.asarray(conditions.prefix_mask)
     amount = jnp.float32(0.001) * conditions.added_noise
     noise = jax.random.normal(jax.random.fold_in(conditions.key, i), sample.shape, sample.dtype)
     shown = (1 - amount) * sample + amount * noise
-    return jnp.where(given, conditions.added_noise, timesteps), jnp.where(given[:, None, None, None], shown, sample)
+    return jnp.where(mask, conditions.added_noise, timesteps), jnp.where(mask[:, None, None, None], shown, sample)

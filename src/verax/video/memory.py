@@ -91,15 +91,15 @@ def plan_memory(
         states = _floats(rows, 1 + encoder.config.num_patches, encoder.config.hidden_size)
         image_condition = _floats(1, size, h, w, config.in_dim - geometry.channels)
     weights = stages.vae.shapes
-    given = 0 if request.video is None else request.overlap_history
+    prefix_frames = 0 if request.video is None else request.overlap_history
     if settings.kind == "i2v" and request.image is not None:
         picture = jax.ShapeDtypeStruct((1, request.height, request.width, 3), jnp.uint8)
         options = {"frames": request.num_frames, "chunk": chunk}
         add("encode", stages.vae, stages.condition_program.memory(weights, picture, **options))
-    elif given or request.image is not None or request.last_image is not None:
-        clip = jax.ShapeDtypeStruct((1, max(given, 1), request.height, request.width, 3), jnp.uint8)
+    elif prefix_frames or request.image is not None or request.last_image is not None:
+        clip = jax.ShapeDtypeStruct((1, max(prefix_frames, 1), request.height, request.width, 3), jnp.uint8)
         add("encode", stages.vae, stages.encode_program.memory(weights, clip, chunk=chunk))
-    noisy = request.addnoise_condition > 0 and (request.image is not None or given > 0 or len(sizes) > 1)
+    noisy = request.addnoise_condition > 0 and (request.image is not None or prefix_frames > 0 or len(sizes) > 1)
     tokens = settings.text_tokens if request.prompt_embeds is None else request.prompt_embeds.shape[1]
     context_arguments = stages.transformer.shapes, _floats(rows, tokens, geometry.text_width), states
     conditions = Conditions(
@@ -107,7 +107,7 @@ def plan_memory(
         image_condition=image_condition,
         fps=np.zeros(1, np.int32) if config.inject_sample_info else None,
         guidance_scale=np.zeros((), np.float32),
-        given=np.zeros(size, bool) if noisy else None,
+        prefix_mask=np.zeros(size, bool) if noisy else None,
         added_noise=np.zeros((), np.int32),
         key=jax.random.key(0),
     )

@@ -109,7 +109,7 @@ class Run:
         texts = self._texts()
         picture = None if request.image is None else self._picture(request.image)
         states = self._image_states(picture)
-        image_condition, given, ending = self._encode(picture)
+        image_condition, prefix_latents, last_latents = self._encode(picture)
         for segment, size in enumerate(self._sizes):
             self._segment = segment
             last = segment == len(self._sizes) - 1
@@ -118,14 +118,14 @@ class Run:
                 latents = jnp.asarray(found)
             else:
                 context = stages.context(texts[min(segment, len(texts) - 1)], states)
-                latents = self._denoise(size, given, ending if last else None, context, image_condition)
+                latents = self._denoise(size, prefix_latents, last_latents if last else None, context, image_condition)
                 finished.add(np.asarray(latents))
             fresh = latents[:, self._overlap :] if segment else latents
             self._latents.append(fresh)
             if self._reference == "diffusers":
                 # As its pipelines do: segments share latents, and all are decoded as one clip.
                 joined = jnp.concatenate(self._latents, axis=1)
-                given = joined[:, -self._overlap :]
+                prefix_latents = joined[:, -self._overlap :]
                 if request.output_type == "latent":
                     continue
                 self._undecoded = joined
@@ -137,7 +137,7 @@ class Run:
                 # Segments share frames: encoded anew, the first of them is a first frame, as in training.
                 frames = self._decode(latents, skip=request.overlap_history if segment else self._shared)
                 if not last:
-                    given = stages.encode(frames[:, -request.overlap_history :])
+                    prefix_latents = stages.encode(frames[:, -request.overlap_history :])
 
     def plan(self) -> list[StageMemory]:
         """The memory of each stage, see `plan_memory`; nothing runs."""
@@ -231,31 +231,36 @@ class Run:
             assert picture is not None
             with self._stage("encode", 1):
                 return jax.block_until_ready(stages.condition(picture[None], request.num_frames)), None, None
-        given = ending = None
+        prefix_latents = last_latents = None
         if picture is not None or request.video is not None or request.last_image is not None:
             with self._stage("encode", 1):
                 if picture is not None:
-                    given = stages.encode(picture[None, None])
+                    prefix_latents = stages.encode(picture[None, None])
                 if request.video is not None:
                     clip = np.stack([self._picture(frame) for frame in request.video])
                     self._frames.append(clip)
-                    given = stages.encode(clip[None, -request.overlap_history :])
+                    prefix_latents = stages.encode(clip[None, -request.overlap_history :])
                 if request.last_image is not None:
-                    ending = stages.encode(self._picture(request.last_image)[None, None])
-                jax.block_until_ready((given, ending))
-        return None, given, ending
+                    last_latents = stages.encode(self._picture(request.last_image)[None, None])
+                jax.block_until_ready((prefix_latents, last_latents))
+        return None, prefix_latents, last_latents
 
     def _denoise(
-        self, size: int, given: Array | None, ending: Array | None, context: Any, image_condition: Array | None
+        self,
+        size: int,
+        prefix_latents: Array | None,
+        last_latents: Array | None,
+        context: Any,
+        image_condition: Array | None,
     ) -> Float32[Array, "1 F h w C"]:
         """A segment's latents."""
         request, stages = self._request, self._stages
-        prefix = 0 if given is None else given.shape[1]
+        prefix = 0 if prefix_latents is None else prefix_latents.shape[1]
         sample = self._noise(size)
-        if given is not None:
-            sample = jnp.concatenate([given, sample[:, prefix:]], axis=1)
-        if ending is not None:
-            sample = jnp.concatenate([sample, ending], axis=1)
+        if prefix_latents is not None:
+            sample = jnp.concatenate([prefix_latents, sample[:, prefix:]], axis=1)
+        if last_latents is not None:
+            sample = jnp.concatenate([sample, last_latents], axis=1)
         fps = np.array([request.fps], np.int32) if self._config.inject_sample_info else None
         looked_up, rounds = self._tables(size, prefix, sample.shape[1], fps)
         noisy = request.addnoise_condition > 0 and prefix > 0
@@ -264,7 +269,7 @@ class Run:
             image_condition=image_condition,
             fps=fps,
             guidance_scale=np.array(request.guidance_scale, np.float32),
-            given=np.arange(sample.shape[1]) < prefix if noisy else None,
+            prefix_mask=np.arange(sample.shape[1]) < prefix if noisy else None,
             added_noise=np.array(request.addnoise_condition, np.int32),
             key=jax.random.fold_in(jax.random.key(request.seed + 1), self._segment),
         )
@@ -281,7 +286,7 @@ class Run:
                 )
                 step(begin + each, latents=jax.block_until_ready(carry.solver.sample))
         self._rounds, self._computed = self._rounds + rounds, self._computed + computed
-        return carry.solver.sample if ending is None else carry.solver.sample[:, :size]
+        return carry.solver.sample if last_latents is None else carry.solver.sample[:, :size]
 
     def _tables(self, size: int, prefix: int, frames: int, fps: Any, *, planned: bool = False) -> tuple[Tables, int]:
         """What a segment's rounds look up, and how many there are; if `planned`, without the transformer's say."""
