@@ -173,8 +173,8 @@ class Denoiser:
                 x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
                 found, residual = velocity(x, timesteps, conditions.context, residual, computed)
             if guidance is not None:
-                wanted, unwanted = found[:1], found[1:]
-                found = unwanted + conditions.guidance_scale * (wanted - unwanted)
+                cond, uncond = found[:1], found[1:]
+                found = uncond + conditions.guidance_scale * (cond - uncond)
             update = None if tables.update is None else jnp.asarray(tables.update)[i]
             return Carry(unipc.step(tables.solver, jnp.asarray(tables.row)[i], solver, found, update), residual)
 

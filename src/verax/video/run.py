@@ -174,24 +174,24 @@ class Run:
         request = self._request
         with self._stage("text", max(1, len(request.prompts))) as step:
             if request.prompt_embeds is not None:
-                wanted = [jnp.asarray(request.prompt_embeds, jnp.float32)]
+                cond = [jnp.asarray(request.prompt_embeds, jnp.float32)]
             else:
-                wanted = []
+                cond = []
                 for prompt in request.prompts[: len(self._sizes)]:
-                    wanted.append(self._text(prompt))
-                    step(len(wanted))
+                    cond.append(self._text(prompt))
+                    step(len(cond))
             if not request.guided:
-                return wanted
+                return cond
             if request.negative_prompt_embeds is not None:
-                unwanted = jnp.asarray(request.negative_prompt_embeds, jnp.float32)
+                uncond = jnp.asarray(request.negative_prompt_embeds, jnp.float32)
             else:
-                unwanted = self._text(request.negative_prompt)
-        for one in wanted:
-            if one.shape != unwanted.shape:
+                uncond = self._text(request.negative_prompt)
+        for one in cond:
+            if one.shape != uncond.shape:
                 raise InvalidParameterError(
-                    f"prompt_embeds: {one.shape[1]} tokens, but the negative prompt has {unwanted.shape[1]}"
+                    f"prompt_embeds: {one.shape[1]} tokens, but the negative prompt has {uncond.shape[1]}"
                 )
-        return [jnp.concatenate([one, unwanted]) for one in wanted]
+        return [jnp.concatenate([one, uncond]) for one in cond]
 
     def _picture(self, image: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "height width 3"]:
         """A user's picture, as a frame."""
