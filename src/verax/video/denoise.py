@@ -26,7 +26,7 @@ ROWS = 64
 
 
 class Tables(NamedTuple):
-    """What each of a run's rounds looks up; rows beyond the last are never read."""
+    """What each of a run's iterations looks up; rows beyond the last are never read."""
 
     solver: unipc.UniPCTable
     timesteps: Int32[np.ndarray, "R *F"]
@@ -46,19 +46,19 @@ def tables(
 
     Args:
         levels: its noise levels.
-        forcing: what each latent frame does in each round; None for all frames together.
-        computed: rounds in which the blocks run; all if None.
+        forcing: what each latent frame does in each iteration; None for all frames together.
+        computed: iterations in which the blocks run; all if None.
         overwritten: see `unipc.tabulate`.
     """
     solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
     if forcing is None:
-        rounds = len(levels.timesteps)
-        forcing_rows = levels.timesteps, np.arange(rounds, dtype=np.int32), None
+        iterations = len(levels.timesteps)
+        forcing_rows = levels.timesteps, np.arange(iterations, dtype=np.int32), None
     else:
-        rounds = len(forcing.timesteps)
+        iterations = len(forcing.timesteps)
         forcing_rows = forcing
     if computed is None:
-        computed = np.ones(rounds, bool)
+        computed = np.ones(iterations, bool)
     return jax.tree.map(_filled, Tables(solver, *forcing_rows, computed))
 
 
@@ -67,7 +67,7 @@ def _filled(rows: np.ndarray) -> np.ndarray:
 
 
 class Conditions(NamedTuple):
-    """What a run is told besides its noise; nothing here changes from round to round."""
+    """What a run is told besides its noise; nothing here changes from iteration to iteration."""
 
     context: WanContext
     """Of the prompt and, with guidance, of the negative prompt in a second row."""
@@ -85,7 +85,7 @@ class Conditions(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from round to round."""
+    """What goes from iteration to iteration."""
 
     solver: unipc.UniPCState
     residual: Float32[Array, "G F h w D"] | None
@@ -98,23 +98,23 @@ class Denoiser:
     def __init__(self, transformer: Component[WanModel]):
         self._transformer = transformer
         options = ("guidance", "causal_block_size", "attention")
-        self.program = Program(self._rounds, options=options, donate=(1,))
-        """Of weights, carry, tables, conditions, and the first round and the one after the last to run."""
+        self.program = Program(self._iterations, options=options, donate=(1,))
+        """Of weights, carry, tables, conditions, and the first iteration and the one after the last to run."""
 
     def start(self, noise: Float32[Array, "1 F h w C"], *, guided: bool, cached: bool) -> Carry:
-        """What goes into the first round.
+        """What goes into the first iteration.
 
         Args:
             noise: and, where frames are given, those in their places.
             guided: whether there is a second row.
-            cached: whether some rounds leave the blocks out.
+            cached: whether some iterations leave the blocks out.
         """
         _, F, h, w, _ = noise.shape
         config: WanConfig = self._transformer.config
         size = (1 + guided, F, h // config.patch, w // config.patch, config.dim)
         return Carry(unipc.start(noise), jnp.zeros(size, jnp.float32) if cached else None)
 
-    def _rounds(
+    def _iterations(
         self,
         weights: Weights,
         carry: Carry,
@@ -153,7 +153,7 @@ class Denoiser:
                 residual = after - before
             return model.unembed(after, e), residual
 
-        def one_round(i: Array, carry: Carry) -> Carry:
+        def one_iteration(i: Array, carry: Carry) -> Carry:
             solver, residual = carry
             computed = jnp.asarray(tables.computed)[i]
             timesteps, x = jnp.asarray(tables.timesteps)[i], solver.sample
@@ -178,7 +178,7 @@ class Denoiser:
             update = None if tables.update is None else jnp.asarray(tables.update)[i]
             return Carry(unipc.step(tables.solver, jnp.asarray(tables.row)[i], solver, found, update), residual)
 
-        return jax.lax.fori_loop(begin, end, one_round, carry)
+        return jax.lax.fori_loop(begin, end, one_iteration, carry)
 
 
 def _with_noise(

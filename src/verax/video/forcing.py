@@ -1,7 +1,7 @@
 """Diffusion forcing: frames of one clip at different noise levels, the earlier ones ahead of the later.
 
 As in SkyReels-V2 (2025), `generate_timestep_matrix`. Latent frames go in blocks. Block 0 takes a step in
-every round; block i follows `ar_step` steps behind block i - 1 until that is done, and then goes on by itself. With
+every iteration; block i follows `ar_step` steps behind block i - 1 until that is done, and then goes on by itself. With
 `ar_step` 0 all go together. Frames that are given (an image, the end of an earlier clip) count as done from the start.
 """
 
@@ -21,7 +21,7 @@ _NOT_STARTED = 999
 
 
 class ForcingSchedule(NamedTuple):
-    """What each of `R` rounds does with each of `F` latent frames."""
+    """What each of `R` iterations does with each of `F` latent frames."""
 
     timesteps: Int32[np.ndarray, "R F"]
     """What the model is told."""
@@ -40,7 +40,7 @@ def forcing_schedule(
     prefix: int = 0,
     fixed: bool = True,
 ) -> ForcingSchedule:
-    """The rounds of a clip.
+    """The iterations of a clip.
 
     Args:
         frames: latent frames, a multiple of `causal_block_size`.
@@ -70,16 +70,16 @@ def forcing_schedule(
     timestep_of = np.concatenate([[_NOT_STARTED], timesteps, [0]]).astype(np.int32)
     counts = np.zeros(blocks, np.int32)
     counts[:done] = N + 1
-    rounds, updates = [], []
+    iterations, updates = [], []
     while (counts < N).any():
         after = np.empty_like(counts)
         for i in range(blocks):
             goes_alone = i == 0 or counts[i - 1] >= N
             after[i] = np.clip(counts[i] + 1 if goes_alone else after[i - 1] - ar_step, 0, N + 1)
-        rounds.append(after)
+        iterations.append(after)
         updates.append((after != counts) & (after <= N))
         counts = after
-    matrix = np.repeat(np.array(rounds, np.int32).reshape(-1, blocks), causal_block_size, axis=1)
+    matrix = np.repeat(np.array(iterations, np.int32).reshape(-1, blocks), causal_block_size, axis=1)
     update = np.repeat(np.array(updates, bool).reshape(-1, blocks), causal_block_size, axis=1)
     if fixed:
         matrix[:, :prefix], update[:, :prefix] = N + 1, False

@@ -56,7 +56,7 @@ class VideoOutput:
     complete: bool = True
     """False if the callback ended the run."""
     steps: int = 0
-    """Rounds of all segments."""
+    """Iterations of all segments."""
     computed: int = 0
     """Those of them that ran the transformer's blocks."""
     seconds: dict[str, float] = field(default_factory=dict)

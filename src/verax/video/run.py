@@ -72,7 +72,7 @@ class Run:
         self._segment = 0
         self._config: WanConfig = stages.transformer.config
         self._seconds: dict[str, float] = {}
-        self._rounds = self._computed = 0
+        self._iterations = self._computed = 0
         self._latents: list[Array] = []
         self._undecoded: Array | None = None
         self._frames: list[np.ndarray] = []
@@ -98,7 +98,7 @@ class Run:
             fps=request.fps,
             seed=request.seed,
             complete=complete,
-            steps=self._rounds,
+            steps=self._iterations,
             computed=self._computed,
             seconds=self._seconds,
         )
@@ -262,7 +262,7 @@ class Run:
         if last_latents is not None:
             sample = jnp.concatenate([sample, last_latents], axis=1)
         fps = np.array([request.fps], np.int32) if self._config.inject_sample_info else None
-        looked_up, rounds = self._tables(size, prefix, sample.shape[1], fps)
+        looked_up, iterations = self._tables(size, prefix, sample.shape[1], fps)
         noisy = request.addnoise_condition > 0 and prefix > 0
         conditions = Conditions(
             context=context,
@@ -273,23 +273,23 @@ class Run:
             added_noise=np.array(request.addnoise_condition, np.int32),
             key=jax.random.fold_in(jax.random.key(request.seed + 1), self._segment),
         )
-        computed = int(looked_up.computed[:rounds].sum())
+        computed = int(looked_up.computed[:iterations].sum())
         carry = self._denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
-        each = 1 if request.callback is not None or self._shows else rounds
-        fewer = f", {computed} of {rounds} steps computed" if computed < rounds else ""
-        with self._stage("denoise", rounds, fewer) as step, stages.transformer.weights() as weights:
-            for begin in range(0, rounds, each):
+        each = 1 if request.callback is not None or self._shows else iterations
+        fewer = f", {computed} of {iterations} steps computed" if computed < iterations else ""
+        with self._stage("denoise", iterations, fewer) as step, stages.transformer.weights() as weights:
+            for begin in range(0, iterations, each):
                 # Numbers as arrays: a program's arguments.
                 bounds = np.int32(begin), np.int32(begin + each)
                 carry = self._denoiser.program(
                     weights, carry, looked_up, conditions, *bounds, **request.program_options
                 )
                 step(begin + each, latents=jax.block_until_ready(carry.solver.sample))
-        self._rounds, self._computed = self._rounds + rounds, self._computed + computed
+        self._iterations, self._computed = self._iterations + iterations, self._computed + computed
         return carry.solver.sample if last_latents is None else carry.solver.sample[:, :size]
 
     def _tables(self, size: int, prefix: int, frames: int, fps: Any, *, planned: bool = False) -> tuple[Tables, int]:
-        """What a segment's rounds look up, and how many there are; if `planned`, without the transformer's say."""
+        """What a segment's iterations look up, and how many there are; if `planned`, without the transformer's say."""
         request = self._request
         levels = noise_levels(request.num_inference_steps, request.shift, self._reference)
         forcing = None
@@ -307,11 +307,11 @@ class Run:
             timesteps = forcing.timesteps
             if request.addnoise_condition:
                 timesteps = np.where(np.arange(frames) < prefix, np.int32(request.addnoise_condition), timesteps)
-        computed = self._computed_rounds(timesteps, fps) if request.cache and not planned else None
+        computed = self._computed_iterations(timesteps, fps) if request.cache and not planned else None
         overwritten = self._settings.kind == "df" and self._reference == "diffusers"
         return tables(levels, forcing, computed, overwritten=overwritten), len(timesteps)
 
-    def _computed_rounds(self, timesteps: np.ndarray, fps: Any) -> Bool[np.ndarray, "R"]:
+    def _computed_iterations(self, timesteps: np.ndarray, fps: Any) -> Bool[np.ndarray, "R"]:
         request, stages = self._request, self._stages
         cache = teacache_for(
             width=self._config.dim,
@@ -398,7 +398,7 @@ class Run:
 
 
 def _closed(schedule: ForcingSchedule, size: int) -> ForcingSchedule:
-    """The rounds of a segment with frames behind its own: those are clean, and stay as they are."""
+    """The iterations of a segment with frames behind its own: those are clean, and stay as they are."""
     timesteps, update = schedule.timesteps.copy(), schedule.update.copy()
     timesteps[:, size:], update[:, size:] = 0, False
     return schedule._replace(timesteps=timesteps, update=update)
