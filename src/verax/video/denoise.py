@@ -32,13 +32,13 @@ class Tables(NamedTuple):
     timesteps: Int32[np.ndarray, "R *F"]
     row: Int32[np.ndarray, "R *F"]
     update: Bool[np.ndarray, "R F"] | None
-    computed: Bool[np.ndarray, "R"]
+    run_blocks: Bool[np.ndarray, "R"]
 
 
 def tables(
     levels: NoiseLevels,
     forcing: ForcingSchedule | None = None,
-    computed: Bool[np.ndarray, "R"] | None = None,
+    run_blocks: Bool[np.ndarray, "R"] | None = None,
     *,
     overwritten: bool = False,
 ) -> Tables:
@@ -47,7 +47,7 @@ def tables(
     Args:
         levels: its noise levels.
         forcing: what each latent frame does in each iteration; None for all frames together.
-        computed: iterations in which the blocks run; all if None.
+        run_blocks: iterations in which the blocks run; all if None.
         overwritten: see `unipc.tabulate`.
     """
     solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
@@ -57,9 +57,9 @@ def tables(
     else:
         iterations = len(forcing.timesteps)
         forcing_rows = forcing
-    if computed is None:
-        computed = np.ones(iterations, bool)
-    return jax.tree.map(_filled, Tables(solver, *forcing_rows, computed))
+    if run_blocks is None:
+        run_blocks = np.ones(iterations, bool)
+    return jax.tree.map(_filled, Tables(solver, *forcing_rows, run_blocks))
 
 
 def _filled(rows: np.ndarray) -> np.ndarray:
@@ -135,7 +135,7 @@ class Denoiser:
             timesteps: Int32[Array, "*F"],
             rows: WanContext,
             residual: Any,
-            computed: Any,
+            run_blocks: Any,
         ) -> tuple[Array, Any]:
             """Of some rows, and what the blocks added."""
             G = x.shape[0]
@@ -143,19 +143,19 @@ class Denoiser:
             e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
             before = model.embed_latents(x)
 
-            def run() -> Array:
+            def with_blocks() -> Array:
                 return model.run_blocks(before, e0, rows, causal_block_size=causal_block_size, attention=attention)
 
             if residual is None:
-                after = run()
+                after = with_blocks()
             else:
-                after = jax.lax.cond(computed, run, lambda: before + residual)
+                after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
                 residual = after - before
             return model.unembed(after, e), residual
 
         def one_iteration(i: Array, carry: Carry) -> Carry:
             solver, residual = carry
-            computed = jnp.asarray(tables.computed)[i]
+            run_blocks = jnp.asarray(tables.run_blocks)[i]
             timesteps, x = jnp.asarray(tables.timesteps)[i], solver.sample
             if conditions.prefix_mask is not None:
                 timesteps, x = _with_noise(timesteps, x, conditions, i)
@@ -165,13 +165,13 @@ class Denoiser:
                 # One row after the other through one copy of the model in the program.
                 def one_row(row: tuple[Any, Any]) -> tuple[Array, Any]:
                     context, added = jax.tree.map(lambda a: a[None], row)
-                    return jax.tree.map(lambda a: a[0], velocity(x, timesteps, context, added, computed))
+                    return jax.tree.map(lambda a: a[0], velocity(x, timesteps, context, added, run_blocks))
 
                 found, residual = jax.lax.map(one_row, (conditions.context, residual))
             else:
                 rows = 1 if guidance is None else 2
                 x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
-                found, residual = velocity(x, timesteps, conditions.context, residual, computed)
+                found, residual = velocity(x, timesteps, conditions.context, residual, run_blocks)
             if guidance is not None:
                 cond, uncond = found[:1], found[1:]
                 found = uncond + conditions.guidance_scale * (cond - uncond)

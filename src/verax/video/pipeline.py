@@ -208,7 +208,7 @@ class VideoPipeline:
             output_type: `"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.
             callback: told of every step, see `VideoProgress`; the run ends if it returns False.
             cache: `"teacache"` to leave out the transformer's blocks in steps that change little.
-            cache_threshold: see `teacache.computed_steps`.
+            cache_threshold: see `teacache.steps_running_blocks`.
             guidance: `"batch"` for prompt and negative prompt together, `"sequential"` for one after the other, in less
                 memory; `"auto"` for the first that fits.
             ar_step: diffusion forcing: how many steps a block is behind the one before it; 0 for all together.

@@ -27,7 +27,7 @@ from verax.video.resume import FinishedSegments
 from verax.video.settings import VideoSettings
 from verax.video.sigmas import noise_levels
 from verax.video.stages import Stages
-from verax.video.teacache import computed_steps, teacache_for
+from verax.video.teacache import steps_running_blocks, teacache_for
 
 __all__ = ["Run"]
 
@@ -273,7 +273,7 @@ class Run:
             added_noise=np.array(request.addnoise_condition, np.int32),
             key=jax.random.fold_in(jax.random.key(request.seed + 1), self._segment),
         )
-        computed = int(looked_up.computed[:iterations].sum())
+        computed = int(looked_up.run_blocks[:iterations].sum())
         carry = self._denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
         each = 1 if request.callback is not None or self._shows else iterations
         fewer = f", {computed} of {iterations} steps computed" if computed < iterations else ""
@@ -307,11 +307,11 @@ class Run:
             timesteps = forcing.timesteps
             if request.addnoise_condition:
                 timesteps = np.where(np.arange(frames) < prefix, np.int32(request.addnoise_condition), timesteps)
-        computed = self._computed_iterations(timesteps, fps) if request.cache and not planned else None
+        run_blocks = self._run_blocks(timesteps, fps) if request.cache and not planned else None
         overwritten = self._settings.kind == "df" and self._reference == "diffusers"
-        return tables(levels, forcing, computed, overwritten=overwritten), len(timesteps)
+        return tables(levels, forcing, run_blocks, overwritten=overwritten), len(timesteps)
 
-    def _computed_iterations(self, timesteps: np.ndarray, fps: Any) -> Bool[np.ndarray, "R"]:
+    def _run_blocks(self, timesteps: np.ndarray, fps: Any) -> Bool[np.ndarray, "R"]:
         request, stages = self._request, self._stages
         cache = teacache_for(
             width=self._config.dim,
@@ -320,7 +320,7 @@ class Run:
         )
         with stages.transformer.weights() as weights:
             embedded = jax.tree.map(np.asarray, stages.time_program(weights, timesteps, fps))
-        return computed_steps(timesteps, lambda _: embedded, request.cache_threshold, cache)
+        return steps_running_blocks(timesteps, lambda _: embedded, request.cache_threshold, cache)
 
     def _noise(self, size: int) -> Float32[Array, "1 F h w C"]:
         request, geometry = self._request, self._geometry

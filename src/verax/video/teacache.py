@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int32
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["TeaCache", "computed_steps", "teacache_for"]
+__all__ = ["TeaCache", "steps_running_blocks", "teacache_for"]
 
 Embedding = Callable[[Int32[np.ndarray, "R ..."]], tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]]]
 """`(e, e0)` of each row of timesteps: the embedding of time, and its projection that modulates the blocks."""
@@ -69,7 +69,7 @@ def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bo
     return TeaCache(_TABLE[row, projected], projected, *((5, 0) if projected else (1, 1)))
 
 
-def computed_steps(
+def steps_running_blocks(
     timesteps: Int32[np.ndarray, "R ..."], embedding: Embedding, threshold: float, cache: TeaCache
 ) -> Bool[np.ndarray, "R"]:
     """Which steps compute the blocks; the others reuse what was added last.
@@ -86,12 +86,12 @@ def computed_steps(
     if not threshold > 0:
         raise InvalidParameterError(f"cache_threshold: expected a number above 0, got {threshold}")
     R = len(timesteps)
-    computed = np.ones(R, bool)
+    run_blocks = np.ones(R, bool)
     change = 0.0
     rows = embedding(timesteps)[cache.projected]
     for i in range(cache.first, R - cache.last):
         change += np.polyval(cache.polynomial, np.abs(rows[i] - rows[i - 1]).mean() / np.abs(rows[i - 1]).mean())
-        computed[i] = change >= threshold
-        if computed[i]:
+        run_blocks[i] = change >= threshold
+        if run_blocks[i]:
             change = 0.0
-    return computed
+    return run_blocks
