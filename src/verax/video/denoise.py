@@ -19,14 +19,14 @@ from verax.video.forcing import ForcingSchedule
 from verax.video.programs import Component, Program, Weights
 from verax.video.sigmas import NoiseLevels
 
-__all__ = ["Carry", "Conditions", "Denoiser", "Tables", "tables"]
+__all__ = ["Carry", "Conditions", "Denoiser", "Tables", "make_tables"]
 
 ROWS = 64
 """Tables are filled up to a multiple of this, so that another number of steps is no other program."""
 
 
 class Tables(NamedTuple):
-    """What each of a run's iterations looks up; rows beyond the last are never read."""
+    """Values for each of a run's iterations; rows beyond the last are never read."""
 
     solver: unipc.UniPCTable
     timesteps: Int32[np.ndarray, "R *F"]
@@ -35,7 +35,7 @@ class Tables(NamedTuple):
     run_blocks: Bool[np.ndarray, "R"]
 
 
-def tables(
+def make_tables(
     levels: NoiseLevels,
     forcing: ForcingSchedule | None = None,
     run_blocks: Bool[np.ndarray, "R"] | None = None,

@@ -17,7 +17,7 @@ from verax import progress
 from verax.errors import InvalidParameterError
 from verax.models.wan.model import WanConfig
 from verax.video import images
-from verax.video.denoise import Conditions, Denoiser, Tables, tables
+from verax.video.denoise import Conditions, Denoiser, Tables, make_tables
 from verax.video.forcing import ForcingSchedule, forcing_schedule
 from verax.video.geometry import LatentGeometry
 from verax.video.memory import StageMemory, plan_memory
@@ -146,10 +146,10 @@ class Run:
         begins = request.image is not None or request.video is not None or len(self._sizes) > 1
         prefix = int(begins and self._settings.kind == "df")
         fps = np.array([request.fps], np.int32) if self._config.inject_sample_info else None
-        looked_up, _ = self._tables(size, prefix, size + (request.last_image is not None), fps, planned=True)
+        tables, _ = self._tables(size, prefix, size + (request.last_image is not None), fps, planned=True)
         return plan_memory(
             request,
-            looked_up,
+            tables,
             settings=self._settings,
             geometry=self._geometry,
             reference=self._reference,
@@ -262,7 +262,7 @@ class Run:
         if last_latents is not None:
             sample = jnp.concatenate([sample, last_latents], axis=1)
         fps = np.array([request.fps], np.int32) if self._config.inject_sample_info else None
-        looked_up, iterations = self._tables(size, prefix, sample.shape[1], fps)
+        tables, iterations = self._tables(size, prefix, sample.shape[1], fps)
         noisy = request.addnoise_condition > 0 and prefix > 0
         conditions = Conditions(
             context=context,
@@ -273,7 +273,7 @@ class Run:
             added_noise=np.array(request.addnoise_condition, np.int32),
             key=jax.random.fold_in(jax.random.key(request.seed + 1), self._segment),
         )
-        computed = int(looked_up.run_blocks[:iterations].sum())
+        computed = int(tables.run_blocks[:iterations].sum())
         carry = self._denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
         each = 1 if request.callback is not None or self._shows else iterations
         fewer = f", {computed} of {iterations} steps computed" if computed < iterations else ""
@@ -281,15 +281,13 @@ class Run:
             for begin in range(0, iterations, each):
                 # Numbers as arrays: a program's arguments.
                 bounds = np.int32(begin), np.int32(begin + each)
-                carry = self._denoiser.program(
-                    weights, carry, looked_up, conditions, *bounds, **request.program_options
-                )
+                carry = self._denoiser.program(weights, carry, tables, conditions, *bounds, **request.program_options)
                 step(begin + each, latents=jax.block_until_ready(carry.solver.sample))
         self._iterations, self._computed = self._iterations + iterations, self._computed + computed
         return carry.solver.sample if last_latents is None else carry.solver.sample[:, :size]
 
     def _tables(self, size: int, prefix: int, frames: int, fps: Any, *, planned: bool = False) -> tuple[Tables, int]:
-        """What a segment's iterations look up, and how many there are; if `planned`, without the transformer's say."""
+        """Tables of a segment's iterations, and how many there are; if `planned`, without the transformer's say."""
         request = self._request
         levels = noise_levels(request.num_inference_steps, request.shift, self._reference)
         forcing = None
@@ -309,7 +307,7 @@ class Run:
                 timesteps = np.where(np.arange(frames) < prefix, np.int32(request.addnoise_condition), timesteps)
         run_blocks = self._run_blocks(timesteps, fps) if request.cache and not planned else None
         overwritten = self._settings.kind == "df" and self._reference == "diffusers"
-        return tables(levels, forcing, run_blocks, overwritten=overwritten), len(timesteps)
+        return make_tables(levels, forcing, run_blocks, overwritten=overwritten), len(timesteps)
 
     def _run_blocks(self, timesteps: np.ndarray, fps: Any) -> Bool[np.ndarray, "R"]:
         request, stages = self._request, self._stages
