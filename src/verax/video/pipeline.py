@@ -238,7 +238,7 @@ class VideoPipeline:
             )
             if why is not None:
                 raise RequestRefusedError(why)
-        return self._run(request).serve()
+        return self._run(request).run()
 
     def plan(self, prompt: str | Sequence[str] | None = None, **options: Any) -> list[StageMemory]:
         """The memory that each stage of a request will need; compiles its programs, and runs and reads nothing.

@@ -49,7 +49,7 @@ class _StoppedError(Exception):
 
 
 class Run:
-    """A request being served. Made for one call of `serve`."""
+    """A request being served. Made for one call of `run`."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class Run:
         self._undecoded: Array | None = None
         self._frames: list[np.ndarray] = []
 
-    def serve(self) -> VideoOutput:
+    def run(self) -> VideoOutput:
         """The clip, or as much of it as there is when the callback stops it."""
         try:
-            self._serve()
+            self._run_stages()
             complete = True
         except _StoppedError:
             complete = False
@@ -103,7 +103,7 @@ class Run:
             seconds=self._seconds,
         )
 
-    def _serve(self) -> None:
+    def _run_stages(self) -> None:
         request, stages = self._request, self._stages
         finished = FinishedSegments(request, self._sizes, self._about)
         texts = self._texts()
