@@ -1,4 +1,4 @@
-"""Clips and contact sheets into files, whole or not at all: written to one side, then renamed."""
+"""Files of clips and contact sheets, written whole or not at all: to a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from verax.errors import InvalidParameterError
 __all__ = ["CRF", "atomic_path", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
 
 CRF = 18
-"""x264's constant rate factor: 0 loses nothing, 51 is worst; 18 is taken for visually lossless."""
+"""x264's constant rate factor: 0 is lossless, 51 the worst; 18 is visually lossless."""
 
 SUFFIXES = (".mp4", ".gif", ".webp", "")
-"""What is written; no suffix is a folder."""
+"""Suffixes of clips; no suffix is a folder of .png."""
 
 _FRAME = re.compile(r"frame_\d{5,}\.png")
 _BT709 = 1
-"""Code of that colour space, its primaries and its transfer, in H.264's tables: what players assume of HD video."""
+"""Code of BT.709 in H.264's tables of color spaces, primaries and transfers: players assume it of HD video."""
 
 _TEXT_SIZE = 12
-"""Pixels; of a contact sheet's captions, as is the margin around its images."""
+"""Size in pixels of a contact sheet's captions, and of the margin around its images."""
 
 
 def check_path(path: str | Path, *, name: str = "path") -> Path:
-    """The path, if a clip can be written there: asked before hours of work are done for it.
+    """Check that a clip can be written to a path, before any work; return the path.
 
     Raises:
         InvalidParameterError: for another suffix, a missing parent folder, or something in the way.
@@ -57,7 +57,7 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
 
 
 def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
-    """The path, if a contact sheet can be written there.
+    """Check that a contact sheet can be written to a path; return the path.
 
     Raises:
         InvalidParameterError: for another suffix than .png, or a missing parent folder.
@@ -72,7 +72,7 @@ def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
 
 
 def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: float, crf: int = CRF) -> Path:
-    """Write a clip in the format that the path's suffix says; the path. What was there is replaced.
+    """Write a clip in the format of the path's suffix, in place of a file or folder that is there; return the path.
 
     Args:
         frames: RGB.
@@ -119,7 +119,7 @@ def write_contact_sheet(
     captions: Sequence[str] | None = None,
     columns: int | None = None,
 ) -> Path:
-    """Write images in rows into one .png, each with its caption below; the path.
+    """Write images in rows into one .png, each with its caption below; return the path.
 
     Args:
         images: of any sizes; each cell has the size of the largest.
@@ -165,7 +165,7 @@ def check_parent(path: Path, name: str) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A path to write to, file or folder, which takes the place of `path` if all goes well and is gone if not."""
+    """Temporary path of a file or folder, which replaces `path` when the context ends, or is removed on an error."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")
     try:
@@ -208,7 +208,7 @@ def _write_animation(frames: np.ndarray, path: Path, fps: float) -> None:
 
 
 def _wrapped(text: str, width: int, length: Callable[[str], float]) -> list[str]:
-    """Lines of whole words, each at most `width` wide if a word is."""
+    """Lines of whole words, each at most `width` wide unless one word is wider."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
