@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verax.text.sampling_params import SamplingParams
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
+    from verax.video.request import VideoRequest
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "VideoOutput",
     "VideoPipeline",
     "VideoProgress",
+    "VideoRequest",
     "__version__",
     "checkpoint",
     "compare",
@@ -43,6 +45,7 @@ _HOMES = {
     "VideoOutput": "verax.video.outputs",
     "VideoPipeline": "verax.video.pipeline",
     "VideoProgress": "verax.video.outputs",
+    "VideoRequest": "verax.video.request",
 }
 _MODULES = ("checkpoint", "compare", "models", "ops")
 

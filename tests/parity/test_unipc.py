@@ -94,7 +94,9 @@ def diffusers_matrix(frames, timesteps, ar_step, prefix, block):
 def test_forcing_schedules_are_those_of_diffusers(frames, ar_step, prefix, block, steps):
     timesteps = noise_levels(steps, 8.0, "diffusers").timesteps
     matrix, index, mask = diffusers_matrix(frames, timesteps, ar_step, prefix, block)
-    ours = forcing_schedule(frames, timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix, fixed=False)
+    ours = forcing_schedule(
+        frames, timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix, keep_partial_blocks=False
+    )
     np.testing.assert_array_equal(ours.timesteps, matrix)
     np.testing.assert_array_equal(ours.update, mask)
     np.testing.assert_array_equal(ours.row[mask], index[mask] - 1)

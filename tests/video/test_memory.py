@@ -14,7 +14,9 @@ from verax.errors import RequestRefusedError
 from verax.video.geometry import LatentGeometry
 from verax.video.memory import StageMemory, out_of_memory_message
 from verax.video.programs import Component
-from verax.video.request import make_request
+from verax.video.request import VideoRequest
+from verax.video.resolve import resolve_request
+from verax.video.rules import SKYREELS
 from verax.video.settings import VideoSettings
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
@@ -27,12 +29,12 @@ def pipe(tmp_path_factory):
 
 
 def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
-    plan = pipe.plan("a red circle", **OPTIONS)
+    plan = pipe.plan(VideoRequest("a red circle", **OPTIONS))
     assert [one.stage for one in plan] == ["text", "image", "encode", "denoise", "decode"]
     assert all(one.work > 0 for one in plan)  # also where a program passes weights over
-    assert not pipe.stages.transformer.loaded
+    assert not pipe.denoiser.transformer.loaded
     denoise = plan[3]
-    assert denoise.weights == pipe.stages.transformer.size
+    assert denoise.weights == pipe.denoiser.transformer.size
     assert denoise.others == sum(
         one.size for one in (pipe.stages.text_encoder, pipe.stages.image_encoder, pipe.stages.vae)
     )
@@ -40,7 +42,7 @@ def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
     stages = pipe.stages
     programs = (
         pipe.denoiser.program,
-        *(stages.text_program, stages.image_program, stages.context_program),
+        *(stages.text_program, stages.image_program, pipe.denoiser.context_program),
         *(stages.condition_program, stages.decode_program),
     )
     counts = [program.count for program in programs]
@@ -62,10 +64,10 @@ def test_guidance_is_in_turn_where_only_that_fits(pipe, monkeypatch, caplog):
     monkeypatch.setattr(VideoPipeline, "_plan", lambda _, asked: [StageMemory("denoise", 0, 0, needs[asked.guidance])])
     for free, peak in ((2, 2), (0, 2), (None, 2)):
         monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _, free=free: free)
-        assert pipe.plan("a red circle", **OPTIONS)[0].peak == peak
+        assert pipe.plan(VideoRequest("a red circle", **OPTIONS))[0].peak == peak
     monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: 1)
     assert caplog.text == ""
-    assert pipe.plan("a red circle", **OPTIONS)[0].peak == 1
+    assert pipe.plan(VideoRequest("a red circle", **OPTIONS))[0].peak == 1
     assert "guidance: prompt and negative prompt one after the other" in caplog.text
 
 
@@ -73,11 +75,8 @@ GEOMETRY = LatentGeometry(frames_per_latent=4, pixels_per_latent=8, pixels_per_t
 
 
 def request(**options):
-    names = VideoPipeline.__call__.__annotations__
-    given: dict[str, Any] = {name: None for name in names if name != "return"}
-    plain = dict(seed=1, output_type="video", cache_threshold=0.2, guidance="batch", ar_step=0, addnoise_condition=0)
-    given.update(prompt="a", attention="standard", **plain)
-    return make_request(VideoSettings(kind="df"), GEOMETRY, "skyreels", **{**given, **options})
+    asked = VideoRequest("a", attention=options.pop("attention", "standard"), guidance="batch", **options)
+    return resolve_request(asked, VideoSettings(kind="df"), GEOMETRY, SKYREELS)
 
 
 def plan_of(asked, change):
@@ -136,4 +135,4 @@ def test_offloaded_weights_wait_in_the_hosts_memory():
 def test_a_cpu_says_that_it_has_nowhere_to_offload_to(tmp_path, caplog):
     pipe = VideoPipeline.from_pretrained(video_folder("t2v", tmp_path / "t2v"), offload=True)
     assert "offload: a CPU has one memory" in caplog.text
-    assert pipe.stages.transformer.keep
+    assert pipe.denoiser.transformer.keep

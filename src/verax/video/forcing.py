@@ -1,8 +1,9 @@
 """Diffusion forcing: frames of one clip at different noise levels, the earlier ones ahead of the later.
 
-As in SkyReels-V2 (2025), `generate_timestep_matrix`. Latent frames go in blocks. Block 0 takes a step in
-every iteration; block i follows `ar_step` steps behind block i - 1 until that is done, and then goes on by itself. With
-`ar_step` 0 all go together. Frames that are given (an image, the end of an earlier clip) count as done from the start.
+As in SkyReels-V2 (2025), `generate_timestep_matrix`. Latent frames are grouped in blocks. Block 0 takes a step in every
+iteration. Block i is `ar_step` steps behind block i - 1 until that is done, and then takes a step in every iteration.
+With `ar_step` 0 all blocks take their steps together. Prefix frames (an image, the end of an earlier clip) count as
+done from the start.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from verax.errors import InvalidParameterError
 __all__ = ["ForcingSchedule", "forcing_schedule"]
 
 _NOT_STARTED = 999
-"""The timestep that the model is told of frames that are noise and wait for their turn."""
+"""Timestep of frames that are noise and whose first step is still to come."""
 
 
 class ForcingSchedule(NamedTuple):
-    """What each of `R` iterations does with each of `F` latent frames."""
+    """Steps of `F` latent frames in `R` iterations.
+
+    Attributes:
+        timesteps: timestep of each frame.
+        row: row of the solver's table, where `update` is set.
+        update: True for frames that take a step.
+    """
 
     timesteps: Int32[np.ndarray, "R F"]
-    """What the model is told."""
     row: Int32[np.ndarray, "R F"]
-    """Which row of the solver's table, where `update` is set."""
     update: Bool[np.ndarray, "R F"]
-    """Frames that take a step."""
 
 
 def forcing_schedule(
@@ -38,18 +42,18 @@ def forcing_schedule(
     ar_step: int = 0,
     causal_block_size: int = 1,
     prefix: int = 0,
-    fixed: bool = True,
+    keep_partial_blocks: bool = True,
 ) -> ForcingSchedule:
-    """The iterations of a clip.
+    """Iterations of a segment.
 
     Args:
         frames: latent frames, a multiple of `causal_block_size`.
-        timesteps: of a run of N steps.
-        ar_step: how many steps a block is behind the one before it; 0 for all together.
+        timesteps: timestep of each of N steps.
+        ar_step: steps by which a block is behind the one before it; 0 for all together.
         causal_block_size: latent frames in a block.
-        prefix: latent frames at the beginning that are given.
-        fixed: leave all of them as they are. If False, as in diffusers, only those that fill whole blocks: others are
-            taken for noise.
+        prefix: latent frames at the beginning that are not denoised.
+        keep_partial_blocks: True to leave all of them as they are. False, as in diffusers, to leave only those that
+            fill whole blocks: the others are taken for noise.
 
     Raises:
         InvalidParameterError: if a size is out of range, or the frames cannot be cut into blocks.
@@ -81,6 +85,6 @@ def forcing_schedule(
         counts = after
     matrix = np.repeat(np.array(iterations, np.int32).reshape(-1, blocks), causal_block_size, axis=1)
     update = np.repeat(np.array(updates, bool).reshape(-1, blocks), causal_block_size, axis=1)
-    if fixed:
+    if keep_partial_blocks:
         matrix[:, :prefix], update[:, :prefix] = N + 1, False
     return ForcingSchedule(timestep_of[matrix], np.clip(matrix - 1, 0, N - 1), update)

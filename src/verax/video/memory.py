@@ -1,167 +1,95 @@
-"""What a run will need, stage by stage, by the compiled programs' own account, before anything is read or run."""
+"""Memory of a run, stage by stage, from the compiled programs, before weights are read or anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import psutil
-
-from verax.models.wan.model import WanConfig
-from verax.video.denoise import Conditions, Denoiser, Tables
+from verax import ops
+from verax.video.calls import StageCall
 from verax.video.geometry import LatentGeometry
-from verax.video.programs import Component, Memory
-from verax.video.request import VideoRequest
-from verax.video.settings import VideoSettings
-from verax.video.stages import Stages
+from verax.video.programs import Component, ProgramCall
+from verax.video.request import ResolvedRequest
 
 __all__ = ["StageMemory", "format_bytes", "free_memory", "largest", "out_of_memory_message", "plan_memory"]
 
-
 SPARE = 0.9
-"""Of the memory that fewer or smaller frames would have: the rest is for what does not shrink with them."""
+"""Share of the memory that fewer or smaller frames are fitted to: not everything shrinks with them."""
 
 
 class StageMemory(NamedTuple):
-    """Bytes of one stage."""
+    """Bytes of one stage.
+
+    Attributes:
+        stage: name of the stage.
+        weights: weights of the model that runs.
+        others: weights of other models that are on the device meanwhile.
+        work: inputs, results and buffers in between.
+    """
 
     stage: str
     weights: int
-    """Of the model that runs."""
     others: int
-    """Of models that are on the device meanwhile."""
     work: int
-    """Inputs, results and what is needed in between."""
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """Sum of all."""
         return self.weights + self.others + self.work
 
 
-def plan_memory(
-    request: VideoRequest,
-    tables: Tables,
-    *,
-    settings: VideoSettings,
-    geometry: LatentGeometry,
-    reference: str,
-    stages: Stages,
-    denoiser: Denoiser,
-) -> list[StageMemory]:
-    """The stages of a request's largest segment, in their order.
+def plan_memory(stages: Sequence[StageCall]) -> list[StageMemory]:
+    """Memory of a run, with one row for each stage and model, of the largest segment.
 
-    Compiles what the run will need, which the run then finds compiled.
+    Compiles the programs of the largest calls, which the run then finds compiled.
 
     Args:
-        request: checked.
-        tables: of its largest segment.
-        settings, geometry, reference: its pipeline's.
-        stages, denoiser: where it will run.
+        stages: stages of the run, as `run.stages_of` lists them.
     """
-    config: WanConfig = stages.transformer.config
-    rows = 1 + request.guided
-    sizes = request.segments(geometry)
-    size = max(sizes) + (request.last_image is not None)
-    h, w = request.height // geometry.pixels_per_latent, request.width // geometry.pixels_per_latent
-    chunk = stages.chunk(request.height, request.width)
+    # Of the calls of one program in stages of one name, the largest; others are shorter segments.
+    calls: dict[tuple[str, str], dict[int, ProgramCall]] = {}
+    for stage in stages:
+        for call in stage.calls:
+            programs = calls.setdefault((stage.name, call.component.name), {})
+            known = programs.get(id(call.program))
+            if known is None or call.argument_bytes > known.argument_bytes:
+                programs[id(call.program)] = call
     found: list[StageMemory] = []
     resident: dict[str, int] = {}
-
-    def add(stage: str, component: Component[Any], memory: Memory) -> None:
-        others = sum(size for name, size in resident.items() if name != component.name)
-        found.append(StageMemory(stage, component.size, others, memory.peak - component.size))
+    for (name, _), programs in calls.items():
+        component = next(iter(programs.values())).component
+        peak = max(call.memory().peak for call in programs.values())
+        others = sum(size for other, size in resident.items() if other != component.name)
+        found.append(StageMemory(name, component.size, others, peak - component.size))
         if component.keep:
             resident[component.name] = component.size
-
-    encoder = stages.text_encoder
-    if request.prompt is not None or (request.guided and request.negative_prompt_embeds is None):
-        tokens = jax.ShapeDtypeStruct((1, settings.text_tokens), jnp.int32)
-        add("text", encoder, stages.text_program.memory(encoder.shapes, tokens, jax.ShapeDtypeStruct((1,), jnp.int32)))
-    states: Any = None
-    image_condition: Any = None
-    if stages.image_encoder is not None and stages.image_program is not None:
-        encoder = stages.image_encoder
-        pixels = _floats(1, encoder.config.image_size, encoder.config.image_size, 3)
-        if request.image is not None:
-            add("image", encoder, stages.image_program.memory(encoder.shapes, pixels))
-        states = _floats(rows, 1 + encoder.config.num_patches, encoder.config.hidden_size)
-        image_condition = _floats(1, size, h, w, config.in_dim - geometry.channels)
-    weights = stages.vae.shapes
-    prefix_frames = 0 if request.video is None else request.overlap_history
-    if settings.kind == "i2v" and request.image is not None:
-        picture = jax.ShapeDtypeStruct((1, request.height, request.width, 3), jnp.uint8)
-        options = {"frames": request.num_frames, "chunk": chunk}
-        add("encode", stages.vae, stages.condition_program.memory(weights, picture, **options))
-    elif prefix_frames or request.image is not None or request.last_image is not None:
-        clip = jax.ShapeDtypeStruct((1, max(prefix_frames, 1), request.height, request.width, 3), jnp.uint8)
-        add("encode", stages.vae, stages.encode_program.memory(weights, clip, chunk=chunk))
-    noisy = request.addnoise_condition > 0 and (request.image is not None or prefix_frames > 0 or len(sizes) > 1)
-    tokens = settings.text_tokens if request.prompt_embeds is None else request.prompt_embeds.shape[1]
-    context_arguments = stages.transformer.shapes, _floats(rows, tokens, geometry.text_width), states
-    conditions = Conditions(
-        context=stages.context_program.results(*context_arguments),
-        image_condition=image_condition,
-        fps=np.zeros(1, np.int32) if config.inject_sample_info else None,
-        guidance_scale=np.zeros((), np.float32),
-        prefix_mask=np.zeros(size, bool) if noisy else None,
-        added_noise=np.zeros((), np.int32),
-        key=jax.random.key(0),
-    )
-    latents = _floats(1, size, h, w, geometry.channels)
-    cached = request.cache is not None
-    carry = jax.eval_shape(lambda noise: denoiser.start(noise, guided=request.guided, cached=cached), latents)
-    arguments = (stages.transformer.shapes, carry, tables, conditions, np.int32(0), np.int32(0))
-    add("denoise", stages.transformer, denoiser.program.memory(*arguments, **request.program_options))
-    # Diffusers' pipelines share latents between segments, and decode all as one clip.
-    again = len(sizes) > 1 and reference != "diffusers"
-    if request.output_type != "latent" or again:
-        whole = geometry.latents(request.num_frames) if reference == "diffusers" else max(sizes)
-        latents = _floats(1, whole, h, w, geometry.channels)
-        at_once = stages.decoding(request.height, request.width)
-        add("decode", stages.vae, stages.decode_program.memory(weights, latents, **at_once))
-    if again:
-        clip = _floats(1, request.overlap_history, request.height, request.width, 3)
-        add("encode again", stages.vae, stages.encode_program.memory(weights, clip, chunk=chunk))
     return found
 
 
-def _floats(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
 def largest(plan: Sequence[StageMemory]) -> StageMemory:
-    """The stage that needs most."""
+    """Stage with the highest peak."""
     return max(plan, key=lambda stage: stage.peak)
 
 
-def free_memory(stages: Stages) -> int | None:
-    """Bytes that a run may take on JAX's default device, with the models that are there; None if it does not tell."""
-    components = (stages.text_encoder, stages.image_encoder, stages.transformer, stages.vae)
-    ours = sum(one.size for one in components if one is not None and one.loaded)
-    if jax.default_backend() == "cpu":
-        return psutil.virtual_memory().available + ours
-    stats = jax.local_devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    return None if limit is None else limit - stats.get("bytes_in_use", 0) + ours
+def free_memory(components: Sequence[Component[Any]]) -> int | None:
+    """Bytes of the target that a run may take, those of its models included; None if that is unknown."""
+    free = ops.target().memory
+    return None if free is None else free + sum(one.size for one in components if one.loaded)
 
 
 def _alternatives(
-    request: VideoRequest, geometry: LatentGeometry, plan: Sequence[StageMemory], free: int
+    request: ResolvedRequest, geometry: LatentGeometry, plan: Sequence[StageMemory], free: int
 ) -> list[dict[str, int | str]]:
-    """Changes to a request that does not fit which may make it fit, the least loss first.
+    """Changes to a request that may make it fit, the least loss first.
 
-    Fewer frames and smaller ones are guessed from what a latent takes, with something to spare.
+    Fewer and smaller frames are estimated from the memory of a latent, with some to spare.
     """
     found: list[dict[str, int | str]] = []
     if request.guided and request.guidance == "batch":
         found.append({"guidance": "sequential"})
     if request.attention not in ("auto", "flash"):
         found.append({"attention": "flash"})
-    # Of the stage that is furthest beyond its share.
+    # The stage that exceeds the free memory most decides.
     share = min((free - one.weights - one.others) / one.work for one in plan) * SPARE
     if share <= 0:
         return found
@@ -179,20 +107,20 @@ def _alternatives(
 
 
 def out_of_memory_message(
-    request: VideoRequest,
+    request: ResolvedRequest,
     geometry: LatentGeometry,
     plan: Sequence[StageMemory],
     free: int,
     replan: Callable[[Mapping[str, Any]], Sequence[StageMemory]],
 ) -> str | None:
-    """Why a request cannot be served in the memory that is free, and what could; None if it can.
+    """Message for a request that does not fit in the free memory, with changes that would fit; None if it fits.
 
     Args:
-        request: with its defaults filled in.
-        geometry: its checkpoint's.
-        plan: what it needs.
-        free: bytes.
-        replan: the plan with some changes.
+        request: checked request.
+        geometry: sizes of the checkpoint.
+        plan: memory of the request.
+        free: free bytes.
+        replan: function that returns the plan of the request with some changes.
     """
     most = largest(plan)
     if most.peak <= free:
@@ -213,5 +141,5 @@ def out_of_memory_message(
 
 
 def format_bytes(size: int) -> str:
-    """Bytes, for people."""
+    """Bytes in MB or GB."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
