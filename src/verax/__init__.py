@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from verax.text.sampling_params import SamplingParams
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
+    from verax.video.request import VideoRequest
 
 __version__ = "0.1.0"
 """The one place of the version: pyproject.toml reads it from here."""
@@ -30,6 +31,7 @@ __all__ = [
     "VideoOutput",
     "VideoPipeline",
     "VideoProgress",
+    "VideoRequest",
     "__version__",
     "checkpoint",
     "compare",
@@ -49,6 +51,7 @@ _HOMES = {
     "VideoOutput": "verax.video.outputs",
     "VideoPipeline": "verax.video.pipeline",
     "VideoProgress": "verax.video.outputs",
+    "VideoRequest": "verax.video.request",
     "register_causal_lm": "verax.models",
 }
 _MODULES = ("checkpoint", "compare", "models", "ops")

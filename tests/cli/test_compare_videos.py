@@ -9,7 +9,7 @@ import pytest
 
 from verax.compare.videos import compare_clips
 from verax.video.files import write_clip
-from verax.video.pictures import read_clip
+from verax.video.images import read_clip
 
 
 def clip(frames=3, height=24, width=32):

@@ -117,7 +117,7 @@ def test_an_interrupt_leaves_what_was_there(run, folders, picture, tmp_path, mon
         (("--resolution", "480P"), "resolution: expected one of 540P, 720P, got '480P'"),
         (("--resolution", "540P", "--height", "64"), "resolution: give it, or height and width, not both"),
         (("--image", "missing.png"), "image: there is no file missing.png"),
-        (("--image", __file__), "cannot be read as a picture"),
+        (("--image", __file__), "cannot be read as an image"),
         (("-o", "out.avi"), "--output: "),
         (("-o", "no/such/out.gif"), "--output: there is no folder no/such"),
         (("--ar_step", "2"), "ar_step: needs a model for diffusion forcing"),

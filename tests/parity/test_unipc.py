@@ -21,10 +21,10 @@ STEPS = [1, 2, 3, 8, 30, 50]
 SHIFTS = [1.0, 3.0, 5.0, 8.0]
 
 
-def scheduler(grid, steps, shift):
-    """Diffusers' scheduler; on the original's grid, by handing it that grid's formula."""
+def scheduler(spacing, steps, shift):
+    """Diffusers' scheduler; on the original's schedule, by handing it that schedule's formula."""
     settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-    if grid == "diffusers":
+    if spacing == "diffusers":
         made = UniPCMultistepScheduler(**settings, flow_shift=shift)
         made.set_timesteps(steps)
     else:
@@ -41,20 +41,20 @@ def velocity(sample, timestep):
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("grid", ["skyreels", "diffusers"])
-def test_noise_levels_and_timesteps_are_the_references(grid, steps, shift):
-    theirs = scheduler(grid, steps, shift)
-    ours = noise_levels(steps, shift, grid)
+@pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
+def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
+    theirs = scheduler(spacing, steps, shift)
+    ours = noise_levels(steps, shift, spacing)
     np.testing.assert_array_equal(ours.sigmas, theirs.sigmas.numpy())
     np.testing.assert_array_equal(ours.timesteps, theirs.timesteps.numpy())
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("grid", ["skyreels", "diffusers"])
-def test_every_step_is_that_of_diffusers(grid, steps, shift):
-    theirs = scheduler(grid, steps, shift)
-    levels = noise_levels(steps, shift, grid)
+@pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
+def test_every_step_is_that_of_diffusers(spacing, steps, shift):
+    theirs = scheduler(spacing, steps, shift)
+    levels = noise_levels(steps, shift, spacing)
     table = unipc.tabulate(levels.sigmas)
     advance = jax.jit(unipc.step)
     noise = np.random.default_rng(steps).normal(size=SHAPE).astype(np.float32)
@@ -94,7 +94,9 @@ def diffusers_matrix(frames, timesteps, ar_step, prefix, block):
 def test_forcing_schedules_are_those_of_diffusers(frames, ar_step, prefix, block, steps):
     timesteps = noise_levels(steps, 8.0, "diffusers").timesteps
     matrix, index, mask = diffusers_matrix(frames, timesteps, ar_step, prefix, block)
-    ours = forcing_schedule(frames, timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix, fixed=False)
+    ours = forcing_schedule(
+        frames, timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix, keep_partial_blocks=False
+    )
     np.testing.assert_array_equal(ours.timesteps, matrix)
     np.testing.assert_array_equal(ours.update, mask)
     np.testing.assert_array_equal(ours.row[mask], index[mask] - 1)

@@ -1,4 +1,4 @@
-"""Rounds of diffusion forcing: what holds of every schedule, and what is refused."""
+"""Iterations of diffusion forcing: what holds of every schedule, and what is refused."""
 
 import numpy as np
 import pytest

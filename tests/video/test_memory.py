@@ -11,9 +11,12 @@ from flax import nnx
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
 from verax.errors import RequestRefusedError
-from verax.video.memory import StageMemory, refusal
+from verax.video.geometry import LatentGeometry
+from verax.video.memory import StageMemory, out_of_memory_message
 from verax.video.programs import Component
-from verax.video.request import Grid, make_request
+from verax.video.request import VideoRequest
+from verax.video.resolve import resolve_request
+from verax.video.rules import SKYREELS
 from verax.video.settings import VideoSettings
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
@@ -26,12 +29,12 @@ def pipe(tmp_path_factory):
 
 
 def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
-    plan = pipe.plan("a red circle", **OPTIONS)
+    plan = pipe.plan(VideoRequest("a red circle", **OPTIONS))
     assert [one.stage for one in plan] == ["text", "image", "encode", "denoise", "decode"]
     assert all(one.work > 0 for one in plan)  # also where a program passes weights over
-    assert not pipe.stages.transformer.loaded
+    assert not pipe.denoiser.transformer.loaded
     denoise = plan[3]
-    assert denoise.weights == pipe.stages.transformer.size
+    assert denoise.weights == pipe.denoiser.transformer.size
     assert denoise.others == sum(
         one.size for one in (pipe.stages.text_encoder, pipe.stages.image_encoder, pipe.stages.vae)
     )
@@ -39,7 +42,7 @@ def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
     stages = pipe.stages
     programs = (
         pipe.denoiser.program,
-        *(stages.text_program, stages.image_program, stages.context_program),
+        *(stages.text_program, stages.image_program, pipe.denoiser.context_program),
         *(stages.condition_program, stages.decode_program),
     )
     counts = [program.count for program in programs]
@@ -61,28 +64,25 @@ def test_guidance_is_in_turn_where_only_that_fits(pipe, monkeypatch, caplog):
     monkeypatch.setattr(VideoPipeline, "_plan", lambda _, asked: [StageMemory("denoise", 0, 0, needs[asked.guidance])])
     for free, peak in ((2, 2), (0, 2), (None, 2)):
         monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _, free=free: free)
-        assert pipe.plan("a red circle", **OPTIONS)[0].peak == peak
+        assert pipe.plan(VideoRequest("a red circle", **OPTIONS))[0].peak == peak
     monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: 1)
     assert caplog.text == ""
-    assert pipe.plan("a red circle", **OPTIONS)[0].peak == 1
+    assert pipe.plan(VideoRequest("a red circle", **OPTIONS))[0].peak == 1
     assert "guidance: prompt and negative prompt one after the other" in caplog.text
 
 
-GRID = Grid(frames_per_latent=4, pixels_per_latent=8, pixels_per_token=16, channels=16, text_width=8)
+GEOMETRY = LatentGeometry(frames_per_latent=4, pixels_per_latent=8, pixels_per_token=16, channels=16, text_width=8)
 
 
 def request(**options):
-    names = VideoPipeline.__call__.__annotations__
-    given: dict[str, Any] = {name: None for name in names if name != "return"}
-    plain = dict(seed=1, output_type="video", cache_threshold=0.2, guidance="batch", ar_step=0, addnoise_condition=0)
-    given.update(prompt="a", attention="standard", **plain)
-    return make_request(VideoSettings(kind="df"), GRID, "skyreels", **{**given, **options})
+    asked = VideoRequest("a", attention=options.pop("attention", "standard"), guidance="batch", **options)
+    return resolve_request(asked, VideoSettings(kind="df"), GEOMETRY, SKYREELS)
 
 
 def plan_of(asked, change):
     """Work in proportion to frames, pixels and rows, and 30 times that with standard attention."""
     asked = SimpleNamespace(**{**vars(asked), **change})
-    latents = GRID.latents(min(asked.num_frames, asked.base_num_frames))
+    latents = GEOMETRY.latents(min(asked.num_frames, asked.base_num_frames))
     work = latents * asked.height * asked.width * (2 if asked.guidance == "batch" else 1)
     return [StageMemory("denoise", 1000, 500, work * (30 if asked.attention == "standard" else 1))]
 
@@ -90,7 +90,7 @@ def plan_of(asked, change):
 def test_a_refusal_names_only_what_would_fit():
     asked = request(num_frames=97, height=160, width=320)
     whole = 25 * 160 * 320
-    why = refusal(asked, GRID, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
+    why = out_of_memory_message(asked, GEOMETRY, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
     assert why is not None
     assert "memory: denoise needs 76.80 MB" in why
     assert "attention='flash' (2.56 MB)" in why
@@ -98,13 +98,16 @@ def test_a_refusal_names_only_what_would_fit():
     assert "height=" in why
     assert "sequential" not in why
     assert "offload" not in why
-    assert refusal(asked, GRID, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change)) is None
+    assert (
+        out_of_memory_message(asked, GEOMETRY, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change))
+        is None
+    )
 
 
 def test_segments_become_shorter_and_models_wait_elsewhere():
     asked = request(num_frames=197, base_num_frames=97, height=160, width=320, attention="auto")
     plan = plan_of(asked, {})
-    why = refusal(asked, GRID, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
+    why = out_of_memory_message(asked, GEOMETRY, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
     assert why is not None
     assert "guidance='sequential'" in why
     assert "base_num_frames=85 " in why
@@ -132,4 +135,4 @@ def test_offloaded_weights_wait_in_the_hosts_memory():
 def test_a_cpu_says_that_it_has_nowhere_to_offload_to(tmp_path, caplog):
     pipe = VideoPipeline.from_pretrained(video_folder("t2v", tmp_path / "t2v"), offload=True)
     assert "offload: a CPU has one memory" in caplog.text
-    assert pipe.stages.transformer.keep
+    assert pipe.denoiser.transformer.keep

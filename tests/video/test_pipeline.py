@@ -1,6 +1,5 @@
 """`VideoPipeline` beyond parity: what it refuses, compiles, forgets, repeats, and tells while it runs."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -11,13 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.support.tiny_video import video_folder
-from verax import VideoPipeline
+from verax import VideoPipeline, ops
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.video import unipc
+from verax.video.images import read_image
 from verax.video.outputs import VideoOutput
-from verax.video.pictures import read_image
 from verax.video.sigmas import noise_levels
 
 SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=3)
@@ -105,7 +104,7 @@ def test_a_model_in_the_originals_layout_makes_the_same_clip(folders, pipes, tmp
 
 def test_a_contact_sheet_shows_the_first_and_the_last_frame(tmp_path):
     frames = np.zeros((9, 16, 32, 3), np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
-    sheet = read_image(VideoOutput(frames, fps=8, seed=0).save_contact_sheet(tmp_path / "sheet.png", pictures=5))
+    sheet = read_image(VideoOutput(frames, fps=8, seed=0).save_contact_sheet(tmp_path / "sheet.png", images=5))
     left, top = 12, 12
     assert sheet[top, left].tolist() == [0, 0, 0]
     assert sheet[top, left + 3 * 44].tolist() == [6, 6, 6]
@@ -142,18 +141,17 @@ def test_encoders_are_given_back_and_read_again(folders):
     assert not pipe.stages.text_encoder.loaded
     assert pipe.stages.image_encoder is not None
     assert not pipe.stages.image_encoder.loaded
-    assert pipe.stages.transformer.loaded
+    assert pipe.denoiser.transformer.loaded
     np.testing.assert_array_equal(first.frames, pipe("a red circle", image=picture(), **SIZE).frames)
 
 
-def test_weights_that_wait_in_the_hosts_memory_make_the_same_clip(folders, pipes, monkeypatch):
+def test_weights_that_wait_in_the_hosts_memory_make_the_same_clip(folders, pipes):
     # A CPU has such a memory too, only in name.
-    monkeypatch.setattr("verax.video.pipeline.jax", SimpleNamespace(default_backend=lambda: "gpu"))
-    pipe = VideoPipeline.from_pretrained(folders("t2v"), dtype="float32", offload=True)
-    monkeypatch.undo()
+    with ops.use_target("gpu"):
+        pipe = VideoPipeline.from_pretrained(folders("t2v"), dtype="float32", offload=True)
     for _ in range(2):
         clip = pipe("a red circle", **SIZE)
-        assert not any(one.loaded for one in (pipe.stages.text_encoder, pipe.stages.transformer, pipe.stages.vae))
+        assert not any(one.loaded for one in pipe.parts.components)
         np.testing.assert_array_equal(clip.frames, pipes("t2v")("a red circle", **SIZE).frames)
 
 
@@ -164,7 +162,7 @@ def test_a_hub_id_is_fetched_and_opened(folders, pipes, monkeypatch):
     )
     pipe = VideoPipeline.from_pretrained("Skywork/SkyReels-V2-T2V-14B-720P", dtype="float32")
     assert asked == ["Skywork/SkyReels-V2-T2V-14B-720P"]
-    with pipe.stages.transformer.weights() as ours, pipes("t2v").stages.transformer.weights() as theirs:
+    with pipe.denoiser.transformer.weights() as ours, pipes("t2v").denoiser.transformer.weights() as theirs:
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -173,8 +171,8 @@ def step_by_step(pipe, noise, computed, guidance_scale):
     """Text to video as a loop over steps, in which some reuse what the blocks added last."""
     levels = noise_levels(len(computed), pipe.settings.shift, "skyreels")
     table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(noise.transpose(0, 2, 3, 4, 1)))
-    prompts = [pipe._text(prompt) for prompt in ("a red circle", pipe.settings.negative_prompt)]
-    component = pipe.stages.transformer
+    prompts = [pipe.parts.prompt_states(prompt) for prompt in ("a red circle", pipe.settings.negative_prompt)]
+    component = pipe.denoiser.transformer
     with component.weights() as weights:
         model = component.module(weights)
         contexts, added = [model.encode_context(prompt) for prompt in prompts], [None, None]
@@ -285,7 +283,7 @@ def test_bfloat16_is_near_float32(folders, pipes):
         ("t2v", {"prompt_embeds": np.zeros((1, 512, 16))}, "prompt: give it or prompt_embeds, one of the two"),
         ("i2v", {}, "image: this model is for image to video, and needs the first frame"),
         ("i2v", {"image": "no such.png"}, "image: there is no file no such.png"),
-        ("i2v", {"image": __file__}, "image: .*test_pipeline.py cannot be read as a picture"),
+        ("i2v", {"image": __file__}, "image: .*test_pipeline.py cannot be read as an image"),
         ("df", {"causal_block_size": 2}, "causal_block_size: 3 latent frames in a segment cannot be cut"),
         ("df", {"overlap_history": 4}, r"overlap_history: expected 4n \+ 1, got 4; nearest 1 or 5"),
         (
@@ -294,6 +292,12 @@ def test_bfloat16_is_near_float32(folders, pipes):
             "overlap_history: 3 latent frames, which is all of a segment's 3",
         ),
         ("df", {"video": picture()[None], "overlap_history": 5}, "video: has 1 frames, fewer than overlap_history, 5"),
+        (
+            "df",
+            {"video": np.zeros((9, 16, 32, 3), np.uint8), "overlap_history": 9},
+            "num_frames: expected more than the 9 frames of video that the clip begins with",
+        ),
+        ("t2v", {"num_frame": 9}, "num_frame: not an option of a request; did you mean num_frames"),
         ("df", {"addnoise_condition": 2000}, "addnoise_condition: expected at most 1000, got 2000"),
     ],
 )
@@ -342,8 +346,8 @@ def test_lora_files_change_the_weights_by_their_factors(folders, pipes, tmp_path
     save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, tmp_path / "style.safetensors")
     changed = VideoPipeline.from_pretrained(
         folders("t2v"), dtype="float32", lora={tmp_path / "style.safetensors": 0.5}
-    ).stages.transformer
-    plain = pipes("t2v").stages.transformer
+    ).denoiser.transformer
+    plain = pipes("t2v").denoiser.transformer
     with changed.weights() as ours, plain.weights() as theirs:
         got, before = (
             np.asarray(component.module(weights).blocks[0].self_attn.q.weight[...])

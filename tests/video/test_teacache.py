@@ -5,7 +5,7 @@ import pytest
 
 from verax.errors import InvalidParameterError
 from verax.video.sigmas import noise_levels
-from verax.video.teacache import computed_steps, teacache_for
+from verax.video.teacache import steps_running_blocks, teacache_for
 
 KINDS = [
     {"width": 1536, "image_to_video": True, "pixels": 544 * 960},
@@ -48,7 +48,7 @@ def as_published(timesteps, threshold, cache):
 def test_the_schedule_is_that_of_a_loop_over_calls(kind, projected, threshold):
     timesteps = noise_levels(30, 8.0, "skyreels").timesteps
     cache = teacache_for(**kind, projected=projected)
-    computed = computed_steps(timesteps, embedding, threshold, cache)
+    computed = steps_running_blocks(timesteps, embedding, threshold, cache)
     assert computed.tolist() == as_published(timesteps, threshold, cache)
 
 
@@ -59,7 +59,7 @@ def test_each_kind_of_model_has_coefficients_of_its_own():
 def test_a_higher_threshold_leaves_out_more_but_never_the_first_or_last_step():
     timesteps = noise_levels(30, 8.0, "skyreels").timesteps
     cache = teacache_for(**KINDS[2], projected=False)
-    counts = [computed_steps(timesteps, embedding, threshold, cache) for threshold in (0.1, 0.3, 1e9)]
+    counts = [steps_running_blocks(timesteps, embedding, threshold, cache) for threshold in (0.1, 0.3, 1e9)]
     assert 30 > counts[0].sum() > counts[1].sum() > counts[2].sum() == 2
     assert all(computed[0] and computed[-1] for computed in counts)
 
@@ -67,10 +67,10 @@ def test_a_higher_threshold_leaves_out_more_but_never_the_first_or_last_step():
 def test_frames_at_different_steps_have_one_decision():
     timesteps = np.stack([noise_levels(8, 5.0, "skyreels").timesteps] * 3, axis=1)
     cache = teacache_for(**KINDS[0])
-    alone = computed_steps(timesteps[:, 0], embedding, 0.2, cache)
-    np.testing.assert_array_equal(computed_steps(timesteps, embedding, 0.2, cache), alone)
+    alone = steps_running_blocks(timesteps[:, 0], embedding, 0.2, cache)
+    np.testing.assert_array_equal(steps_running_blocks(timesteps, embedding, 0.2, cache), alone)
 
 
 def test_a_negative_threshold_is_refused():
     with pytest.raises(InvalidParameterError, match=r"cache_threshold: .* got -0\.1"):
-        computed_steps(np.array([999], np.int32), embedding, -0.1, teacache_for(**KINDS[0]))
+        steps_running_blocks(np.array([999], np.int32), embedding, -0.1, teacache_for(**KINDS[0]))

@@ -1,4 +1,4 @@
-"""`verax video`: a prompt, a picture or a clip to a file."""
+"""`verax video`: a prompt, an image or a clip to a file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _option(help_text: str, *, panel: str | None = None, names: Sequence[str] = 
 def video(
     prompt: Annotated[
         list[str],
-        _option("What is to be seen; again for each segment.", names=["--prompt"], show_default=False),
+        _option("Description of the clip; again for each segment.", names=["--prompt"], show_default=False),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="A name that ends in .mp4, .gif or .webp, or a folder for png.")
@@ -47,38 +47,45 @@ def video(
             help="A folder of SkyReels-V2 or Wan2.1, or its hub id.",
         ),
     ] = None,
-    image: Annotated[str | None, _option("A picture: the first frame.")] = None,
+    image: Annotated[str | None, _option("An image: the first frame.")] = None,
     negative_prompt: Annotated[
-        str | None, _option("What is not to be seen.", names=["--negative-prompt"], show_default="checkpoint's")
+        str | None,
+        _option(
+            "Description of what the clip should not show.", names=["--negative-prompt"], show_default="checkpoint's"
+        ),
     ] = None,
     resolution: Annotated[str | None, _option("540P or 720P.", show_default="checkpoint's")] = None,
-    height: Annotated[int | None, _option("Of a frame, in pixels.", show_default="checkpoint's")] = None,
-    width: Annotated[int | None, _option("Of a frame, in pixels.", show_default="checkpoint's")] = None,
+    height: Annotated[int | None, _option("Size of a frame in pixels.", show_default="checkpoint's")] = None,
+    width: Annotated[int | None, _option("Size of a frame in pixels.", show_default="checkpoint's")] = None,
     num_frames: Annotated[int | None, _option("4n + 1.", names=["--num-frames"], show_default="checkpoint's")] = None,
     inference_steps: Annotated[
         int | None,
-        _option("Of the solver.", names=["--inference-steps", "--num-inference-steps"], show_default="checkpoint's"),
+        _option(
+            "Steps of the solver.", names=["--inference-steps", "--num-inference-steps"], show_default="checkpoint's"
+        ),
     ] = None,
     guidance_scale: Annotated[
         float | None,
-        _option("How closely to follow the prompt.", names=["--guidance-scale"], show_default="checkpoint's"),
+        _option("Scale of classifier-free guidance.", names=["--guidance-scale"], show_default="checkpoint's"),
     ] = None,
     shift: Annotated[float | None, _option("More: more steps at high noise.", show_default="checkpoint's")] = None,
     fps: Annotated[int | None, _option("Frames per second.", show_default="checkpoint's")] = None,
     seed: Annotated[int, _option("The same seed gives the same clip.")] = 42,
-    reference: Annotated[str | None, _option("skyreels or diffusers: whose rules, where they differ.")] = None,
+    reference: Annotated[str | None, _option("skyreels or diffusers: rules where the two differ.")] = None,
     kind: Annotated[str | None, _option("t2v, i2v or df.", show_default="as the folder says")] = None,
     lora: Annotated[list[str] | None, _option("FILE or FILE:FACTOR; can be repeated.")] = None,
     contact_sheet: Annotated[Path | None, _option("Also some frames in one .png.", names=["--contact-sheet"])] = None,
-    resume: Annotated[Path | None, _option("A .safetensors file that keeps finished segments, to go on from.")] = None,
+    resume: Annotated[
+        Path | None, _option("A .safetensors file that keeps finished segments, to continue from.")
+    ] = None,
     preview: Annotated[
-        bool, typer.Option("--preview", help="Write each segment beside the output as soon as it is finished.")
+        bool, typer.Option("--preview", help="Write each segment next to the output as soon as it is finished.")
     ] = False,
     last_image: Annotated[
-        str | None, _option("A picture: the last frame.", names=["--last-image", "--end-image"], panel=_FORCING)
+        str | None, _option("An image: the last frame.", names=["--last-image", "--end-image"], panel=_FORCING)
     ] = None,
     clip: Annotated[
-        str | None, _option("A clip to go on from.", names=["--video", "--video-path"], panel=_FORCING)
+        str | None, _option("A clip to continue.", names=["--video", "--video-path"], panel=_FORCING)
     ] = None,
     base_num_frames: Annotated[
         int | None, _option("Frames of a segment.", names=["--base-num-frames"], panel=_FORCING)
@@ -87,18 +94,18 @@ def video(
         int | None, _option("Frames that segments share.", names=["--overlap-history"], panel=_FORCING)
     ] = None,
     addnoise_condition: Annotated[
-        int, _option("Noise on given frames; 20 hides seams.", names=["--addnoise-condition"], panel=_FORCING)
+        int, _option("Noise on prefix frames; 20 hides seams.", names=["--addnoise-condition"], panel=_FORCING)
     ] = 0,
     ar_step: Annotated[int, _option("Steps between blocks.", names=["--ar-step"], panel=_FORCING)] = 0,
     causal_block_size: Annotated[
         int | None, _option("Latent frames in a block.", names=["--causal-block-size"], panel=_FORCING)
     ] = None,
-    cache: Annotated[str | None, _option("teacache: leave out steps that change little.", panel=_SPEED)] = None,
+    cache: Annotated[str | None, _option("teacache: skip steps that change little.", panel=_SPEED)] = None,
     teacache: Annotated[
         bool, typer.Option("--teacache", help="The same as --cache teacache.", rich_help_panel=_SPEED)
     ] = False,
     cache_threshold: Annotated[
-        float, _option("More leaves out more.", names=["--cache-threshold", "--teacache-thresh"], panel=_SPEED)
+        float, _option("A higher threshold skips more.", names=["--cache-threshold", "--teacache-thresh"], panel=_SPEED)
     ] = 0.2,
     guidance: Annotated[
         str, _option("batch; sequential for less memory; auto: the first that fits.", panel=_SPEED)
@@ -111,7 +118,7 @@ def video(
     dtype: options.Dtype = "bfloat16",
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
 ) -> None:
-    """Make a video of a prompt; from a picture or a clip, if one is given.
+    """Make a video of a prompt; from an image or a clip, if one is given.
 
     Examples:
 
@@ -122,12 +129,14 @@ def video(
     from verax.video import files
     from verax.video.memory import free_memory
     from verax.video.pipeline import VideoPipeline
+    from verax.video.request import VideoRequest
 
     checked(prompt)
     files.check_path(output, name="--output")
     if contact_sheet is not None:
         files.check_sheet_path(contact_sheet, name="--contact-sheet")
-    request: dict[str, Any] = dict(
+    request = VideoRequest(
+        prompt,
         image=image,
         last_image=last_image,
         video=clip,
@@ -151,18 +160,19 @@ def video(
         guidance=guidance,
         attention=attention,
         resume=resume,
+        callback=_previews(output) if preview else None,
     )
     pipe = VideoPipeline.from_pretrained(
         model, dtype=dtype, reference=reference, kind=kind, lora=_factors(lora or []), offload=offload
     )
     begin = time.perf_counter()
-    planned = pipe.plan(prompt, **request)
+    planned = pipe.plan(request)
     if plan:
-        typer.echo(_table(planned, free_memory(pipe.stages)))
+        typer.echo(_table(planned, free_memory(pipe.parts.components)))
         return
     seconds = time.perf_counter() - begin
     sys.stderr.write(f"memory: {_summary_of_plan(planned)}; programs ready in {seconds:.1f} s\n")
-    made = pipe(prompt, callback=_previews(output) if preview else None, **request)
+    made = pipe.generate(request)
     written = [made.save(output)]
     if contact_sheet is not None:
         written.append(made.save_contact_sheet(contact_sheet))
@@ -171,7 +181,7 @@ def video(
 
 
 def _factors(lora: list[str]) -> dict[str, float]:
-    """Of FILE or FILE:FACTOR."""
+    """Factor of each FILE or FILE:FACTOR."""
     found: dict[str, float] = {}
     for one in lora:
         file, colon, factor = one.rpartition(":")
@@ -183,7 +193,7 @@ def _factors(lora: list[str]) -> dict[str, float]:
 
 
 def _previews(output: Path) -> Any:
-    """A callback that writes each segment beside the output."""
+    """Callback that writes each segment next to the output."""
     from verax.video import files
 
     def write(now: VideoProgress) -> None:
@@ -196,19 +206,21 @@ def _previews(output: Path) -> Any:
 
 
 def _summary_of_plan(stages: list[StageMemory]) -> str:
-    from verax.video.memory import amount, largest
+    from verax.video.memory import format_bytes, largest
 
-    parts = ", ".join(f"{stage.stage} {amount(stage.peak)}" for stage in stages)
-    return f"{amount(largest(stages).peak)} at most ({parts})"
+    parts = ", ".join(f"{stage.stage} {format_bytes(stage.peak)}" for stage in stages)
+    return f"{format_bytes(largest(stages).peak)} at most ({parts})"
 
 
 def _table(stages: list[StageMemory], free: int | None) -> str:
-    from verax.video.memory import amount
+    from verax.video.memory import format_bytes
 
     heads = ("stage", "weights", "other models", "work", "together")
-    rows = [(stage.stage, *map(amount, (stage.weights, stage.others, stage.work, stage.peak))) for stage in stages]
+    rows = [
+        (stage.stage, *map(format_bytes, (stage.weights, stage.others, stage.work, stage.peak))) for stage in stages
+    ]
     if free is not None:
-        rows.append(("free", "", "", "", amount(free)))
+        rows.append(("free", "", "", "", format_bytes(free)))
     return "\n".join(f"{row[0]:13}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in (heads, *rows))
 
 
@@ -217,7 +229,7 @@ def _summary(made: VideoOutput) -> str:
     steps = f"{made.computed} of {made.steps} steps computed"
     if made.steps:  # none if all segments were there already
         if made.computed < made.steps:
-            steps += " (verax bench teacache tells what that costs)"
+            steps += " (verax bench teacache measures what that costs)"
         steps += f", {made.seconds['denoise'] / made.steps:.3g} s a step"
     count, height, width, _ = made.frames.shape
     return f"{count} frames of {height} x {width}: {stages}; {steps}\n"

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from tokenizers import models, pre_tokenizers, processors
 
 from verax import progress
+from verax._optional import require_optional
 from verax.checkpoint.random_weights import random_weights
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import PARTS
@@ -27,7 +28,6 @@ from verax.compare.torch_side import torch
 from verax.compare.video_report import VideoReport
 from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
-from verax.video.extra import needed
 from verax.video.pipeline import VideoPipeline
 from verax.video.prompt import PromptTokenizer
 
@@ -99,7 +99,7 @@ def compare_pipelines(
     with progress.bar("comparing pipelines") as report:
         report(0, 2, "JAX")
         pipe = VideoPipeline(opened.path, dtype=dtype, reference="diffusers", show_progress=False)
-        settings, grid = pipe.settings, pipe.grid
+        settings, geometry = pipe.settings, pipe.geometry
         tokenize = PromptTokenizer.from_folder(opened.tokenizer)  # 512 rows, with which diffusers reckons
         options: dict[str, Any] = {
             "height": clip.height or min(settings.height, LARGEST[0]),
@@ -111,9 +111,9 @@ def compare_pipelines(
         }
         for name, text in (("prompt_embeds", clip.prompt), ("negative_prompt_embeds", settings.negative_prompt)):
             options[name] = np.array(pipe.stages.text(*tokenize([text])), np.float32)
-        latents = (options["num_frames"] - 1) // grid.frames_per_latent + 1
-        size = [options[side] // grid.pixels_per_latent for side in ("height", "width")]
-        shape = (1, grid.channels, latents, *size)
+        latents = (options["num_frames"] - 1) // geometry.frames_per_latent + 1
+        size = [options[side] // geometry.pixels_per_latent for side in ("height", "width")]
+        shape = (1, geometry.channels, latents, *size)
         given, noise = inputs.arrays, np.random.default_rng(clip.seed).standard_normal(shape, np.float32)
         options["latents"] = np.asarray(given.get("latents", noise), np.float32)
         picture = given.get("image", _picture(options["height"], options["width"]))
@@ -129,7 +129,7 @@ def compare_pipelines(
         reference = kind(**_components(opened, dtype, shift))
         reference.set_progress_bar_config(disable=True)
         tensors = {name: torch().from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-        pictures = {name: needed("PIL.Image").fromarray(x) for name, x in image.items()}
+        pictures = {name: require_optional("PIL.Image").fromarray(x) for name, x in image.items()}
         if settings.kind == "df":
             tensors["fps"] = fps
         with torch().no_grad():

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from verax import plots
+from verax._optional import require_optional
 from verax.compare.videos import DEFINITIONS, QUALITY, VideoComparison, differences
 from verax.video import files
-from verax.video.extra import needed
 
 __all__ = ["VideoReport", "summary"]
 
@@ -86,7 +86,7 @@ class VideoReport:
             "videos.html": self.html(clip),
         }
         for name, text in texts.items():
-            with files.beside(folder / name) as partial:
+            with files.atomic_path(folder / name) as partial:
                 partial.write_text(text, encoding="utf-8")
         return [*(folder / name for name in texts), clip]
 
@@ -223,7 +223,7 @@ def _plot(comparison: VideoComparison) -> str:
 
 def _picture(pixels: np.ndarray) -> str:
     encoded = io.BytesIO()
-    needed("PIL.Image").fromarray(pixels).save(encoded, format="png")
+    require_optional("PIL.Image").fromarray(pixels).save(encoded, format="png")
     return _data("image/png", encoded.getvalue())
 
 

@@ -1,1 +1,1 @@
-"""Video: prompts, pictures and clips in, frames and files out."""
+"""Video: prompts, images and clips in, frames and files out."""

@@ -1,7 +1,7 @@
-"""Noise to latents: the loop over steps as one program, whatever the number of steps.
+"""Denoising: the loop over steps as one program, whatever the number of steps.
 
-A step is the transformer, guidance and the solver. Which timestep, which coefficients, which frames and whether the
-blocks run at all is looked up in tables, so that text to video, diffusion forcing and TeaCache are one loop.
+An iteration is the transformer, guidance and the solver. Its timestep, its coefficients, the frames that it updates and
+whether the blocks run are rows of tables, so that text to video, diffusion forcing and TeaCache are one loop.
 """
 
 from __future__ import annotations
@@ -16,105 +16,156 @@ from jaxtyping import Array, Bool, Float32, Int32
 from verax.models.wan.model import WanConfig, WanContext, WanModel
 from verax.video import unipc
 from verax.video.forcing import ForcingSchedule
-from verax.video.programs import Component, Program, Weights
+from verax.video.programs import Component, Program, ProgramCall, Weights, shapes_of
+from verax.video.request import ResolvedRequest
 from verax.video.sigmas import NoiseLevels
 
-__all__ = ["Carry", "Conditions", "Denoiser", "Tables", "tables"]
+__all__ = ["Carry", "Conditions", "Denoiser", "Tables", "make_tables", "padded_rows"]
 
 ROWS = 64
-"""Tables are filled up to a multiple of this, so that another number of steps is no other program."""
+"""Rows of tables are a multiple of this, so that runs of different numbers of steps share a program."""
 
 
 class Tables(NamedTuple):
-    """What each of a run's rounds looks up; rows beyond the last are never read."""
+    """Values of each iteration of a segment; rows after the last iteration are padding.
+
+    Attributes:
+        solver: coefficients of each step of the solver.
+        timesteps: timestep of all frames, or of each frame.
+        row: row of `solver` of all frames, or of each frame.
+        update: frames that take a step; None if all do.
+        run_blocks: True for iterations in which the transformer's blocks run.
+    """
 
     solver: unipc.UniPCTable
     timesteps: Int32[np.ndarray, "R *F"]
     row: Int32[np.ndarray, "R *F"]
     update: Bool[np.ndarray, "R F"] | None
-    computed: Bool[np.ndarray, "R"]
+    run_blocks: Bool[np.ndarray, "R"]
 
 
-def tables(
+def make_tables(
     levels: NoiseLevels,
     forcing: ForcingSchedule | None = None,
-    computed: Bool[np.ndarray, "R"] | None = None,
+    run_blocks: Bool[np.ndarray, "R"] | None = None,
     *,
     overwritten: bool = False,
 ) -> Tables:
-    """The tables of a run.
+    """Build the tables of a segment.
 
     Args:
-        levels: its noise levels.
-        forcing: what each latent frame does in each round; None for all frames together.
-        computed: rounds in which the blocks run; all if None.
+        levels: noise levels of the steps.
+        forcing: step of each latent frame in each iteration; None for all frames together.
+        run_blocks: iterations in which the blocks run; all if None.
         overwritten: see `unipc.tabulate`.
     """
     solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
     if forcing is None:
-        rounds = len(levels.timesteps)
-        forcing_rows = levels.timesteps, np.arange(rounds, dtype=np.int32), None
+        iterations = len(levels.timesteps)
+        forcing_rows = levels.timesteps, np.arange(iterations, dtype=np.int32), None
     else:
-        rounds = len(forcing.timesteps)
+        iterations = len(forcing.timesteps)
         forcing_rows = forcing
-    if computed is None:
-        computed = np.ones(rounds, bool)
-    return jax.tree.map(_filled, Tables(solver, *forcing_rows, computed))
+    if run_blocks is None:
+        run_blocks = np.ones(iterations, bool)
+    return jax.tree.map(padded_rows, Tables(solver, *forcing_rows, run_blocks))
 
 
-def _filled(rows: np.ndarray) -> np.ndarray:
+def padded_rows(rows: np.ndarray) -> np.ndarray:
+    """Rows and zeros after them, up to a multiple of `ROWS`."""
     return np.concatenate([rows, np.zeros((-len(rows) % ROWS, *rows.shape[1:]), rows.dtype)])
 
 
 class Conditions(NamedTuple):
-    """What a run is told besides its noise; nothing here changes from round to round."""
+    """Inputs of a segment besides its noise, the same in every iteration.
+
+    Attributes:
+        context: cross-attention keys of the prompt and, with guidance, of the negative prompt in a second row.
+        image_condition: image to video: channels behind the latents', see `Stages.condition_call`; else None.
+        fps: frames per second, for a model that has this input; else None.
+        guidance_scale: scale of classifier-free guidance.
+        prefix_mask: diffusion forcing: True for the prefix frames, if the model sees them with noise; else None.
+        added_noise: amount of that noise, in timesteps.
+        key: random key of that noise.
+    """
 
     context: WanContext
-    """Of the prompt and, with guidance, of the negative prompt in a second row."""
-    channels: Float32[Array, "1 F h w E"] | None
-    """Image to video: channels behind the latents', see `Stages.condition`."""
+    image_condition: Float32[Array, "1 F h w E"] | None
     fps: Int32[np.ndarray, "1"] | None
-    """For a model that is told."""
     guidance_scale: Float32[np.ndarray, ""]
-    given: Bool[np.ndarray, "F"] | None
-    """Diffusion forcing: frames that were given, where the model is shown them with noise; else None."""
+    prefix_mask: Bool[np.ndarray, "F"] | None
     added_noise: Int32[np.ndarray, ""]
-    """How much noise, in timesteps."""
     key: Array
-    """Of that noise."""
 
 
 class Carry(NamedTuple):
-    """What goes from round to round."""
+    """State between iterations.
+
+    Attributes:
+        solver: state of the solver.
+        residual: with TeaCache, the sum that the blocks added when they last ran, of each row; else None.
+    """
 
     solver: unipc.UniPCState
     residual: Float32[Array, "G F h w D"] | None
-    """With TeaCache, what the blocks added when they last ran, with and without the prompt; else None."""
 
 
 class Denoiser:
-    """The loop, for one transformer."""
+    """Programs over one transformer: context, embedding of time, and the loop over iterations.
+
+    Attributes:
+        transformer: model.
+        context_program: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
+        time_program: function of weights, timesteps `[R, *F]` and fps or None.
+        program: function of weights, carry, tables, conditions, and the first iteration and the one after the last.
+    """
 
     def __init__(self, transformer: Component[WanModel]):
-        self._transformer = transformer
+        """Describe the programs; nothing is compiled."""
+        self.transformer = transformer
+
+        def context(weights: Weights, text: Array, image: Array | None) -> WanContext:
+            return transformer.module(weights).encode_context(text, image)
+
+        def time(weights: Weights, timesteps: Array, fps: Array | None) -> tuple[Array, Array]:
+            fps = None if fps is None else jnp.broadcast_to(fps, timesteps.shape[:1])
+            return transformer.module(weights).embed_time(timesteps, fps)
+
+        self.context_program = Program(context)
+        self.time_program = Program(time)
         options = ("guidance", "causal_block_size", "attention")
-        self.program = Program(self._rounds, options=options, donate=(1,))
-        """Of weights, carry, tables, conditions, and the first round and the one after the last to run."""
+        self.program = Program(self._iterations, options=options, donate=(1,))
+
+    def context_call(self, text: Any, image: Any) -> ProgramCall:
+        """Call that makes the transformer's cross-attention keys from states of text and image, given by shape."""
+        return ProgramCall(self.context_program, self.transformer, (text, image))
+
+    def call(self, latents: Any, tables: Tables, conditions: Conditions, request: ResolvedRequest) -> ProgramCall:
+        """Call of the loop over iterations, given by the shapes of the first sample and of the conditions."""
+        cached = request.cache is not None
+        carry = jax.eval_shape(lambda noise: self.start(noise, guided=request.guided, cached=cached), latents)
+        arguments = (carry, tables, shapes_of(conditions), np.int32(0), np.int32(0))
+        return ProgramCall(self.program, self.transformer, arguments, request.program_options)
+
+    def embed_time(self, timesteps: Int32[np.ndarray, "R *F"], fps: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Embedding of time of each row of timesteps, and its projection, which modulates the blocks."""
+        with self.transformer.weights() as weights:
+            return jax.tree.map(np.asarray, self.time_program(weights, timesteps, fps))
 
     def start(self, noise: Float32[Array, "1 F h w C"], *, guided: bool, cached: bool) -> Carry:
-        """What goes into the first round.
+        """State before the first iteration.
 
         Args:
-            noise: and, where frames are given, those in their places.
-            guided: whether there is a second row.
-            cached: whether some rounds leave the blocks out.
+            noise: first sample: noise, with prefix and last latents in their places.
+            guided: True if the batch has a second row, the negative prompt.
+            cached: True if some iterations skip the blocks.
         """
         _, F, h, w, _ = noise.shape
-        config: WanConfig = self._transformer.config
+        config: WanConfig = self.transformer.config
         size = (1 + guided, F, h // config.patch, w // config.patch, config.dim)
         return Carry(unipc.start(noise), jnp.zeros(size, jnp.float32) if cached else None)
 
-    def _rounds(
+    def _iterations(
         self,
         weights: Weights,
         carry: Carry,
@@ -127,62 +178,66 @@ class Denoiser:
         causal_block_size: int | None,
         attention: str,
     ) -> Carry:
-        model = self._transformer.module(weights)
+        model = self.transformer.module(weights)
         fps = conditions.fps
 
         def velocity(
-            x: Float32[Array, "G F h w C"], told: Int32[Array, "*F"], rows: WanContext, residual: Any, computed: Any
+            x: Float32[Array, "G F h w C"],
+            timesteps: Int32[Array, "*F"],
+            rows: WanContext,
+            residual: Any,
+            run_blocks: Any,
         ) -> tuple[Array, Any]:
-            """Of some rows, and what the blocks added."""
+            """Velocity of some rows, and the residual that the blocks added."""
             G = x.shape[0]
-            timesteps = jnp.broadcast_to(told, (G, *told.shape))
-            e, e0 = model.embed_time(timesteps, None if fps is None else jnp.broadcast_to(fps, (G,)))
+            times = jnp.broadcast_to(timesteps, (G, *timesteps.shape))
+            e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
             before = model.embed_latents(x)
 
-            def run() -> Array:
+            def with_blocks() -> Array:
                 return model.run_blocks(before, e0, rows, causal_block_size=causal_block_size, attention=attention)
 
             if residual is None:
-                after = run()
+                after = with_blocks()
             else:
-                after = jax.lax.cond(computed, run, lambda: before + residual)
+                after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
                 residual = after - before
             return model.unembed(after, e), residual
 
-        def one_round(i: Array, carry: Carry) -> Carry:
+        def one_iteration(i: Array, carry: Carry) -> Carry:
             solver, residual = carry
-            computed = jnp.asarray(tables.computed)[i]
-            told, x = jnp.asarray(tables.timesteps)[i], solver.sample
-            if conditions.given is not None:
-                told, x = _with_noise(told, x, conditions, i)
-            if conditions.channels is not None:
-                x = jnp.concatenate([x, conditions.channels], axis=-1)
+            run_blocks = jnp.asarray(tables.run_blocks)[i]
+            timesteps, x = jnp.asarray(tables.timesteps)[i], solver.sample
+            if conditions.prefix_mask is not None:
+                timesteps, x = _with_noise(timesteps, x, conditions, i)
+            if conditions.image_condition is not None:
+                x = jnp.concatenate([x, conditions.image_condition], axis=-1)
             if guidance == "sequential":
                 # One row after the other through one copy of the model in the program.
                 def one_row(row: tuple[Any, Any]) -> tuple[Array, Any]:
                     context, added = jax.tree.map(lambda a: a[None], row)
-                    return jax.tree.map(lambda a: a[0], velocity(x, told, context, added, computed))
+                    return jax.tree.map(lambda a: a[0], velocity(x, timesteps, context, added, run_blocks))
 
                 found, residual = jax.lax.map(one_row, (conditions.context, residual))
             else:
                 rows = 1 if guidance is None else 2
                 x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
-                found, residual = velocity(x, told, conditions.context, residual, computed)
+                found, residual = velocity(x, timesteps, conditions.context, residual, run_blocks)
             if guidance is not None:
-                wanted, unwanted = found[:1], found[1:]
-                found = unwanted + conditions.guidance_scale * (wanted - unwanted)
+                cond, uncond = found[:1], found[1:]
+                found = uncond + conditions.guidance_scale * (cond - uncond)
             update = None if tables.update is None else jnp.asarray(tables.update)[i]
             return Carry(unipc.step(tables.solver, jnp.asarray(tables.row)[i], solver, found, update), residual)
 
-        return jax.lax.fori_loop(begin, end, one_round, carry)
+        return jax.lax.fori_loop(begin, end, one_iteration, carry)
 
 
 def _with_noise(
-    told: Int32[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
+    timesteps: Int32[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
 ) -> tuple[Int32[Array, "F"], Float32[Array, "1 F h w C"]]:
-    """What the model is told and shown where frames were given: less than clean, which hides a seam."""
-    given = jnp.asarray(conditions.given)
+    """Timesteps and sample as the model sees them, with noise on the prefix frames, which hides a seam."""
+    mask = jnp.asarray(conditions.prefix_mask)
     amount = jnp.float32(0.001) * conditions.added_noise
     noise = jax.random.normal(jax.random.fold_in(conditions.key, i), sample.shape, sample.dtype)
     shown = (1 - amount) * sample + amount * noise
-    return jnp.where(given, conditions.added_noise, told), jnp.where(given[:, None, None, None], shown, sample)
+    return jnp.where(mask, conditions.added_noise, timesteps), jnp.where(mask[:, None, None, None], shown, sample)

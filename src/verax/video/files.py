@@ -1,4 +1,4 @@
-"""Clips and contact sheets into files, whole or not at all: written to one side, then renamed."""
+"""Files of clips and contact sheets, written whole or not at all: to a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from verax._optional import require_optional
 from verax.errors import InvalidParameterError
-from verax.video.extra import needed
 
-__all__ = ["CRF", "beside", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
+__all__ = ["CRF", "atomic_path", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
 
 CRF = 18
-"""x264's constant rate factor: 0 loses nothing, 51 is worst; 18 is taken for visually lossless."""
+"""x264's constant rate factor: 0 is lossless, 51 the worst; 18 is visually lossless."""
 
 SUFFIXES = (".mp4", ".gif", ".webp", "")
-"""What is written; no suffix is a folder."""
+"""Suffixes of clips; no suffix is a folder of .png."""
 
 _FRAME = re.compile(r"frame_\d{5,}\.png")
 _BT709 = 1
-"""Code of that colour space, its primaries and its transfer, in H.264's tables: what players assume of HD video."""
+"""Code of BT.709 in H.264's tables of color spaces, primaries and transfers: players assume it of HD video."""
 
 _TEXT_SIZE = 12
-"""Pixels; of a contact sheet's captions, as is the margin around its pictures."""
+"""Size in pixels of a contact sheet's captions, and of the margin around its images."""
 
 
 def check_path(path: str | Path, *, name: str = "path") -> Path:
-    """The path, if a clip can be written there: asked before hours of work are done for it.
+    """Check that a clip can be written to a path, before any work; return the path.
 
     Raises:
         InvalidParameterError: for another suffix, a missing parent folder, or something in the way.
@@ -52,12 +52,12 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
         foreign = not path.is_dir() or any(not _FRAME.fullmatch(found.name) for found in path.iterdir())
         if foreign:
             raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
-    needed("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
+    require_optional("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
     return path
 
 
 def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
-    """The path, if a contact sheet can be written there.
+    """Check that a contact sheet can be written to a path; return the path.
 
     Raises:
         InvalidParameterError: for another suffix than .png, or a missing parent folder.
@@ -67,12 +67,12 @@ def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
     if path.suffix.lower() != ".png":
         raise InvalidParameterError(f"{name}: a contact sheet is a .png, got {path.name}")
     check_parent(path, name)
-    needed("PIL.Image")
+    require_optional("PIL.Image")
     return path
 
 
 def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: float, crf: int = CRF) -> Path:
-    """Write a clip in the format that the path's suffix says; the path. What was there is replaced.
+    """Write a clip in the format of the path's suffix, in place of a file or folder that is there; return the path.
 
     Args:
         frames: RGB.
@@ -100,7 +100,7 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
                 f"frames: .mp4 takes even heights and widths, got {frames.shape[1]} x {frames.shape[2]}; "
                 ".gif, .webp and folders take any"
             )
-    with beside(path) as partial:
+    with atomic_path(path) as partial:
         if suffix == ".mp4":
             _write_mp4(frames, partial, fps, crf)
         elif suffix:
@@ -108,51 +108,51 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
         else:
             partial.mkdir()
             for i, frame in enumerate(frames):
-                needed("PIL.Image").fromarray(frame).save(partial / f"frame_{i:05}.png")
+                require_optional("PIL.Image").fromarray(frame).save(partial / f"frame_{i:05}.png")
     return path
 
 
 def write_contact_sheet(
-    pictures: Sequence[UInt8[np.ndarray, "H W 3"]],
+    images: Sequence[UInt8[np.ndarray, "H W 3"]],
     path: str | Path,
     *,
     captions: Sequence[str] | None = None,
     columns: int | None = None,
 ) -> Path:
-    """Write pictures in rows into one .png, each with its caption below; the path.
+    """Write images in rows into one .png, each with its caption below; return the path.
 
     Args:
-        pictures: of any sizes; each cell has the size of the largest.
+        images: of any sizes; each cell has the size of the largest.
         path: ends in .png.
-        captions: one for each picture, broken into lines as wide as a cell.
-        columns: pictures in a row; about as many as rows if None.
+        captions: one for each image, broken into lines as wide as a cell.
+        columns: images in a row; about as many as rows if None.
 
     Raises:
-        InvalidParameterError: for no pictures, another suffix, a missing folder, or a wrong number of captions.
+        InvalidParameterError: for no images, another suffix, a missing folder, or a wrong number of captions.
         MissingDependencyError: if Pillow is not installed.
     """
     path = check_sheet_path(path)
-    if not len(pictures) or (columns is not None and columns < 1):
-        raise InvalidParameterError(f"pictures: expected some, in at least one column, got {len(pictures)}")
-    if captions is not None and len(captions) != len(pictures):
-        raise InvalidParameterError(f"captions: expected {len(pictures)}, one for each picture, got {len(captions)}")
-    pil, drawing = needed("PIL.Image"), needed("PIL.ImageDraw")
-    font = needed("PIL.ImageFont").load_default(_TEXT_SIZE)
-    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-    texts = [_wrapped(caption, width, font.getlength) for caption in captions or [""] * len(pictures)]
+    if not len(images) or (columns is not None and columns < 1):
+        raise InvalidParameterError(f"images: expected some, in at least one column, got {len(images)}")
+    if captions is not None and len(captions) != len(images):
+        raise InvalidParameterError(f"captions: expected {len(images)}, one for each image, got {len(captions)}")
+    pil, drawing = require_optional("PIL.Image"), require_optional("PIL.ImageDraw")
+    font = require_optional("PIL.ImageFont").load_default(_TEXT_SIZE)
+    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    texts = [_wrapped(caption, width, font.getlength) for caption in captions or [""] * len(images)]
     line = _TEXT_SIZE + 4
     below = line * max(map(len, texts))
-    columns = columns or int(np.ceil(len(pictures) ** 0.5))
-    rows = -(-len(pictures) // columns)
+    columns = columns or int(np.ceil(len(images) ** 0.5))
+    rows = -(-len(images) // columns)
     cell = (width + _TEXT_SIZE, height + below + _TEXT_SIZE)
     sheet = pil.new("RGB", (columns * cell[0] + _TEXT_SIZE, rows * cell[1] + _TEXT_SIZE), "white")
     pen = drawing.Draw(sheet)
-    for i, (picture, lines) in enumerate(zip(pictures, texts, strict=True)):
+    for i, (image, lines) in enumerate(zip(images, texts, strict=True)):
         left, top = i % columns * cell[0] + _TEXT_SIZE, i // columns * cell[1] + _TEXT_SIZE
-        sheet.paste(pil.fromarray(picture), (left, top))
+        sheet.paste(pil.fromarray(image), (left, top))
         for number, text in enumerate(lines):
             pen.text((left, top + height + number * line + 2), text, fill="black", font=font)
-    with beside(path) as partial:
+    with atomic_path(path) as partial:
         sheet.save(partial)
     return path
 
@@ -164,8 +164,8 @@ def check_parent(path: Path, name: str) -> None:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """A path to write to, file or folder, which takes the place of `path` if all goes well and is gone if not."""
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Temporary path of a file or folder, which replaces `path` when the context ends, or is removed on an error."""
     partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")
     try:
@@ -185,7 +185,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:
-    av = needed("av")
+    av = require_optional("av")
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = frames.shape[1:3]
@@ -194,8 +194,8 @@ def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:
         context = stream.codec_context
         context.colorspace = context.color_primaries = context.color_trc = _BT709
         for frame in frames:
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace=_BT709)))
+            image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            container.mux(stream.encode(image.reformat(format="yuv420p", dst_colorspace=_BT709)))
         container.mux(stream.encode())
 
 
@@ -203,12 +203,12 @@ def _write_animation(frames: np.ndarray, path: Path, fps: float) -> None:
     # Files count time in steps of 10 ms (GIF) and 1 ms: frames last one step more or less, so that the whole is right.
     step = 10 if path.suffix.lower() == ".gif" else 1
     ends = np.round(np.arange(len(frames) + 1) * 1000 / fps / step).astype(int) * step
-    first, *rest = (needed("PIL.Image").fromarray(frame) for frame in frames)
+    first, *rest = (require_optional("PIL.Image").fromarray(frame) for frame in frames)
     first.save(path, save_all=True, append_images=rest, duration=np.diff(ends).tolist(), loop=0)
 
 
 def _wrapped(text: str, width: int, length: Callable[[str], float]) -> list[str]:
-    """Lines of whole words, each at most `width` wide if a word is."""
+    """Lines of whole words, each at most `width` wide unless one word is wider."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word

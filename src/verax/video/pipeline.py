@@ -1,35 +1,35 @@
-"""`VideoPipeline`: text, pictures and clips in, frames out, with the habits of the PyTorch pipelines."""
+"""`VideoPipeline`: text, images and clips in, frames out, by the rules of either PyTorch pipeline."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import jax
-import numpy as np
-from jaxtyping import Array, Float32
-
-from verax import builtin, models, progress
+from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.models.wan.model import WanConfig
 from verax.models.wan.vae import WanVaeConfig
-from verax.video import pictures
+from verax.video.calls import PipelineParts
+from verax.video.conditioning import CONDITIONINGS
 from verax.video.denoise import Denoiser
+from verax.video.geometry import LatentGeometry
 from verax.video.load import load_components
-from verax.video.memory import StageMemory, amount, free_memory, largest, refusal
-from verax.video.outputs import Callback, VideoOutput
-from verax.video.prompt import PromptTokenizer
-from verax.video.request import Grid, VideoRequest, make_request
-from verax.video.resume import check_resume
-from verax.video.run import Run
-from verax.video.settings import read_settings
+from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
+from verax.video.outputs import VideoOutput
+from verax.video.prompt import PromptStates, PromptTokenizer
+from verax.video.reporter import RunReporter
+from verax.video.request import ResolvedRequest, VideoOptions, VideoRequest, make_request
+from verax.video.resolve import resolve_request
+from verax.video.rules import REFERENCES, SKYREELS
+from verax.video.run import run_request, stages_of
+from verax.video.settings import VideoSettings, read_settings
 from verax.video.stages import Stages
+from verax.video.transformers import TransformerSchedule
 
 __all__ = ["VideoPipeline"]
 
@@ -37,9 +37,6 @@ _log = logging.getLogger("verax.video")
 
 Lora = str | Path | Sequence[str | Path] | Mapping[Any, float] | None
 """A LoRA file, several, or files with a factor for each."""
-
-KEPT_PROMPTS = 16
-"""Prompts whose states are kept, so that asking again needs no text encoder."""
 
 
 class VideoPipeline:
@@ -66,18 +63,16 @@ class VideoPipeline:
         """Open a checkpoint's folder; see `from_pretrained`."""
         if dtype not in models.DTYPES:
             raise InvalidParameterError(f"dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
+        name = SKYREELS.name if reference is None else reference
+        if name not in REFERENCES:
+            raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {name!r}")
+        rules = REFERENCES[name]
         enable_compilation_cache()
         opened = VideoFolder(folder)
-        self.reference = "skyreels" if reference is None else reference
         shift = float(opened.scheduler.get("flow_shift", 1.0))
-        self.settings = read_settings(opened, shift, kind=kind, reference=self.reference)
-        self._show_progress = show_progress
+        settings = read_settings(opened, shift, kind=kind, negative_prompts=rules.negative_prompts)
         factors = _factors(lora)
-        self._about = {
-            **{"model": opened.name, "kind": self.settings.kind, "reference": self.reference, "dtype": dtype},
-            "lora": ", ".join(f"{path.name}:{factor:g}" for path, factor in factors.items()),
-        }
-        if offload and jax.default_backend() == "cpu":
+        if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")
             offload = False
         found = load_components(
@@ -88,23 +83,40 @@ class VideoPipeline:
             lora=factors,
             show_progress=show_progress,
         )
-        self.stages = Stages(**found._asdict(), decode_dtype=models.DTYPES[dtype])
-        self.denoiser = Denoiser(found.transformer)
         transformer: WanConfig = found.transformer.config
         vae: WanVaeConfig = found.vae.config
-        self.grid = Grid(
-            frames_per_latent=vae.frames_per_latent,
-            pixels_per_latent=vae.pixels_per_latent,
-            pixels_per_token=vae.pixels_per_latent * transformer.patch,
-            channels=vae.z_dim,
-            text_width=transformer.text_dim,
-        )
-        if (self.settings.kind == "i2v") != (transformer.image_dim is not None):
+        conditioning = CONDITIONINGS[settings.kind]
+        if conditioning.takes_image != (transformer.image_dim is not None):
             raise InvalidParameterError(
-                f"kind: {self.settings.kind} does not fit this transformer, whose image_dim is {transformer.image_dim}"
+                f"kind: {settings.kind} does not fit this transformer, whose image_dim is {transformer.image_dim}"
             )
-        self._tokenizer = PromptTokenizer.from_folder(opened.tokenizer, length=self.settings.text_tokens)
-        self._states: dict[str, Float32[Array, "1 T D"]] = {}
+        stages = Stages(
+            text_encoder=found.text_encoder,
+            image_encoder=found.image_encoder,
+            vae=found.vae,
+            decode_dtype=models.DTYPES[dtype],
+        )
+        tokenizer = PromptTokenizer.from_folder(opened.tokenizer, length=settings.text_tokens)
+        self.parts = PipelineParts(
+            settings=settings,
+            geometry=LatentGeometry(
+                frames_per_latent=vae.frames_per_latent,
+                pixels_per_latent=vae.pixels_per_latent,
+                pixels_per_token=vae.pixels_per_latent * transformer.patch,
+                channels=vae.z_dim,
+                text_width=transformer.text_dim,
+            ),
+            rules=rules,
+            conditioning=conditioning,
+            stages=stages,
+            transformers=TransformerSchedule((Denoiser(found.transformer),)),
+            prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
+        )
+        self._show_progress = show_progress
+        self._about = {
+            **{"model": opened.name, "kind": settings.kind, "reference": rules.name, "dtype": dtype},
+            "lora": ", ".join(f"{path.name}:{factor:g}" for path, factor in factors.items()),
+        }
 
     @classmethod
     def from_pretrained(
@@ -123,22 +135,22 @@ class VideoPipeline:
 
         Args:
             model: a folder in the original's or diffusers' layout, or the hub id of one; None is the built-in model.
-            dtype: `"bfloat16"`, or `"float32"`, of weights and of what is multiplied; all else is float32.
-            reference: whose rules, where the two PyTorch pipelines differ: `"skyreels"` (the original's, and the
-                default, less its slips) or `"diffusers"`.
-            kind: `"t2v"`, `"i2v"` or `"df"` (diffusion forcing), where the folder does not say: the original's 14B
-                models for text and for forcing differ in nothing but their folders' names.
+            dtype: `"bfloat16"` or `"float32"`: dtype of weights and of the inputs of matmuls; all else is float32.
+            reference: rules where the two PyTorch pipelines differ: `"skyreels"` (the original's, less its slips; the
+                default) or `"diffusers"`.
+            kind: `"t2v"`, `"i2v"` or `"df"` (diffusion forcing), where the folder does not determine it: the
+                original's 14B models for text and for forcing differ in nothing but their folders' names.
             lora: a LoRA file (safetensors; diffusers', PEFT's or kohya's names), several, or files with a factor for
                 each. They change the transformer's weights as these are read.
-            keep_encoders: whether text and image encoder stay on the device between calls; if None, when they are
-                small. UMT5-XXL is not: its 11 GB are given back after the prompt is read.
-            offload: whether weights wait in the host's memory while they are not used. On a CPU nothing but a warning.
-            show_progress: bars, if stderr is a terminal.
+            keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
+                small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
+            offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
+            show_progress: True for bars, if stderr is a terminal.
 
         Raises:
             CheckpointError: if the checkpoint is missing, damaged, or does not fit its configuration.
-            UnsupportedModelError: if verax has no such model.
-            InvalidParameterError: if an argument makes no sense, with its name.
+            UnsupportedModelError: if verax does not implement the model.
+            InvalidParameterError: naming an argument that is out of range.
         """
         return cls(
             builtin.video_model() if model is None else model,
@@ -151,164 +163,101 @@ class VideoPipeline:
             show_progress=show_progress,
         )
 
-    def __call__(
-        self,
-        prompt: str | Sequence[str] | None = None,
-        *,
-        image: Any = None,
-        last_image: Any = None,
-        video: Any = None,
-        negative_prompt: str | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        resolution: str | None = None,
-        num_frames: int | None = None,
-        num_inference_steps: int | None = None,
-        guidance_scale: float | None = None,
-        shift: float | None = None,
-        fps: int | None = None,
-        seed: int = 42,
-        latents: Any = None,
-        prompt_embeds: Any = None,
-        negative_prompt_embeds: Any = None,
-        output_type: str = "video",
-        callback: Callback | None = None,
-        cache: str | None = None,
-        cache_threshold: float = 0.2,
-        guidance: str = "auto",
-        ar_step: int = 0,
-        causal_block_size: int | None = None,
-        causal_attention: bool | None = None,
-        overlap_history: int | None = None,
-        addnoise_condition: int = 0,
-        base_num_frames: int | None = None,
-        attention: str = "auto",
-        resume: str | Path | None = None,
-    ) -> VideoOutput:
-        """Make a clip. What is None is as the checkpoint says (`settings`).
+    def __call__(self, prompt: str | Sequence[str] | None = None, **options: Unpack[VideoOptions]) -> VideoOutput:
+        """Make a clip: `pipe("The cat turns its head.", image="cat.png", num_frames=97)`.
 
         Args:
-            prompt: what is to be seen; a list has one for each segment of a long clip, the last for all that follow.
-            image: the first frame: a path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).
-            last_image: the last frame, likewise; diffusion forcing only.
-            video: a clip to go on from: a path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only.
-                The result begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.
-            negative_prompt: what is not to be seen; of no account where `guidance_scale` is 1 or less.
-            height, width: of a frame, multiples of 16. If both are None and the picture is upright, so is the clip.
-            resolution: `"540P"` (544 x 960) or `"720P"` (720 x 1280) in their place.
-            num_frames: 4n + 1. More than `base_num_frames` are made in segments.
-            num_inference_steps: of the solver.
-            guidance_scale: how far to go from the negative prompt towards the prompt.
-            shift: of the noise levels, see `sigmas.noise_levels`.
-            fps: of the file, and what a model that asks is told.
-            seed: of the noise. The same seed gives the same clip.
-            latents: noise to begin with, `[1, 16, F, height / 8, width / 8]`; of the first segment.
-            prompt_embeds, negative_prompt_embeds: states `[1, tokens, width]` in place of prompts.
-            output_type: `"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.
-            callback: told of every step, see `VideoProgress`; the run ends if it returns False.
-            cache: `"teacache"` to leave out the transformer's blocks in steps that change little.
-            cache_threshold: see `teacache.computed_steps`.
-            guidance: `"batch"` for prompt and negative prompt together, `"sequential"` for one after the other, in less
-                memory; `"auto"` for the first that fits.
-            ar_step: diffusion forcing: how many steps a block is behind the one before it; 0 for all together.
-            causal_block_size: diffusion forcing: latent frames in a block; every segment must be whole blocks.
-            causal_attention: whether a block sees earlier blocks only. No released model was trained for it; diffusers
-                does it whenever there are blocks, and so does `reference="diffusers"`.
-            overlap_history: frames that segments share, 4n + 1.
-            addnoise_condition: diffusion forcing: timesteps of noise, of 1000, in which frames that are given are shown
-                to the model: 20 hides seams.
-            base_num_frames: frames of a segment.
-            attention: an implementation of `wan_layers.ATTENTION`.
-            resume: a .safetensors file in which finished segments are kept, and from which they are taken if it is
-                there: the same request then goes on where it was ended, also with other prompts for later segments,
-                or more frames.
+            prompt: description of the clip; a list has one for each segment of a long clip.
+            options: other fields of `VideoRequest`, where they are described.
 
         Raises:
-            InvalidParameterError: naming the argument that does not fit, and what would; before any device work.
-            RequestRefusedError: if the memory that is free does not hold it, with what it would hold.
+            InvalidParameterError: naming the argument that does not fit, and values that would; before device work.
+            RequestRefusedError: if the free memory is too small, with changes to the request that would fit.
         """
-        given = {name: value for name, value in locals().items() if name != "self"}
-        request = self._fitting(self._request(given))
-        free = free_memory(self.stages)
+        return self.generate(make_request(prompt, options))
+
+    def generate(self, request: VideoRequest) -> VideoOutput:
+        """Make the clip of a request.
+
+        Raises:
+            InvalidParameterError: naming the option that does not fit, and values that would; before device work.
+            RequestRefusedError: if the free memory is too small, with changes to the request that would fit.
+        """
+        # 1. Check the request, and fill in what it leaves open.
+        resolved = self._with_guidance(self._resolve(request))
+
+        # 2. Refuse it before any work if it does not fit in the memory.
+        free = free_memory(self.parts.components)
         if free is not None:
-            plan = self._plan(request)
-            why = refusal(request, self.grid, plan, free, lambda change: self._plan(replace(request, **change)))
+            why = out_of_memory_message(
+                resolved,
+                self.geometry,
+                self._plan(resolved),
+                free,
+                lambda change: self._plan(replace(resolved, **change)),
+            )
             if why is not None:
                 raise RequestRefusedError(why)
-        return self._run(request).serve()
 
-    def plan(self, prompt: str | Sequence[str] | None = None, **options: Any) -> list[StageMemory]:
-        """The memory that each stage of a request will need; compiles its programs, and runs and reads nothing.
+        # 3. Run its stages.
+        segments = len(resolved.segments(self.geometry))
+        reporter = RunReporter(resolved.callback, resolved.fps, segments, self._show_progress)
+        return run_request(resolved, self.parts, reporter, self._about)
 
-        Args:
-            prompt, options: as for the call.
+    def plan(self, request: VideoRequest) -> list[StageMemory]:
+        """Memory of each stage of a request. Compiles its programs; reads no weights and runs nothing.
 
         Raises:
-            InvalidParameterError: as the call.
+            InvalidParameterError: as `generate`.
         """
-        names = inspect.signature(type(self).__call__).parameters
-        if unknown := set(options) - set(names):
-            raise InvalidParameterError(f"{', '.join(sorted(unknown))}: not an option of a request")
-        defaults = {name: parameter.default for name, parameter in names.items() if name != "self"}
-        return self._plan(self._fitting(self._request({**defaults, "prompt": prompt, **options})))
+        return self._plan(self._with_guidance(self._resolve(request)))
 
-    def _request(self, given: dict[str, Any]) -> VideoRequest:
-        for name in ("image", "last_image"):
-            if given[name] is not None:
-                given[name] = pictures.read_image(given[name], name=name)
-        if given["video"] is not None:
-            given["video"] = pictures.read_clip(given["video"])[0]
-        if given["resume"] is not None:
-            check_resume(given["resume"])
-        return make_request(self.settings, self.grid, self.reference, **given)
+    @property
+    def settings(self) -> VideoSettings:
+        """Kind and defaults of the checkpoint."""
+        return self.parts.settings
 
-    def _run(self, request: VideoRequest) -> Run:
-        return Run(
-            request,
-            settings=self.settings,
-            grid=self.grid,
-            reference=self.reference,
-            stages=self.stages,
-            denoiser=self.denoiser,
-            text=self._text,
-            about=self._about,
-            show_progress=self._show_progress,
-        )
+    @property
+    def geometry(self) -> LatentGeometry:
+        """Sizes of the checkpoint's latents."""
+        return self.parts.geometry
 
-    def _plan(self, request: VideoRequest) -> list[StageMemory]:
+    @property
+    def stages(self) -> Stages:
+        """Programs of the encoders and the VAE."""
+        return self.parts.stages
+
+    @property
+    def denoiser(self) -> Denoiser:
+        """Programs of the transformer; of the first, if there are several."""
+        return self.parts.transformers.denoisers[0]
+
+    def _resolve(self, request: VideoRequest) -> ResolvedRequest:
+        return resolve_request(request, self.settings, self.geometry, self.parts.rules)
+
+    def _plan(self, request: ResolvedRequest) -> list[StageMemory]:
         with progress.bar("compiling", enabled=self._show_progress, count=False):
-            return self._run(request).plan()
+            return plan_memory(stages_of(request, self.parts))
 
-    def _fitting(self, request: VideoRequest) -> VideoRequest:
-        """The request with its guidance decided: in turn only if that fits and both together do not."""
+    def _with_guidance(self, request: ResolvedRequest) -> ResolvedRequest:
+        """Request with `guidance` decided: sequential only if that fits and batch does not."""
         if request.guidance != "auto":
             return request
-        both, turns = (replace(request, guidance=how) for how in ("batch", "sequential"))
-        free = free_memory(self.stages)
-        if free is None or not request.guided or (needed := largest(self._plan(both)).peak) <= free:
-            return both
-        if largest(self._plan(turns)).peak > free:
-            return both
+        batch, sequential = (replace(request, guidance=how) for how in ("batch", "sequential"))
+        free = free_memory(self.parts.components)
+        if free is None or not request.guided or (peak := largest(self._plan(batch)).peak) <= free:
+            return batch
+        if largest(self._plan(sequential)).peak > free:
+            return batch
         _log.warning(
             "guidance: prompt and negative prompt one after the other: both together need %s, and %s are free",
-            *(amount(needed), amount(free)),
+            *(format_bytes(peak), format_bytes(free)),
         )
-        return turns
-
-    def _text(self, prompt: str) -> Float32[Array, "1 T D"]:
-        """A prompt's states, from the last few if it was among them."""
-        states = self._states.pop(prompt, None)
-        if states is None:
-            tokens, lengths = self._tokenizer([prompt])
-            states = self.stages.text(np.asarray(tokens), np.asarray(lengths))
-        self._states[prompt] = states
-        while len(self._states) > KEPT_PROMPTS:
-            del self._states[next(iter(self._states))]
-        return states
+        return sequential
 
 
 def _factors(lora: Lora) -> dict[Path, float]:
-    """Files and their factors."""
+    """Factor of each file."""
     if isinstance(lora, Mapping):
         return {Path(path): float(factor) for path, factor in lora.items()}
     files = [] if lora is None else [lora] if isinstance(lora, str | Path) else lora

@@ -1,27 +1,34 @@
-"""Models on the device while they are needed, and the compiled programs that take their weights."""
+"""Models that are on the device while they are used, and compiled programs that take their weights.
+
+A `Component` is a model, and a `Program` a compiled function. A `ProgramCall` is one use of a program: it holds shapes,
+from which its memory follows before the run, and the run calls it with arrays.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from verax import ops
 from verax._compat import compiler_options
 
-__all__ = ["Component", "Memory", "Program"]
+__all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "shapes_of"]
 
 M = TypeVar("M", bound=nnx.Module)
 
-KEPT = 1 << 30
+KEEP_LIMIT = 1 << 30
 """Bytes of weights up to which a model stays on the device between its uses."""
 
 Weights = tuple[Array, ...]
+"""Arrays of a module in the order of its tree: an argument of programs, which merge them with the graph."""
 
 
 class Component(Generic[M]):
@@ -39,11 +46,11 @@ class Component(Generic[M]):
         """Describe it.
 
         Args:
-            name: for people, as in "text encoder".
-            make: gives the module, with any weights; traced for its shapes.
-            load: fills a module that has shapes only with weights.
-            keep: whether weights stay on the device between uses; by their size (`KEPT`) if None.
-            offload: whether they wait in the host's memory instead, from their first use on.
+            name: name in messages, such as "text encoder".
+            make: function that returns the module, with any weights; traced for its shapes.
+            load: function that fills a module of shapes with weights.
+            keep: True if weights stay on the device between uses; by their size (`KEEP_LIMIT`) if None.
+            offload: True if they wait in the host's memory between uses instead.
         """
         self.name = name
         self._abstract = nnx.eval_shape(make)
@@ -51,24 +58,24 @@ class Component(Generic[M]):
         self._graph, state = nnx.split(self._abstract)
         leaves, self._treedef = jax.tree.flatten(state)
         self.shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        self.keep = not offload and (self.size <= KEPT if keep is None else keep)
+        self.keep = not offload and (self.size <= KEEP_LIMIT if keep is None else keep)
         self._offload = offload
         self._weights: Weights | None = None
         self._waiting: Weights | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the weights."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.shapes)
 
     @property
     def loaded(self) -> bool:
-        """Whether its weights are on the device."""
+        """True if the weights are on the device."""
         return self._weights is not None
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Weights]:
-        """Its weights, read if they are not there; given back afterwards unless they are to be kept."""
+        """Weights on the device, read if they are not there, and given back afterwards unless they are kept."""
         if self._weights is None and self._waiting is not None:
             self._weights = in_memory(self._waiting, "device")
         if self._weights is None:
@@ -84,11 +91,11 @@ class Component(Generic[M]):
 
     @property
     def config(self) -> Any:
-        """The module's configuration."""
+        """Configuration of the module."""
         return cast(Any, self._abstract).config
 
     def module(self, weights: Weights) -> M:
-        """The module of these weights; for use inside a program."""
+        """Module with these weights, for use inside a program."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, weights))
 
 
@@ -98,30 +105,33 @@ def in_memory(weights: Weights, kind: str) -> Weights:
 
 
 class Memory(NamedTuple):
-    """Bytes that a program needs, by XLA's own account."""
+    """Bytes that a program needs, from XLA's memory analysis.
+
+    Attributes:
+        arguments: arguments, weights included.
+        results: results, less those that take the memory of arguments.
+        temporary: buffers in between.
+    """
 
     arguments: int
-    """What it is given, weights included."""
     results: int
-    """What it gives, less what it writes over its arguments."""
     temporary: int
-    """What it needs in between."""
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """Sum of all."""
         return sum(self)
 
 
 class Program:
-    """A function, compiled once for each set of shapes and options."""
+    """Compiled function, one program for each set of shapes and options."""
 
     def __init__(self, function: Callable[..., Any], *, options: tuple[str, ...] = (), donate: tuple[int, ...] = ()):
         """Describe it.
 
         Args:
-            function: of arrays by position and of `options` by name.
-            options: names of arguments that are part of the program; hashable.
+            function: function of arrays by position and of `options` by name.
+            options: names of arguments that are part of the program, hashable.
             donate: positions of arguments whose memory the results may take.
         """
         self._jit = jax.jit(
@@ -134,20 +144,20 @@ class Program:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Run it, compiled now if it has not met these shapes and options."""
+        """Run the program, compiled first if these shapes and options are new."""
         return self._get(arguments, options)(*arguments)
 
     @property
     def count(self) -> int:
-        """How many times it was compiled."""
+        """Number of compiled programs."""
         return len(self._compiled)
 
     def results(self, *arguments: Any, **options: Any) -> Any:
-        """Shapes of what a call with these arguments, or with shapes in place of arrays, will give."""
+        """Shapes of the results for these arguments, which may be shapes. Compiles the program."""
         return self._get(arguments, options).out_info
 
     def memory(self, *arguments: Any, **options: Any) -> Memory:
-        """What a call with these arguments, or with shapes in place of arrays, will need."""
+        """Memory of a call with these arguments, which may be shapes. Compiles the program."""
         analysis = self._get(arguments, options).memory_analysis()
         return Memory(
             analysis.argument_size_in_bytes,
@@ -162,3 +172,55 @@ class Program:
         if key not in self._compiled:
             self._compiled[key] = self._jit.lower(*arguments, **options).compile()
         return self._compiled[key]
+
+
+@dataclass(frozen=True)
+class ProgramCall:
+    """Call of a program on a component's weights, described by shapes.
+
+    Attributes:
+        program: program, whose first argument is the weights.
+        component: model of these weights.
+        arguments: shapes (or arrays) of the other arguments.
+        options: options of the program.
+    """
+
+    program: Program
+    component: Component[Any]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def argument_bytes(self) -> int:
+        """Bytes of the arguments, without weights."""
+        leaves = jax.tree.leaves(self.arguments)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    def memory(self) -> Memory:
+        """Memory of the call. Compiles the program, and reads no weights."""
+        return self.program.memory(self.component.shapes, *self.arguments, **self.options)
+
+    def results(self) -> Any:
+        """Shapes of the results. Compiles the program, and reads no weights."""
+        return self.program.results(self.component.shapes, *self.arguments, **self.options)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Callable[..., Any]]:
+        """Function of arrays that runs the program, while the weights stay on the device."""
+        with self.component.weights() as weights:
+            yield lambda *arrays: self.program(weights, *arrays, **self.options)
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Run the program on arrays of the described shapes."""
+        with self.opened() as run:
+            return run(*arrays)
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    """Shape of a float32 array."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes of the arrays of a tree."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)

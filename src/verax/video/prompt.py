@@ -6,18 +6,23 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import tokenizers
-from jaxtyping import Int
+from jaxtyping import Array, Float32, Int
 
+from verax._optional import require_optional
 from verax.checkpoint.tokenizer_file import read_tokenizer
 from verax.errors import CheckpointError
-from verax.video.extra import needed
+from verax.video.programs import ProgramCall
 
-__all__ = ["PROMPT_TOKENS", "PromptTokenizer", "clean"]
+__all__ = ["PROMPT_TOKENS", "PromptStates", "PromptTokenizer", "clean"]
 
 PROMPT_TOKENS = 512
 """Tokens of every prompt, padding included: the transformer's cross-attention sees them all."""
+
+KEPT_PROMPTS = 16
+"""Prompts whose states are kept, so that a prompt that comes again needs no text encoder."""
 
 
 def clean(prompt: str) -> str:
@@ -26,7 +31,7 @@ def clean(prompt: str) -> str:
     Raises:
         MissingDependencyError: if ftfy is not installed.
     """
-    return " ".join(html.unescape(html.unescape(needed("ftfy").fix_text(prompt))).split())
+    return " ".join(html.unescape(html.unescape(require_optional("ftfy").fix_text(prompt))).split())
 
 
 class PromptTokenizer:
@@ -62,3 +67,24 @@ class PromptTokenizer:
         found = self._backend.encode_batch([clean(prompt) for prompt in prompts])
         tokens = np.array([encoding.ids for encoding in found], np.int32)
         return tokens, np.array([sum(encoding.attention_mask) for encoding in found], np.int32)
+
+
+class PromptStates:
+    """States of prompts by the text encoder, of which the last few are kept."""
+
+    def __init__(self, tokenizer: PromptTokenizer, call: ProgramCall):
+        """Take a tokenizer, and the call of the text encoder on its tokens `[1, T]` and lengths `[1]`."""
+        self.call = call
+        self._tokenizer = tokenizer
+        self._states: dict[str, Float32[Array, "1 T D"]] = {}
+
+    def __call__(self, prompt: str) -> Float32[Array, "1 T D"]:
+        """States of a prompt."""
+        states = self._states.pop(prompt, None)
+        if states is None:
+            tokens, lengths = self._tokenizer([prompt])
+            states = jax.block_until_ready(self.call(tokens, lengths))
+        self._states[prompt] = states
+        while len(self._states) > KEPT_PROMPTS:
+            del self._states[next(iter(self._states))]
+        return states

@@ -1,60 +1,124 @@
-"""One request, checked before any device work: sizes that fit, a model of the right kind, nothing said twice."""
+"""Requests for clips: `VideoRequest` as a user writes it, and `ResolvedRequest` with nothing left open."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import Any, TypedDict
 
 import numpy as np
+from jaxtyping import UInt8
 
 from verax.errors import InvalidParameterError
-from verax.models.wan.layers import ATTENTION
+from verax.video.geometry import LatentGeometry, segment_sizes
 from verax.video.outputs import Callback
-from verax.video.segments import segment_sizes
-from verax.video.settings import RESOLUTIONS, VideoSettings
+from verax.video.settings import VideoSettings
 
-__all__ = ["Grid", "VideoRequest", "make_request"]
+__all__ = ["ResolvedRequest", "VideoOptions", "VideoRequest", "make_request"]
+
 
 OVERLAP = 17
-"""Frames that segments share if nothing is said: the smaller of the two that SkyReels-V2 recommends."""
-
-_ADDED_NOISE = 1000
-"""Timesteps: all noise."""
+"""Default of frames that segments share: the smaller of the two that SkyReels-V2 recommends."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """How frames become latents and tokens, for one checkpoint."""
-
-    frames_per_latent: int
-    pixels_per_latent: int
-    pixels_per_token: int
-    channels: int
-    text_width: int
-
-    def latents(self, frames: int) -> int:
-        """Latent frames of a number of frames."""
-        return (frames - 1) // self.frames_per_latent + 1
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class VideoRequest:
-    """What `VideoPipeline` was asked, with its checkpoint's defaults filled in; see there for what each means."""
+    """A clip to be made by `VideoPipeline.generate`. An option that is None has the checkpoint's value (`settings`).
 
-    prompt: str | Sequence[str] | None
+    A request is checked when a pipeline takes it: what fits depends on the checkpoint.
+
+    Attributes:
+        prompt: description of the clip; a list has one for each segment of a long clip, the last for all that follow.
+        image: first frame: a path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).
+        last_image: last frame, likewise; diffusion forcing only.
+        video: clip to continue: a path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only. The
+            result begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.
+        negative_prompt: description of what the clip should not show; unused where `guidance_scale` is 1 or less.
+        height, width: size of a frame in pixels, multiples of 16. If both are None and the image is upright, so is the
+            clip.
+        resolution: `"540P"` (544 x 960) or `"720P"` (720 x 1280) in place of height and width.
+        num_frames: number of frames, 4n + 1. More than `base_num_frames` are made in segments.
+        num_inference_steps: steps of the solver.
+        guidance_scale: scale of classifier-free guidance; 1 or less for none.
+        shift: shift of the noise levels towards noise, see `sigmas.noise_levels`.
+        fps: frames per second: of the file, and as an input of models that have one.
+        seed: seed of the noise. The same seed gives the same clip.
+        latents: initial noise of the first segment, `[1, 16, F, height / 8, width / 8]`.
+        prompt_embeds, negative_prompt_embeds: states `[1, tokens, width]` of the text encoder in place of prompts.
+        output_type: `"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.
+        callback: function that is called after every step, see `VideoProgress`; the run ends if it returns False.
+        cache: `"teacache"` to skip the transformer's blocks in steps that change little.
+        cache_threshold: threshold of TeaCache, see `teacache.steps_running_blocks`.
+        guidance: `"batch"` for prompt and negative prompt together, `"sequential"` for one after the other, in less
+            memory; `"auto"` for the first that fits.
+        ar_step: diffusion forcing: steps by which a block is behind the one before it; 0 for all together.
+        causal_block_size: diffusion forcing: latent frames in a block; every segment must be whole blocks.
+        causal_attention: True if a block sees earlier blocks only. No released model was trained for it; diffusers does
+            it whenever there are blocks, and so does `reference="diffusers"`.
+        overlap_history: frames that segments share, 4n + 1.
+        addnoise_condition: diffusion forcing: timesteps of noise, of 1000, that are added to prefix frames where the
+            model sees them: 20 hides seams.
+        base_num_frames: frames of a segment, 4n + 1.
+        attention: an implementation of `wan.layers.ATTENTION`.
+        resume: a .safetensors file in which finished segments are kept, and from which they are taken if it exists: the
+            same request then continues where it ended, also with other prompts for later segments, or more frames.
+    """
+
+    prompt: str | Sequence[str] | None = None
+    _: KW_ONLY
+    image: Any = None
+    last_image: Any = None
+    video: Any = None
+    negative_prompt: str | None = None
+    height: int | None = None
+    width: int | None = None
+    resolution: str | None = None
+    num_frames: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    shift: float | None = None
+    fps: int | None = None
+    seed: int = 42
+    latents: Any = None
+    prompt_embeds: Any = None
+    negative_prompt_embeds: Any = None
+    output_type: str = "video"
+    callback: Callback | None = None
+    cache: str | None = None
+    cache_threshold: float = 0.2
+    guidance: str = "auto"
+    ar_step: int = 0
+    causal_block_size: int | None = None
+    causal_attention: bool | None = None
+    overlap_history: int | None = None
+    addnoise_condition: int = 0
+    base_num_frames: int | None = None
+    attention: str = "auto"
+    resume: str | Path | None = None
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Prompts of the segments; the last also of those after it."""
+        return () if self.prompt is None else (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
+
+
+class VideoOptions(TypedDict, total=False):
+    """Types of the options of `VideoRequest`, for calls by keyword."""
+
     image: Any
     last_image: Any
     video: Any
-    negative_prompt: str
-    height: int
-    width: int
-    num_frames: int
-    num_inference_steps: int
-    guidance_scale: float
-    shift: float
-    fps: int
+    negative_prompt: str | None
+    height: int | None
+    width: int | None
+    resolution: str | None
+    num_frames: int | None
+    num_inference_steps: int | None
+    guidance_scale: float | None
+    shift: float | None
+    fps: int | None
     seed: int
     latents: Any
     prompt_embeds: Any
@@ -65,201 +129,75 @@ class VideoRequest:
     cache_threshold: float
     guidance: str
     ar_step: int
-    causal_block_size: int
-    causal_attention: bool
-    overlap_history: int
+    causal_block_size: int | None
+    causal_attention: bool | None
+    overlap_history: int | None
     addnoise_condition: int
-    base_num_frames: int
+    base_num_frames: int | None
     attention: str
-    resume: Any
+    resume: str | Path | None
+
+
+def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any]) -> VideoRequest:
+    """Build a request from the arguments of a call.
+
+    Raises:
+        InvalidParameterError: for an option that requests do not have, with the nearest name.
+    """
+    known = [field.name for field in fields(VideoRequest)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; options are {', '.join(known[1:])}"
+            raise InvalidParameterError(f"{name}: not an option of a request{hint}")
+    return VideoRequest(prompt, **options)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResolvedRequest(VideoRequest):
+    """A checked request: defaults are filled in, images and clips are arrays. Made by `resolve.resolve_request`."""
+
+    image: UInt8[np.ndarray, "H W 3"] | None = None
+    last_image: UInt8[np.ndarray, "H W 3"] | None = None
+    video: UInt8[np.ndarray, "T H W 3"] | None = None
+    negative_prompt: str = VideoSettings.negative_prompt
+    height: int = VideoSettings.height
+    width: int = VideoSettings.width
+    num_frames: int = VideoSettings.num_frames
+    num_inference_steps: int = VideoSettings.num_inference_steps
+    guidance_scale: float = VideoSettings.guidance_scale
+    shift: float = VideoSettings.shift
+    fps: int = VideoSettings.fps
+    causal_block_size: int = 1
+    causal_attention: bool = False
+    overlap_history: int = OVERLAP
+    base_num_frames: int = VideoSettings.num_frames
 
     @property
     def guided(self) -> bool:
-        """Whether the negative prompt has a say."""
+        """True if classifier-free guidance is used, and so the negative prompt."""
         return self.guidance_scale > 1
 
     @property
+    def rows(self) -> int:
+        """Rows of the transformer's batch: the prompt and, with guidance, the negative prompt."""
+        return 1 + self.guided
+
+    @property
     def program_options(self) -> dict[str, Any]:
-        """What makes another program of the loop over steps."""
+        """Options of the program of the loop over steps, which is compiled for each of their values."""
         return {
             "guidance": self.guidance if self.guided else None,
             "causal_block_size": self.causal_block_size if self.causal_attention else None,
             "attention": self.attention,
         }
 
+    def segments(self, geometry: LatentGeometry) -> list[int]:
+        """Latent frames of each segment, including those that it shares with the segment before."""
+        most, overlap = geometry.latents(self.base_num_frames), geometry.latents(self.overlap_history)
+        return segment_sizes(geometry.latents(self.num_frames), most, overlap)
+
     @property
-    def prompts(self) -> tuple[str, ...]:
-        """One for each segment; the last also for those after it."""
-        return () if self.prompt is None else (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
-
-    def segments(self, grid: Grid) -> list[int]:
-        """Latent frames of each segment."""
-        most, overlap = grid.latents(self.base_num_frames), grid.latents(self.overlap_history)
-        return segment_sizes(grid.latents(self.num_frames), most, overlap)
-
-
-def make_request(settings: VideoSettings, grid: Grid, reference: str, **given: Any) -> VideoRequest:
-    """A request that can be served.
-
-    Args:
-        settings: the checkpoint's defaults, for what is None.
-        grid: its sizes.
-        reference: whose rules.
-        given: the fields of `VideoRequest`.
-
-    Raises:
-        InvalidParameterError: naming the argument that does not fit, and what would.
-    """
-    picture = given["image"] if given["video"] is None else given["video"][0]
-    height, width = _size(given.pop("resolution"), settings, given)
-    if given["height"] is None and given["width"] is None:
-        height, width = _as_upright_as(picture, height, width)
-    blocks = given["causal_block_size"]
-    defaults = {
-        "height": height,
-        "width": width,
-        **{name: getattr(settings, name) for name in ("num_inference_steps", "guidance_scale", "shift", "fps")},
-        "num_frames": settings.num_frames,
-        "base_num_frames": settings.num_frames,
-        "negative_prompt": settings.negative_prompt,
-        "causal_block_size": 1,
-        # Diffusers attends by blocks as soon as there are any; the released models were not trained for it.
-        "causal_attention": reference == "diffusers" and blocks is not None and blocks > 1,
-        "overlap_history": OVERLAP,
-    }
-    request = VideoRequest(**{**given, **{name: value for name, value in defaults.items() if given[name] is None}})
-    _check_choices(request)
-    _check_numbers(request, grid)
-    _check_kind(request, settings)
-    _check_arrays(request, grid, reference)
-    return request
-
-
-def _size(resolution: str | None, settings: VideoSettings, given: dict[str, Any]) -> tuple[int, int]:
-    """Height and width if neither is given."""
-    if resolution is None:
-        return settings.height, settings.width
-    if given["height"] is not None or given["width"] is not None:
-        raise InvalidParameterError("resolution: give it, or height and width, not both")
-    if str(resolution).upper() not in RESOLUTIONS:
-        raise InvalidParameterError(f"resolution: expected one of {', '.join(RESOLUTIONS)}, got {resolution!r}")
-    return RESOLUTIONS[str(resolution).upper()]
-
-
-def _as_upright_as(picture: np.ndarray | None, height: int, width: int) -> tuple[int, int]:
-    """A size, turned if a picture `[H, W, 3]` is upright where it is not, or the other way round."""
-    if picture is None or (picture.shape[0] > picture.shape[1]) == (height > width):
-        return height, width
-    return width, height
-
-
-def _check_choices(request: VideoRequest) -> None:
-    choices = {
-        "output_type": ("video", "np", "latent"),
-        "cache": (None, "teacache"),
-        "guidance": ("auto", "batch", "sequential"),
-        "attention": tuple(ATTENTION),
-    }
-    for name, known in choices.items():
-        if (value := getattr(request, name)) not in known:
-            raise InvalidParameterError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
-
-
-def _check_numbers(request: VideoRequest, grid: Grid) -> None:
-    least = {"num_inference_steps": 1, "fps": 1, "seed": 0, "ar_step": 0, "causal_block_size": 1}
-    for name in (*least, "height", "width", "num_frames", "base_num_frames", "overlap_history", "addnoise_condition"):
-        value = getattr(request, name)
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least.get(name, 0):
-            raise InvalidParameterError(
-                f"{name}: expected a whole number of at least {least.get(name, 0)}, got {value!r}"
-            )
-    for name in ("guidance_scale", "shift", "cache_threshold"):
-        value = getattr(request, name)
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value) or value < 0:
-            raise InvalidParameterError(f"{name}: expected a number of at least 0, got {value!r}")
-    for name in ("height", "width"):
-        _check_steps(name, getattr(request, name), grid.pixels_per_token, 0)
-    for name in ("num_frames", "base_num_frames", "overlap_history"):
-        _check_steps(name, getattr(request, name), grid.frames_per_latent, 1)
-    if request.addnoise_condition > _ADDED_NOISE:
-        raise InvalidParameterError(
-            f"addnoise_condition: expected at most {_ADDED_NOISE}, got {request.addnoise_condition}; 20 is usual"
-        )
-
-
-def _check_steps(name: str, value: int, step: int, offset: int) -> None:
-    """`value` must be `step n + offset`, and more than none."""
-    lower = (value - offset) // step * step + offset
-    if value == lower and value > 0:
-        return
-    wanted = f"a multiple of {step}" if offset == 0 else f"{step}n + {offset}"
-    nearest = [near for near in (lower, lower + step) if near > 0]
-    raise InvalidParameterError(f"{name}: expected {wanted}, got {value}; nearest {' or '.join(map(str, nearest))}")
-
-
-def _check_kind(request: VideoRequest, settings: VideoSettings) -> None:
-    forcing = {
-        "last_image": request.last_image is not None,
-        "video": request.video is not None,
-        "ar_step": request.ar_step > 0,
-        "causal_block_size": request.causal_block_size > 1,
-        "addnoise_condition": request.addnoise_condition > 0,
-        "num_frames": request.num_frames > request.base_num_frames,
-    }
-    if settings.kind != "df":
-        for name, used in forcing.items():
-            if used:
-                long = f" longer than base_num_frames, {request.base_num_frames}," if name == "num_frames" else ""
-                raise InvalidParameterError(
-                    f"{name}:{long} needs a model for diffusion forcing (SkyReels-V2-DF); this one is {settings.kind}"
-                )
-    if settings.kind == "t2v" and request.image is not None:
-        raise InvalidParameterError("image: this model is for text alone; use one for image to video or forcing")
-    if settings.kind == "i2v" and settings.needs_image and request.image is None:
-        raise InvalidParameterError("image: this model is for image to video, and needs the first frame")
-    if request.image is not None and request.video is not None:
-        raise InvalidParameterError("image: give it or video, not both: each is how the clip begins")
-    if request.video is not None and len(request.video) < request.overlap_history:
-        raise InvalidParameterError(
-            f"video: has {len(request.video)} frames, fewer than overlap_history, {request.overlap_history}"
-        )
-    if request.cache is not None and request.cache_threshold == 0:
-        raise InvalidParameterError("cache_threshold: expected a number above 0, got 0")
-
-
-def _check_arrays(request: VideoRequest, grid: Grid, reference: str) -> None:
-    if (request.prompt is None) == (request.prompt_embeds is None):
-        raise InvalidParameterError("prompt: give it or prompt_embeds, one of the two")
-    if request.prompt is not None and not request.prompts:
-        raise InvalidParameterError("prompt: expected a text, or one for each segment, got none")
-    for prompt in (*request.prompts, request.negative_prompt):
-        if not isinstance(prompt, str):
-            raise InvalidParameterError(f"prompt: expected a text, got {type(prompt).__name__}")
-    for name in ("prompt_embeds", "negative_prompt_embeds"):
-        shape = getattr(getattr(request, name), "shape", None)
-        if getattr(request, name) is not None and (shape is None or tuple(shape[::2]) != (1, grid.text_width)):
-            raise InvalidParameterError(f"{name}: expected an array [1, tokens, {grid.text_width}], got shape {shape}")
-    sizes = request.segments(grid)
-    extra = [0] * (len(sizes) - 1) + [int(request.last_image is not None)]
-    if (
-        reference == "diffusers"
-        and len(sizes) > 1
-        and grid.latents(request.overlap_history) % request.causal_block_size
-    ):
-        raise InvalidParameterError(
-            f"overlap_history: {grid.latents(request.overlap_history)} latent frames are not whole blocks of "
-            f"{request.causal_block_size} (causal_block_size), which diffusers would cut off"
-        )
-    for size, more in zip(sizes, extra, strict=True):
-        if (size + more) % request.causal_block_size:
-            raise InvalidParameterError(
-                f"causal_block_size: {size + more} latent frames in a segment{' with the last image' if more else ''} "
-                f"cannot be cut into blocks of {request.causal_block_size}; choose num_frames, base_num_frames or "
-                "overlap_history so that they can"
-            )
-    if request.latents is not None:
-        pixels = grid.pixels_per_latent
-        wanted = (1, grid.channels, sizes[0], request.height // pixels, request.width // pixels)
-        if tuple(getattr(request.latents, "shape", ())) != wanted:
-            got = getattr(request.latents, "shape", type(request.latents).__name__)
-            raise InvalidParameterError(f"latents: expected an array of shape {list(wanted)}, got {got}")
+    def continued_frames(self) -> int:
+        """Frames of the user's clip with which the first segment begins."""
+        return 0 if self.video is None else self.overlap_history

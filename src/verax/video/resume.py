@@ -1,4 +1,4 @@
-"""Finished segments of a long clip in a file, from which another run goes on where one ended."""
+"""Finished segments of a long clip in a file, from which another run continues."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from verax.errors import InvalidParameterError
-from verax.video.files import beside, check_parent
-from verax.video.request import VideoRequest
+from verax.video.files import atomic_path, check_parent
+from verax.video.request import ResolvedRequest
 
 __all__ = ["FinishedSegments", "check_resume"]
 
 SUFFIX = ".safetensors"
 KEY = "verax"
-"""Of the file's header, where it says how its segments were made."""
+"""Key of the file's metadata that describes how its segments were made."""
 
 _COMMON = (
     *("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "shift", "fps", "seed"),
     *("cache", "cache_threshold", "ar_step", "causal_block_size", "causal_attention", "overlap_history"),
     *("addnoise_condition", "image", "video", "latents", "prompt_embeds", "negative_prompt_embeds"),
 )
-"""Parts of a request that all segments depend on."""
+"""Options of a request on which all segments depend."""
 
 
 class FinishedSegments:
-    """Latents of a clip's first segments. With a file, they are there for the next run."""
+    """Latents of the first segments of a clip. A file keeps them for the next run."""
 
-    def __init__(self, request: VideoRequest, sizes: Sequence[int], about: Mapping[str, Any]):
+    def __init__(self, request: ResolvedRequest, sizes: Sequence[int], about: Mapping[str, Any]):
         """Take the segments of the request's file that are this clip's.
 
         A segment is taken if it and those before it have the same prompt and size, so that later prompts, and the
         number of segments, may differ from what they were.
 
         Args:
-            request: `resume` is the file, or None.
+            request: checked request, whose `resume` is the file, or None.
             sizes: latent frames of each segment.
-            about: what else the clip depends on: the model, its precision.
+            about: model and precision, on which the clip depends too.
 
         Raises:
             InvalidParameterError: if the file is no such file, or its clip was made otherwise; with what differs.
@@ -61,7 +61,7 @@ class FinishedSegments:
             self._latents = self._read(self._path)
 
     def get(self, segment: int) -> Float32[np.ndarray, "1 F h w C"] | None:
-        """A segment's latents, with those that it shares with the one before; None if it has to be made."""
+        """Latents of a segment, with those that it shares with the segment before; None if it is not finished."""
         return self._latents[segment] if segment < len(self._latents) else None
 
     def add(self, latents: Float32[np.ndarray, "1 F h w C"]) -> None:
@@ -71,7 +71,7 @@ class FinishedSegments:
             return
         made = {"common": self._common, "segments": self._each[: len(self._latents)]}
         tensors = {f"segment.{i}": np.ascontiguousarray(one) for i, one in enumerate(self._latents)}
-        with beside(self._path) as partial:
+        with atomic_path(self._path) as partial:
             save_file(tensors, partial, metadata={KEY: json.dumps(made)})
 
     def _read(self, path: Path) -> list[np.ndarray]:
@@ -95,7 +95,7 @@ class FinishedSegments:
 
 
 def check_resume(path: Any) -> None:
-    """Refuse what cannot be a file of segments, before any work.
+    """Raise for a path that cannot be a file of segments.
 
     Raises:
         InvalidParameterError: for another suffix, or a missing folder.
@@ -106,7 +106,7 @@ def check_resume(path: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back: arrays by a digest."""
+    """Value as JSON returns it; an array as a digest."""
     if not hasattr(value, "__array__"):
         return value
     array = np.ascontiguousarray(value)

@@ -1,8 +1,9 @@
-"""What a checkpoint is best asked for: its kind, and defaults for what a request leaves out."""
+"""Settings of a checkpoint: its kind, and defaults for the options that a request leaves out."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,37 +11,24 @@ from typing import Any
 from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError
 
-__all__ = ["KINDS", "REFERENCES", "RESOLUTIONS", "VideoSettings", "read_settings"]
+__all__ = ["KINDS", "RESOLUTIONS", "VideoSettings", "read_settings"]
 
 KINDS = ("t2v", "i2v", "df")
 """Text to video, image to video, diffusion forcing."""
 
-REFERENCES = ("skyreels", "diffusers")
-"""PyTorch pipelines whose rules can be asked for where they differ."""
+_PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v"}
+"""Kinds by a part of the name of diffusers' pipeline, the first that fits."""
 
 RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
-"""Height and width, by the names of the published models."""
+"""Height and width in pixels, by the names of the published models."""
 
 _FRAMES = {"540P": 97, "720P": 121}
 """Frames that the published models are trained on."""
 
-ENGLISH = (
-    "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
-    "gray, worst quality, low quality, JPEG compression residue, ugly, incomplete, extra fingers, poorly drawn hands, "
-    "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
-    "legs, many people in the background, walking backwards"
-)
-CHINESE = (
-    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
-    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
-    "杂乱的背景，三条腿，背景人很多，倒着走"
-)
-"""What SkyReels-V2's commands ask not to see: in English, and for diffusion forcing in Wan's Chinese."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Defaults of a checkpoint, and the fields of its `verax.json`."""
+    """Defaults of a checkpoint; the fields of its `verax.json`."""
 
     kind: str = "t2v"
     height: int = 544
@@ -51,42 +39,40 @@ class VideoSettings:
     guidance_scale: float = 6.0
     shift: float = 8.0
     fps: int = 24
-    negative_prompt: str = ENGLISH
+    negative_prompt: str = ""
     text_tokens: int = 512
-    """Rows of a prompt's states, padding included: all of them are attended to."""
+    """Tokens of a prompt's states, padding included: all of them are attended to."""
     needs_image: bool = True
-    """Whether image to video is all that an image-to-video model was trained for."""
+    """True if an image-to-video model was trained for nothing else, so that every request must have an image."""
 
 
-def read_settings(folder: VideoFolder, shift: float, *, kind: str | None, reference: str) -> VideoSettings:
-    """The defaults of a checkpoint.
+def read_settings(
+    folder: VideoFolder, shift: float, *, kind: str | None, negative_prompts: Mapping[str, str]
+) -> VideoSettings:
+    """Settings of a checkpoint.
 
     Args:
-        folder: of it: the settings in its `verax.json`, if it has one, are preferred to all others.
-        shift: of its scheduler; 1 says nothing, as the published converter leaves it at that.
-        kind: what the caller says that it is; None to go by the pipeline.
-        reference: one of `REFERENCES`.
+        folder: the checkpoint. The settings in its `verax.json`, if it has one, are preferred to all others.
+        shift: shift of its scheduler. 1 counts as not given, as the published converter leaves it at that.
+        kind: one of `KINDS`; None to go by the name of the checkpoint's pipeline.
+        negative_prompts: negative prompt of each kind; "" for kinds that are not listed.
 
     Raises:
         CheckpointError: if `verax.json` has something else in it.
-        InvalidParameterError: if there is no such kind or reference.
+        InvalidParameterError: if there is no such kind.
     """
     if kind is not None and kind not in KINDS:
         raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if reference not in REFERENCES:
-        raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {reference!r}")
     if kind is None:
-        pipeline = folder.pipeline
-        kind = "df" if "DiffusionForcing" in pipeline else "i2v" if "ImageToVideo" in pipeline else "t2v"
+        kind = next((kind for part, kind in _PIPELINES.items() if part in folder.pipeline), "t2v")
     size = "720P" if "720P" in folder.name.upper() else "540P"
-    negative = CHINESE if kind == "df" else ENGLISH
     settings = VideoSettings(
         kind=kind,
         height=RESOLUTIONS[size][0],
         width=RESOLUTIONS[size][1],
         num_frames=_FRAMES[size],
         shift=shift if shift != 1 else VideoSettings.shift,
-        negative_prompt="" if reference == "diffusers" else negative,
+        negative_prompt=negative_prompts.get(kind, ""),
     )
     return replace(settings, **_own(folder.path / SETTINGS))
 

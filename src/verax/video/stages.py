@@ -1,4 +1,4 @@
-"""The stages of a run other than the loop over steps, each one program: encoders, VAE, what the transformer is told."""
+"""Programs of the encoders and the VAE, and the calls of them that a run makes."""
 
 from __future__ import annotations
 
@@ -11,58 +11,51 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from verax.models.clip import CLIPVisionModel
 from verax.models.umt5 import UMT5EncoderModel
-from verax.models.wan.model import WanContext, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
-from verax.video.programs import Component, Program, Weights
+from verax.video.programs import Component, Program, ProgramCall, Weights, floats, shapes_of
 
 __all__ = ["Stages", "latents_at_once", "tile_at_once"]
 
 MASK_CHANNELS = 4
-"""Of an image-to-video condition: one for each frame that a latent stands for."""
+"""Mask channels of an image-to-video condition: one for each frame of a latent."""
 
 PIXELS_AT_ONCE = 1 << 20
-"""Pixels of frames that the VAE works on together. Its widest activations take some 400 bytes a pixel, so that this is
-half a gigabyte; fewer make the machine wait for itself."""
+"""Pixels of frames that the VAE computes together. Its widest activations take some 400 bytes a pixel, so that this is
+half a gigabyte; with fewer, the device idles between small operations."""
 
 PIXELS_OF_A_TILE = 1 << 22
-"""Pixels of one latent's frames up to which they are decoded whole: 2 GB. A tile's halo is computed and thrown away."""
+"""Pixels of one latent's frames up to which they are decoded whole: 2 GB. The halo of a tile is then dropped."""
 
 
 class Stages:
-    """Programs over the models of a checkpoint. Results stay on the device."""
+    """Programs over the encoders and the VAE of a checkpoint. Results stay on the device.
+
+    A method whose name ends in `_call` describes a call by its shapes; the method without the ending makes it.
+    """
 
     def __init__(
         self,
         *,
         text_encoder: Component[UMT5EncoderModel],
         image_encoder: Component[CLIPVisionModel] | None,
-        transformer: Component[WanModel],
         vae: Component[WanVae],
         decode_dtype: Any,
     ):
-        """Make them.
+        """Describe the programs; nothing is compiled.
 
         Args:
-            text_encoder, image_encoder, transformer, vae: the models; `vae` with float32 weights.
-            decode_dtype: of the VAE's weights when it decodes. It always encodes in float32: what a clip is conditioned
-                on is worth more digits than what is looked at.
+            text_encoder, image_encoder, vae: models; `vae` with float32 weights.
+            decode_dtype: dtype of the VAE's weights when it decodes. It always encodes in float32: errors of the
+                condition spread through the whole clip, those of decoding do not.
         """
-        self.text_encoder, self.image_encoder = text_encoder, image_encoder
-        self.transformer, self.vae = transformer, vae
-
-        def context(weights: Weights, text: Array, image: Array | None) -> WanContext:
-            return transformer.module(weights).encode_context(text, image)
-
-        def time(weights: Weights, timesteps: Array, fps: Array | None) -> tuple[Array, Array]:
-            fps = None if fps is None else jnp.broadcast_to(fps, timesteps.shape[:1])
-            return transformer.module(weights).embed_time(timesteps, fps)
+        self.text_encoder, self.image_encoder, self.vae = text_encoder, image_encoder, vae
 
         def encode(weights: Weights, frames: Array, *, chunk: int) -> Array:
-            return vae.module(weights).encode(_colours(frames), chunk=chunk)
+            return vae.module(weights).encode(_signed(frames), chunk=chunk)
 
-        def condition(weights: Weights, picture: Array, *, frames: int, chunk: int) -> Array:
+        def condition(weights: Weights, image: Array, *, frames: int, chunk: int) -> Array:
             module = vae.module(weights)
-            clip = jnp.zeros((1, frames, *picture.shape[1:]), jnp.float32).at[:, 0].set(_colours(picture))
+            clip = jnp.zeros((1, frames, *image.shape[1:]), jnp.float32).at[:, 0].set(_signed(image))
             latents = module.encode(clip, chunk=chunk)
             mask = jnp.zeros((*latents.shape[:-1], MASK_CHANNELS), jnp.float32).at[:, 0].set(1.0)
             return jnp.concatenate([mask, latents], axis=-1)
@@ -81,77 +74,86 @@ class Stages:
         self.image_program = None
         if image_encoder is not None:
             self.image_program = Program(lambda w, pixels: image_encoder.module(w)(pixels))
-        self.context_program = Program(context)
-        self.time_program = Program(time)
         self.encode_program = Program(encode, options=("chunk",))
         self.condition_program = Program(condition, options=("frames", "chunk"))
         self.decode_program = Program(decode, options=("chunk", "tile"))
         self._finish = Program(finish)
         self._noise = Program(noise, options=("shape",))
 
-    def text(self, tokens: Int32[np.ndarray, "1 T"], lengths: Int32[np.ndarray, "1"]) -> Float32[Array, "1 T D"]:
-        """A prompt's states."""
-        with self.text_encoder.weights() as weights:
-            return jax.block_until_ready(self.text_program(weights, tokens, lengths))
+    def text_call(self, tokens: int) -> ProgramCall:
+        """Call that encodes a prompt of this many tokens, padding included."""
+        arguments = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        return ProgramCall(self.text_program, self.text_encoder, arguments)
 
-    def image(self, pixels: Float32[np.ndarray, "1 H W 3"]) -> Float32[Array, "1 P D"]:
-        """A picture's states, of pixels as the image encoder takes them."""
+    def text(self, tokens: Int32[np.ndarray, "1 T"], lengths: Int32[np.ndarray, "1"]) -> Float32[Array, "1 T D"]:
+        """States of a prompt."""
+        return jax.block_until_ready(self.text_call(tokens.shape[1])(tokens, lengths))
+
+    def image_call(self) -> ProgramCall:
+        """Call of the image encoder on one image.
+
+        Raises:
+            AssertionError: if the checkpoint has no image encoder.
+        """
         assert self.image_encoder is not None
         assert self.image_program is not None
-        with self.image_encoder.weights() as weights:
-            return jax.block_until_ready(self.image_program(weights, pixels))
+        size = self.image_encoder.config.image_size
+        return ProgramCall(self.image_program, self.image_encoder, (floats(1, size, size, 3),))
 
-    def context(self, text: Float32[Array, "G T D"], image: Float32[Array, "G P I"] | None) -> WanContext:
-        """What every layer's cross-attention sees of prompts and picture."""
-        with self.transformer.weights() as weights:
-            return self.context_program(weights, text, image)
+    def image(self, pixels: Float32[np.ndarray, "1 H W 3"]) -> Float32[Array, "1 P D"]:
+        """States of an image, from the image encoder's pixels."""
+        return jax.block_until_ready(self.image_call()(pixels))
+
+    def encode_call(self, frames: int, height: int, width: int, dtype: Any = jnp.uint8) -> ProgramCall:
+        """Call that encodes a clip of this many frames, height and width in pixels."""
+        shape = jax.ShapeDtypeStruct((1, frames, height, width, 3), dtype)
+        return ProgramCall(self.encode_program, self.vae, (shape,), {"chunk": self._chunk(height, width)})
 
     def encode(self, frames: UInt8[np.ndarray, "1 T H W 3"] | Float[Array, "1 T H W 3"]) -> Float32[Array, "1 F h w C"]:
-        """A clip's latents; of bytes, or of colours from -1 to 1."""
-        with self.vae.weights() as weights:
-            return self.encode_program(weights, frames, chunk=self.chunk(*frames.shape[2:4]))
+        """Latents of a clip of bytes, or of floats from -1 to 1."""
+        return self.encode_call(frames.shape[1], frames.shape[2], frames.shape[3], frames.dtype)(frames)
 
-    def condition(self, picture: UInt8[np.ndarray, "1 H W 3"], frames: int) -> Float32[Array, "1 F h w E"]:
-        """What an image-to-video transformer is shown of a clip's first frame.
+    def condition_call(self, frames: int, height: int, width: int) -> ProgramCall:
+        """Call that makes the image condition of a clip of this many frames, height and width in pixels.
 
-        4 channels that are 1 in the first latent frame and 0 after it, then the latents of a clip of the picture and
-        grey: 0, half way between black and white.
+        It takes the first frame, uint8 `[1, H, W, 3]`, and returns float32 `[1, F, h, w, E]`: 4 mask channels, 1 in the
+        first latent frame and 0 after it, then the latents of a clip of the image followed by gray (0, half way between
+        black and white).
         """
-        with self.vae.weights() as weights:
-            return self.condition_program(weights, picture, frames=frames, chunk=self.chunk(*picture.shape[1:3]))
+        image = jax.ShapeDtypeStruct((1, height, width, 3), jnp.uint8)
+        options = {"frames": frames, "chunk": self._chunk(height, width)}
+        return ProgramCall(self.condition_program, self.vae, (image,), options)
+
+    def decode_call(self, latents: Any) -> ProgramCall:
+        """Call that decodes latents float32 `[1, F, h, w, C]`, which may be a shape."""
+        pixels = self.vae.config.pixels_per_latent
+        height, width = latents.shape[2] * pixels, latents.shape[3] * pixels
+        options = {"chunk": self._chunk(height, width), "tile": tile_at_once(self.vae.config, height, width)}
+        return ProgramCall(self.decode_program, self.vae, (shapes_of(latents),), options)
 
     def decode(self, latents: Float32[Array, "1 F h w C"]) -> Float32[Array, "1 T H W 3"]:
-        """A clip's colours, from -1 to 1."""
-        pixels = self.vae.config.pixels_per_latent
-        with self.vae.weights() as weights:
-            at_once = self.decoding(latents.shape[2] * pixels, latents.shape[3] * pixels)
-            return self.decode_program(weights, latents, **at_once)
+        """Frames of a clip, from -1 to 1."""
+        return self.decode_call(latents)(latents)
 
     def finish(self, frames: Float32[Array, "1 T H W 3"]) -> UInt8[Array, "T H W 3"]:
-        """Colours to bytes."""
+        """Frames from -1 to 1 as bytes."""
         return self._finish(frames)
 
     def noise(self, seed: int, segment: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-        """A segment's noise: the same on every machine and whatever came before."""
+        """Noise of a segment: the same on every machine and whatever came before."""
         return self._noise(jax.random.fold_in(jax.random.key(seed), segment), shape=shape)
 
-    def chunk(self, height: int, width: int) -> int:
-        """Latents that the VAE takes together."""
+    def _chunk(self, height: int, width: int) -> int:
         return latents_at_once(self.vae.config, height, width)
-
-    def decoding(self, height: int, width: int) -> dict[str, Any]:
-        """Options of `decode_program` for frames of this size in pixels: `chunk` and `tile`."""
-        config = self.vae.config
-        return {"chunk": self.chunk(height, width), "tile": tile_at_once(config, height, width)}
 
 
 def latents_at_once(config: WanVaeConfig, height: int, width: int) -> int:
-    """Latents that the VAE takes together, of a clip of this height and width in pixels."""
+    """Number of latents that the VAE takes together, of a clip of this height and width in pixels."""
     return max(1, PIXELS_AT_ONCE // (config.frames_per_latent * height * width))
 
 
 def tile_at_once(config: WanVaeConfig, height: int, width: int) -> tuple[int, int] | None:
-    """Latents in height and width that are decoded together, of frames of this size in pixels; None is all.
+    """Height and width in latents that are decoded together, of frames of this size in pixels; None for all.
 
     The longer side is halved until a tile and its halo fit.
     """
@@ -169,6 +171,6 @@ def tile_at_once(config: WanVaeConfig, height: int, width: int) -> tuple[int, in
     return None if tile == whole else tile
 
 
-def _colours(frames: Array) -> Array:
-    """Bytes 0 to 255 as -1 to 1; what is float already is that."""
+def _signed(frames: Array) -> Array:
+    """Bytes 0 to 255 as floats from -1 to 1; floats are returned as they are."""
     return frames.astype(jnp.float32) / 127.5 - 1 if frames.dtype == jnp.uint8 else frames

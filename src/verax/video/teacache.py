@@ -1,9 +1,9 @@
-"""TeaCache: steps at which the transformer's blocks are left out, chosen before the run.
+"""TeaCache: steps at which the transformer's blocks are skipped, chosen before the run.
 
 Liu et al., "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model" (2024), with the coefficients that
-its authors fitted to Wan2.1 and SkyReels-V2 uses. What decides is how far the embedding of time has moved since the
-last step, mapped by a polynomial to how far the blocks' output should have. The latents play no part, so that the
-choice follows from the timesteps alone. A step that is left out adds what the blocks added when they last ran.
+its authors fitted to Wan2.1 and SkyReels-V2 uses. The distance between the embeddings of time of two steps is mapped by
+a polynomial to an estimate of the distance between the blocks' outputs. The latents are not used, so that the choice
+follows from the timesteps alone. A step that skips the blocks adds the residual that they added when they last ran.
 
 SkyReels-V2's own code counts calls, two a step, against a number of steps, and so starts over half way through. Here,
 as in the authors' code, the first and last steps are those of the run.
@@ -19,26 +19,29 @@ from jaxtyping import Bool, Float, Int32
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["TeaCache", "computed_steps", "teacache_for"]
+__all__ = ["TeaCache", "steps_running_blocks", "teacache_for"]
 
 Embedding = Callable[[Int32[np.ndarray, "R ..."]], tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]]]
 """`(e, e0)` of each row of timesteps: the embedding of time, and its projection that modulates the blocks."""
 
 _SMALL = 2048
-"""A model at most this wide counts as 1.3B (which is 1,536 wide; 14B is 5,120)."""
+"""Width up to which a model counts as 1.3B (which is 1,536 wide; 14B is 5,120)."""
 
 
 class TeaCache(NamedTuple):
-    """How the distance between steps is measured, and what is never left out."""
+    """Measure of the distance between steps, and the steps that are always computed.
+
+    Attributes:
+        polynomial: coefficients, the highest power first.
+        projected: True to compare the projection `e0`; False to compare the embedding `e`.
+        first: steps at the beginning that are always computed.
+        last: steps at the end that are always computed.
+    """
 
     polynomial: tuple[float, ...]
-    """Coefficients, the highest power first."""
     projected: bool
-    """Look at `e0`; otherwise at `e`."""
     first: int
-    """Steps at the beginning that are always computed."""
     last: int
-    """Steps at the end that are always computed."""
 
 
 _TABLE: dict[tuple[str, bool], tuple[float, ...]] = {
@@ -54,12 +57,12 @@ _TABLE: dict[tuple[str, bool], tuple[float, ...]] = {
 
 
 def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bool = True) -> TeaCache:
-    """The published coefficients for a model and a size of frame.
+    """Published coefficients for a model and a size of frame.
 
     Args:
-        width: the transformer's, in channels.
-        image_to_video: whether the model takes a picture through its own channels.
-        pixels: of a frame; up to 544 x 960 counts as 540P, more as 720P.
+        width: width of the transformer, in channels.
+        image_to_video: True if the model takes an image through channels of its own.
+        pixels: pixels of a frame; up to 544 x 960 counts as 540P, more as 720P.
         projected: by `e0` with 5 first steps kept (`use_ret_steps`); otherwise by `e` with the first and last kept.
     """
     if image_to_video:
@@ -69,16 +72,16 @@ def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bo
     return TeaCache(_TABLE[row, projected], projected, *((5, 0) if projected else (1, 1)))
 
 
-def computed_steps(
+def steps_running_blocks(
     timesteps: Int32[np.ndarray, "R ..."], embedding: Embedding, threshold: float, cache: TeaCache
 ) -> Bool[np.ndarray, "R"]:
-    """Which steps compute the blocks; the others reuse what was added last.
+    """True for the steps that run the blocks; the others reuse the last residual.
 
     Args:
-        timesteps: what the model is told at each step, of all frames or (diffusion forcing) of each.
-        embedding: what the model makes of them.
-        threshold: how much change may add up before the blocks run again; 0.1 to 0.3 is usual.
-        cache: as `teacache_for` gives it.
+        timesteps: timestep of each step, of all frames or (diffusion forcing) of each frame.
+        embedding: embedding of time of the model.
+        threshold: sum of estimated changes at which the blocks run again; 0.1 to 0.3 is usual.
+        cache: measure, of `teacache_for`.
 
     Raises:
         InvalidParameterError: if `threshold` is not above 0.
@@ -86,12 +89,12 @@ def computed_steps(
     if not threshold > 0:
         raise InvalidParameterError(f"cache_threshold: expected a number above 0, got {threshold}")
     R = len(timesteps)
-    computed = np.ones(R, bool)
+    run_blocks = np.ones(R, bool)
     change = 0.0
     rows = embedding(timesteps)[cache.projected]
     for i in range(cache.first, R - cache.last):
         change += np.polyval(cache.polynomial, np.abs(rows[i] - rows[i - 1]).mean() / np.abs(rows[i - 1]).mean())
-        computed[i] = change >= threshold
-        if computed[i]:
+        run_blocks[i] = change >= threshold
+        if run_blocks[i]:
             change = 0.0
-    return computed
+    return run_blocks

@@ -24,7 +24,7 @@ __all__ = ["UniPCState", "UniPCTable", "start", "step", "tabulate"]
 
 
 class UniPCTable(NamedTuple):
-    """The coefficients of each of `N` steps, by the letters above."""
+    """Coefficients of each of `N` steps, by the letters above."""
 
     sigma: Float32[np.ndarray, "N"]
     keep: Float32[np.ndarray, "N"]
@@ -38,7 +38,7 @@ class UniPCTable(NamedTuple):
 
 
 class UniPCState(NamedTuple):
-    """What goes from step to step. Frames are the axis that may be at different steps."""
+    """State between steps. Different frames may be at different steps."""
 
     sample: Float32[Array, "B F h w C"]
     last: Float32[Array, "B F h w C"]
@@ -47,10 +47,10 @@ class UniPCState(NamedTuple):
 
 
 def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> UniPCTable:
-    """Coefficients for a grid of falling noise levels that ends at 0, worked out in float64.
+    """Coefficients for a schedule of falling noise levels that ends at 0, worked out in float64.
 
     Args:
-        sigmas: the grid.
+        sigmas: the schedule.
         overwritten: do as both published diffusion-forcing pipelines do: their solver remembers the first sample by
             reference, the loop writes the first step's result over it, and so the second step's corrector starts
             from that result in place of the noise.
@@ -113,11 +113,11 @@ def step(
     """One step.
 
     Args:
-        table: the run's coefficients.
-        index: which step this is, counted from 0: of all frames, or of each frame.
-        state: as `start` or the step before left it.
-        velocity: what the model gives for `state.sample`.
-        update: frames that this step is for; the rest of the state stays as it is. All frames if None.
+        table: coefficients of the run.
+        index: number of the step, counted from 0, of all frames or of each frame.
+        state: state of `start` or of the step before.
+        velocity: velocity of `state.sample` by the model.
+        update: frames that take this step; the state of the others stays as it is. All frames if None.
     """
     sigma, keep, a, b, c, d, e, f, g = (jnp.asarray(column)[index].reshape(-1, 1, 1, 1) for column in table)
     clean = state.sample - sigma * velocity

@@ -43,7 +43,7 @@ def videos(
     from verax.compare.video_report import VideoReport
     from verax.compare.videos import compare_clips
     from verax.errors import VeraxError
-    from verax.video.pictures import read_clip
+    from verax.video.images import read_clip
 
     if output is not None and output.exists() and not output.is_dir():
         raise typer.BadParameter(f"--output: {output} is a file; a folder is written")

@@ -60,7 +60,7 @@ class WanConfig:
     """Height and width of a token's patch of the latents; it is one frame deep."""
     eps: float = 1e-6
     inject_sample_info: bool = False
-    """Whether the model is told the frames per second."""
+    """True if the frames per second are an input of the model."""
     max_positions: int = 1024
     """Frames, rows or columns of tokens at most."""
 
@@ -222,10 +222,10 @@ class WanModel(nnx.Module):
         silu = jax.nn.silu
         self.time_embedding = Sequential([linear(config.freq_dim, D, Float32Linear), silu, linear(D, D, Float32Linear)])
         self.time_projection = Sequential([silu, linear(D, 6 * D, Float32Linear)])
-        told = config.inject_sample_info
-        self.fps_embedding = Embedding(2, D, dtype=dtype, rngs=rngs) if told else None
+        takes_fps = config.inject_sample_info
+        self.fps_embedding = Embedding(2, D, dtype=dtype, rngs=rngs) if takes_fps else None
         self.fps_projection = (
-            Sequential([linear(D, D, Float32Linear), silu, linear(D, 6 * D, Float32Linear)]) if told else None
+            Sequential([linear(D, D, Float32Linear), silu, linear(D, 6 * D, Float32Linear)]) if takes_fps else None
         )
         self.blocks = nnx.List(_blocks(config, dtype, rngs))
         self.head = Head(D, config.out_dim * config.patch**2, eps=config.eps, dtype=dtype, rngs=rngs)
@@ -254,7 +254,7 @@ class WanModel(nnx.Module):
 
         Args:
             timesteps: 0 (clean) to 1000 (noise).
-            fps: frames per second, for a model with `inject_sample_info`, which tells 16 from all others.
+            fps: frames per second, for a model with `inject_sample_info`, which distinguishes 16 from all others.
 
         Raises:
             InvalidParameterError: for a missing `fps`, or one that the model has no use for.
@@ -293,14 +293,14 @@ class WanModel(nnx.Module):
         causal_block_size: int | None = None,
         attention: str = "auto",
     ) -> Float[Array, "B F h w D"]:
-        """The residual stream after all blocks. `run_blocks(x, ...) - x` is what step caches keep.
+        """Residual stream after all blocks. Step caches keep `run_blocks(x, ...) - x`.
 
         Args:
             x: of `embed_latents`.
             e0: of `embed_time`.
             context: of `encode_context`.
             causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
-            attention: a name of `wan_layers.ATTENTION`.
+            attention: a name of `wan.layers.ATTENTION`.
 
         Raises:
             InvalidParameterError: for too large a video, an unknown implementation of attention, or an empty block.
@@ -340,10 +340,10 @@ class WanModel(nnx.Module):
         causal_block_size: int | None = None,
         attention: str = "auto",
     ) -> Float[Array, "B F hp wp O"]:
-        """The velocity of each latent, in float32.
+        """Velocity of each latent, in float32.
 
         Args:
-            latents: normalised, with the condition's channels behind them where the model has any.
+            latents: normalised latents, with the condition's channels behind them where the model has any.
             timesteps: `[B]`, or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
             context: of `encode_context`.
             fps: see `embed_time`.

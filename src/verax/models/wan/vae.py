@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
 
 
 def _middle(size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> list[nnx.Module]:
-    """What stands at the lowest resolution of either direction."""
+    """Layers at the lowest resolution of encoder and decoder."""
     return [
         ResidualBlock(size, size, dtype=dtype, rngs=rngs),
         AttentionBlock(size, dtype=dtype, rngs=rngs),
@@ -196,7 +196,7 @@ def _middle(size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> list[nnx.Module]:
 class WanVae(nnx.Module):
     """Encoder and decoder.
 
-    With bfloat16 weights, what convolutions and attention multiply is rounded; norms, sums and latents are float32.
+    With bfloat16 weights, the inputs of convolutions and attention are rounded; norms, sums and latents are float32.
     """
 
     def __init__(self, config: WanVaeConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
@@ -255,9 +255,9 @@ class WanVae(nnx.Module):
         Args:
             latents: as `encode` gives them.
             chunk: latents at a time, which bounds memory and changes nothing else; None is all.
-            tile: height and width in latents of what is enlarged at a time, which bounds memory too and changes nothing
-                else. Each tile is computed with its neighbourhood (`config.halo` latents at each side, which cost as
-                much as those that are kept), so that no blending is needed.
+            tile: height and width in latents of a part that is decoded at a time, which bounds memory too. Each tile is
+                computed with its neighbourhood (`config.halo` latents at each side, which cost as much as those that
+                are kept), so that the result is the same and needs no blending.
 
         Raises:
             InvalidParameterError: for other channels, no latents, or an empty tile.
@@ -289,7 +289,7 @@ class WanVae(nnx.Module):
         return (latents.astype(jnp.float32) - self._statistic("latents_mean")) / self._statistic("latents_std")
 
     def denormalize(self, latents: Float[Array, "*B Z"]) -> Float[Array, "*B Z"]:
-        """What `normalize` took out, put back."""
+        """Latents in the decoder's range: the inverse of `normalize`."""
         return latents.astype(jnp.float32) * self._statistic("latents_std") + self._statistic("latents_mean")
 
     def _statistic(self, name: str) -> Float[Array, "Z"]:

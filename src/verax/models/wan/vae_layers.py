@@ -25,13 +25,13 @@ __all__ = ["AttentionBlock", "Downsample", "Head", "ResidualBlock", "Tails", "Up
 
 
 class Tails:
-    """The last frames of what each causal layer was given, handed from one chunk of a clip to the next.
+    """Last input frames of each causal layer, passed from one chunk of a clip to the next.
 
     Layers ask in the order in which they run, which is the same for every chunk.
 
     Attributes:
-        first: whether the chunk begins the clip.
-        kept: what to hand to the next chunk, once all layers have run.
+        first: True if the chunk begins the clip.
+        kept: frames for the next chunk, once all layers have run.
     """
 
     def __init__(self, earlier: Sequence[Array] | None = None):
@@ -63,7 +63,7 @@ def in_chunks(
 ) -> Float[Array, "B Tout Hout Wout O"]:
     """Run a causal network over the first `first` frames, then over `size` frames at a time in one scan.
 
-    Memory is that of one chunk. `size` divides what follows the first frames.
+    Memory is that of one chunk. `size` divides the number of frames after the first ones.
     """
     tails = Tails()
     y = network(x[:, :first], tails)
@@ -147,7 +147,7 @@ class Layers(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """Two convolutions, each of what was normalised and put through SiLU; added to the input, which is float32."""
+    """Two convolutions, each after a norm and SiLU; added to the input, which is float32."""
 
     def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         def conv(size: int, kernel: int) -> CausalConv3d:

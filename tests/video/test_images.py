@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from verax._optional import require_optional
 from verax.errors import InvalidParameterError, MissingDependencyError
-from verax.video import extra
 from verax.video.files import check_path, write_clip, write_contact_sheet
-from verax.video.pictures import crop_to_aspect, read_clip, read_image, resize, to_signed, to_uint8
+from verax.video.images import crop_to_aspect, read_clip, read_image, resize, to_signed, to_uint8
 
 
 def picture(height=21, width=34, seed=0):
@@ -49,7 +49,7 @@ def test_images_are_turned_upright_and_made_rgb(tmp_path):
     ("image", "message"),
     [
         ("nothing.png", "start: there is no file nothing.png"),
-        (__file__, r"start: .*test_pictures.py cannot be read as a picture"),
+        (__file__, r"start: .*test_images.py cannot be read as an image"),
         (np.zeros((4, 4)), r"start: expected an array \[height, width, 3\], got one of shape \[4, 4\]"),
         (np.full((4, 4, 3), 1.5), "floats in 0..1, got 1.5 to 1.5"),
         (np.full((4, 4, 3), np.nan), "floats in 0..1, got nan"),
@@ -91,7 +91,7 @@ def test_a_clip_is_a_list_of_images_or_an_array_too():
         read_clip([picture(), picture(5, 5)])
 
 
-@pytest.mark.parametrize("name", ["test_pictures.py", "nothing.mp4", "nothing.gif"])
+@pytest.mark.parametrize("name", ["test_images.py", "nothing.mp4", "nothing.gif"])
 def test_what_is_no_clip_is_said(name, tmp_path):
     path = __file__ if name.endswith(".py") else tmp_path / name
     with pytest.raises(InvalidParameterError, match=r"cannot be read as a video|there is no file"):
@@ -202,6 +202,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     for module in ("av", "PIL.Image"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=r"PyAV is not installed: pip install 'verax\[video\]'"):
-        extra.needed("av")
+        require_optional("av")
     with pytest.raises(MissingDependencyError, match="Pillow is not installed"):
         read_image("a.png")

@@ -1,4 +1,4 @@
-"""What `pip install 'verax[video]'` adds, imported where it is used."""
+"""Imports of the packages that `pip install 'verax[video]'` adds, at the place where they are used."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 from verax.errors import MissingDependencyError
 
-__all__ = ["needed"]
+__all__ = ["require_optional"]
 
 _PACKAGES = {"av": "PyAV", "PIL": "Pillow", "ftfy": "ftfy"}
 
 
-def needed(module: str) -> Any:
-    """The module of that name, of the packages PyAV, Pillow and ftfy.
+def require_optional(module: str) -> Any:
+    """Import a module of one of the packages PyAV, Pillow and ftfy.
+
+    Args:
+        module: its full name, such as `"PIL.Image"`.
 
     Raises:
-        MissingDependencyError: if it is not installed.
+        MissingDependencyError: if the package is not installed.
     """
     try:
         return importlib.import_module(module)

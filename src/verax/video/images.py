@@ -1,4 +1,4 @@
-"""Pictures and clips read, and made the size and range that models take, as either reference pipeline does it.
+"""Reading of images and clips, and their conversion to the sizes and ranges of models, as in either reference pipeline.
 
 The two are SkyReels-V2's own (SkyworkAI/SkyReels-V2) and diffusers'. Images are uint8 `[H, W, 3]`, clips uint8
 `[T, H, W, 3]`, both RGB. Writing is in `video.files`.
@@ -13,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Num, UInt8
 
+from verax._optional import require_optional
 from verax.errors import InvalidParameterError
-from verax.video.extra import needed
 
 __all__ = [
     "CLIP_MEAN",
     "CLIP_STD",
+    "Filter",
     "Image",
     "clip_pixels_diffusers",
     "clip_pixels_skyreels",
@@ -30,32 +31,35 @@ __all__ = [
     "to_uint8",
 ]
 
+Filter = Literal["lanczos", "bicubic"]
+"""Filter of Pillow by which an image is resized."""
+
 Image = Any
 """A path, a PIL.Image, or an array `[H, W, 3]`: uint8, or floats in 0..1."""
 
 CLIP_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 CLIP_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
-"""Of CLIP's training images, by channel, in 0..1."""
+"""Mean and standard deviation of CLIP's training images, by channel, in 0..1."""
 
 _ANIMATIONS = (".gif", ".webp")
 """Clips that Pillow reads; FFmpeg does not read animated WebP."""
 
 
 def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
-    """An image as RGB, turned upright if its file says how. Transparency is dropped.
+    """Read an image as RGB, rotated upright if its file has an orientation. Transparency is dropped.
 
     Args:
         image: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
-        name: what errors call it.
+        name: name of the argument in errors.
 
     Raises:
-        InvalidParameterError: if there is no such file, it is no picture, or the array is not one.
+        InvalidParameterError: if there is no such file, it is no image, or the array is not one.
         MissingDependencyError: if Pillow is needed and not installed.
     """
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
         return _pixels(np.asarray(image), name, "[height, width, 3]")
-    pil = needed("PIL.Image")
-    upright = needed("PIL.ImageOps").exif_transpose
+    pil = require_optional("PIL.Image")
+    upright = require_optional("PIL.ImageOps").exif_transpose
     if isinstance(image, pil.Image):
         return np.asarray(upright(image).convert("RGB"))
     if not isinstance(image, str | Path):
@@ -68,16 +72,16 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
     except FileNotFoundError as error:
         raise InvalidParameterError(f"{name}: there is no file {image}") from error
     except Exception as error:  # decoders of a dozen formats raise a dozen kinds
-        raise InvalidParameterError(f"{name}: {image} cannot be read as a picture: {error}") from error
+        raise InvalidParameterError(f"{name}: {image} cannot be read as an image: {error}") from error
 
 
 def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H W 3"], float | None]:
-    """Frames and frames per second (None if nothing says).
+    """Read a clip: frames, and frames per second (None if unknown).
 
     Args:
-        clip: a path to a video, an animated .gif or .webp, or a folder of pictures (in the order of their names); or a
+        clip: a path to a video, an animated .gif or .webp, or a folder of images (in the order of their names); or a
             list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
-        name: what errors call it.
+        name: name of the argument in errors.
 
     Raises:
         InvalidParameterError: if there is no such file, it is no clip or has no frames, or they differ in size.
@@ -97,11 +101,11 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
 
 
 def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    av = needed("av")
+    av = require_optional("av")
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                raise InvalidParameterError(f"{name}: {path} has no pictures in it")
+                raise InvalidParameterError(f"{name}: {path} has no images in it")
             stream = container.streams.video[0]
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
             return frames, float(stream.average_rate) if stream.average_rate else None
@@ -110,7 +114,7 @@ def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
 
 
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    pil, sequence = needed("PIL.Image"), needed("PIL.ImageSequence")
+    pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     frames, milliseconds = [], 0
     try:
         with pil.open(path) as opened:
@@ -143,7 +147,7 @@ def _pixels(array: np.ndarray, name: str, layout: str) -> UInt8[np.ndarray, "*B 
 
 
 def crop_to_aspect(image: UInt8[np.ndarray, "H W 3"], height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
-    """The largest part about the middle that has the aspect of `height x width`; nothing is resized.
+    """Largest part about the middle that has the aspect of `height x width`; nothing is resized.
 
     SkyReels-V2's `resizecrop`, its rounding included.
     """
@@ -161,9 +165,9 @@ def resize(
     height: int,
     width: int,
     *,
-    method: Literal["lanczos", "bicubic"] = "lanczos",
+    method: Filter = "lanczos",
 ) -> UInt8[np.ndarray, "*B height width 3"]:
-    """Frames of that size, whatever their aspect was, by Pillow's filters, which average when they shrink.
+    """Frames resized to a size, whatever their aspect, by Pillow's filters, which average when they shrink.
 
     Both references resize images by `lanczos`; SkyReels-V2's diffusion forcing by `bicubic`.
 
@@ -172,7 +176,7 @@ def resize(
     """
     if frames.shape[-3:-1] == (height, width):
         return frames
-    pil = needed("PIL.Image")
+    pil = require_optional("PIL.Image")
     chosen = {"lanczos": pil.Resampling.LANCZOS, "bicubic": pil.Resampling.BICUBIC}[method]
     each = [
         np.asarray(pil.fromarray(f).resize((width, height), chosen)) for f in frames.reshape(-1, *frames.shape[-3:])
@@ -191,7 +195,7 @@ def to_uint8(frames: Num[np.ndarray, "*B H W 3"]) -> UInt8[np.ndarray, "*B H W 3
 
 
 def clip_pixels_skyreels(frame: Float[np.ndarray, "H W 3"], size: int = 224) -> Float[np.ndarray, "size size 3"]:
-    """What SkyReels-V2 shows CLIP: the frame in -1..1 that the video begins with, squeezed into a square.
+    """Input of CLIP in SkyReels-V2: the first frame of the clip, in -1..1, resized to a square whatever its aspect.
 
     By torch's bicubic `interpolate`, which does not average when it shrinks, then normalised.
     """
@@ -201,7 +205,7 @@ def clip_pixels_skyreels(frame: Float[np.ndarray, "H W 3"], size: int = 224) -> 
 
 
 def clip_pixels_diffusers(image: UInt8[np.ndarray, "H W 3"], size: int = 224) -> Float[np.ndarray, "size size 3"]:
-    """What diffusers shows CLIP: the user's image, its shorter edge made `size`, its middle, normalised.
+    """Input of CLIP in diffusers: the user's image, its shorter edge resized to `size`, cropped about the middle.
 
     Transformers' `CLIPImageProcessor`, by Pillow's bicubic filter.
 

@@ -1,0 +1,46 @@
+"""`VideoRequest`: the same options by keyword and as an object, and errors for what is no option."""
+
+import inspect
+from dataclasses import FrozenInstanceError, fields
+from typing import get_type_hints
+
+import numpy as np
+import pytest
+
+from tests.support.tiny_video import video_folder
+from verax import VideoPipeline, VideoRequest
+from verax.errors import InvalidParameterError
+from verax.video.request import ResolvedRequest, VideoOptions, make_request
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    folder = video_folder("t2v", tmp_path_factory.mktemp("t2v"), height=16, width=32, num_frames=5)
+    return VideoPipeline.from_pretrained(folder, dtype="float32", show_progress=False)
+
+
+def test_keyword_options_are_the_fields_of_a_request_with_their_types():
+    hints = get_type_hints(VideoRequest)
+    names = [field.name for field in fields(VideoRequest)]
+    assert names[0] == "prompt"
+    assert get_type_hints(VideoOptions) == {name: hints[name] for name in names[1:]}
+    assert {field.name for field in fields(ResolvedRequest)} == set(names)
+    assert all(f"{name}" in (inspect.getdoc(VideoRequest) or "") for name in names)
+
+
+def test_a_call_by_keyword_is_the_clip_of_the_request(pipe):
+    by_request = pipe.generate(VideoRequest("a red circle", num_inference_steps=2, seed=3))
+    np.testing.assert_array_equal(by_request.frames, pipe("a red circle", num_inference_steps=2, seed=3).frames)
+
+
+def test_a_request_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        VideoRequest("a red circle").seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"), [("num_frame", "did you mean num_frames"), ("loras", "options are image, last_image")]
+)
+def test_an_unknown_option_is_refused_with_a_hint(option, hint):
+    with pytest.raises(InvalidParameterError, match=f"{option}: not an option of a request; {hint}"):
+        make_request("a red circle", {option: 9})
