@@ -44,7 +44,7 @@ def test_zeros_nan_and_infinity_stay_in_their_rows(level):
     reference = np.asarray(ops.rms_norm.reference(x, weight, 1e-6))
     assert (y[0] == 0).all()
     np.testing.assert_array_equal(np.isnan(y), np.isnan(reference))
-    np.testing.assert_allclose(y[3], plain[3], rtol=1e-6)
+    np.testing.assert_allclose(y[3], reference[3], rtol=1e-6)
 
 
 def test_it_can_be_mapped_and_differentiated():
