@@ -10,13 +10,14 @@ ROWS: list[tuple[str, dict[str, str]]] = [
     ("commands", {"cli": "one file per command"}),
     ("around engines", {"bench": "speed, memory", "compare": "beside PyTorch", "train": "built-in models"}),
     ("engines", {"text": "LLM", "video": "VideoPipeline", "embed": "Encoder"}),
+    ("one loader", {"loading": "a checkpoint into a model"}),
     ("models and files", {"models": "one file per architecture", "checkpoint": "files to arrays"}),
     ("modules", {"nn": "Linear, RMSNorm, ..."}),
     ("operations", {"ops": "references, and cpu/ gpu/ implementations"}),
 ]
 """Rows of packages from the top, each package with what it holds."""
 
-HELPERS = ("_buckets", "_compat", "builtin", "errors", "machine", "plots", "progress")
+HELPERS = ("_buckets", "_compat", "_optional", "builtin", "errors", "fields", "files", "machine", "plots", "progress")
 """Modules that every row may import."""
 
 FLOWS: dict[str, list[tuple[str, str, str]]] = {
@@ -42,7 +43,7 @@ FLOWS: dict[str, list[tuple[str, str, str]]] = {
 """Stages by the picture's name: title, module, and the record that the stage passes on."""
 
 WIDTH, LABEL, BOX, STEP, GAP = 860, 140, 54, 92, 16
-COLOURS = ("#dbe9f6", "#e4e0f3", "#d8efe2", "#fbe7cf", "#f6ddd8", "#e9e9ee")
+COLOURS = ("#dbe9f6", "#e4e0f3", "#d8efe2", "#fbe7cf", "#f6ddd8", "#e9e9ee", "#e3efe9")
 
 
 def draw() -> str:
