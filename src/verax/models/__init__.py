@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from verax.errors import UnsupportedModelError
+from verax.fields import read_value
 from verax.models.bert import BertConfig, BertModel
 from verax.models.lam import LamConfig, LamModel
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -54,7 +55,7 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Qwen3ForCausalLM], Qwen3C
     Raises:
         UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
     """
-    kind = config.get("model_type")
+    kind = read_value(config, "model_type", str, None)
     if kind not in _CAUSAL_LM:
         known = ", ".join(_CAUSAL_LM)
         raise UnsupportedModelError(f"config.json has model_type {kind!r}; language models supported are {known}")
@@ -70,7 +71,7 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[BertModel], BertConfig] | t
     Raises:
         UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
     """
-    kind = config.get("model_type")
+    kind = read_value(config, "model_type", str, None)
     if kind not in _ENCODERS:
         known = ", ".join(_ENCODERS)
         raise UnsupportedModelError(f"config.json has model_type {kind!r}; text encoders supported are {known}")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
+from verax.fields import Count, Size
 from verax.nn import Linear, fused_linear
 from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
 
@@ -27,6 +29,9 @@ CHUNK_SIZES = {"hierarchical": 64, "local": 128}
 PAD_FROM, PAD_TO = 64, 32
 """The published layer pads sequences from so many tokens on to a multiple of this."""
 
+Decay = Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")]
+"""Part of a memory that a token leaves."""
+
 TAPS = 4
 """Of the short convolutions."""
 
@@ -37,17 +42,17 @@ HEAD_NORM_EPSILON = 1e-5
 class DeltaNetConfig:
     """Sizes and rule of a layer. All but the sizes stand in the `lam_config` of a config.json."""
 
-    hidden_size: int
-    num_attention_heads: int
+    hidden_size: Size
+    num_attention_heads: Size
     rule: Rule = "local"
     """`"hierarchical"` (two states, variant B) or `"local"` (what the published package computes, variant C), both as
     published; `"gated"`, the hierarchical gated delta rule, where nothing leaks between tokens, padding and rows."""
-    chunk_size: int = 0
+    chunk_size: Count = 0
     """Of the published rules, whose results depend on it; the published one if 0."""
-    coupling_interval: int = 64
+    coupling_interval: Size = 64
     """Of the gated rule: tokens after which its two memories are mixed."""
-    fast_decay_init: float = 0.3
-    slow_decay_init: float = 0.85
+    fast_decay_init: Decay = 0.3
+    slow_decay_init: Decay = 0.85
     allow_neg_eigval: bool = False
     """beta up to 2."""
 

@@ -69,7 +69,7 @@ class VideoPipeline:
         enable_compilation_cache()
         opened = VideoFolder(folder)
         self.reference = "skyreels" if reference is None else reference
-        shift = float(opened.scheduler.get("flow_shift", 1.0))
+        shift = opened.flow_shift
         self.settings = read_settings(opened, shift, kind=kind, reference=self.reference)
         self._show_progress = show_progress
         factors = _factors(lora)

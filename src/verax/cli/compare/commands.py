@@ -203,7 +203,7 @@ def _video_model(what: str) -> str | Path | None:
 def _kind(model: str) -> str:
     """What a checkpoint is."""
     from verax.checkpoint import Checkpoint
-    from verax.checkpoint.checkpoint import read_json
+    from verax.files import read_json
     from verax.models import causal_lm, encoder
 
     folder = Path(model).expanduser()
