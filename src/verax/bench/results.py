@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from verax.bench.delta import page as delta_page
 from verax.bench.lines import noise_line, outliers, rounds
 from verax.bench.video import page as video_page
+from verax.files import write_text
 
 __all__ = ["markdown", "write", "write_whole"]
 
@@ -281,12 +281,7 @@ def _fewer_prompts(settings: dict[str, Any]) -> list[str]:
 
 def write_whole(path: Path, text: str) -> Path:
     """Write a text file whole or not at all; its path."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, text)
     return path
 
 
