@@ -180,7 +180,7 @@ def test_what_is_not_supported_is_named(tmp_path):
         (dict(model_type="roberta"), "model_type 'roberta'; text encoders supported are bert"),
         (dict(position_embedding_type="relative_key"), "position_embedding_type 'relative_key'"),
         (dict(hidden_act="mish"), "hidden_act 'mish' is not supported"),
-        (dict(num_attention_heads=5), "hidden_size 48 is not divisible by num_attention_heads 5"),
+        (dict(num_attention_heads=5), "hidden_size 48 is not a multiple of num_attention_heads 5"),
     ],
 )
 def test_other_architectures_are_refused(folder, tmp_path, changes, message):

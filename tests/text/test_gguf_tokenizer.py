@@ -129,9 +129,9 @@ def test_a_file_generates_like_its_folder(tmp_path):
     ],
 )
 def test_other_kinds_and_damage_are_refused_with_the_reason(metadata, error, says):
-    from verax.text.gguf_tokenizer import tokenizer_from_gguf
+    from verax.text.gguf_tokenizer import read_gguf_tokenizer
 
     sound = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
     given = {f"tokenizer.ggml.{key}": value for key, value in {**sound, **metadata}.items() if value is not None}
     with pytest.raises(error, match=says):
-        tokenizer_from_gguf({"general.architecture": "qwen3", **given}, "a.gguf")
+        read_gguf_tokenizer({"general.architecture": "qwen3", **given}, "a.gguf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from typing import Any, Protocol, cast
 
 from verax.bench.lines import noise_line
 from verax.errors import InvalidParameterError
+from verax.files import write_text
 
 __all__ = ["markdown", "write", "write_whole"]
 
@@ -110,10 +110,5 @@ def write(result: dict[str, Any], folder: Path) -> Path:
 
 def write_whole(path: Path, text: str) -> Path:
     """Write a text file whole or not at all; its path."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_text(path, text)
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,8 @@ from verax.checkpoint.formats.compressed_tensors import find_packed
 from verax.checkpoint.formats.safetensors import SafetensorsFile, TensorInfo
 from verax.checkpoint.resolve import resolve
 from verax.errors import CheckpointError
+from verax.fields import read_value
+from verax.files import read_json
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["Checkpoint"]
@@ -93,9 +94,10 @@ class Checkpoint:
         self.packed = packed
         """The quantised weights."""
         self._parts: set[str] = set()
-        if "quantization_config" in config:
+        scheme = read_value(config, "quantization_config", dict, None)
+        if scheme is not None:
             tensors = {name: file.tensors[name] for name, file in files.items()}
-            self.packed, self._parts = find_packed(tensors, config["quantization_config"], self.read_raw, folder)
+            self.packed, self._parts = find_packed(tensors, scheme, self.read_raw, folder)
 
     @classmethod
     def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:
@@ -112,9 +114,12 @@ class Checkpoint:
             file = GGUFWeights(folder)
             files = dict.fromkeys(file.tensors, file)
             return cls(folder, file.config, file.generation_config(), files, packed=file.packed, metadata=file.metadata)
-        config = read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        return cls(folder, config, read_json(generation) if generation.is_file() else {}, _open_files(folder))
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{folder / 'config.json'}: no such file; a checkpoint folder has config.json and *.safetensors"
+            )
+        generation_config = read_json(folder / "generation_config.json", optional=True)
+        return cls(folder, read_json(folder / "config.json"), generation_config, _open_files(folder))
 
     def with_files(self, files: Mapping[str, TensorFile]) -> Checkpoint:
         """The same checkpoint with the weights of these keys from other files."""
@@ -174,25 +179,6 @@ class Checkpoint:
             return self._files[name]
         except KeyError:
             raise CheckpointError(f"{self.folder}: it has no weight {name}") from None
-
-
-def read_json(path: Path, kind: type = dict) -> Any:
-    """A JSON object from a file, or a list with `kind=list`.
-
-    Raises:
-        CheckpointError: naming the file, if it is missing or holds no such value.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; a checkpoint folder has config.json and *.safetensors") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, kind):
-        raise CheckpointError(f"{path}: expected a JSON {'object' if kind is dict else 'list'}")
-    return value
 
 
 def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from verax.checkpoint.checkpoint import INDEX, SINGLE
 from verax.checkpoint.formats import compressed_tensors
 from verax.checkpoint.resolve import TOKENIZER_FILES
 from verax.errors import CheckpointError
+from verax.files import write_json
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["save"]
@@ -73,8 +73,8 @@ def save(
         arrays, scheme = _named(model)
         _write_weights(arrays, partial, dtype, max_shard_bytes)
         if generation_config is not None:
-            _write_json(partial / "generation_config.json", generation_config)
-        _write_json(partial / _CONFIG, {**config, "quantization_config": scheme} if scheme else config)
+            write_json(partial / "generation_config.json", generation_config)
+        write_json(partial / _CONFIG, {**config, "quantization_config": scheme} if scheme else config)
         for path in partial.iterdir():  # safetensors makes files that only their owner may read
             shutil.copymode(partial / _CONFIG, path)
         _swap(partial, folder)
@@ -116,7 +116,7 @@ def _write_weights(arrays: Mapping[str, Any], partial: Path, dtype: DTypeLike | 
         names = [SINGLE]
     else:
         weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-        _write_json(partial / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+        write_json(partial / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     for name, keys in zip(names, shards, strict=True):
         # In C order, whatever the strides were: the library writes bytes as they lie.
         tensors = {key: np.asarray(np.asarray(arrays[key]), dtypes[key], order="C") for key in keys}
@@ -156,10 +156,6 @@ def _written_dtype(array: Any, dtype: DTypeLike | None) -> np.dtype[Any]:
     if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
         return np.dtype(array.dtype)
     return jnp.dtype(dtype)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

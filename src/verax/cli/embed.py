@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -112,17 +111,15 @@ def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.nda
     """Write a file atomically: write a temporary file, then rename it."""
     import numpy as np
 
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    try:
+    from verax.files import atomic_path
+
+    with atomic_path(output) as partial:
         if output.suffix == ".npy":
             with partial.open("wb") as file:
                 np.save(file, vectors)
         else:
             with partial.open("w", encoding="utf-8") as file:
                 _write_lines(file, records, vectors)
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:

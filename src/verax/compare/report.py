@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verax.compare.comparison import MAX_RATIO, Comparison, Row
+from verax.files import write_text
 
 __all__ = ["as_html", "as_markdown", "show", "write"]
 
@@ -103,9 +103,7 @@ def write(result: Comparison, folder: str | Path) -> list[Path]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
-        partial = folder / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, folder / name)
+        write_text(folder / name, text)
     return [folder / name for name in pages]
 
 

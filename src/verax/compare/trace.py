@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.files import write_text
 
 __all__ = ["OUTPUT", "Entry", "Trace", "split_call"]
 
@@ -92,9 +92,7 @@ class Trace:
         """Finish a trace that is streamed to a folder, so that `Trace.open` finds it."""
         if self.folder is not None:
             text = json.dumps({name: asdict(entry) for name, entry in self.entries.items()}, indent=1)
-            partial = self.folder / f"{INDEX}.partial"
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, self.folder / INDEX)
+            write_text(self.folder / INDEX, text)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array, mapped rather than read where it lies in a file.

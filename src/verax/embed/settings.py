@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says about making vectors, in sentence-transformers' files: pooling, length, case.
+"""Settings of a sentence encoder, from sentence-transformers' files in its folder: pooling, length, case.
 
 `modules.json` lists the steps in their order, `1_Pooling/config.json` describes the pooling, and
 `sentence_bert_config.json` the tokens. A folder with none of them is pooled by the mean, as sentence-transformers does.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from verax.checkpoint.checkpoint import read_json
 from verax.embed.pooling import POOLINGS
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.fields import read_value
+from verax.files import JsonObject, read_json
 
 __all__ = ["EncoderSettings"]
 
@@ -22,14 +22,14 @@ _STEPS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """How sentences become vectors."""
+    """Settings by which sentences become vectors."""
 
     pooling: str
     """`"mean"` or `"cls"`."""
     max_length: int
     """Tokens that are read of a sentence, special ones included."""
     lower_case: bool = False
-    """Whether texts are put in lower case before the tokenizer sees them."""
+    """True if texts are put in lower case before they are tokenized."""
 
     @classmethod
     def from_folder(
@@ -38,7 +38,7 @@ class EncoderSettings:
         """Read a folder. What is given as an argument goes before what the files say.
 
         Args:
-            folder: of the checkpoint.
+            folder: the checkpoint's.
             positions: tokens that the model can read at most.
             pooling: `"mean"` or `"cls"`.
             max_length: tokens that are read of a sentence.
@@ -56,27 +56,34 @@ class EncoderSettings:
             raise InvalidParameterError(
                 f"max_length: expected 1 to the model's {positions} positions, got {max_length}"
             )
-        tokens = _optional_json(folder / "sentence_bert_config.json")
-        # transformers writes 1e30 for "no limit".
-        known = [tokens.get("max_seq_length"), _optional_json(folder / "tokenizer_config.json").get("model_max_length")]
-        own = next((int(limit) for limit in known if isinstance(limit, int | float) and limit >= 1), positions)
+        tokens = read_json(folder / "sentence_bert_config.json", optional=True)
+        limits = [
+            read_value(tokens, "max_seq_length", float, None),
+            # transformers writes 1e30 for "no limit".
+            read_value(read_json(folder / "tokenizer_config.json", optional=True), "model_max_length", float, None),
+        ]
+        own = next((limit for limit in limits if limit is not None and limit >= 1), positions)
         return cls(
-            pooling or _pooling(folder), max_length or min(own, positions), lower_case=bool(tokens.get("do_lower_case"))
+            pooling or _pooling(folder),
+            max_length or int(min(own, positions)),
+            lower_case=read_value(tokens, "do_lower_case", bool, False),
         )
 
 
 def _pooling(folder: Path) -> str:
-    """What the files say, or the mean if there are none."""
+    """Pooling of the files, or the mean if there are none."""
     listed = folder / "modules.json"
     if not listed.is_file():
         path = folder / "1_Pooling"
     else:
         steps = _steps(listed)
         path = folder / steps["Pooling"] if "Pooling" in steps else folder / "1_Pooling"
-    config = _optional_json(path / "config.json")
-    given = config.get("pooling_mode")  # newer files have one name, older ones a flag for each
-    modes = [given] if given else [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
-    modes = [_MODES.get(mode, mode) for mode in modes] or ["mean"]
+    config = read_json(path / "config.json", optional=True)
+    # Newer files have one name, older ones a flag for each.
+    given: list[str] = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
+    if name := read_value(config, "pooling_mode", str, ""):
+        given = [name]
+    modes = [_MODES.get(mode, mode) for mode in given] or ["mean"]
     if len(modes) > 1 or modes[0] not in POOLINGS:
         raise UnsupportedModelError(
             f"{path / 'config.json'}: pooling by {' and '.join(modes)} is not supported; {' or '.join(POOLINGS)} is, "
@@ -91,12 +98,11 @@ def _steps(path: Path) -> dict[str, str]:
     for module in read_json(path, kind=list):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
             raise CheckpointError(f"{path}: expected steps with a type and a path, got {module!r}")
-        steps[module["type"].rpartition(".")[2]] = module.get("path", "")
+        subfolder = read_value(JsonObject(module, path), "path", str, "")
+        if "\0" in subfolder:
+            raise CheckpointError(f"{path}: {subfolder!r} is no path")
+        steps[module["type"].rpartition(".")[2]] = subfolder
     unknown = [step for step in steps if step not in _STEPS]
     if unknown:
         raise UnsupportedModelError(f"{path}: {', '.join(unknown)} is not supported; {', '.join(_STEPS)} are")
     return steps
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

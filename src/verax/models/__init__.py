@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.fields import read_value
 from verax.models.bert import BertConfig, BertModel
 from verax.models.causal_lm import CausalLM, CausalLMConfig, RecurrentConfig, check_causal_lm_class
 from verax.models.lam import LamConfig, LamModel
@@ -82,7 +83,7 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     Raises:
         UnsupportedModelError: for a `model_type` that is not in the table, naming those that are.
     """
-    kind = config.get("model_type")
+    kind = read_value(config, "model_type", str, None)
     if kind not in _CAUSAL_LM:
         known = ", ".join(_CAUSAL_LM)
         raise UnsupportedModelError(
@@ -101,7 +102,7 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[BertModel], BertConfig] | t
     Raises:
         UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
     """
-    kind = config.get("model_type")
+    kind = read_value(config, "model_type", str, None)
     if kind not in _ENCODERS:
         known = ", ".join(_ENCODERS)
         raise UnsupportedModelError(f"config.json has model_type {kind!r}; text encoders supported are {known}")

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
+from verax.fields import Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
 from verax.nn import Embedding, LayerNorm, Linear
 
 __all__ = ["BertConfig", "BertModel"]
@@ -38,15 +39,15 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 class BertConfig:
     """Sizes of a model, under their names in config.json."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
+    num_attention_heads: Size
     hidden_act: str = "gelu"
-    layer_norm_eps: float = 1e-12
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
+    layer_norm_eps: Epsilon = 1e-12
+    max_position_embeddings: Size = 512
+    type_vocab_size: Size = 2
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
@@ -54,23 +55,19 @@ class BertConfig:
 
         Raises:
             UnsupportedModelError: for relative positions, a decoder, another activation, or a missing size.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
-        missing = [key for key in _REQUIRED if key not in config]
-        if missing:
-            raise UnsupportedModelError(f"config.json of a bert model lacks {', '.join(missing)}")
+        require_fields(config, _REQUIRED, "bert model")
         positions = config.get("position_embedding_type") or "absolute"
-        if positions != "absolute" or config.get("is_decoder"):
-            what = "a decoder" if config.get("is_decoder") else f"position_embedding_type {positions!r}"
+        decoder = read_value(config, "is_decoder", bool, False)
+        if positions != "absolute" or decoder:
+            what = "a decoder" if decoder else f"position_embedding_type {positions!r}"
             raise UnsupportedModelError(f"bert with {what} is not supported; only encoders with absolute positions are")
-        names = (*_REQUIRED, "hidden_act", "layer_norm_eps", "max_position_embeddings", "type_vocab_size")
-        read = cls(**{name: config[name] for name in names if name in config})
+        read = cls(**read_fields(config, cls))
         if read.hidden_act not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
-        if read.hidden_size % read.num_attention_heads:
-            raise UnsupportedModelError(
-                f"hidden_size {read.hidden_size} is not divisible by num_attention_heads {read.num_attention_heads}"
-            )
+        check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
         return read
 
 

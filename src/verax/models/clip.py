@@ -19,6 +19,8 @@ from jaxtyping import Array, Float
 
 from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.files import JsonObject
 from verax.nn import LayerNorm, Linear
 from verax.nn.layers import INIT_STD
 
@@ -31,7 +33,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 """Activation functions, by transformers' names: OpenCLIP's and OpenAI's."""
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_OPTIONAL = ("image_size", "patch_size", "hidden_act", "layer_norm_eps")
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,16 @@ class CLIPVisionConfig:
     The defaults are those of ViT-H/14: Wan's layout has no config.json for it.
     """
 
-    hidden_size: int = 1280
-    intermediate_size: int = 5120
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 16
-    image_size: int = 224
+    hidden_size: Size = 1280
+    intermediate_size: Size = 5120
+    num_hidden_layers: Depth = 32
+    num_attention_heads: Size = 16
+    image_size: Size = 224
     """Height and width of an image, in pixels."""
-    patch_size: int = 14
+    patch_size: Size = 14
     """Height and width of a patch, in pixels."""
     hidden_act: str = "gelu"
-    layer_norm_eps: float = 1e-5
+    layer_norm_eps: Epsilon = 1e-5
 
     @property
     def num_patches(self) -> int:
@@ -63,30 +64,28 @@ class CLIPVisionConfig:
 
         Raises:
             UnsupportedModelError: for another model or activation, a missing size, or sizes that do not divide.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         if config.get("model_type") == "clip" and isinstance(config.get("vision_config"), Mapping):
-            config = {"model_type": "clip_vision_model", **config["vision_config"]}
+            vision = {"model_type": "clip_vision_model", **config["vision_config"]}
+            config = JsonObject(vision, f"{file_of(config)}: vision_config")
         if (kind := config.get("model_type", "clip_vision_model")) != "clip_vision_model":
             raise UnsupportedModelError(
                 f"config.json has model_type {kind!r}; the image encoder supported is clip_vision_model"
             )
         # Left out of config.json, these two would be transformers' defaults, which are another model's.
-        missing = [key for key in (*_REQUIRED, "patch_size", "hidden_act") if key not in config]
-        if missing:
-            raise UnsupportedModelError(f"config.json of a clip_vision_model lacks {', '.join(missing)}")
+        require_fields(config, (*_REQUIRED, "patch_size", "hidden_act"), "clip_vision_model")
         for key in ("image_size", "patch_size"):
-            if not isinstance(config.get(key, 0), int):
+            if isinstance(config.get(key), (list, dict)):
                 raise UnsupportedModelError(f"{key} {config[key]} is not supported; images and patches are square")
-        read = cls(**{name: config[name] for name in (*_REQUIRED, *_OPTIONAL) if name in config})
+        read = cls(**read_fields(config, cls))
         if read.hidden_act not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
-        if (channels := config.get("num_channels", 3)) != 3:
+        if (channels := read_value(config, "num_channels", int, 3)) != 3:
             raise UnsupportedModelError(f"num_channels {channels} is not supported; images have 3")
-        for whole, part in (("hidden_size", "num_attention_heads"), ("image_size", "patch_size")):
-            sizes = getattr(read, whole), getattr(read, part)
-            if sizes[0] % sizes[1]:
-                raise UnsupportedModelError(f"{whole} {sizes[0]} is not a multiple of {part} {sizes[1]}")
+        check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
+        check_multiple(config, image_size=read.image_size, patch_size=read.patch_size)
         return read
 
 

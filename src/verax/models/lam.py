@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
+from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.files import JsonObject
 from verax.models.lam_layers import DeltaNetConfig, EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet, Rule
 from verax.nn import Embedding, LayerNorm, Linear
 
@@ -28,66 +30,46 @@ __all__ = ["LamConfig", "LamModel"]
 class LamConfig(DeltaNetConfig):
     """Sizes and initial values of a model, under their names in config.json."""
 
-    vocab_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    layer_norm_eps: float = 1e-12
-    max_position_embeddings: int = 32768
+    vocab_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
+    layer_norm_eps: Epsilon = 1e-12
+    max_position_embeddings: Size = 32768
     """Length of the longest sequence, in tokens."""
-    num_positions: int = 512
+    num_positions: Size = 512
     """Rows of MiniLM's table of positions. The rows of a longer sequence are interpolated."""
-    type_vocab_size: int = 2
+    type_vocab_size: Size = 2
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LamConfig:
         """Read a config.json of `model_type` lam.
 
         Raises:
-            UnsupportedModelError: naming what is missing, unknown, of a wrong type, or not supported.
+            UnsupportedModelError: naming what is missing, unknown or not supported.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
-        missing = [key for key in _SIZES if key not in config]
-        if missing:
-            raise UnsupportedModelError(f"config.json of a lam model lacks {', '.join(missing)}")
+        require_fields(config, _SIZES, "lam model")
         for key, only in _ONLY.items():
             if config.get(key, only) != only:
                 raise UnsupportedModelError(f"{key} {config[key]!r} is not supported; lam models have {only!r}")
         for key, same in _SYNONYMS.items():
-            if config.get(key, config[same]) != config[same]:
+            if key in config and config[key] != config[same]:
                 raise UnsupportedModelError(f"config.json has {key} {config[key]} and {same} {config[same]}")
-        layer = dict(config.get("lam_config") or {})
+        layer = JsonObject(read_value(config, "lam_config", dict, {}), f"{file_of(config)}: lam_config")
         for key, only in _DESCRIPTIONS.items():
             if layer.pop(key, only) != only:
                 raise UnsupportedModelError(f"lam_config.{key} is not supported unless it is {only!r}")
         unknown = sorted(set(layer) - set(_LAYER))
         if unknown:
             raise UnsupportedModelError(f"lam_config has unknown {', '.join(unknown)}; known are {', '.join(_LAYER)}")
-        model = {key: config[key] for key in (*_SIZES, *_OPTIONAL) if key in config}
-        model.setdefault("num_positions", min(512, model.get("max_position_embeddings", 512)))
-        values: dict[str, Any] = {field.name: field.default for field in fields(cls)} | model | layer
-        _check(values)
-        return cls(**values)
-
-
-def _check(values: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedModelError` for values that no model can have."""
-    for name, kind in _TYPES.items():
-        value = values[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise UnsupportedModelError(f"{name}: expected {_NAMES[kind]}, got {value!r}")
-    if values["rule"] not in get_args(Rule):
-        raise UnsupportedModelError(f"rule {values['rule']!r} is not supported; there are {', '.join(get_args(Rule))}")
-    for name in (*_SIZES, "num_positions", "coupling_interval", "chunk_size"):
-        least = 0 if name == "chunk_size" else 1
-        if values[name] < least:
-            raise UnsupportedModelError(f"{name}: expected at least {least}, got {values[name]}")
-    if values["hidden_size"] % values["num_attention_heads"]:
-        raise UnsupportedModelError(
-            f"hidden_size {values['hidden_size']} is not a multiple of num_attention_heads "
-            f"{values['num_attention_heads']}"
-        )
-    for name in ("fast_decay_init", "slow_decay_init"):
-        if not 0 < values[name] < 1:
-            raise UnsupportedModelError(f"{name}: expected a number between 0 and 1, got {values[name]}")
+        if layer.get("rule", "local") not in get_args(Rule):
+            known = ", ".join(get_args(Rule))
+            raise UnsupportedModelError(f"rule {layer['rule']!r} is not supported; there are {known}")
+        values = read_fields(config, cls, (*_SIZES, *_OPTIONAL)) | read_fields(layer, cls, _LAYER)
+        values.setdefault("num_positions", min(512, values.get("max_position_embeddings", 512)))
+        read = cls(**values)
+        check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
+        return read
 
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -102,13 +84,6 @@ _DESCRIPTIONS = {
     "memory_type": "dual_state",
 }
 """Entries of `lam_config` that describe a published model, with their only value."""
-_TYPES = {
-    **dict.fromkeys((*_SIZES, "max_position_embeddings", "num_positions", "type_vocab_size", "chunk_size"), int),
-    **dict.fromkeys(("layer_norm_eps", "fast_decay_init", "slow_decay_init"), (int, float)),
-    "coupling_interval": int,
-    "allow_neg_eigval": bool,
-}
-_NAMES = {int: "a whole number", (int, float): "a number", bool: "true or false"}
 
 
 class Embeddings(nnx.Module):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
+from verax.fields import Count, Size
 from verax.nn import Linear, fused_linear
 from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
 
@@ -27,6 +29,9 @@ CHUNK_SIZES = {"hierarchical": 64, "local": 128}
 PAD_FROM, PAD_TO = 64, 32
 """Padding of the published layer: sequences of at least `PAD_FROM` tokens become a multiple of `PAD_TO` long."""
 
+Decay = Annotated[float, msgspec.Meta(gt=0, lt=1, description="a number between 0 and 1")]
+"""Part of a memory that a token leaves."""
+
 TAPS = 4
 """Taps of the short convolutions."""
 
@@ -37,17 +42,17 @@ HEAD_NORM_EPSILON = 1e-5
 class DeltaNetConfig:
     """Sizes and rule of a layer. All but the sizes are read from `lam_config` in config.json."""
 
-    hidden_size: int
-    num_attention_heads: int
+    hidden_size: Size
+    num_attention_heads: Size
     rule: Rule = "local"
     """Delta rule: `"hierarchical"` (two states, variant B) or `"local"` (the published package's, variant C), both as
     published; or `"gated"`, the hierarchical gated delta rule, which is causal and independent of padding and batch."""
-    chunk_size: int = 0
+    chunk_size: Count = 0
     """Tokens in a chunk of a published rule, whose results depend on it; `CHUNK_SIZES` if 0."""
-    coupling_interval: int = 64
+    coupling_interval: Size = 64
     """Tokens of the gated rule after which its two memories are mixed."""
-    fast_decay_init: float = 0.3
-    slow_decay_init: float = 0.85
+    fast_decay_init: Decay = 0.3
+    slow_decay_init: Decay = 0.85
     allow_neg_eigval: bool = False
     """True if beta reaches 2 instead of 1."""
 

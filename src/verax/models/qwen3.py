@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
+from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.models.token_mixers import AttentionFn, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
@@ -32,17 +33,17 @@ Rotary = tuple[Float[Array, "*B T h"], Float[Array, "*B T h"]]
 class Qwen3Config:
     """Sizes and flags of the family, by the names of config.json where these are clear."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: Epsilon
     rotary: ops.RotaryConfig
     tie_word_embeddings: bool
-    max_position_embeddings: int
+    max_position_embeddings: Size
     qk_norm: bool = True
     """Qwen3: RMSNorm on each head of q and k."""
     qkv_bias: bool = False
@@ -57,11 +58,13 @@ class Qwen3Config:
         Raises:
             UnsupportedModelError: for sliding windows, another activation, an unknown rope type, heads that are rotated
                 in part, or a missing size.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         family = config.get("model_type")
         fields = decoder_fields(config)
-        windowed = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
-        if windowed or config.get("use_sliding_window"):
+        kinds = read_value(config, "layer_types", tuple[str, ...], ())
+        windowed = {kind for kind in kinds if kind != "full_attention"}
+        if windowed or read_value(config, "use_sliding_window", bool, False):
             kinds = ", ".join(sorted(windowed)) or "use_sliding_window"
             raise UnsupportedModelError(f"{family} with {kinds} is not supported; only full attention is")
         if (fraction := fields["rotary"].fraction) != 1:
@@ -80,32 +83,42 @@ def decoder_fields(config: Mapping[str, Any], *, rotated: float = 1.0) -> dict[s
         rotated: part of a head that is rotated, where the file does not say.
 
     Raises:
-        UnsupportedModelError: for another activation, an unknown rope type, or a missing size.
+        UnsupportedModelError: for another activation, an unknown rope type, a missing size, or sizes that do not
+            divide.
+        CheckpointError: for a value of a wrong type, or a size that no model has.
     """
     family = config.get("model_type")
-    missing = [key for key in _REQUIRED if key not in config]
-    if missing:
-        raise UnsupportedModelError(f"config.json of a {family} model lacks {', '.join(missing)}")
+    require_fields(config, _REQUIRED, f"{family} model")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported; this family uses 'silu'")
-    heads = config["num_attention_heads"]
-    attention_bias = bool(config.get("attention_bias", False))
+    sizes = read_fields(config, Qwen3Config, _REQUIRED)
+    width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    kv_heads = read_value(config, "num_key_value_heads", Size, heads)
+    check_multiple(config, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    head_dim = read_value(config, "head_dim", Size, 128 if family == "qwen3" else None)
+    if head_dim is None:
+        check_multiple(config, hidden_size=width, num_attention_heads=heads)
+        head_dim = width // heads
+    rotary = ops.RotaryConfig.from_hf(config, fraction=rotated)
+    rotated_size = int(head_dim * rotary.fraction)
+    if rotated_size < 2 or rotated_size % 2:
+        raise UnsupportedModelError(
+            f"{file_of(config)}: partial_rotary_factor {rotary.fraction} rotates {rotated_size} of {head_dim} numbers; "
+            "expected an even number"
+        )
+    attention_bias = read_value(config, "attention_bias", bool, False)
     return dict(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_hidden_layers=config["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rotary=ops.RotaryConfig.from_hf(config, fraction=rotated),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=config.get("max_position_embeddings", 32768),
+        **sizes,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=read_value(config, "rms_norm_eps", Epsilon, 1e-6),
+        rotary=rotary,
+        tie_word_embeddings=read_value(config, "tie_word_embeddings", bool, False),
+        max_position_embeddings=read_value(config, "max_position_embeddings", Size, 32768),
         qk_norm=family not in ("qwen2", "llama"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=read_value(config, "mlp_bias", bool, False),
     )
 
 

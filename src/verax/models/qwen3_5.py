@@ -18,7 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.errors import UnsupportedModelError
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.fields import Count, Depth, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.files import JsonObject
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
 from verax.models.token_mixers import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
@@ -45,11 +47,11 @@ class Qwen35Config(Qwen3Config):
     """Sizes and flags, by the names of config.json where these are clear."""
 
     layer_types: tuple[str, ...]
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_conv_kernel_dim: int
+    linear_num_key_heads: Size
+    linear_num_value_heads: Size
+    linear_key_head_dim: Size
+    linear_value_head_dim: Size
+    linear_conv_kernel_dim: Size
     fused_projections: bool
     """Qwen3-Next: a delta layer's q, k, v and z come from one projection, interleaved by key head; b and a likewise."""
 
@@ -60,14 +62,21 @@ class Qwen35Config(Qwen3Config):
         Raises:
             UnsupportedModelError: for experts, attention without a gate, layers of another kind, or what `Qwen3Config`
                 refuses.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
-        text = dict(config.get("text_config") or config)
+        part = read_value(config, "text_config", dict, None)
+        text = JsonObject(part, f"{file_of(config)}: text_config") if part else JsonObject(config, file_of(config))
         # With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
         text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        family = text.get("model_type")
-        depth = text.get("num_hidden_layers", 0)
-        interval = text.get("full_attention_interval") or 4
-        kinds = text.pop("layer_types", None) or [DELTA if (i + 1) % interval else ATTENTION for i in range(depth)]
+        text.setdefault("head_dim", 256)
+        family = read_value(text, "model_type", str, None)
+        fields = decoder_fields(text, rotated=ROTATED)
+        depth = fields["num_hidden_layers"]
+        interval = read_value(text, "full_attention_interval", Size, 4)
+        kinds = read_value(text, "layer_types", tuple[str, ...], ())
+        kinds = kinds or tuple(DELTA if (i + 1) % interval else ATTENTION for i in range(depth))
+        if len(kinds) != depth:
+            raise CheckpointError(f"{text.where}: layer_types has {len(kinds)} entries for {depth} layers")
         if unknown := sorted({*kinds} - {ATTENTION, DELTA}):
             raise UnsupportedModelError(f"{family} with layers of type {', '.join(unknown)} is not supported")
         if experts := _expert_layers(text):
@@ -75,14 +84,16 @@ class Qwen35Config(Qwen3Config):
                 f"{family} with experts (num_experts {text.get('num_experts')}, {len(experts)} of {depth} layers) is "
                 "not supported yet; dense models are"
             )
-        if not text.get("attn_output_gate", True):
+        if not read_value(text, "attn_output_gate", bool, True):
             raise UnsupportedModelError(f"{family} with attn_output_gate false is not supported")
-        if missing := [name for name in _REQUIRED if name not in text]:
-            raise UnsupportedModelError(f"config.json of a {family} model lacks {', '.join(missing)}")
+        require_fields(text, _REQUIRED, f"{family} model")
+        sizes = read_fields(text, cls, _REQUIRED)
+        names = ("linear_num_value_heads", "linear_num_key_heads")
+        check_multiple(text, **{name: sizes[name] for name in names})
         return cls(
-            **decoder_fields({"head_dim": 256, **text}, rotated=ROTATED),
-            layer_types=tuple(kinds),
-            **{name: text[name] for name in _REQUIRED},
+            **fields,
+            layer_types=kinds,
+            **sizes,
             fused_projections=family == "qwen3_next",
         )
 
@@ -115,10 +126,13 @@ _REQUIRED = (
 def _expert_layers(config: Mapping[str, Any]) -> list[int]:
     """Layers whose feed-forward part would be a mixture of experts."""
     # Absent, it is 512 to transformers in Qwen3-Next; Qwen3.5 without experts has no such key.
-    if not config.get("num_experts", 512 if config.get("model_type") == "qwen3_next" else 0):
+    default = 512 if config.get("model_type") == "qwen3_next" and "num_experts" not in config else 0
+    if not read_value(config, "num_experts", Count, default):
         return []
-    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
-    return [i for i in range(config.get("num_hidden_layers", 0)) if i not in dense and (i + 1) % step == 0]
+    dense = read_value(config, "mlp_only_layers", tuple[int, ...], ())
+    step = read_value(config, "decoder_sparse_step", Size, 1)
+    depth = read_value(config, "num_hidden_layers", Depth, 0)
+    return [i for i in range(depth) if i not in dense and (i + 1) % step == 0]
 
 
 class DepthwiseConv(nnx.Module):

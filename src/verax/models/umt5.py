@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from verax.errors import UnsupportedModelError
+from verax.fields import Depth, Epsilon, Size, read_fields, require_fields
 from verax.nn import Embedding, Linear, RMSNorm
 from verax.ops.attention import MASKED, exact_products
 
 __all__ = ["UMT5Config", "UMT5EncoderModel"]
 
 _REQUIRED = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
-_OPTIONAL = ("relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class UMT5Config:
     The defaults are those of UMT5-XXL: Wan's layout has no config.json for it.
     """
 
-    vocab_size: int = 256384
-    d_model: int = 4096
-    d_kv: int = 64
+    vocab_size: Size = 256384
+    d_model: Size = 4096
+    d_kv: Size = 64
     """Size of a head."""
-    d_ff: int = 10240
-    num_layers: int = 24
-    num_heads: int = 64
-    relative_attention_num_buckets: int = 32
+    d_ff: Size = 10240
+    num_layers: Depth = 24
+    num_heads: Size = 64
+    relative_attention_num_buckets: Size = 32
     """Number of rows of a layer's table of positions: half for keys to the left, half for keys to the right."""
-    relative_attention_max_distance: int = 128
+    relative_attention_max_distance: Size = 128
     """Distance in tokens from which on all keys of a side share a row."""
-    layer_norm_epsilon: float = 1e-6
+    layer_norm_epsilon: Epsilon = 1e-6
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> UMT5Config:
@@ -55,14 +55,14 @@ class UMT5Config:
 
         Raises:
             UnsupportedModelError: for another model, another feed-forward block, or a missing size.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         if (kind := config.get("model_type", "umt5")) != "umt5":
             raise UnsupportedModelError(f"config.json has model_type {kind!r}; the text encoder supported is umt5")
-        if missing := [key for key in _REQUIRED if key not in config]:
-            raise UnsupportedModelError(f"config.json of a umt5 model lacks {', '.join(missing)}")
+        require_fields(config, _REQUIRED, "umt5 model")
         if (block := config.get("feed_forward_proj", "gated-gelu")) != "gated-gelu":
             raise UnsupportedModelError(f"feed_forward_proj {block!r} is not supported; umt5 models have 'gated-gelu'")
-        read = cls(**{name: config[name] for name in (*_REQUIRED, *_OPTIONAL) if name in config})
+        read = cls(**read_fields(config, cls))
         exact = read.relative_attention_num_buckets // 4
         if read.relative_attention_num_buckets % 4 or not 0 < exact < read.relative_attention_max_distance:
             raise UnsupportedModelError(

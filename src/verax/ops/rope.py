@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
+from verax.fields import MAX_NUMBER, Finite, Positive, file_of, read_value
+from verax.files import JsonObject
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32
 
@@ -42,25 +45,28 @@ class RotaryConfig:
         `fraction` is the family's own, where the file names none.
 
         Raises:
-            UnsupportedModelError: for another `rope_type`.
+            UnsupportedModelError: for another `rope_type`, or a number that it needs and the file lacks.
+            CheckpointError: for a value of a wrong type, or out of range.
         """
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        given = read_value(config, "rope_parameters", dict, None) or read_value(config, "rope_scaling", dict, {})
+        rope = JsonObject(given, f"{file_of(config)}: rotary settings")
+        kind = read_value(rope, "rope_type", str, read_value(rope, "type", str, "default"))
         if kind not in _FREQUENCIES:
             raise UnsupportedModelError(
                 f"rope_type {kind!r} is not supported; supported are {', '.join(sorted(_FREQUENCIES))}"
             )
-        fraction = float(rope.pop("partial_rotary_factor", config.get("partial_rotary_factor")) or fraction)
-        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        fraction = read_value(config, "partial_rotary_factor", _Fraction, fraction)
+        fraction = read_value(rope, "partial_rotary_factor", _Fraction, fraction)
+        theta = read_value(rope, "rope_theta", _Base, read_value(config, "rope_theta", _Base, 10000.0))
         # transformers takes the context that yarn stretches from the config's own length where the table names none.
         rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        # Qwen3.5's mrope divides the angles among the axes of an image; a text has one axis.
-        others = ("rope_theta", "rope_type", "mrope_interleaved")
-        numbers = {k: float(v) for k, v in rope.items() if isinstance(v, (int, float)) and k not in others}
+        scaling = {name: read_value(rope, name, form, None) for name, form in _SCALING.items()}
+        numbers = {name: float(value) for name, value in scaling.items() if value is not None}
         missing = [name for name in _REQUIRED[kind] if name not in numbers]
         if missing:
             raise UnsupportedModelError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_scaling")
-        return cls(float(theta), kind, tuple(sorted(numbers.items())), tuple(rope.get("divisors", ())), fraction)
+        divisors = read_value(rope, "divisors", tuple[Positive, ...], ())
+        return cls(theta, kind, tuple(sorted(numbers.items())), divisors, fraction)
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
         """Angular frequencies `[h]` in radians per token (float32), and the factor on cos and sin; 2 h are rotated."""
@@ -121,6 +127,16 @@ def _divided(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float
 
 
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "divided": _divided}
+_Base = Annotated[float, msgspec.Meta(gt=1, le=MAX_NUMBER, description="a number above 1")]
+_Fraction = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0 and at most 1")]
+_SCALING: dict[str, Any] = {
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), Positive),
+    **dict.fromkeys(("beta_fast", "beta_slow"), Positive),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), Finite),
+    "truncate": bool,
+}
+"""Numbers of the scalings, and their types."""
+
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "divided": (),

@@ -12,10 +12,10 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from verax.errors import InvalidParameterError, TemplateError
+from verax.text.template_limits import BoundedEnvironment, bounded
 
 __all__ = ["check_messages", "render"]
 
@@ -88,10 +88,9 @@ def _raise(message: str) -> None:
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
+    environment.bound_filters()
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = _Dictionary()
@@ -123,13 +122,15 @@ def render(
 
     Raises:
         InvalidParameterError: if `messages` is not a list of messages, or the last has no text to continue.
-        TemplateError: if the template is invalid, or refuses these messages; with its own words.
+        TemplateError: if the template is invalid, refuses these messages (with its own words), or goes beyond the
+            limits of `template_limits`.
     """
     check_messages(messages)
     conversation = [_normalised(message) for message in messages]
     final = _mark_end(conversation) if continue_final_message else None
     try:
-        prompt = _compile(template).render(messages=conversation, **variables)
+        with bounded():
+            prompt = _compile(template).render(messages=conversation, **variables)
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(
             f"the checkpoint's chat template is not valid jinja: line {error.lineno}: {error.message}"

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries: byte-level BPE, as a `tokenizers` one that gives transformers' ids.
+"""Tokenizer of a GGUF file's metadata: byte-level BPE, with the ids that transformers gives.
 
 The rules of each `tokenizer.ggml.pre` are those of the tokenizer.json that llama.cpp's converter recognised by it.
 """
@@ -12,9 +12,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from verax.errors import CheckpointError, UnsupportedModelError
-from verax.text.tokenizer import Tokenizer
+from verax.fields import Count, read_value
+from verax.files import JsonObject
 
-__all__ = ["tokenizer_from_gguf"]
+__all__ = ["TokenizerParts", "read_gguf_tokenizer"]
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,18 +53,30 @@ _ENDS = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_
 """Control tokens that end a text in these families, whether or not the file names them: as in llama.cpp."""
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any], where: object) -> Tokenizer:
-    """The tokenizer, special tokens and chat templates of a file's metadata.
+class TokenizerParts(NamedTuple):
+    """Parts that a `Tokenizer` is made of."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    """Texts by the names that chat templates have for them, such as `eos_token`."""
+    eos_token_ids: frozenset[int]
+    chat_templates: dict[str, str]
+    """Templates by name."""
+
+
+def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> TokenizerParts:
+    """Read the tokenizer, special tokens and chat templates of a file's metadata.
 
     Raises:
         CheckpointError: if the file has no vocabulary, or a damaged one.
         UnsupportedModelError: for a kind of tokenizer other than byte-level BPE, or rules that are not known.
     """
+    metadata = JsonObject(metadata, where)
 
-    def given(name: str, default: Any = None) -> Any:
-        return metadata.get(f"tokenizer.ggml.{name}", default)
+    def given(name: str, form: Any, default: Any = None) -> Any:
+        return read_value(metadata, f"tokenizer.ggml.{name}", form, default)
 
-    kind = given("model")
+    kind = given("model", str)
     if kind is None or kind in ("none", "no_vocab"):
         raise CheckpointError(f"{where}: it has no tokenizer; fetch a file that has one")
     if kind != "gpt2":
@@ -71,34 +84,36 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: object) -> Tokenizer
             f"{where}: tokenizer.ggml.model {kind!r} is not supported in GGUF files; 'gpt2' (byte-level BPE) is. Use "
             "the model's Hugging Face folder, which has tokenizer.json"
         )
-    pre = given("pre", "default")
-    pre = _USUAL[metadata["general.architecture"]] if pre == "default" else pre
+    pre = given("pre", str, "default")
+    pre = _USUAL.get(metadata.get("general.architecture", ""), pre) if pre == "default" else pre
     if pre not in _RULES:
         raise UnsupportedModelError(
             f"{where}: tokenizer.ggml.pre {pre!r} is not supported in GGUF files; {', '.join(_RULES)} are. Use the "
             "model's Hugging Face folder, which has tokenizer.json"
         )
-    rules, tokens = _RULES[pre], given("tokens")
-    if not tokens or not isinstance(given("merges"), list):
+    rules, tokens, merges = _RULES[pre], given("tokens", list[str]), given("merges", list[str])
+    if not tokens or merges is None:
         raise CheckpointError(f"{where}: tokenizer.ggml.tokens or tokenizer.ggml.merges is missing")
-    types = given("token_type", [1] * len(tokens))
+    types = given("token_type", list[int], [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise CheckpointError(f"{where}: its vocabulary is damaged: {len(types)} types for {len(tokens)} tokens")
     names = ("bos", "eos", "eot", "eom", "unk", "unknown", "padding")
-    ids = {name: given(f"{name}_token_id") for name in names}
+    ids = {name: given(f"{name}_token_id", Count) for name in names}
     if wrong := [name for name, number in ids.items() if number is not None and number >= len(tokens)]:
         raise CheckpointError(f"{where}: tokenizer.ggml.{wrong[0]}_token_id {ids[wrong[0]]} is no token")
     special = {name: tokens[number] for name, number in ids.items() if number is not None}
     try:
-        backend = _backend(rules, tokens, types, given("merges"))
+        backend = _backend(rules, tokens, types, merges)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{where}: its vocabulary is damaged: {error}") from error
-    if given("add_bos_token", rules.begin) and "bos" in special:
+    if given("add_bos_token", bool, rules.begin) and "bos" in special:
         backend.post_processor = processors.TemplateProcessing(
             single=[special["bos"], "$A"], special_tokens=[(special["bos"], ids["bos"])]
         )
     ends = {ids["eos"], ids["eot"], ids["eom"]}
     ends |= {i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _ENDS}
     variables = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    return Tokenizer(
+    return TokenizerParts(
         backend,
         special_tokens={name: special[key] for name, key in variables.items() if key in special},
         eos_token_ids=frozenset(end for end in ends if end is not None),
@@ -132,5 +147,6 @@ def _backend(rules: _Rules, tokens: list[str], types: list[int], merges: list[st
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The default template and named ones."""
     prefix = "tokenizer.chat_template"
-    named = {name: metadata.get(f"{prefix}.{name}") for name in metadata.get("tokenizer.chat_templates", [])}
-    return {name: text for name, text in {"default": metadata.get(prefix), **named}.items() if text}
+    names = read_value(metadata, "tokenizer.chat_templates", list[str], [])
+    named = {name: read_value(metadata, f"{prefix}.{name}", str, None) for name in names}
+    return {name: text for name, text in {"default": read_value(metadata, prefix, str, None), **named}.items() if text}

@@ -1,15 +1,16 @@
-"""How to sample a request: vLLM's parameters, checked when they are made."""
+"""Sampling parameters of a request: vLLM's names and meanings, checked when they are made."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from verax.errors import InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.fields import read_value
 
 __all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
@@ -117,16 +118,27 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the best token is always taken."""
+        """True if the best token is always taken."""
         return self.temperature == 0
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """What a Hugging Face generation_config.json recommends, `overrides` first. `do_sample: false` is greedy."""
+        """Parameters that a generation_config.json recommends, `overrides` first. `do_sample: false` is greedy.
+
+        Raises:
+            CheckpointError: for a value of the file that is out of range, with its name.
+            InvalidParameterError: for an override that is out of range.
+        """
         values = {name: config[name] for name in _GENERATION_CONFIG if config.get(name) is not None}
-        if config.get("do_sample") is False:
+        where = getattr(config, "where", "generation_config.json")
+        if read_value(config, "do_sample", bool, True, where=where) is False:
             values["temperature"] = 0.0
-        return cls(**{**values, **overrides})
+        values = {name: value for name, value in values.items() if name not in overrides}
+        try:
+            recommended = cls(**values)
+        except InvalidParameterError as error:
+            raise CheckpointError(f"{where}: {error}") from error
+        return replace(recommended, **overrides)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

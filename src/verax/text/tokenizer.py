@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import tokenizers
 
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.tokenizer_file import read_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError
+from verax.fields import Count, read_value
+from verax.files import read_json
 from verax.text import chat_template
+from verax.text.gguf_tokenizer import read_gguf_tokenizer
 
 __all__ = ["Tokenizer"]
+
+_TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a token id, or a list of them")]
 
 _TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -51,9 +56,13 @@ class Tokenizer:
         """
         if not opened.metadata:
             return cls.from_folder(opened.folder)
-        from verax.text.gguf_tokenizer import tokenizer_from_gguf
-
-        return tokenizer_from_gguf(opened.metadata, opened.folder)
+        parts = read_gguf_tokenizer(opened.metadata, opened.folder)
+        return cls(
+            parts.backend,
+            special_tokens=parts.special_tokens,
+            eos_token_ids=parts.eos_token_ids,
+            chat_templates=parts.chat_templates,
+        )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -67,15 +76,15 @@ class Tokenizer:
         # Left there by training or fine-tuning; transformers turns them off in each call as well.
         backend.no_truncation()
         backend.no_padding()
-        config = _optional_json(folder / "tokenizer_config.json")
-        special_map = _optional_json(folder / "special_tokens_map.json")
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        special_map = read_json(folder / "special_tokens_map.json", optional=True)
         named = {**special_map, **config} if "added_tokens_decoder" in config else {**config, **special_map}
         special = _special_tokens(named)
         _add_missing_tokens(backend, named, special, folder)
         ends = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
         for name in ("config.json", "generation_config.json"):
-            listed = _optional_json(folder / name).get("eos_token_id")
-            ends.update(listed if isinstance(listed, list) else [listed])
+            listed = read_value(read_json(folder / name, optional=True), "eos_token_id", _TokenIds, ())
+            ends.update((listed,) if isinstance(listed, int) else listed)
         return cls(
             backend,
             special_tokens=special,
@@ -117,7 +126,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be rendered."""
+        """True if conversations can be rendered."""
         return bool(self._chat_templates)
 
     def apply_chat_template(
@@ -216,15 +225,3 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             f"{folder / 'tokenizer_config.json'}: chat_template: expected entries with name and template, got {given!r}"
         ) from error
     return {"default": given} if given else {}
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,7 @@ from jaxtyping import Array, Float
 from verax import ops, plots, progress
 from verax._compat import compiler_options
 from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
+from verax.files import atomic_path
 from verax.train.mesh import batch_sharding, state_sharding
 
 if TYPE_CHECKING:
@@ -208,10 +208,8 @@ def train(
 def _save(path: Path, state: Any, step: int, schedule: Schedule) -> None:
     """Save a state atomically: write a temporary file, then rename it."""
     arrays: dict[str, Any] = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
-    partial = path.with_suffix(".partial.npz")
-    with partial.open("wb") as file:
+    with atomic_path(path) as partial, partial.open("wb") as file:
         np.savez(file, step=np.asarray(step), schedule=np.asarray(json.dumps(asdict(schedule))), **arrays)
-    os.replace(partial, path)
 
 
 def _load(path: Path, like: Any, schedule: Schedule) -> tuple[Any, int]:

@@ -69,8 +69,7 @@ class VideoPipeline:
         rules = REFERENCES[name]
         enable_compilation_cache()
         opened = VideoFolder(folder)
-        shift = float(opened.scheduler.get("flow_shift", 1.0))
-        settings = read_settings(opened, shift, kind=kind, negative_prompts=rules.negative_prompts)
+        settings = read_settings(opened, opened.flow_shift, kind=kind, negative_prompts=rules.negative_prompts)
         factors = _factors(lora)
         if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.fields import Finite, Positive, Size, read_fields
+from verax.files import read_json
 
 __all__ = ["KINDS", "RESOLUTIONS", "VideoSettings", "read_settings"]
 
@@ -31,16 +32,16 @@ class VideoSettings:
     """Defaults of a checkpoint; the fields of its `verax.json`."""
 
     kind: str = "t2v"
-    height: int = 544
-    width: int = 960
-    num_frames: int = 97
+    height: Size = 544
+    width: Size = 960
+    num_frames: Size = 97
     """Frames of a clip, and of a segment of a longer one."""
-    num_inference_steps: int = 30
-    guidance_scale: float = 6.0
-    shift: float = 8.0
-    fps: int = 24
+    num_inference_steps: Size = 30
+    guidance_scale: Finite = 6.0
+    shift: Positive = 8.0
+    fps: Size = 24
     negative_prompt: str = ""
-    text_tokens: int = 512
+    text_tokens: Size = 512
     """Tokens of a prompt's states, padding included: all of them are attended to."""
     needs_image: bool = True
     """True if an image-to-video model was trained for nothing else, so that every request must have an image."""
@@ -80,12 +81,11 @@ def read_settings(
 def _own(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    known = {field.name: type(field.default) for field in fields(VideoSettings)}
-    for name, value in found.items() if isinstance(found, dict) else [("it", found)]:
-        if name not in known or not (isinstance(value, known[name]) or (known[name] is float and type(value) is int)):
+    found = read_json(path)
+    known = [field.name for field in fields(VideoSettings)]
+    for name, value in found.items():
+        if name not in known:
             raise CheckpointError(f"{path}: {name} is {value!r}; expected an object with some of {', '.join(known)}")
-    return found
+    if (kind := found.get("kind", KINDS[0])) not in KINDS:
+        raise CheckpointError(f"{path}: kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    return read_fields(found, VideoSettings)

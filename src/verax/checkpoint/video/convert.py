@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from verax.checkpoint.save import SHARD_BYTES
 from verax.checkpoint.video.folder import SETTINGS, TOKENIZER, VideoFolder
 from verax.checkpoint.video.parts import PARTS, Part, diffusers_transformer, original_transformer
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.files import atomic_path, write_json
 
 __all__ = ["Layout", "convert"]
 
@@ -91,10 +91,8 @@ def convert(
         raise InvalidParameterError(f"to: expected original or diffusers, got {to!r}")
     parts = [_plan(source, name, to, None if name == "vae" else dtype) for name in _wanted(source)]
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with atomic_path(target) as partial:
+        partial.mkdir()
         _write_settings(source, partial, to)
         total = sum(tensor.size for part in parts for tensor in part.tensors)
         done = 0
@@ -102,14 +100,11 @@ def convert(
             folder = partial / part.folder
             folder.mkdir(exist_ok=True)
             name, settings = part.settings
-            _write_json(folder / name, settings)
+            write_json(folder / name, settings)
             for tensor in _write_weights(folder, part.stem, part.tensors, max_shard_bytes):
                 done += tensor.size
                 if progress is not None:
                     progress(done, total)
-        _replace(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -169,20 +164,20 @@ def _write_settings(source: VideoFolder, target: Path, to: Layout) -> None:
     shutil.copytree(source.tokenizer, target / ("tokenizer" if to == "diffusers" else TOKENIZER))
     scheduler, processor = source.scheduler, source.image_processor
     if to == "original":
-        _write_json(target / "scheduler_config.json", scheduler)
+        write_json(target / "scheduler_config.json", scheduler)
         if processor is not None:
-            _write_json(target / "preprocessor_config.json", processor)
+            write_json(target / "preprocessor_config.json", processor)
         return
     (target / "scheduler").mkdir()
-    _write_json(target / "scheduler" / "scheduler_config.json", scheduler)
+    write_json(target / "scheduler" / "scheduler_config.json", scheduler)
     if "image_encoder" in source:
         (target / "image_processor").mkdir()
-        _write_json(target / "image_processor" / "preprocessor_config.json", processor or _CLIP_PROCESSOR)
+        write_json(target / "image_processor" / "preprocessor_config.json", processor or _CLIP_PROCESSOR)
     index = source.path / "model_index.json"
     if source.layout == "diffusers" and index.is_file():
         shutil.copyfile(index, target / index.name)
     else:
-        _write_json(target / index.name, _model_index(source))
+        write_json(target / index.name, _model_index(source))
 
 
 _CLIP_PROCESSOR = {
@@ -233,7 +228,7 @@ def _write_weights(folder: Path, stem: str, tensors: Sequence[Tensor], limit: in
     else:
         weight_map = {tensor.name: name for name, some in zip(names, files, strict=True) for tensor in some}
         index = {"metadata": {"total_size": sum(tensor.size for tensor in tensors)}, "weight_map": weight_map}
-        _write_json(folder / f"{stem}.safetensors.index.json", index)
+        write_json(folder / f"{stem}.safetensors.index.json", index)
     for name, some in zip(names, files, strict=True):
         yield from _write_file(folder / name, some)
 
@@ -255,26 +250,3 @@ def _write_file(path: Path, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             file.write(tensor.read().reshape(-1).view(np.uint8).data)
             tensor.release()
             yield tensor
-
-
-def _replace(partial: Path, target: Path) -> None:
-    """Move the finished folder to its place, and what was there out of it."""
-    if not target.exists():
-        os.replace(partial, target)
-        return
-    old = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(target, old)
-    try:
-        os.replace(partial, target)
-    except BaseException:
-        os.replace(old, target)
-        raise
-    if old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink()
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,12 +17,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verax.checkpoint.checkpoint import Checkpoint, TensorFile, open_stem, open_together, read_json
+from verax.checkpoint.checkpoint import Checkpoint, TensorFile, open_stem, open_together
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.checkpoint.resolve import resolve_video
 from verax.checkpoint.video.parts import PARTS, Form, Part, pipeline_name, scheduler_settings
 from verax.errors import CheckpointError
+from verax.fields import Positive, read_value
+from verax.files import read_json
 
 __all__ = ["VideoFolder"]
 
@@ -62,10 +64,7 @@ class VideoFolder:
         """The name of the pipeline in diffusers, such as `SkyReelsV2ImageToVideoPipeline`."""
         if self.layout == "original":
             return pipeline_name(self.config("transformer"), self.name)
-        name = read_json(self.path / "model_index.json").get("_class_name")
-        if not isinstance(name, str):
-            raise CheckpointError(f"{self.path / 'model_index.json'}: expected a _class_name, the pipeline's")
-        return name
+        return read_value(read_json(self.path / "model_index.json"), "_class_name", str)
 
     @property
     def scheduler(self) -> dict[str, Any]:
@@ -74,6 +73,11 @@ class VideoFolder:
             return read_json(self.path / "scheduler" / "scheduler_config.json")
         own = self.path / "scheduler_config.json"
         return read_json(own) if own.is_file() else scheduler_settings(self.pipeline)
+
+    @property
+    def flow_shift(self) -> float:
+        """Shift of the scheduler's noise levels; 1 where its settings name none."""
+        return read_value(self.scheduler, "flow_shift", Positive, 1.0)
 
     @property
     def image_processor(self) -> dict[str, Any] | None:

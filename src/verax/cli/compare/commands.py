@@ -207,7 +207,7 @@ def _video_model(what: str) -> str | Path | None:
 def _kind(model: str) -> str:
     """Kind of a checkpoint: text, embed or video."""
     from verax.checkpoint import Checkpoint
-    from verax.checkpoint.checkpoint import read_json
+    from verax.files import read_json
     from verax.models import causal_lm, encoder
 
     folder = Path(model).expanduser()

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.fields import Depth, Epsilon, Size, read_fields, read_value, require_fields
 from verax.models.wan.layers import (
     ATTENTION,
     Block,
@@ -45,23 +46,23 @@ WanContext = tuple[CrossKeys, ...]
 class WanConfig:
     """Sizes, by the names of the original's config.json."""
 
-    dim: int
-    ffn_dim: int
-    num_heads: int
-    num_layers: int
-    in_dim: int = 16
+    dim: Size
+    ffn_dim: Size
+    num_heads: Size
+    num_layers: Depth
+    in_dim: Size = 16
     """Channels of the input: 16 of the latents and, for image to video, 20 of the condition."""
-    out_dim: int = 16
-    text_dim: int = 4096
-    image_dim: int | None = None
+    out_dim: Size = 16
+    text_dim: Size = 4096
+    image_dim: Size | None = None
     """Width of the image encoder's output; None for a model that takes no image beside the text."""
-    freq_dim: int = 256
+    freq_dim: Size = 256
     patch: int = 2
     """Height and width of a token's patch of the latents; it is one frame deep."""
-    eps: float = 1e-6
+    eps: Epsilon = 1e-6
     inject_sample_info: bool = False
     """True if the frames per second are an input of the model."""
-    max_positions: int = 1024
+    max_positions: Size = 1024
     """Frames, rows or columns of tokens at most."""
 
     @classmethod
@@ -70,8 +71,9 @@ class WanConfig:
 
         Raises:
             UnsupportedModelError: naming what is missing or not supported.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
-        kind = config.get("_class_name", "WanModel")
+        kind = read_value(config, "_class_name", str, "WanModel")
         if kind not in _READERS:
             known = ", ".join(_READERS)
             raise UnsupportedModelError(f"config.json has _class_name {kind!r}; transformers supported are {known}")
@@ -92,40 +94,39 @@ def _original(config: Mapping[str, Any]) -> WanConfig:
     kind = config.get("model_type", "t2v")
     if kind not in ("t2v", "i2v"):
         raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are t2v and i2v")
+    required = ("dim", "ffn_dim", "num_heads", "num_layers")
     same = ("in_dim", "out_dim", "text_dim", "freq_dim", "eps", "inject_sample_info")
-    fields = _required(config, ("dim", "ffn_dim", "num_heads", "num_layers"))
+    require_fields(config, required, "Wan transformer")
     return WanConfig(
-        **fields,
-        **{name: config[name] for name in same if name in config},
+        **read_fields(config, WanConfig, (*required, *same)),
         patch=_patch(config),
         # Two settings that the published files leave unsaid; `verax convert` keeps them by diffusers' names.
-        image_dim=config.get("image_dim", IMAGE_DIM) if kind == "i2v" else None,
-        max_positions=config.get("rope_max_seq_len", 1024),
+        image_dim=read_value(config, "image_dim", Size, IMAGE_DIM) if kind == "i2v" else None,
+        max_positions=read_value(config, "rope_max_seq_len", Size, 1024),
     )
 
 
 def _diffusers(config: Mapping[str, Any]) -> WanConfig:
-    names = ("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers")
-    heads, size, ffn_dim, layers = _required(config, names).values()
-    image_dim, added = config.get("image_dim"), config.get("added_kv_proj_dim")
+    names = ("num_attention_heads", "attention_head_dim")
+    require_fields(config, (*names, "ffn_dim", "num_layers"), "Wan transformer")
+    heads, size = (read_value(config, name, Size) for name in names)
+    image_dim, added = (read_value(config, name, Size, None) for name in ("image_dim", "added_kv_proj_dim"))
     if (added is not None or image_dim is not None) and (added != heads * size or image_dim is None):
         raise UnsupportedModelError(
             f"image_dim {image_dim} with added_kv_proj_dim {added} is not supported: an image needs both, the second "
             f"of the model's width {heads * size}"
         )
-    same = ("text_dim", "freq_dim", "eps", "inject_sample_info")
-    in_dim = config.get("in_channels", 16)
+    same = ("ffn_dim", "num_layers", "text_dim", "freq_dim", "eps", "inject_sample_info")
+    in_dim = read_value(config, "in_channels", Size, 16)
     return WanConfig(
         dim=heads * size,
-        ffn_dim=ffn_dim,
         num_heads=heads,
-        num_layers=layers,
         in_dim=in_dim,
-        out_dim=config.get("out_channels") or in_dim,
+        out_dim=read_value(config, "out_channels", Size, in_dim),
         image_dim=image_dim,
         patch=_patch(config),
-        max_positions=config.get("rope_max_seq_len", 1024),
-        **{name: config[name] for name in same if name in config},
+        max_positions=read_value(config, "rope_max_seq_len", Size, 1024),
+        **read_fields(config, WanConfig, same),
     )
 
 
@@ -149,15 +150,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(f"{name} {config[name]!r} is not supported; only {values[0]!r} is")
 
 
-def _required(config: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    missing = [name for name in names if name not in config]
-    if missing:
-        raise UnsupportedModelError(f"config.json of a Wan transformer lacks {', '.join(missing)}")
-    return {name: config[name] for name in names}
-
-
 def _patch(config: Mapping[str, Any]) -> int:
-    patch = tuple(config.get("patch_size", (1, 2, 2)))
+    patch = read_value(config, "patch_size", tuple[Size, ...], (1, 2, 2))
     if len(patch) != 3 or patch[0] != 1 or patch[1] != patch[2]:
         raise UnsupportedModelError(f"patch_size {list(patch)} is not supported; only squares one frame deep are")
     return patch[1]

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.fields import Depth, Finite, Positive, Size, read_fields
 from verax.models.wan.vae_layers import (
     AttentionBlock,
     Downsample,
@@ -58,16 +59,16 @@ class WanVaeConfig:
         latents_mean, latents_std: of each channel of the latents, over the training data.
     """
 
-    base_dim: int = 96
-    decoder_base_dim: int | None = None
-    z_dim: int = 16
-    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
-    num_res_blocks: int = 2
+    base_dim: Size = 96
+    decoder_base_dim: Size | None = None
+    z_dim: Size = 16
+    dim_mult: tuple[Size, ...] = (1, 2, 4, 4)
+    num_res_blocks: Depth = 2
     temperal_downsample: tuple[bool, ...] = (False, True, True)
-    latents_mean: tuple[float, ...] = PUBLISHED_MEAN
-    latents_std: tuple[float, ...] = PUBLISHED_STD
-    in_channels: int = 3
-    out_channels: int = 3
+    latents_mean: tuple[Finite, ...] = PUBLISHED_MEAN
+    latents_std: tuple[Positive, ...] = PUBLISHED_STD
+    in_channels: Size = 3
+    out_channels: Size = 3
 
     def __post_init__(self) -> None:
         if len(self.temperal_downsample) != len(self.dim_mult) - 1:
@@ -108,6 +109,7 @@ class WanVaeConfig:
         Raises:
             UnsupportedModelError: for the VAE of Wan 2.2, attention elsewhere than in the middle, or sizes that
                 contradict each other.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         for name in ("is_residual", "patch_size", "attn_scales"):
             if config.get(name):
@@ -115,11 +117,7 @@ class WanVaeConfig:
                     f"a video VAE with {name} {config[name]!r} is not supported; only that of Wan 2.1 and SkyReels-V2 "
                     "is, which has none"
                 )
-        read: dict[str, Any] = {name: config[name] for name in cls.__dataclass_fields__ if name in config}
-        for name in ("dim_mult", "temperal_downsample", "latents_mean", "latents_std"):
-            if name in read:
-                read[name] = tuple(read[name])
-        return cls(**read)
+        return cls(**read_fields(config, cls))
 
 
 class Encoder(nnx.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float16, Int32, UInt8
 
 from verax import progress
+from verax.files import atomic_path
 from verax.models.wan.vae import WanVae
 from verax.train.video.shapes import COLOURS, DIRECTIONS, SHAPES, TEMPLATES, Scene, Split, draw, scenes
 from verax.train.video.tokenizer import video_tokenizer
@@ -62,11 +62,9 @@ def clips(
             path = folder / f"{split}-{start:06}.npz"
             if not path.exists():
                 drawn = draw(scenes(seed, start, CHUNK, split=split), frames=FRAMES, height=SIZE, width=SIZE)
-                partial = path.with_suffix(".partial.npz")
-                np.savez(
-                    partial, latents=encode(drawn), condition=encode(condition_clips(drawn[:, 0])), first=drawn[:, 0]
-                )
-                os.replace(partial, path)
+                with atomic_path(path) as partial:
+                    condition = encode(condition_clips(drawn[:, 0]))
+                    np.savez(partial, latents=encode(drawn), condition=condition, first=drawn[:, 0])
             with np.load(path) as saved:
                 parts.append({name: saved[name] for name in ("latents", "condition", "first")})
             report(done + 1, len(starts), "")

@@ -1,0 +1,165 @@
+"""Values of configuration files, checked for type and range before a model is described by them.
+
+A configuration dataclass declares its fields with the types below, and `read_fields` reads them from a config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+from verax.errors import CheckpointError, UnsupportedModelError
+
+__all__ = [
+    "Count",
+    "Depth",
+    "Epsilon",
+    "Finite",
+    "Positive",
+    "Size",
+    "check_multiple",
+    "file_of",
+    "read_fields",
+    "read_value",
+    "require_fields",
+]
+
+MAX_SIZE = 1 << 24
+"""Largest size of one axis: 16 times the largest published vocabulary, and above the longest published context."""
+
+MAX_NUMBER = 1e30
+"""Largest number of a file: what transformers writes for "no limit", and well within float32."""
+
+MAX_DEPTH = 256
+"""Most layers of a model: twice the deepest published ones; describing more would take minutes."""
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE, description=f"a whole number of 1 to {MAX_SIZE}")]
+"""Size of an axis: a width, a number of heads, tokens or positions."""
+
+Depth = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEPTH, description=f"a whole number of 1 to {MAX_DEPTH}")]
+"""Number of layers or blocks."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE, description=f"a whole number of 0 to {MAX_SIZE}")]
+"""Token id, or a number of things that may be none."""
+
+Epsilon = Annotated[float, msgspec.Meta(ge=0, le=1, description="a number of 0 to 1")]
+"""Number that keeps a division finite."""
+
+Finite = Annotated[float, msgspec.Meta(ge=-MAX_NUMBER, le=MAX_NUMBER, description="a finite number")]
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=MAX_NUMBER, description="a number above 0")]
+"""Finite number above zero."""
+
+_DESCRIPTIONS = {bool: "true or false", str: "a text", int: "a whole number", float: "a number", dict: "an object"}
+_LONGEST_VALUE = 80
+"""Characters of a wrong value that a message shows."""
+
+_MISSING: Any = object()
+
+
+def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _MISSING, *, where: object = None) -> Any:
+    """Read one value of a configuration file.
+
+    Args:
+        config: object of the file.
+        key: of the value.
+        kind: type that the value must have: one of this module's, or anything that `msgspec.convert` takes.
+        default: used where the file has no such key, or null.
+        where: name of the file for messages; the file's own path, or `config.json`, if None.
+
+    Returns:
+        The value, with lists as tuples where `kind` is a tuple, and whole numbers as floats where it is a float.
+
+    Raises:
+        CheckpointError: for a value of another type or out of range, with file, key, value and what was expected.
+        UnsupportedModelError: for a missing value without default.
+    """
+    value = config.get(key)
+    if value is None and default is not _MISSING:
+        return default
+    where = where or file_of(config)
+    if key not in config:
+        raise UnsupportedModelError(f"{where} lacks {key}")
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        found = repr(value)
+        found = found if len(found) <= _LONGEST_VALUE else f"{found[:_LONGEST_VALUE]}..."
+        raise CheckpointError(f"{where}: {key}: expected {_describe(kind, error)}, got {found}") from error
+
+
+def read_fields(
+    config: Mapping[str, Any], cls: type, names: Iterable[str] | None = None, *, where: object = None
+) -> dict[str, Any]:
+    """Read the values of a dataclass's fields, each checked against its annotation.
+
+    Args:
+        config: object of the file, with the fields' names as keys.
+        cls: the dataclass.
+        names: of the fields to read; all of them if None.
+        where: name of the file for messages; the file's own path, or `config.json`, if None.
+
+    Returns:
+        The values by field. Fields that the file leaves out, or gives as null, are left out if they have a default.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `read_value`.
+    """
+    kinds, optional = _annotations(cls)
+    return {
+        name: read_value(config, name, kinds[name], where=where)
+        for name in (kinds if names is None else names)
+        if not (name in optional and config.get(name) is None)
+    }
+
+
+def file_of(config: Mapping[str, Any]) -> str:
+    """Name of the file that an object comes from: its path where that is known, else `config.json`."""
+    return getattr(config, "where", "config.json")
+
+
+def require_fields(config: Mapping[str, Any], names: Iterable[str], what: str) -> None:
+    """Check that a configuration file has some keys.
+
+    Raises:
+        UnsupportedModelError: with the file, `what` it describes, and all keys that it lacks.
+    """
+    if missing := [name for name in names if name not in config]:
+        where = file_of(config)
+        raise UnsupportedModelError(f"{where} of a {what} lacks {', '.join(missing)}")
+
+
+def check_multiple(config: Mapping[str, Any], **sizes: int) -> None:
+    """Check that the first of two named sizes is a multiple of the second.
+
+    Raises:
+        UnsupportedModelError: with the file, and both names and values.
+    """
+    (whole, size), (part, divisor) = sizes.items()
+    if size % divisor:
+        where = file_of(config)
+        raise UnsupportedModelError(f"{where}: {whole} {size} is not a multiple of {part} {divisor}")
+
+
+@cache
+def _annotations(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
+    """Types of a dataclass's fields, and the names of those with a default."""
+    kinds = get_type_hints(cls, include_extras=True)
+    fields = dataclasses.fields(cls)
+    without = (dataclasses.MISSING, dataclasses.MISSING)
+    optional = frozenset(field.name for field in fields if (field.default, field.default_factory) != without)
+    return {field.name: kinds[field.name] for field in fields}, optional
+
+
+def _describe(kind: Any, error: Exception) -> str:
+    """Words for a type; msgspec's own for one that has no description here."""
+    if kind in _DESCRIPTIONS:
+        return _DESCRIPTIONS[kind]
+    metadata = getattr(kind, "__metadata__", ())
+    if metadata and metadata[0].description:
+        return metadata[0].description
+    return str(error).removeprefix("Expected ").partition(", got")[0]

@@ -1,0 +1,92 @@
+"""Files written whole or not at all, and JSON files read with errors that name them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verax.errors import CheckpointError
+
+__all__ = ["JsonObject", "atomic_path", "read_json", "write_json", "write_text"]
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file or folder to, beside `path`, and rename it to `path` when the block succeeds.
+
+    The process's number is in its name, so that two processes do not write to one file, and so is the ending of `path`,
+    by which libraries choose a format. If the block raises, what was written is removed and what was at `path` stays.
+    """
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")
+    try:
+        yield partial
+        if path.is_dir() or (partial.is_dir() and path.exists()):  # no rename replaces these
+            path.rename(replaced)
+        partial.replace(path)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
+    finally:
+        for left in (replaced, partial):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file, whole or not at all."""
+    with atomic_path(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file with an indent of two spaces, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+class JsonObject(dict[str, Any]):
+    """Object of a JSON file, with the file's name for error messages."""
+
+    def __init__(self, values: Mapping[str, Any], where: object):
+        super().__init__(values)
+        self.where = str(where)
+
+
+def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
+    """Read a JSON object, or a list with `kind=list`.
+
+    Args:
+        path: of the file.
+        kind: of the value, `dict` or `list`.
+        optional: if True, a missing file is an empty value.
+
+    Returns:
+        A `JsonObject` or a list.
+
+    Raises:
+        CheckpointError: naming the file, if it is missing, unreadable, or holds no such value.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except FileNotFoundError as error:
+        if optional:
+            return JsonObject({}, path) if kind is dict else kind()
+        raise CheckpointError(f"{path}: no such file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{path}: expected a JSON {'object' if kind is dict else 'list'}")
+    return JsonObject(value, path) if kind is dict else value

@@ -1,0 +1,179 @@
+"""Damaged files of checkpoints give a `VeraxError` that names the file, or open; never another error."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.checkpoint.formats.test_pth import archive, dictionary, tensor
+from tests.support import gguf as gguf_files
+from tests.support.mutate import mutate_bytes, mutate_json
+from tests.support.tiny import tiny_checkpoint
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.formats.gguf.weights import GGUFWeights
+from verax.checkpoint.formats.pth import PthFile
+from verax.checkpoint.formats.safetensors import SafetensorsFile
+from verax.checkpoint.video.folder import VideoFolder
+from verax.embed.settings import EncoderSettings
+from verax.errors import VeraxError
+from verax.models import causal_lm, encoder
+from verax.models.clip import CLIPVisionConfig
+from verax.models.umt5 import UMT5Config
+from verax.models.wan.model import WanConfig
+from verax.models.wan.vae import WanVaeConfig
+from verax.text.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.sampling_params import SamplingParams
+from verax.text.tokenizer import Tokenizer
+from verax.video.settings import read_settings
+
+BUILTIN = Path(__file__).parents[2] / "src/verax/builtin"
+PARTS = {"transformer": WanConfig, "vae": WanVaeConfig, "text_encoder": UMT5Config, "image_encoder": CLIPVisionConfig}
+EXTRA = {
+    "generation_config.json": {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "eos_token_id": [1, 2],
+        "do_sample": True,
+    },
+    "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}},
+    "modules.json": [
+        {"idx": 0, "type": "sentence_transformers.models.Transformer", "path": ""},
+        {"idx": 1, "type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    ],
+    "1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False},
+    "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
+}
+"""Files of text models and encoders that the built-in ones lack."""
+
+
+def describe_text(folder, changed):
+    opened = Checkpoint.open(folder)
+    causal_lm(opened.config)
+    SamplingParams.from_generation_config(opened.generation_config)
+    if changed not in ("config.json", "generation_config.json") or not np.random.default_rng(0).integers(9):
+        Tokenizer.from_checkpoint(opened)
+
+
+def describe_encoder(folder, changed):
+    opened = Checkpoint.open(folder)
+    config = encoder(opened.config)[1]
+    EncoderSettings.from_folder(folder, positions=config.max_position_embeddings)
+    if changed == "tokenizer_config.json":
+        Tokenizer.from_folder(folder)
+
+
+def describe_video(path, changed):
+    folder = VideoFolder(path)
+    read_settings(folder, folder.flow_shift, kind=None, reference="skyreels")
+    part = changed.split("/")[0]
+    if part in PARTS:
+        PARTS[part].from_hf(folder.config(part))
+        folder.checkpoint(part).names()
+    if part == "tokenizer":
+        Tokenizer.from_folder(folder.tokenizer)
+
+
+def describe_gguf(path):
+    file = GGUFWeights(path)
+    causal_lm(file.config)
+    SamplingParams.from_generation_config(file.generation_config())
+    read_gguf_tokenizer(file.metadata, path)
+    opened = Checkpoint.open(path)
+    for name in opened.names():
+        opened.shape(name), opened.kind(name), opened.size(name)
+
+
+def describe_tensors(file):
+    for name, info in file.tensors.items():
+        assert file.read(name).shape == info.shape
+
+
+def refused(describe, *arguments):
+    """True if the file is refused; any error but a `VeraxError` fails the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            describe(*arguments)
+        except VeraxError:
+            return True
+    return False
+
+
+def json_files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json") if path.name != "tokenizer.json")
+
+
+def fuzz_folder(describe, folder, seeds):
+    """Numbers of refused and of all mutations of the JSON files of a folder."""
+    files = json_files(folder)
+    count = 0
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        name = files[seed % len(files)]
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(mutate_json(content.decode(), rng))
+        try:
+            count += refused(describe, folder, name)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {name} was {(folder / name).read_bytes()[:2000]}") from error
+        (folder / name).write_bytes(content)
+    return count
+
+
+def fuzz_file(describe, path, seeds, head):
+    """The same for the bytes of a file, of which the first `head` are changed."""
+    content = path.read_bytes()
+    count = 0
+    for seed in seeds:
+        path.write_bytes(mutate_bytes(content[:head], np.random.default_rng(seed)) + content[head:])
+        try:
+            count += refused(describe, path)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+    return count
+
+
+def copy_builtin(name, target):
+    shutil.copytree(BUILTIN / name, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    for path in (BUILTIN / name).rglob("*.safetensors"):
+        (target / path.relative_to(BUILTIN / name)).symlink_to(path)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "describe"), [("text", describe_text), ("encoder", describe_encoder), ("video", describe_video)]
+)
+def test_damaged_json_files_are_refused_or_read(name, describe, tmp_path):
+    folder = copy_builtin(name, tmp_path / name)
+    extra = {"text": [*EXTRA][:2], "encoder": [*EXTRA][2:], "video": []}[name]
+    for file in extra:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(json.dumps(EXTRA[file]))
+    assert not refused(describe, folder, "vae")
+    assert 100 < fuzz_folder(describe, folder, range(400)) < 400
+
+
+def test_damaged_safetensors_headers_are_refused_or_read(tmp_path):
+    path = tmp_path / "f.safetensors"
+    save_file({"a.b": np.arange(6, dtype=np.int16).reshape(2, 3), "c": np.ones(5, np.float32)}, path)
+    head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert 100 < fuzz_file(lambda path: describe_tensors(SafetensorsFile(path)), path, range(300), head) <= 300
+
+
+def test_damaged_gguf_files_are_refused_or_read(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "folder", num_hidden_layers=1)
+    path = tmp_path / "a.gguf"
+    gguf_files.write(folder, path, "Q8_0", pre="qwen2")
+    assert not refused(describe_gguf, path)
+    head = min(tensor.start for tensor in GGUFWeights(path).tensors.values())
+    assert 100 < fuzz_file(describe_gguf, path, range(300), head) < 300
+
+
+def test_damaged_pth_files_are_refused_or_read(tmp_path):
+    path = archive(tmp_path / "f.pth", dictionary(x=tensor(), y=tensor(offset=1, shape=(5,), strides=(1,))))
+    assert 50 < fuzz_file(lambda path: describe_tensors(PthFile(path)), path, range(300), path.stat().st_size) < 300

@@ -1,0 +1,67 @@
+"""Files are written whole or not at all, and a JSON file that cannot be read is named."""
+
+import pytest
+
+from verax.errors import CheckpointError
+from verax.files import atomic_path, read_json, write_json, write_text
+
+
+def test_a_file_appears_when_the_block_ends_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "a.npz"
+    with atomic_path(path) as partial:
+        assert partial.suffix == ".npz"
+        partial.write_text("new")
+        assert not path.exists()
+    assert path.read_text() == "new"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("old", ["file", "folder"])
+@pytest.mark.parametrize("new", ["file", "folder"])
+def test_files_and_folders_replace_each_other_or_stay(tmp_path, old, new):
+    path = tmp_path / "a"
+    make(path, old, "old")
+
+    def fail():
+        with atomic_path(path) as partial:
+            make(partial, new, "broken")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert content(path) == "old"
+    with atomic_path(path) as partial:
+        make(partial, new, "new")
+    assert content(path) == "new"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def make(path, kind, text):
+    if kind == "folder":
+        path.mkdir()
+        path = path / "inside"
+    path.write_text(text)
+
+
+def content(path):
+    return (path / "inside" if path.is_dir() else path).read_text()
+
+
+def test_json_is_written_and_read_with_its_name(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"ä": [1, None]})
+    assert path.read_text(encoding="utf-8") == '{\n  "ä": [\n    1,\n    null\n  ]\n}\n'
+    read = read_json(path)
+    assert read == {"ä": [1, None]}
+    assert read.where == str(path)
+    assert read_json(tmp_path / "none.json", optional=True) == {}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"a": "\\ud800"}', "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_what_is_no_json_object_is_refused_with_the_name_of_the_file(tmp_path, text):
+    path = tmp_path / "a.json"
+    write_text(path, text)
+    with pytest.raises(CheckpointError, match=r"a\.json: (not valid JSON|expected a JSON object)"):
+        read_json(path)
+    with pytest.raises(CheckpointError, match=r"none\.json: no such file"):
+        read_json(tmp_path / "none.json")
