@@ -1,4 +1,4 @@
-"""A SkyReels-V2 or Wan model from either published layout to either, one tensor in memory at a time."""
+"""Conversion of a SkyReels-V2 or Wan model between its two published layouts, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
-    """A tensor to write: what it will be, and how to get it and give its source's memory back."""
+    """A tensor to write.
+
+    Attributes:
+        name: its key in the file.
+        dtype, shape: those of the written array.
+        read: function that reads the array.
+        release: function that releases the memory-mapped pages of the source.
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -39,12 +46,19 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _PartFiles(NamedTuple):
-    """What is written for a part: under `target / folder`, `stem` numbered as needed, and its settings."""
+    """Files to write for one part of a model.
+
+    Attributes:
+        folder: folder below the target; empty for the target itself.
+        stem: stem of the names of the weight files; several files are numbered.
+        tensors: tensors of the weight files.
+        settings: name and content of the JSON file of settings.
+    """
 
     folder: str
     stem: str
@@ -62,25 +76,27 @@ def convert(
     max_shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write a model in one of the two layouts; the folder. Weights keep their bits, unless `dtype` rounds them.
+    """Write a model in one of the two layouts; return its folder. Weights are copied bit by bit if `dtype` is None.
 
-    The folder appears when it is complete: all is written beside it first. In the original layout the VAE, the text
-    and the image encoder are safetensors under the original's names (`Wan2.1_VAE.safetensors` for `Wan2.1_VAE.pth`),
-    with their settings beside them (`Wan2.1_VAE.json`), which the original's code does not need.
+    All files are written to another folder beside it first, which is renamed when it is complete. In the original
+    layout, the VAE, the text encoder and the image encoder are written as safetensors under the original's names
+    (`Wan2.1_VAE.safetensors` for `Wan2.1_VAE.pth`). Their settings are written beside them (`Wan2.1_VAE.json`); the
+    original's code does not need these.
 
     Args:
         source: an open folder of either layout.
         target: the folder to make.
-        to: its layout.
-        dtype: of the transformer and the encoders, where they are floats; as they are if None. The VAE stays as it is:
-            its encoder loses visibly by fewer bits, and it is small.
+        to: layout of `target`.
+        dtype: dtype of the float weights of the transformer and the encoders; their own if None. The VAE keeps its
+            dtype: fewer bits visibly harm its encoder, and it is small.
         force: replace `target` if it exists.
-        max_shard_bytes: a file is begun anew beyond this size.
+        max_shard_bytes: largest size of a file in bytes, unless a single tensor is larger.
         progress: called with (bytes done, bytes in all) after each tensor.
 
     Raises:
-        CheckpointError: if a part of the source is missing or damaged, has weights that the other layout has no name
-            for, or `target` exists or is the source.
+        CheckpointError: if a part of the source is missing or damaged, a weight has no name in the other layout, or
+            `target` exists or is the source.
+        InvalidParameterError: if `to` is another layout.
     """
     target = Path(target)
     if target.exists() and target.resolve() in (source.path.resolve(), *source.path.resolve().parents):
@@ -114,13 +130,14 @@ def convert(
 
 
 def _wanted(source: VideoFolder) -> list[str]:
-    """The parts that a model has; an image encoder only if its transformer looks at images."""
+    """Names of a model's parts. The image encoder is one if the transformer takes images, or if the source has it."""
     config = source.config("transformer")
     looks = config.get("image_dim") is not None or config.get("model_type") == "i2v"
     return [name for name in PARTS if name != "image_encoder" or looks or name in source]
 
 
 def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -> _PartFiles:
+    """Files to write for the part `name`."""
     part, checkpoint = PARTS[name], source.checkpoint(name)
     names = part.names(checkpoint.config)
     tensors: list[Tensor] = []
@@ -142,7 +159,14 @@ def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -
 def _tensors(
     part: Part, checkpoint: Checkpoint, key: str, theirs: tuple[str, ...] | None, dtype: DTypeLike | None
 ) -> Iterator[Tensor]:
-    """What to write of a weight: itself, or under diffusers' names (`theirs`) one tensor, or several of its rows."""
+    """Tensors to write for the weight `key`.
+
+    If `theirs` is None, the weight is written as it is. Else it is written under diffusers' names `theirs`: several
+    names divide its rows evenly.
+
+    Raises:
+        CheckpointError: if the rows cannot be divided evenly.
+    """
     stored = checkpoint.info(key)
     floats = dtype is not None and jnp.issubdtype(stored.dtype, jnp.floating)
     kind = jnp.dtype(dtype) if floats else stored.dtype
@@ -163,7 +187,7 @@ def _tensors(
 
 
 def _write_settings(source: VideoFolder, target: Path, to: Layout) -> None:
-    """All that is not a part: tokenizer, scheduler, image processor, and for diffusers what the folders are."""
+    """Write the files beside the parts: tokenizer, scheduler, image processor, and diffusers' model_index.json."""
     if (source.path / SETTINGS).is_file():
         shutil.copyfile(source.path / SETTINGS, target / SETTINGS)
     shutil.copytree(source.tokenizer, target / ("tokenizer" if to == "diffusers" else TOKENIZER))
@@ -199,7 +223,7 @@ _CLIP_PROCESSOR = {
     "image_std": [0.26862954, 0.26130258, 0.27577711],
     "do_convert_rgb": True,
 }
-"""CLIP's, for the published image encoder."""
+"""Settings of CLIP's image processor, for the published image encoder."""
 
 
 def _model_index(source: VideoFolder) -> dict[str, Any]:
@@ -221,7 +245,7 @@ def _model_index(source: VideoFolder) -> dict[str, Any]:
 
 
 def _write_weights(folder: Path, stem: str, tensors: Sequence[Tensor], limit: int) -> Iterator[Tensor]:
-    """One file, or as many as needed and an index; each tensor as it is done."""
+    """Write one file, or several and an index. Each tensor is yielded once it is written."""
     files: list[list[Tensor]] = [[]]
     for tensor in tensors:
         if files[-1] and sum(one.size for one in files[-1]) + tensor.size > limit:
@@ -239,7 +263,10 @@ def _write_weights(folder: Path, stem: str, tensors: Sequence[Tensor], limit: in
 
 
 def _write_file(path: Path, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """A safetensors file, tensor by tensor: the library's writer wants all of them in memory."""
+    """Write a safetensors file; each tensor is yielded once it is written.
+
+    The library's own writer needs all tensors in memory at once.
+    """
     # Wider numbers first, so that each lies at a multiple of its width.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -258,7 +285,7 @@ def _write_file(path: Path, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _replace(partial: Path, target: Path) -> None:
-    """Move the finished folder to its place, and what was there out of it."""
+    """Move the finished folder `partial` to `target`, and remove an old `target`; an error leaves the old one."""
     if not target.exists():
         os.replace(partial, target)
         return
