@@ -1,7 +1,7 @@
-"""What a checkpoint's folder says about making vectors, in sentence-transformers' files: pooling, length, case.
+"""Settings of an encoder from sentence-transformers' files in a checkpoint's folder: pooling, length, case.
 
 `modules.json` lists the steps in their order, `1_Pooling/config.json` describes the pooling, and
-`sentence_bert_config.json` the tokens. A folder with none of them is pooled by the mean, as sentence-transformers does.
+`sentence_bert_config.json` the tokens. Without these files the mean is taken, as in sentence-transformers.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _STEPS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """How sentences become vectors."""
+    """Settings for turning sentences into vectors."""
 
     pooling: str
-    """`"mean"` or `"cls"`."""
+    """Name of the pooling: `"mean"` or `"cls"`."""
     max_length: int
-    """Tokens that are read of a sentence, special ones included."""
+    """Most tokens of a sentence, special ones included; the rest is cut off."""
     lower_case: bool = False
-    """Whether texts are put in lower case before the tokenizer sees them."""
+    """True if texts are put in lower case before tokenization."""
 
     @classmethod
     def from_folder(
         cls, folder: Path, *, positions: int, pooling: str | None = None, max_length: int | None = None
     ) -> EncoderSettings:
-        """Read a folder. What is given as an argument goes before what the files say.
+        """Read the settings of a folder. Arguments take precedence over its files.
 
         Args:
-            folder: of the checkpoint.
-            positions: tokens that the model can read at most.
-            pooling: `"mean"` or `"cls"`.
-            max_length: tokens that are read of a sentence.
+            folder: folder of the checkpoint.
+            positions: number of the model's positions, the upper limit of `max_length`.
+            pooling: `"mean"` or `"cls"`; that of the files if None.
+            max_length: most tokens of a sentence; that of the files if None.
 
         Raises:
             CheckpointError: if a file is damaged.
             UnsupportedModelError: for another pooling, or another step.
-            InvalidParameterError: for an argument that makes no sense.
+            InvalidParameterError: for an unknown `pooling`, or a `max_length` that is out of range.
         """
         if pooling is not None and pooling not in POOLINGS:
             raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
@@ -66,7 +66,7 @@ class EncoderSettings:
 
 
 def _pooling(folder: Path) -> str:
-    """What the files say, or the mean if there are none."""
+    """Name of the pooling by the folder's files; the mean if there are none."""
     listed = folder / "modules.json"
     if not listed.is_file():
         path = folder / "1_Pooling"
@@ -86,7 +86,7 @@ def _pooling(folder: Path) -> str:
 
 
 def _steps(path: Path) -> dict[str, str]:
-    """Folder of each step of modules.json, by the last part of its type."""
+    """Folders of the steps of modules.json, by the last part of each step's type."""
     steps = {}
     for module in read_json(path, kind=list):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):

@@ -1,4 +1,4 @@
-"""How to sample a request: vLLM's parameters, checked when they are made."""
+"""Sampling parameters of a request by vLLM's names, checked at construction."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from verax.errors import InvalidParameterError
 __all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
 MAX_LOGPROBS = 20
-"""Best tokens that a step reports: OpenAI's limit on `top_logprobs`."""
+"""Most tokens whose log-probabilities a step reports: OpenAI's limit on `top_logprobs`."""
 
 MAX_LOGIT_BIAS = 300
-"""Entries of `logit_bias` that a slot holds on the device: OpenAI's limit."""
+"""Most entries of `logit_bias`, for which each slot has room on the device: OpenAI's limit."""
 
 MAX_STOP_TOKEN_IDS = 64
-"""Stop tokens that a slot can hold back for `min_tokens`."""
+"""Most stop tokens of a request, for which each slot has room on the device."""
 
 _GENERATION_CONFIG = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -34,7 +34,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Continuations of the prompt, each with a seed of its own."""
+    """Number of continuations of the prompt, each with a seed of its own."""
     temperature: float = 1.0
     """Divides the scores; 0 is greedy."""
     top_p: float = 1.0
@@ -64,7 +64,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the log-probability of each token, and of this many best."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens."""
+    """Report the log-probability of each token of the prompt, and of this many best."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the scores of these tokens; read-only after construction."""
     skip_special_tokens: bool = True
@@ -117,12 +117,15 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the best token is always taken."""
+        """True if the likeliest token is always taken."""
         return self.temperature == 0
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """What a Hugging Face generation_config.json recommends, `overrides` first. `do_sample: false` is greedy."""
+        """Sampling parameters that a Hugging Face generation_config.json recommends; `overrides` take precedence.
+
+        `do_sample: false` means greedy sampling.
+        """
         values = {name: config[name] for name in _GENERATION_CONFIG if config.get(name) is not None}
         if config.get("do_sample") is False:
             values["temperature"] = 0.0
@@ -192,12 +195,12 @@ def _as_tuple(name: str, given: Any, what: str) -> tuple[Any, ...]:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    """A whole number of any library; True and False are none."""
+    """True for an integer of any library. Booleans do not count."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _is_real(value: object) -> TypeGuard[float]:
-    """A finite number of any library that a float can hold; True and False are none."""
+    """True for a finite real number of any library in the range of a float. Booleans do not count."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
