@@ -1,4 +1,4 @@
-"""Where weights lie in host memory: aligned so that a CPU device takes them as they are, and in large pages."""
+"""Host memory for weights: in large pages, and aligned so that a CPU device uses the arrays without a copy."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import numpy as np
 __all__ = ["HostMemory"]
 
 ALIGNMENT = 64
-"""Bytes; what XLA asks of memory that it does not allocate itself, where it would copy once more."""
+"""Alignment in bytes. XLA copies an array on the host that is aligned to less."""
 
 LARGE_PAGE = 1 << 21
-"""Bytes, on x86-64 and most of ARM's Linux."""
+"""Size of a large page in bytes, on x86-64 and on most ARM systems with Linux."""
 
 CHUNK = 32 * LARGE_PAGE
+"""Smallest allocation in bytes."""
 
 
 class HostMemory:
-    """Hands out arrays side by side from chunks of large pages, which each by itself would get in part or not at all.
+    """Allocator of arrays, which lie side by side in chunks of large pages.
 
-    A product reads its weight as fast as it comes from memory, and every small page holds that up. A chunk is given
-    back when the last of its arrays is gone.
+    The speed of a product is limited by the reading of its weight, and small pages slow that reading down. An array
+    that is allocated by itself lies in large pages only in part, or not at all. The memory of a chunk is freed with
+    the last of its arrays.
     """
 
     def __init__(self) -> None:
@@ -39,14 +41,17 @@ class HostMemory:
         return self._chunk[at : at + size].view(dtype).reshape(shape)
 
     def copy(self, array: Any, dtype: np.dtype[Any]) -> np.ndarray:
-        """The values of `array` as `dtype`."""
+        """A copy of `array` with the dtype `dtype`."""
         copy = self.empty(array.shape, dtype)
         copy[...] = array
         return copy
 
 
 def _large_pages(size: int) -> np.ndarray:
-    """`size` bytes that begin at a large page. NumPy asks Linux for them, which takes a page when it is written to."""
+    """Uninitialised uint8 array of `size` bytes that begins at the boundary of a large page.
+
+    NumPy requests large pages of Linux for an allocation of this size. A page takes memory from its first write on.
+    """
     memory = np.empty(size + LARGE_PAGE, np.uint8)
     begin = -memory.ctypes.data % LARGE_PAGE
     return memory[begin : begin + size]

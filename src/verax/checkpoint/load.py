@@ -1,4 +1,4 @@
-"""Weights into a model: each parameter's path is its key, each array goes straight to its place."""
+"""Loading of a checkpoint's weights into a model: the path of a parameter is its key in the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 
 M = TypeVar("M", bound=nnx.Module)
 QUANTIZED_AT_ONCE = 1 << 22
-"""Weights: rounding them takes some thirty bytes each, of which an output head of 150 million would make gigabytes."""
+"""Number of weights that are quantised at a time.
+
+Quantising takes some thirty bytes for each weight: gigabytes for an output head of 150 million weights at once."""
 
 Rules = Sequence[tuple[str, PartitionSpec]]
+"""Pairs of a pattern of keys and the partition of the weights whose keys it matches."""
 
 
 def load_module(
@@ -44,22 +47,23 @@ def load_module(
     quantize: Callable[[str], tuple[int, int | None] | None] = lambda name: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> M:
-    """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights.
+    """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights; return the filled module.
 
-    Everything is checked before the first weight is read. Weights are then read one at a time and their pages given
-    back, so the host holds one copy of what it places on itself, and of nothing else more than one weight.
+    Keys, shapes and dtypes are checked before the first weight is read. Weights are read one at a time, and the pages
+    of the file are released after each. The host holds at most one weight beside those that are placed on the host.
 
     Args:
         abstract: the module; a variable's path, joined by dots, is its key in the checkpoint.
-        checkpoint: where the weights are. Afterwards its files may change or go: the module has copies.
-        dtype: of the loaded weights, whatever float type the file has; if None, each has its variable's own. Variables
-            that are not floats keep their dtype, which must be the file's.
+        checkpoint: source of the weights. Its files may change afterwards: the module has copies.
+        dtype: dtype of the loaded float weights, whatever float type the file has; if None, that of the module's
+            variable. Variables that are not floats keep their dtype, and the file must have the same.
         mesh: devices to divide the weights over; the default device if None.
         rules: (pattern, partition) pairs; the first whose pattern is found in a key divides that weight over `mesh`,
             each device reading its part only. A weight without a rule is whole on every device.
         ignore: patterns of keys that the checkpoint may have and the module does not need.
-        aliases: keys of the module whose weights the checkpoint has under another key.
-        quantize: of a key, the bits and group size to quantise its weight to while loading, or None to leave it.
+        aliases: keys of the checkpoint by keys of the module, where they differ.
+        quantize: function from a key to the bits and the group size with which its weight is quantised while loading,
+            or to None for a weight that is not quantised.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
@@ -80,7 +84,7 @@ def load_module(
     total = sum(map(checkpoint.size, sources.values()))
     done = 0
     loaded, memory = {}, HostMemory()
-    # In the order of the files, which disks and the kernel's read-ahead like best.
+    # In the order of the files: sequential reading is the fastest for disks and the kernel's read-ahead.
     for name, source in sorted(sources.items(), key=lambda item: checkpoint.place(item[1])):
         weight = checkpoint.read(source)
         if isinstance(weight, np.ndarray):
@@ -102,7 +106,10 @@ def load_module(
 def _quantized(
     name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, group_size: int | None, memory: HostMemory
 ) -> QuantizedWeight:
-    """A mapped weight, rounded to `dtype` and quantised, some rows at a time: rows do not depend on each other."""
+    """A mapped weight `[F, D]`, rounded to `dtype` and quantised.
+
+    Some rows are quantised at a time: rows do not depend on each other.
+    """
     F, D = view.shape
     rows = max(INT4_ROWS, QUANTIZED_AT_ONCE // D // INT4_ROWS * INT4_ROWS)
     unit = INT4_ROWS if bits == 4 else 1  # rows that lie in one place of the first axis
@@ -123,8 +130,8 @@ def _quantized(
 def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None, memory: HostMemory) -> jax.Array:
     """Copy a mapped array to its device or devices.
 
-    It must be a copy: a CPU device takes an aligned array that it is given for its own memory, whatever
-    `device_put(may_alias=False)` says (jaxlib 0.10.2), and a view of the file would change with the file.
+    A copy is needed: a CPU device uses an aligned array of the host as its own memory, in spite of
+    `device_put(may_alias=False)` (jaxlib 0.10.2), and a view of the file changes with the file.
     """
     if sharding is not None:
         array = jax.make_array_from_callback(view.shape, sharding, lambda index: view[index].astype(dtype))
@@ -135,7 +142,12 @@ def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | Non
 
 
 def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None) -> NamedSharding | None:
-    """Where a weight goes; None is the default device."""
+    """Sharding of a weight over the mesh, by the first rule that matches; None (the default device) without a mesh.
+
+    Raises:
+        CheckpointError: if a dimension cannot be divided over the devices of its axes.
+        InvalidParameterError: if the partition does not fit the weight's shape or the mesh.
+    """
     if mesh is None:
         return None
     spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
@@ -159,7 +171,7 @@ def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str
     unexpected = sorted(n for n in present - set(wanted) if not any(re.search(pattern, n) for pattern in ignore))
     if missing:
         where = _list(sorted({checkpoint.place(name)[0].name for name in present}), "files")
-        # Often the same weights by another name, which the reader sees when both lists are there.
+        # Often the same weights by another name, which both lists together show.
         more = f"; unexpected there: {_list(unexpected, 'weights')}" if unexpected else ""
         raise CheckpointError(
             f"{checkpoint.folder}: {_list(missing, 'weights')} missing from {where}, which config.json's model needs"
@@ -174,7 +186,11 @@ def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str
 
 
 def _fitting_dtype(name: str, leaf: Any, checkpoint: Checkpoint, dtype: DTypeLike | None) -> np.dtype[Any]:
-    """The dtype to load a weight as, if what the file has can become what the model needs."""
+    """The dtype to load a weight as.
+
+    Raises:
+        CheckpointError: if the file's shape or dtype does not fit the model's variable.
+    """
     shape, file = checkpoint.shape(name), checkpoint.place(name)[0]
     if shape != leaf.shape:
         raise CheckpointError(f"{file}: {name} has shape {list(shape)}, config.json's model needs {list(leaf.shape)}")

@@ -1,8 +1,9 @@
 """LoRA files (Hu et al., 2021, arXiv:2106.09685) for Wan and SkyReels-V2, added to weights as they are loaded.
 
-A pair of thin matrices A `[r, in]` and B `[out, r]` changes a weight by `scale * alpha / r * B A`. The formats that are
-in use differ in names only: diffusers' and PEFT's `lora_A`/`lora_B`, kohya's `lora_down`/`lora_up`, either with an
-`alpha` beside it (left out, it is r), and whole differences (`diff` of a weight, `diff_b` of a bias).
+A pair of low-rank matrices A `[r, in]` and B `[out, r]` adds `scale * alpha / r * B A` to a weight. The formats in use
+differ in their names only. Diffusers and PEFT name the matrices `lora_A` and `lora_B`, kohya `lora_down` and `lora_up`.
+Either may have an `alpha`; without one, alpha is r. A file may also have whole differences: `diff` of a weight,
+`diff_b` of a bias.
 """
 
 from __future__ import annotations
@@ -35,17 +36,24 @@ _KOHYA = "lora_unet_"
 
 @dataclass
 class _Change:
-    """What one file does to one weight: keys of the file by their roles, down and up or diff."""
+    """Change of one weight by one file.
+
+    Attributes:
+        file: the LoRA file.
+        scale: the user's factor on the file.
+        keys: keys of the file by their roles: `down` and `up`, or `diff`.
+        alpha: numerator of the factor on the product; the rank if None.
+        root: True if alpha is divided by the square root of the rank, as in rank-stabilised LoRA (arXiv:2312.03732).
+    """
 
     file: SafetensorsFile
     scale: float
     keys: dict[str, str] = field(default_factory=dict)
     alpha: float | None = None
     root: bool = False
-    """Whether alpha is over the rank's root, as in rank-stabilised LoRA (arXiv:2312.03732)."""
 
     def read(self, shape: tuple[int, ...]) -> np.ndarray:
-        """The difference, float32 of `shape`."""
+        """Difference that is added to the weight, float32 of `shape`."""
         arrays = {role: self.file.read(key).astype(np.float32) for role, key in self.keys.items()}
         if "diff" in arrays:
             return np.float32(self.scale) * arrays["diff"].reshape(shape)
@@ -55,7 +63,11 @@ class _Change:
         return np.float32(self.scale * factor) * product.reshape(shape)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise an error unless the tensors make a difference of the weight's shape."""
+        """Check that the tensors give a difference of the weight's shape.
+
+        Raises:
+            CheckpointError: if a matrix is missing, or shapes do not fit.
+        """
         shapes = {role: self.file.tensors[key].shape for role, key in self.keys.items()}
         if "diff" in shapes:
             fits = math.prod(shapes["diff"]) == math.prod(shape)
@@ -73,7 +85,7 @@ class _Change:
 
 
 class _Changed:
-    """One weight of a checkpoint with its changes."""
+    """File of one weight: that of a checkpoint, with its changes added."""
 
     def __init__(self, name: str, checkpoint: Checkpoint, changes: Sequence[_Change]):
         self.path = checkpoint.place(name)[0]
@@ -82,18 +94,18 @@ class _Changed:
         self._changes = changes
 
     def kind(self, name: str) -> str:
-        """The dtype."""
+        """Name of the dtype."""
         return str(self.tensors[name].dtype)
 
     def read(self, name: str) -> np.ndarray:
-        """The sum in float32: who loads it rounds it, once."""
+        """The changed weight in float32. Rounding is left to the loading, so that it happens once."""
         total = self._checkpoint.read_raw(name).astype(np.float32)
         for change in self._changes:
             total += change.read(total.shape)
         return total
 
     def release(self, name: str) -> None:
-        """Drop the pages, also of the files that change it."""
+        """Drop the memory-mapped pages of the weight, and of its changes in the LoRA files."""
         self._checkpoint.release(name)
         for change in self._changes:
             for key in change.keys.values():
@@ -101,15 +113,15 @@ class _Changed:
 
 
 def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint:
-    """A transformer's checkpoint whose weights are changed as they are read; `load_module` takes it as any other.
+    """A transformer's checkpoint with LoRA files, whose changes are added to the weights as they are read.
 
     Args:
-        checkpoint: of a transformer, by the original's names, as `VideoFolder.checkpoint` gives it.
-        files: LoRA files (safetensors), each with a factor on what it changes; all are added.
+        checkpoint: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`.
+        files: LoRA files (safetensors), each with a factor on its changes; the changes of all files are added.
 
     Raises:
-        CheckpointError: if a file is missing or damaged, has keys that fit no weight (with these), a matrix without the
-            other, or a shape that does not fit.
+        CheckpointError: if a file is missing or damaged, has keys that fit no weight, has one matrix without the other,
+            or has a shape that does not fit. The message has the keys.
     """
     targets = _targets(checkpoint)
     changes: dict[str, list[_Change]] = {}
@@ -121,7 +133,7 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
 
 
 def _targets(checkpoint: Checkpoint) -> dict[str, str]:
-    """The checkpoint's names, by all that a LoRA file may call them."""
+    """Names of the checkpoint's weights, by every name that a LoRA file may use for them."""
     names = PARTS["transformer"].names(checkpoint.config)
     found: dict[str, str] = {}
     for name in checkpoint.names():
@@ -134,7 +146,11 @@ def _targets(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _read(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Change]:
-    """What a file does, by the original's names of weights."""
+    """Changes of a LoRA file, by the original's names of the weights.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged, or has keys that fit no weight.
+    """
     file = SafetensorsFile(path)
     settings = _settings(path)
     changes: dict[str, _Change] = {}
@@ -144,7 +160,7 @@ def _read(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Ch
         module = _PREFIXES.sub("", found["module"]) if found else ""
         role = _ROLES.get(found["role"], found["role"]) if found else ""
         ending = ".bias" if role == "diff_b" else ".weight"
-        # A parameter that is no module's weight, such as a block's modulation, goes by its own name.
+        # A parameter that is no module's weight, such as a block's modulation, has no `.weight` in its name.
         target = targets.get(module + ending) or (targets.get(module) if role == "diff" else None)
         if target is None:
             unmatched.append(key)
@@ -166,7 +182,13 @@ def _read(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Ch
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """How diffusers says that the adapter was made, in newer files' header; without its `transformer.`."""
+    """Settings of the adapter from the file's header, where newer versions of diffusers write them; else empty.
+
+    The prefix `transformer.` is cut from their names.
+
+    Raises:
+        CheckpointError: if they are not a JSON object.
+    """
     with safe_open(path, "numpy") as file:
         text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
     try:
@@ -176,6 +198,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _alpha(settings: Mapping[str, Any], module: str) -> float | None:
+    """Alpha of a module by the adapter's settings: its own, or that of all modules; None without either."""
     pattern = settings.get("alpha_pattern") or {}
     own = [value for name, value in pattern.items() if module == name or module.endswith(f".{name}")]
     return own[0] if own else settings.get("lora_alpha")

@@ -1,4 +1,4 @@
-"""Random weights for a module of shapes: what is compared and measured where there is no checkpoint."""
+"""Random weights for a module of shapes, for comparisons and measurements without a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flax import nnx
 __all__ = ["random_weight", "random_weights"]
 
 DRAWN = 1_000_003
-"""Numbers that are drawn of a larger array, which repeats them: a prime, so that no two rows are equal."""
+"""Most numbers that are drawn for an array. A larger array repeats them; the count is prime, so that rows differ."""
 
 SPREAD = 0.3
-"""Standard deviation of norms (around 1) and biases (around 0): enough that none can be mistaken or left out."""
+"""Standard deviation of norms (around 1) and biases (around 0): one that is swapped or left out changes results."""
 
 
 def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
     """One weight, which depends on its name, its shape and the seed only.
 
-    Matrices and kernels keep the scale of what they multiply (standard deviation `fan_in ** -0.5`).
+    Matrices and kernels have the standard deviation `fan_in ** -0.5`, which keeps the scale of their inputs.
 
     Args:
-        name: its key; of vectors, those that end with `bias` are around 0, all others around 1.
+        name: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1.
         shape: `[out, in, ...]`.
-        dtype: of the result.
-        seed: another one gives other weights.
+        dtype: dtype of the result.
+        seed: seed of the random numbers.
     """
     count, summed = math.prod(shape), math.prod(shape[1:])
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(min(count, DRAWN), np.float32)

@@ -1,4 +1,4 @@
-"""From what a user names (a folder, a GGUF file, a hub id) to a folder or file on this machine."""
+"""Local path of a checkpoint that is given as a folder, a GGUF file or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TOKENIZER_FILES = (
     "vocab*",
     "merges.txt",
 )
-"""Patterns of the files that make up a tokenizer, in any of the forms in which they are published."""
+"""Patterns of the files of a tokenizer, in every published form."""
 
 SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "*_Pooling/config.json")
-"""Patterns of the files by which sentence-transformers says how a model's states become a vector."""
+"""Patterns of sentence-transformers' settings for pooling a model's states to a vector."""
 
 _WANTED = (
     "config.json",
@@ -31,18 +31,20 @@ _WANTED = (
     *TOKENIZER_FILES,
     *SENTENCE_FILES,
 )
-"""Files of a hub repository that a checkpoint needs: weights in other formats stay where they are."""
+"""Patterns of the files that are fetched of a hub repository. Weights in other formats are not."""
 
 _UNWANTED = ("*/*.safetensors", "*/*.safetensors.index.json", "*/*/*", "tokenizer*/*", "chat_template*/*", "vocab*/*")
-"""A pattern's star crosses folders, and folders hold second copies (`original/`, `onnx/`), which can be large."""
+"""Patterns of files that are not fetched: those in folders with second copies of the weights (`original/`, `onnx/`).
+
+They are needed because a star in `_WANTED` matches folders too."""
 
 _POSSIBLE = "expected a folder with config.json and *.safetensors, a .gguf file, or a hub id (organisation/name)"
 
 _VIDEO_WANTED = ("*.json", "*.safetensors", "*.pth", "*.model")
-"""Files of a video model's repository, of either published layout."""
+"""Patterns of the files that are fetched of a video model's repository, of either published layout."""
 
 _VIDEO_UNWANTED = ("xlm-roberta-large/*", "*.fp16.*", "*.bf16.*")
-"""The tokenizer of CLIP's text side, which no video model uses, and second copies of weights."""
+"""Patterns of files that are not fetched: the tokenizer of CLIP's text encoder, and second copies of weights."""
 
 _VIDEO_POSSIBLE = "expected a folder of SkyReels-V2 or Wan2.1, or a hub id (organisation/name)"
 
@@ -50,11 +52,12 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def resolve(model: str | Path, *, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: itself if it is one, else the snapshot of a Hugging Face hub id.
+    """Path of a checkpoint: the folder or GGUF file itself, or the local snapshot of a Hugging Face hub id.
 
-    A GGUF file is a checkpoint of its own, and so is a folder whose only weights are one such file.
+    A GGUF file is a checkpoint of its own; its path is returned. A folder whose only weights are one GGUF file stands
+    for that file.
 
-    `HF_HOME` and `HF_HUB_OFFLINE` are respected; what was downloaded before is used when offline.
+    The environment variables `HF_HOME` and `HF_HUB_OFFLINE` hold. A snapshot in the local cache is used when offline.
 
     Raises:
         CheckpointError: if there is no such folder or file, no such id could be fetched, or a folder has several GGUF
@@ -75,7 +78,7 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
 
 
 def resolve_video(model: str | Path) -> Path:
-    """The folder of a video model: itself if it is one, else the snapshot of a Hugging Face hub id.
+    """Path of a video model's folder: the folder itself, or the local snapshot of a Hugging Face hub id.
 
     Raises:
         CheckpointError: if there is no such folder, and no such id could be fetched.
@@ -91,7 +94,11 @@ def resolve_video(model: str | Path) -> Path:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other weights."""
+    """The GGUF file of a folder that has no other weights; None without one.
+
+    Raises:
+        CheckpointError: if there are several GGUF files.
+    """
     found = sorted(folder.glob("*.gguf"))
     if not found or any(folder.glob("*.safetensors")):
         return None
@@ -119,6 +126,6 @@ def _download(name: str, revision: str | None, wanted: Sequence[str], unwanted: 
             f"{name}: no such folder here, not in the local cache, and the hub cannot be reached (offline?); "
             + possible
         ) from error
-    except Exception as error:  # the client lets through what its HTTP library raises, and that has changed
+    except Exception as error:  # the client passes on errors of its HTTP library, whose classes have changed
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name}: could not be fetched from the hub: {first_line}") from error

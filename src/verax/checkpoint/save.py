@@ -1,4 +1,4 @@
-"""Writing a checkpoint as Hugging Face's libraries write it: config.json and safetensors, whole or not at all."""
+"""Writing of a checkpoint in Hugging Face's format, config.json and safetensors; all files are written, or none."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from verax.ops.quantized import QuantizedWeight
 __all__ = ["save"]
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file, as on the hub."""
+"""Largest size of a file of weights in bytes, as on the hub."""
 
 _CONFIG = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
-"""Names that `save` gives to weights: those that a later save replaces."""
+"""Pattern of the names of weight files that `save` writes, and that a later save replaces."""
 
 
 def save(
@@ -44,20 +44,20 @@ def save(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write a checkpoint folder that transformers, and `Checkpoint.open`, can read; the folder.
+    """Write a checkpoint folder that transformers and `Checkpoint.open` can read; return the folder.
 
-    All files are written to one side first and then renamed, config.json last. An error on the way leaves the old
-    checkpoint as it was; a process killed among the renames leaves a folder that does not open.
+    All files are written to a folder inside it first and then renamed, config.json last. An error leaves the old
+    checkpoint as it was. A process that is killed between the renames leaves a folder without config.json.
 
     Args:
-        model: a module, whose parameters' paths become keys, or arrays by key. Quantised weights are written in the
-            compressed-tensors layout.
-        folder: created if missing. Weight files of an earlier save are replaced; other files stay.
+        model: a module, the paths of whose parameters become keys, or arrays by key. Quantised weights are written in
+            the compressed-tensors layout.
+        folder: folder of the checkpoint, created if missing. Weight files of an earlier save are replaced, others stay.
         config: contents of config.json.
         generation_config: contents of generation_config.json; none is written if None.
         tokenizer_from: a folder whose tokenizer files are copied.
-        dtype: of the written weights, if they are floats; as they are if None.
-        max_shard_bytes: a file is begun anew beyond this size.
+        dtype: dtype of the written float weights; their own if None.
+        max_shard_bytes: largest size of a file in bytes, unless a single weight is larger.
 
     Raises:
         CheckpointError: if `tokenizer_from` has no tokenizer files.
@@ -84,13 +84,13 @@ def save(
 
 
 def _swap(partial: Path, folder: Path) -> None:
-    """Move the files of `partial` into `folder`, and what they replace out of it; all of them, or none."""
+    """Move the files of `partial` into `folder`, and the files that they replace out of it; all of them, or none."""
     new = sorted(path.name for path in partial.iterdir() if path.name != _CONFIG)
     old = {name for name in os.listdir(folder) if name in new or _WEIGHTS.fullmatch(name)}
     replaced = folder / ".replaced"
     shutil.rmtree(replaced, ignore_errors=True)
     replaced.mkdir()
-    # Without config.json the folder does not open, so that it goes first and comes last.
+    # A folder without config.json does not open: it is moved out first, and in last.
     moves = [(folder / _CONFIG, replaced / _CONFIG)] if (folder / _CONFIG).exists() else []
     moves += [(folder / name, replaced / name) for name in sorted(old)]
     moves += [(partial / name, folder / name) for name in (*new, _CONFIG)]
@@ -107,7 +107,7 @@ def _swap(partial: Path, folder: Path) -> None:
 
 
 def _write_weights(arrays: Mapping[str, Any], partial: Path, dtype: DTypeLike | None, limit: int) -> None:
-    """One file, or as many as needed and an index. One file's arrays are on the host at a time."""
+    """Write one file, or several and an index. The host holds the arrays of one file at a time."""
     dtypes = {key: _written_dtype(array, dtype) for key, array in arrays.items()}
     sizes = {key: math.prod(array.shape) * dtypes[key].itemsize for key, array in arrays.items()}
     shards = _shards(sizes, limit)
@@ -118,13 +118,13 @@ def _write_weights(arrays: Mapping[str, Any], partial: Path, dtype: DTypeLike | 
         weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
         write_json(partial / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     for name, keys in zip(names, shards, strict=True):
-        # In C order, whatever the strides were: the library writes bytes as they lie.
+        # In C order, whatever the strides are: the library writes bytes in the order of memory.
         tensors = {key: np.asarray(np.asarray(arrays[key]), dtypes[key], order="C") for key in keys}
         save_file(tensors, partial / name, metadata={"format": "pt"})
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Keys by file, in order."""
+    """Keys of each file, in their order; files of at most `limit` bytes, unless a single weight is larger."""
     shards: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():
@@ -137,7 +137,7 @@ def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
-    """Arrays by key, and config.json's description of those that are quantised."""
+    """Arrays by key, and the `quantization_config` for config.json; None without quantised weights."""
     if not isinstance(model, nnx.Module):
         return model, None
     values = {

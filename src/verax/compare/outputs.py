@@ -1,7 +1,7 @@
 """Distances between texts and between vectors: logits, log-probabilities, the first difference, cosines, rankings.
 
-The first argument is the reference throughout. Arrays are NumPy's or what it can take, of any floating dtype; all is
-computed in float64. Clips are in `verax.compare.videos`.
+The first argument is the reference throughout. Arrays are those of NumPy, or convertible to them, of any float dtype.
+Distances are computed in float64. Distances between clips are in `verax.compare.videos`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ __all__ = [
 ]
 
 TOP = 5
-"""Candidates of a position that count as close, as in vLLM's tests of log-probabilities."""
+"""Number of candidates of a position: a token among them counts as close, as in vLLM's tests of log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts part, or two models would choose differently."""
+    """First position at which two texts, or the likeliest tokens of two models, differ."""
 
     position: int
     """Position of the token, from 0."""
     tokens: tuple[int | None, int | None]
-    """Token at that position; None past the end of the shorter text."""
+    """Token of each side at that position; None past the end of the shorter text."""
     candidates: tuple[dict[int, float], dict[int, float]]
-    """The best tokens of each side there with their log-probabilities (nats), best first; empty where not known."""
+    """Likeliest tokens of each side at that position with log-probabilities (nats), best first; empty if unknown."""
 
     @property
     def close(self) -> bool:
-        """True if each side's token is among the other's candidates: what vLLM's tests accept as rounding."""
+        """True if each side's token is among the other's candidates, which vLLM's tests count as rounding."""
         (first, second), (of_first, of_second) = self.tokens, self.candidates
         return first in of_second and second in of_first
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Fields of the difference and `close`, ready for JSON."""
         return {**dataclasses.asdict(self), "close": self.close}
 
 
@@ -59,7 +59,7 @@ class LogitsComparison:
     max_error: float
     """Largest absolute difference of two logits."""
     relative_error: float
-    """The same over the mean absolute logit of the reference."""
+    """`max_error` divided by the mean absolute logit of the reference."""
     relative_l2: float
     """||second - first|| / ||first||, over all logits."""
     mean_logprob_distance: float
@@ -74,11 +74,11 @@ class LogitsComparison:
     """The first position whose likeliest tokens differ."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Fields of the comparison, ready for JSON."""
         return {**dataclasses.asdict(self), "difference": self.difference and self.difference.to_dict()}
 
     def lines(self) -> list[str]:
-        """For a reader."""
+        """Summary for the terminal, two or three lines."""
         found = [
             f"logits of {self.positions} positions: largest error {self.max_error:.1e}; log-probabilities apart by "
             f"{self.mean_logprob_distance:.1e} nats (largest {self.max_logprob_distance:.1e}); "
@@ -101,19 +101,21 @@ class VectorsComparison:
     max_error: float
     """Largest absolute difference of two numbers."""
     mean_cosine: float
-    """Between a sentence's two vectors."""
+    """Mean cosine of the two vectors of a sentence."""
     min_cosine: float
     same_nearest: float | None
     """Share of sentences whose nearest other one (by cosine) is the same; None for fewer than three."""
     rank_correlation: float | None
-    """Spearman's, of the similarities of all pairs of sentences; None for fewer than three, or all alike on a side."""
+    """Spearman's correlation of the cosines of all pairs of sentences.
+
+    None for fewer than three sentences, or if all cosines of a side are equal."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Fields of the comparison, ready for JSON."""
         return dataclasses.asdict(self)
 
     def lines(self) -> list[str]:
-        """For a reader."""
+        """Summary for the terminal, one line."""
         found = f"vectors of {self.sentences} texts: cosine {self.mean_cosine:.7f} (least {self.min_cosine:.7f})"
         if self.same_nearest is not None:
             found += f"; the nearest other text is the same for {self.same_nearest:.1%}"
@@ -165,7 +167,7 @@ def compare_logits(first: Any, second: Any, tokens: Sequence[int] | None = None,
 
 
 def candidates(logits: Any, top: int = TOP) -> list[dict[int, float]]:
-    """For each row of logits `[T, V]`, the likeliest tokens with their log-probabilities (nats), best first."""
+    """Likeliest tokens of each row of logits `[T, V]` with their log-probabilities (nats), best first."""
     rows = _log_softmax(np.asarray(logits, np.float64))
     best = np.argsort(-rows, axis=-1, kind="stable")[:, :top]
     return [{int(token): float(row[token]) for token in found} for row, found in zip(rows, best, strict=True)]
@@ -177,14 +179,14 @@ def first_difference(
     first_candidates: Sequence[Mapping[int, Any]] = (),
     second_candidates: Sequence[Mapping[int, Any]] = (),
 ) -> Difference | None:
-    """Where two generated texts part, and what each side would have taken there; None if they are the same.
+    """First difference of two generated texts, with the candidates of both sides; None if the texts are the same.
 
     Args:
         first: tokens of the reference.
         second: tokens of the other side.
-        first_candidates: of each position the likeliest tokens and their log-probabilities: of `candidates`, or
+        first_candidates: likeliest tokens of each position and their log-probabilities, from `candidates` or
             `CompletionOutput.logprobs`.
-        second_candidates: the same of the other side.
+        second_candidates: those of the other side.
     """
     shorter, longer = sorted((len(first), len(second)))
     parted = (t for t in range(shorter) if first[t] != second[t])
@@ -237,7 +239,11 @@ def compare_vectors(first: Any, second: Any) -> VectorsComparison:
 
 
 def _pair(first: Any, second: Any, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """Both in float64, if they can be compared."""
+    """Both arrays in float64.
+
+    Raises:
+        InvalidParameterError: if they are not of one two-dimensional shape, or a number is not finite.
+    """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if a.ndim != 2 or 0 in a.shape:
         raise InvalidParameterError(f"first: expected an array {layout}, got one of shape {list(a.shape)}")
@@ -256,5 +262,5 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _ratio(part: Any, whole: Any) -> float:
-    """Zero of zero is zero."""
+    """Quotient of two numbers; 0 / 0 is 0, and any other number over 0 is infinite."""
     return float(part / whole) if whole else float(part and np.inf)

@@ -1,4 +1,4 @@
-"""A comparison's plots, as SVG text that a page can hold."""
+"""Plots of a comparison as SVG text, to be embedded in a page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from verax.plots import pyplot
 __all__ = ["error_plots"]
 
 FLOOR = 1e-9
-"""Where zero errors are drawn on a logarithmic axis."""
+"""Position of zero errors on the logarithmic axis; smaller errors are drawn there too."""
 
 SIDE, OTHER, BOUND, MARK = "#1f77b4", "#ff7f0e", "#888888", "#d62728"
 
 
 def error_plots(result: Comparison) -> dict[str, str]:
-    """SVG by caption: errors by layer, and those of gradients where there are any.
+    """SVG text by caption: errors by layer, and errors of gradients if the comparison has them.
 
     Raises:
         MissingDependencyError: without matplotlib.

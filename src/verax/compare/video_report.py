@@ -33,7 +33,7 @@ dt{font-weight:600}dd{margin:0 0 .5rem 0}details{margin:1rem 0}"""
 
 @dataclass(frozen=True)
 class VideoReport:
-    """A comparison, with the clips that it is about."""
+    """Comparison of two clips, and the clips themselves."""
 
     comparison: VideoComparison
     first: np.ndarray
@@ -42,11 +42,11 @@ class VideoReport:
     names: tuple[str, str]
     fps: float | None = None
     min_psnr: float | None = None
-    """dB that every frame must reach; None for no bound."""
+    """Least PSNR of every frame in dB; None for no bound."""
 
     @property
     def failures(self) -> list[str]:
-        """Why the clips do not count as equal; empty if they do."""
+        """Reasons that the clips do not count as equal; empty if they do."""
         frame = self.comparison.worst_frame
         psnr = self.comparison.psnr[frame]
         if self.min_psnr is None or psnr >= self.min_psnr:
@@ -71,9 +71,9 @@ class VideoReport:
             console.print(table)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder, which is made; their paths.
+        """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder; return their paths.
 
-        The page needs no network, and no other file.
+        The folder is created if missing. The page of HTML needs no network and no other file.
 
         Raises:
             MissingDependencyError: without PyAV, Pillow or matplotlib.
@@ -92,15 +92,18 @@ class VideoReport:
 
     @property
     def gain(self) -> int:
-        """Factor that makes differences visible: so that 99% of them are at most half as bright as white.
+        """Factor on differences that makes them visible, 1 to 255: 99% of them become at most half as bright as white.
 
-        At most 255: the pictures shown have no finer steps, also where floats were compared.
+        Pictures have steps of 1/255, so that a larger factor would show nothing more.
         """
         shown = self.comparison.p99_difference or self.comparison.max_difference
         return min(255, max(1, int(0.5 / shown))) if shown else 1
 
     def panels(self) -> np.ndarray:
-        """The first clip, the second, their difference times `gain`: uint8 `[T, h, w, 3]`, both sizes made even."""
+        """Clip of three panels, uint8 `[T, h, w, 3]`: the first clip, the second, and their difference times `gain`.
+
+        Odd heights and widths are padded to even ones by repeating the edge.
+        """
         off = differences(self.first, self.second)
         bright = np.minimum(off, 255 // self.gain) * np.uint8(self.gain)
         joined = np.concatenate([self.first, self.second, bright], axis=2)
@@ -108,7 +111,7 @@ class VideoReport:
         return np.pad(joined, odd, mode="edge")
 
     def markdown(self) -> str:
-        """The comparison as a page."""
+        """Page of the comparison in Markdown."""
         rows = [f"| {name} | {value} |" for name, value in summary(self.comparison).items()]
         frames = [f"| {' | '.join(row)} |" for row in _frame_rows(self.comparison)]
         lines = [
@@ -131,7 +134,7 @@ class VideoReport:
         return "\n".join(lines) + "\n"
 
     def html(self, clip: Path) -> str:
-        """The comparison as a page of HTML, with its plot, its worst frame and the clip side by side inside."""
+        """Page of the comparison in HTML. The plot, the worst frame and the clip (a video file) are embedded in it."""
         comparison = self.comparison
         worst = comparison.worst_frame
         names = [html.escape(name) for name in self.names]
@@ -157,7 +160,7 @@ class VideoReport:
 
 
 def summary(comparison: VideoComparison) -> dict[str, str]:
-    """The figures of the whole clip, as text."""
+    """Figures of the whole clip as text, by their names."""
     worst = comparison.worst_frame
     relative = comparison.relative_difference
     figures = {
@@ -199,7 +202,7 @@ def _levels() -> str:
 
 
 def _plot(comparison: VideoComparison) -> str:
-    """PSNR and SSIM by frame, as SVG."""
+    """Plot of PSNR and SSIM by frame, as SVG text."""
     pyplot = plots.pyplot("compare")
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
     numbers = range(comparison.frames)
@@ -228,5 +231,5 @@ def _picture(pixels: np.ndarray) -> str:
 
 
 def _data(kind: str, content: bytes) -> str:
-    """As a URL that holds it."""
+    """Data URL with the content in base64; `kind` is its media type."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

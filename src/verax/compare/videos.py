@@ -18,7 +18,7 @@ from verax.errors import InvalidParameterError, MissingDependencyError
 __all__ = ["DEFINITIONS", "QUALITY", "WINDOW", "VideoComparison", "compare_clips", "decibels", "differences"]
 
 WINDOW = 11
-"""Pixels; the side of SSIM's Gaussian window, which scikit-image takes for a standard deviation of 1.5."""
+"""Side of SSIM's Gaussian window in pixels: scikit-image's, for a standard deviation of 1.5."""
 
 QUALITY = (("excellent", 40.0, 0.99), ("very good", 35.0, 0.98), ("good", 30.0, 0.95), ("fair", 25.0, 0.90))
 """Verdicts: the least PSNR (dB) and SSIM of the clip for each; both must hold. Below them all: "poor".
@@ -55,7 +55,7 @@ class VideoComparison:
     p99_difference: float
     max_difference: float
     relative_difference: float | None
-    """None if the first clip is black."""
+    """Mean difference over the mean of the first clip; None if that is black."""
 
     @property
     def frames(self) -> int:
@@ -69,29 +69,29 @@ class VideoComparison:
 
     @property
     def clip_psnr(self) -> float:
-        """dB, from the MSE over all frames."""
+        """PSNR of the clip in dB, from the MSE over all frames."""
         return decibels(sum(self.mse) / self.frames)
 
     @property
     def clip_ssim(self) -> float:
-        """The mean of the frames'."""
+        """SSIM of the clip, the mean over its frames."""
         return sum(self.ssim) / self.frames
 
     @property
     def worst_frame(self) -> int:
-        """The number, from 0, of the frame with the largest MSE."""
+        """Index, from 0, of the frame with the largest MSE."""
         return int(np.argmax(self.mse))
 
     @property
     def verdict(self) -> str:
-        """ "identical", or a word of `QUALITY`, or "poor"."""
+        """Verdict in words: "identical", a name of `QUALITY`, or "poor"."""
         if self.max_difference == 0:
             return "identical"
         reached = (name for name, psnr, ssim in QUALITY if self.clip_psnr >= psnr and self.clip_ssim >= ssim)
         return next(reached, "poor")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it: infinite decibels become None."""
+        """Figures of the clip and of its frames, ready for JSON; infinite decibels become None."""
         return {
             "frames": self.frames,
             "height": self.height,
@@ -194,12 +194,12 @@ def differences(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def decibels(mse: float) -> float:
-    """PSNR of that mean squared error, for a data range of 1."""
+    """PSNR in dB of a mean squared error, for a data range of 1; infinite for 0."""
     return -10 * math.log10(mse) if mse else math.inf
 
 
 def _pairs(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Frames of both in float64, from 0 to 1."""
+    """Pairs of frames of both clips, float64 from 0 to 1."""
     for pair in zip(first, second, strict=True):
         a, b = (frame / 255 if frame.dtype == np.uint8 else frame.astype(np.float64) for frame in pair)
         yield a, b

@@ -30,16 +30,19 @@ __all__ = ["DeltaState", "Qwen35Config", "Qwen35ForCausalLM"]
 ATTENTION, DELTA = "full_attention", "linear_attention"
 
 ROTATED = 0.25
-"""Part of a head that is rotated, where config.json does not say."""
+"""Fraction of a head that is rotated, if config.json has none."""
 
 
 class DeltaState(NamedTuple):
-    """What a delta layer keeps of N sequences, in float32, whatever the weights are: a state is never recomputed."""
+    """State of a delta layer for N sequences, float32 with weights of any dtype.
+
+    Rounding errors of a state would add up over the tokens, since it is never recomputed.
+    """
 
     inputs: Float[Array, "N w C"]
-    """The last inputs of the convolution, oldest first."""
+    """Last inputs of the convolution, oldest first; w is its width less 1."""
     memory: Float[Array, "N HV K V"]
-    """The delta rule's state: what each value head has stored under which key."""
+    """State of the delta rule: a map from keys to values for each value head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ def _expert_layers(config: Mapping[str, Any]) -> list[int]:
 
 
 class DepthwiseConv(nnx.Module):
-    """Where the convolution's `weight [C, 1, W]` lives; `ops.short_convolution` runs it."""
+    """Weight `[C, 1, W]` of a depthwise convolution, for `ops.short_convolution`."""
 
     def __init__(self, channels: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (channels, 1, width), dtype))

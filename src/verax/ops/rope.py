@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and the scalings that checkpoints ask for."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and its scalings in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["RotaryConfig", "apply_rotary", "rotary_tables"]
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """Which frequencies to rotate with.
+    """Frequencies of the rotation.
 
     `kind` is Hugging Face's `rope_type`: `default`, `linear` (position interpolation), `llama3` (Llama 3.1's smooth
     interpolation by wavelength) or `yarn` (Peng et al., 2023, arXiv:2309.00071). `scaling` holds that kind's numbers.
@@ -42,7 +42,7 @@ class RotaryConfig:
     def from_hf(cls, config: Mapping[str, Any], *, fraction: float = 1.0) -> RotaryConfig:
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it) of a config.json.
 
-        `fraction` is the family's own, where the file names none.
+        `fraction` is the model family's default, for a file that has none.
 
         Raises:
             UnsupportedModelError: for another `rope_type`, or a number that it needs and the file lacks.
@@ -69,7 +69,10 @@ class RotaryConfig:
         return cls(theta, kind, tuple(sorted(numbers.items())), divisors, fraction)
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
-        """Angular frequencies `[h]` in radians per token (float32), and the factor on cos and sin; 2 h are rotated."""
+        """Angular frequencies, float32 `[h]` in radians per token, and the factor on cos and sin.
+
+        The first 2 h numbers of a head are rotated.
+        """
         rotated = int(head_dim * self.fraction)
         base = 1.0 / self.theta ** (np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated))
         frequencies, factor = _FREQUENCIES[self.kind](base.astype(np.float32), self, dict(self.scaling))
@@ -85,7 +88,7 @@ def _linear(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]
 
 
 def _llama3(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
-    """Slow rotations are divided by `factor`, quick ones kept, with a linear passage between (Llama 3.1's release)."""
+    """Frequencies of Llama 3.1: low ones are divided by `factor`, high ones kept, with a linear transition between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * base / (2 * np.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -93,7 +96,7 @@ def _llama3(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]
 
 
 def _yarn(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
-    """NTK by parts: interpolation for slow rotations, none for quick ones, a ramp over dimensions between."""
+    """Frequencies of YaRN (NTK by parts): low ones are divided by `factor`, high ones kept, with a ramp between."""
     factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
     half = base.shape[0]
 
@@ -161,7 +164,7 @@ def apply_rotary(
 ) -> Float[Array, "*B N H"]:
     """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split convention.
 
-    Where H is more than 2 h, the halves are those of the first 2 h numbers; the rest passes.
+    If H is more than 2 h, the halves are those of the first 2 h numbers, and the rest stays as it is.
     """
     h = cos.shape[-1]
     x1, x2, rest = x[..., :h], x[..., h : 2 * h], x[..., 2 * h :]

@@ -1,4 +1,4 @@
-"""Token by token to text: what was shown stays, stop strings are found on the way."""
+"""Incremental detokenization: text that was returned never changes, and stop strings are found as tokens arrive."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from verax.text.tokenizer import Tokenizer
 __all__ = ["IncrementalDetokenizer"]
 
 _UNDECIDED = "\ufffd"
-"""What the decoder gives for bytes that are not a whole character, yet or ever."""
+"""Character that the decoder gives for bytes that are no whole character: an incomplete one, or invalid bytes."""
 
 _WINDOW = 8
-"""Tokens that decide how the next one reads. An unfinished character has at most 3 bytes, hence 3 tokens; as many
-before them keep a window that begins inside of a character from changing the end of its text; a decoder that strips the
-leading space needs one."""
+"""Number of tokens before a token that can change its text.
+
+An incomplete character has at most 3 bytes, hence 3 tokens. As many tokens before them keep the end of the text right
+if the window begins inside a character. A decoder that strips the leading space needs one token."""
 
 
 class IncrementalDetokenizer:
-    """The text of a growing list of tokens.
+    """Text of a growing list of tokens.
 
-    A decoder may need the tokens before to render one (leading spaces), and the tokens after to complete a character.
-    So each new token is decoded in a window of the last few, and what is undecided waits: the text is that of decoding
-    all tokens at once, at a cost that does not grow with their number. Undecided are
+    The text of a token may depend on the tokens before it (leading spaces), and on those after it (a character of
+    several tokens). Each new token is therefore decoded in a window of the last few, and undecided text is held back.
+    The text equals that of decoding all tokens at once. The cost of a token does not grow with their number. Undecided
+    are
 
     - a last U+FFFD: the bytes may be the beginning of a character;
-    - a run of byte tokens (`<0x0A>`): one invalid byte makes U+FFFD of each byte of the run, earlier ones included.
+    - a run of byte tokens (`<0x0A>`): with one invalid byte, every byte of the run becomes U+FFFD, earlier ones too.
 
-    Stop strings are found in such a run as soon as it spells them.
+    A stop string in such a run is found when its last byte is added.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class IncrementalDetokenizer:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ):
-        """Text that follows `prompt_token_ids`; without them, a sentencepiece decoder strips the text's first space."""
+        """Begin a text after `prompt_token_ids`. Without them, a sentencepiece decoder strips its first space."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stop = stop
@@ -48,21 +50,21 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         visible = (token for token in reversed(prompt_token_ids) if self._visible(token))
         self._window = [token for token, _ in zip(visible, range(_WINDOW), strict=False)][::-1]
-        """The last visible tokens: at most twice `_WINDOW` before a run of byte tokens, which it holds whole."""
+        """Last visible tokens: at most twice `_WINDOW`, and a whole run of byte tokens after them."""
         self._decided = len(_without_undecided(self._decode()))
-        """Length of the window's text that is in `text`, or in the prompt."""
+        """Number of the window's characters that are in `text` or in the prompt."""
         self._run = bytearray()
-        """The bytes of the run of byte tokens that the window ends with."""
+        """Bytes of the run of byte tokens at the end of the window."""
         self._count = 0
         self._exempt = 0
-        """Length of the text of the first `min_tokens` tokens, in which no stop string counts."""
+        """Number of characters of the first `min_tokens` tokens, in which no stop string counts."""
         self._shown = 0
         self._stopped = False
         self.text = ""
-        """Everything decided so far, cut at a stop string once one was found."""
+        """Decided text so far, cut at a stop string if one was found."""
 
     def append(self, token: int) -> str | None:
-        """Add a token; the stop string that the text now contains, if any.
+        """Add a token; return the stop string that the text now contains, if any.
 
         Raises:
             ValueError: if a stop string has ended the text already.
@@ -98,7 +100,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """No more tokens: decide what was undecided, and return what `delta` had not."""
+        """End the text; return the rest that `delta` has not returned, undecided text included."""
         if not self._stopped:
             decoded = self._decode()
             self.text += decoded[self._decided :]
@@ -108,7 +110,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _visible(self, token: int) -> bool:
-        """Whether the decoder gets to see a token."""
+        """True if a token is decoded: it is in the vocabulary, and no special token that is skipped."""
         skipped = self._skip and token in self._tokenizer.special_token_ids
         return not skipped and self._tokenizer.token(token) is not None
 
@@ -116,7 +118,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip) if self._window else ""
 
     def _stop_in_run(self) -> str | None:
-        """The stop string that the run of byte tokens completes if it ends here. Without one it stays undecided."""
+        """Stop string that the run of byte tokens completes, if any. Without one the run stays undecided."""
         if not self._stop or self._count <= self._min_tokens:
             return None
         try:
@@ -128,7 +130,7 @@ class IncrementalDetokenizer:
         return self._extend(self._decode()[self._decided :], only_stop=True)
 
     def _extend(self, piece: str, *, only_stop: bool = False) -> str | None:
-        """Add decided text; the stop string in it that begins first. `only_stop`: add nothing if there is none."""
+        """Add decided text; return the first stop string, if any. With `only_stop`, add nothing without one."""
         text = self.text + piece
         found: list[tuple[int, str]] = []
         if self._count > self._min_tokens:
@@ -146,7 +148,7 @@ class IncrementalDetokenizer:
         return stop
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Number of characters of the longest suffix of the text that is a prefix of a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):

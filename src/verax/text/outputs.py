@@ -1,4 +1,4 @@
-"""What comes back: completions, their log-probabilities and their times, under vLLM's names."""
+"""Outputs of a request: completions, log-probabilities and times, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's log-probability (nats), its rank from 1, and its text."""
+    """Log-probability of a token (nats), its rank from 1, and its text."""
 
     logprob: float
     rank: int | None = None
@@ -30,14 +30,14 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    """For each token: itself first, then the best others."""
+    """Log-probabilities at each token, by token id: its own first, then those of the likeliest others."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for the model's own end."""
+    """Stop token or stop string that ended it; None if it was ended otherwise."""
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if the continuation is complete."""
         return self.finish_reason is not None
 
 
@@ -62,21 +62,24 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and what was made of it so far."""
+    """A prompt and its continuations so far."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """For each prompt token; None for the first, which nothing precedes."""
+    """Log-probabilities at each token of the prompt; None for the first, which has no context."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens that the prefix cache had."""
+    """Number of the prompt's tokens that were in the prefix cache."""
     metrics: RequestMetrics | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it: times become durations, the log-probability of the impossible (-inf) becomes None."""
+        """Fields of the output, ready for JSON.
+
+        Times become durations in seconds. A log-probability of -inf becomes None.
+        """
         result = _finite(dataclasses.asdict(self))
         if self.metrics is not None:
             result["metrics"] = {
@@ -87,7 +90,7 @@ class RequestOutput:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """The value with None for floats that are not finite, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Which tokens the next step computes: decodes first, then chunks of prompts, within one token budget.
+"""Scheduler of device steps: decodes first, then chunks of prompts, within one token budget.
 
-One schedule is one device step. Sequences that decode are never held up by a prompt; a prompt that does not fit into
-what the budget leaves is computed chunk by chunk, beside the decodes. When blocks run out, the sequence that came last
-gives its own back and starts again later (preemption by recompute).
+A schedule is one device step. Decoding never waits for a prompt. A prompt that is longer than the rest of the budget is
+computed in chunks, over several steps. When blocks run out, the blocks of the sequence that arrived last are freed, and
+it is computed anew later (preemption by recompute).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Chunk", "Schedule", "Scheduler"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start : start + count` of a sequence; `sample` if the next token is drawn after the last of them."""
+    """Tokens `start : start + count` of a sequence. `sample` is true if a token is sampled after the last of them."""
 
     sequence: Sequence
     start: int
@@ -26,24 +26,24 @@ class Chunk:
     sample: bool
     new_blocks: tuple[int, ...]
     first_new_block: int
-    """Index in the sequence's table where `new_blocks` go."""
+    """Index of the first of `new_blocks` in the sequence's block table."""
 
 
 @dataclass
 class Schedule:
-    """One step: what to compute, and which sequences got a slot just before it."""
+    """One step: the chunks to compute, and the sequences that were admitted to a slot just before it."""
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return sum(chunk.count for chunk in self.chunks)
 
 
 class Scheduler:
-    """Queues of waiting and running sequences. Invariants: `check`."""
+    """Queues of waiting and running sequences. `check` asserts their invariants."""
 
     def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
         self.blocks = blocks
@@ -56,7 +56,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
+        """True if any sequence is unfinished."""
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
@@ -64,7 +64,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> Schedule:
-        """Plan the next step, and move its sequences' `num_computed` and `num_pending` on as if it had run."""
+        """Plan the next step, and advance `num_computed` and `num_pending` of its sequences as if it had run."""
         plan = Schedule()
         budget = self.max_num_batched_tokens
         # Decodes first. The order of `running` is the order of arrival: victims are taken from its end.
@@ -75,12 +75,12 @@ class Scheduler:
             if budget > 0 and sequence.state is SequenceState.RUNNING and sequence.num_to_compute > 1:
                 # Not yet planned in the loop above: its plan would have left 0 or 1 to compute.
                 budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
-        # A sequence that gave its blocks up in this plan waits in front, and does not fit: others took what it needs.
+        # A sequence that this plan preempted is the first to wait, and is not admitted: the others took its blocks.
         self._admit(plan, budget)
         return plan
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it stands, and give its blocks and slot back."""
+        """Remove a running or waiting sequence, and free its blocks and its slot."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._give_back(sequence)
@@ -121,7 +121,10 @@ class Scheduler:
             budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
 
     def _plan(self, plan: Schedule, sequence: Sequence, count: int) -> int:
-        """Add a chunk of `count` tokens, preempting later sequences for its blocks; the tokens planned, 0 if none."""
+        """Add a chunk of `count` tokens, preempting later sequences for its blocks if needed.
+
+        Return the number of tokens that are planned: `count`, or 0 if the sequence itself was preempted.
+        """
         start, table_length = sequence.num_computed, len(sequence.blocks)
         while (new := self.blocks.grow(sequence, start + count)) is None:
             # A sequence that this step computes already keeps its blocks: its writes are on their way.

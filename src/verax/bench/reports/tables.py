@@ -16,10 +16,10 @@ class Table:
     """One table of a report.
 
     Attributes:
-        title: what it shows.
-        columns, rows: text, as it is to be read.
-        note: how it was made, in a sentence or two.
-        why_not: why it was not run here; there are no rows then.
+        title: subject of the table.
+        columns, rows: formatted cells.
+        note: a sentence or two on the method of measurement.
+        why_not: the reason that the measurement was not run here; there are no rows then.
     """
 
     title: str
@@ -29,11 +29,11 @@ class Table:
     why_not: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Fields of the table, ready for JSON."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """As Markdown."""
+        """Markdown lines of the table, its heading included."""
         lines = [f"## {self.title}", ""]
         if self.why_not is not None:
             return [*lines, f"**Not run**: {self.why_not}", ""]
@@ -43,22 +43,22 @@ class Table:
 
 
 def not_run(title: str, why: str) -> Table:
-    """A table that could not be made here."""
+    """A table without rows, with the reason that it could not be measured here."""
     return Table(title, why_not=why if why.endswith(".") else f"{why}.")
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits."""
+    """Milliseconds as text, to about three significant digits, without the unit."""
     ms = 1e3 * seconds
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
 def times(factor: float) -> str:
-    """A ratio of times: `2.14x`."""
+    """A ratio of times as text: `2.14x`."""
     return f"{factor:.2f}x"
 
 
 def deviation(side: Mapping[str, Any]) -> float:
-    """The standard deviation of a side's runs, in seconds; 0 of a single run."""
+    """The standard deviation of a side's runs, in seconds; 0 for a single run."""
     runs = side["seconds"]
     return float(np.std(runs, ddof=1)) if len(runs) > 1 else 0.0

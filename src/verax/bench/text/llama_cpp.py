@@ -58,7 +58,7 @@ class LlamaCppSide:
         Raises:
             MissingDependencyError: if llama-cpp-python is not installed.
             InvalidParameterError: if the workload has more sequences than llama.cpp takes.
-            VeraxError: with llama.cpp's words, if it refuses the file.
+            VeraxError: if llama.cpp cannot load the file; the message ends with its log.
         """
         llama_cpp = import_llama_cpp()
         if len(workload.prompts) > _MOST_SEQUENCES:
@@ -124,7 +124,7 @@ class LlamaCppSide:
             c.llama_sampler_free(sampler)
 
     def _step(self, rows: list[Row], sampler: Any, answers: list[list[int]]) -> None:
-        """Run the rows through the model, and add a token to the answer of each that wants one."""
+        """Run the rows through the model, and add a sampled token to the answer of each row whose `last` is true."""
         c, batch = self._c, self._batch
         batch.n_tokens = len(rows)
         for n, row in enumerate(rows):
@@ -137,7 +137,7 @@ class LlamaCppSide:
                 answers[row.sequence].append(c.llama_sampler_sample(sampler, self._context, n))
 
     def _prompt_batches(self, workload: Workload) -> Iterator[list[Row]]:
-        """As many rows at a time as the batch holds."""
+        """Rows of all prompts, in batches of at most `_batch_size` tokens."""
         rows = [
             Row(i, token, position, position == len(prompt) - 1)
             for i, prompt in enumerate(workload.prompts)

@@ -1,6 +1,6 @@
-"""The parts of a SkyReels-V2 or Wan model, as its two published layouts name them: folders, files, weights, settings.
+"""Parts of a SkyReels-V2 or Wan model: names of folders, files, weights and settings in its two published layouts.
 
-The original's is that of the repositories SkyworkAI/SkyReels-V2 and Wan-Video/Wan2.1, the other that of diffusers.
+The original layout is that of the repositories SkyworkAI/SkyReels-V2 and Wan-Video/Wan2.1. The other is diffusers'.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ __all__ = [
 ]
 
 Form = Callable[[np.ndarray], np.ndarray]
+"""Rearrangement of a tensor, such as a transposition."""
 
 
 class _Forms(NamedTuple):
-    """How the arrangement of one tensor differs: from diffusers' to the original's, and back."""
+    """Rearrangements of one tensor from diffusers' layout to the original's, and back."""
 
     to_original: Form
     to_diffusers: Form
@@ -43,7 +44,7 @@ _SAME = _Forms(lambda array: array, lambda array: array)
 
 
 class Names:
-    """Several tables as one: the first that knows a name counts."""
+    """Several tables of names as one; the first table that has a name is used."""
 
     def __init__(self, *tables: Renaming):
         self._tables = tables
@@ -53,7 +54,7 @@ class Names:
         return next((found for table in self._tables if (found := table.forward(name)) is not None), None)
 
     def backward(self, name: str) -> tuple[str, int] | None:
-        """The original's name of diffusers' `name`, and its number among the parts; None if no table has it."""
+        """Original's name of diffusers' `name`, and its index among the names for it; None if no table has it."""
         return next((found for table in self._tables if (found := table.backward(name)) is not None), None)
 
 
@@ -62,14 +63,14 @@ class Part:
     """One part of a model.
 
     Attributes:
-        what: what it is, in words.
-        original: the stem of its file in the original layout, under which `verax convert` writes it as safetensors.
-        pattern: of names of files that hold it in the original layout, however they were repackaged.
-        names: its names in both layouts, by its config.json.
-        stem: of the names of its weight files in its folder of diffusers' layout.
-        config: its config.json, where a published file of the original layout has none.
-        dropped: pattern of keys that are left behind.
-        forms: tensors that the layouts arrange differently, by the original's names.
+        what: description for messages.
+        original: stem of its file in the original layout, under which `verax convert` writes it as safetensors.
+        pattern: pattern of the names of its files in the original layout, repackaged ones included.
+        names: function from its config.json to the names of its weights in both layouts.
+        stem: stem of the names of its weight files in diffusers' layout.
+        config: its config.json for a folder of the original layout that has none.
+        dropped: pattern of keys that are ignored.
+        forms: rearrangements of the tensors that differ between the layouts, by the original's names.
     """
 
     what: str
@@ -82,7 +83,7 @@ class Part:
     forms: Mapping[str, _Forms] = field(default_factory=dict)
 
     def form(self, name: str) -> _Forms:
-        """How a tensor's arrangement differs, by the original's name."""
+        """Rearrangements of a tensor, by the original's name; the identity for most."""
         return self.forms.get(name, _SAME)
 
 
@@ -134,7 +135,7 @@ _VIT_H14 = {
 }
 
 _CLIP_HEAD = Renaming([("visual.head", "visual_projection.weight")])
-"""The projection to CLIP's space: no video model runs it, but other programs may want it in the file."""
+"""Name of the projection to CLIP's space. No video model uses it; it is kept in converted files for other programs."""
 
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
@@ -181,33 +182,33 @@ PARTS: Mapping[str, Part] = MappingProxyType(
         ),
     }
 )
-"""By the names of diffusers' folders."""
+"""Parts by the names of their folders in diffusers' layout."""
 
 _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels", "out_dim": "out_channels"} | {
     "num_heads": "num_attention_heads",
     "num_layers": "num_layers",
     "eps": "eps",
 }
-"""Settings of the transformer that both layouts have, the original's name first."""
+"""Settings of the transformer that both layouts have: diffusers' names by the original's."""
 
 _UNSAID = MappingProxyType(
     {"patch_size": [1, 2, 2], "text_dim": 4096, "rope_max_seq_len": 1024, "cross_attn_norm": True}
     | {"qk_norm": "rms_norm_across_heads", "image_dim": 1280, "pos_embed_seq_len": None, "num_frame_per_block": 1}
 )
-"""Settings that only diffusers' config.json says, and their values in all published models."""
+"""Settings that only diffusers' config.json has, with their values in all published models."""
 
 _SKYREELS, _WAN = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
 _ORIGINAL = "WanModel"
 
 
 def original_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
-    """The original's config.json, from that of either layout.
+    """Transformer's config.json of the original layout, from that of either layout.
 
-    What the original's own cannot say, of models of sizes that were never published, it keeps by diffusers' names.
+    Settings that the original layout lacks are kept by diffusers' names, where they differ from the published models'.
 
     Args:
-        config: what there is.
-        pipeline: the name of diffusers' pipeline, which is kept under `pipeline`.
+        config: config.json of either layout.
+        pipeline: name of diffusers' pipeline, which is kept under `pipeline`.
     """
     if config.get("_class_name", _ORIGINAL) == _ORIGINAL:
         return {**config, "pipeline": pipeline}
@@ -229,11 +230,11 @@ def original_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, 
 
 
 def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
-    """Diffusers' config.json, from that of either layout.
+    """Transformer's config.json of diffusers' layout, from that of either layout.
 
     Args:
-        config: what there is.
-        pipeline: the name of diffusers' pipeline.
+        config: config.json of either layout.
+        pipeline: name of diffusers' pipeline.
     """
     if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
         return dict(config)
@@ -255,10 +256,10 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
 
 
 def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
-    """The name of diffusers' pipeline for a folder of the original layout.
+    """Name of diffusers' pipeline for a folder of the original layout.
 
-    SkyReels-V2's large models for diffusion forcing and for text alone have the same settings and weights' names: only
-    the folder's name (`SkyReels-V2-DF-14B-540P`) tells them apart.
+    SkyReels-V2's large models for diffusion forcing and for text alone have the same settings and names of weights.
+    They differ in the folder's name only (`SkyReels-V2-DF-14B-540P`).
     """
     if "pipeline" in config:
         return config["pipeline"]
@@ -269,7 +270,7 @@ def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
 
 
 def scheduler_settings(pipeline: str) -> dict[str, Any]:
-    """A scheduler_config.json with the shift that the original's authors recommend, for a folder that has none."""
+    """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend."""
     shift = 5.0 if "ImageToVideo" in pipeline or not _is_skyreels(pipeline) else 8.0
     return {
         "_class_name": "UniPCMultistepScheduler",

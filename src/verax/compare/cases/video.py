@@ -26,7 +26,7 @@ from verax.models import DTYPES
 __all__ = ["RANDOM", "VIDEO_PARTS", "build_part", "has_part", "video_case"]
 
 VIDEO_PARTS = tuple(PARTS)
-"""transformer, vae, text_encoder, image_encoder."""
+"""Names of the parts: transformer, vae, text_encoder, image_encoder."""
 
 RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -71,19 +71,19 @@ RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
         },
     }
 )
-"""Settings of the parts of random models by size: small ones, which fit each other, and SkyReels-V2-I2V-1.3B's."""
+"""Settings of the parts of random models, by size: small ones, which fit each other, and SkyReels-V2-I2V-1.3B's."""
 
 RANDOM_INPUTS = Inputs()
 
 
 def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_INPUTS, size: str = "tiny") -> Case:
-    """One part of a video model.
+    """Case that compares one part of a video model.
 
     Args:
         model: a folder of either published layout; None for random weights.
         part: one of `VIDEO_PARTS`.
-        inputs: arrays by the names of the reference's arguments, in its layout; what is left out is random.
-        size: of random weights, one of `RANDOM`.
+        inputs: arrays by the names of the reference's arguments, in its layout; the others are random.
+        size: size of the model with random weights, one of `RANDOM`.
 
     Raises:
         CheckpointError: if the folder or the part cannot be read.
@@ -136,7 +136,7 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
 
 
 def build_part(part: str, settings: Mapping[str, Any]) -> nnx.Module:
-    """Our module of a part, of its settings."""
+    """Our module of a part with the given settings."""
     kind = PART_SIDES[part]
     return kind.build(kind.config(settings), rngs=nnx.Rngs(0))
 
@@ -157,7 +157,11 @@ def _random(size: str) -> Mapping[str, Any]:
 
 
 def _fill(model: Any, part: str, settings: Mapping[str, Any], weight: Callable[[str], np.ndarray]) -> None:
-    """Weights by the original's names into the reference's model, one after the other."""
+    """Copy weights into the reference's model, one after the other; `weight` takes the original's name.
+
+    Raises:
+        CheckpointError: if a shape does not fit, or a parameter is left without a weight.
+    """
     names, state, filled = PARTS[part].names(settings), model.state_dict(), set()
     for key, tensor in state.items():
         if (found := names.backward(key)) is None:
@@ -174,7 +178,10 @@ def _fill(model: Any, part: str, settings: Mapping[str, Any], weight: Callable[[
 
 
 def _cast(model: Any, dtype: str) -> None:
-    """As `from_pretrained` casts: what diffusers keeps in float32 stays so, and buffers are left alone."""
+    """Cast parameters as `from_pretrained` does.
+
+    Modules that diffusers keeps in float32 are not cast. Buffers are not cast.
+    """
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     kept = kept if hasattr(model, "register_to_config") else ()
     for name, parameter in model.named_parameters():

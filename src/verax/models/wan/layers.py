@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 AttentionFn = Callable[[Array, Array, Array], Array]
-"""Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`; every query sees every key."""
+"""Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`, without a mask."""
 
 Rotary = tuple[Array, Array]
 
@@ -59,9 +59,10 @@ ATTENTION: Mapping[str, AttentionFn] = MappingProxyType(
 
 
 def block_causal(attend: AttentionFn, block: int) -> AttentionFn:
-    """Attention in which a query sees the keys of its own block of `block` tokens and of earlier blocks.
+    """Attention in which a query attends to the keys of its own block of `block` tokens and of earlier blocks.
 
-    By ranges of keys, so that nothing is computed to be masked. The last block may be shorter.
+    Each block of queries takes its range of keys, so that no score is computed and then masked. The last block may be
+    shorter.
     """
 
     def blockwise(q: Array, k: Array, v: Array) -> Array:
@@ -80,8 +81,8 @@ def rotary_tables(
 ) -> tuple[Float[Array, "T H"], Float[Array, "T H"]]:
     """cos and signed sin for `rotate`, of tokens in the order (frame, row, column).
 
-    Of a head's pairs of numbers, two sixths (rounded down) turn with the row, as many with the column, and the rest
-    with the frame; each axis has the frequencies `10000 ^ -(i / pairs)` of its own.
+    A head has H / 2 pairs of numbers: H // 6 turn with the row, as many with the column, and the rest with the frame.
+    Each axis has its own frequencies `10000 ^ -(i / pairs)`, in radians per step.
     """
     across = head_dim // 6
     axes = [(frames, head_dim // 2 - 2 * across), (height, across), (width, across)]
@@ -114,7 +115,7 @@ def gelu_tanh(x: Array) -> Array:
 
 
 def gelu_erf(x: Array) -> Array:
-    """GELU itself."""
+    """GELU without approximation, by the error function."""
     return jax.nn.gelu(x, approximate=False)
 
 
@@ -122,14 +123,14 @@ class Sequential(nnx.List):
     """Modules and functions applied in turn; a module's name is its place, as in PyTorch's `Sequential`."""
 
     def __call__(self, x: Array) -> Array:
-        """The last one's result."""
+        """Apply the modules and functions in turn; return the last result."""
         for apply in self:
             x = apply(x)
         return x
 
 
 class Float32Linear(Linear):
-    """A linear layer whose inputs are not rounded, whatever the weight's dtype: of time, and of the head."""
+    """Linear layer in float32 with a weight of any dtype, for the time embedding and the head."""
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         """Map the last axis."""
@@ -138,7 +139,7 @@ class Float32Linear(Linear):
 
 
 class PatchEmbedding(nnx.Module):
-    """A linear map of each patch, one frame deep, stored as the convolution that it is."""
+    """Linear map of each patch of a frame. Its weight `[D, C, 1, patch, patch]` is stored as a convolution's."""
 
     def __init__(self, C: int, D: int, patch: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         shape = (D, C, 1, patch, patch)
@@ -146,7 +147,7 @@ class PatchEmbedding(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(D, dtype))
 
     def __call__(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F h w D"]:
-        """Latents to tokens."""
+        """Map latents to tokens `[B, F, h, w, D]`."""
         weight = self.weight[...]
         B, F, hp, wp, C = latents.shape
         p = weight.shape[-1]
@@ -155,7 +156,7 @@ class PatchEmbedding(nnx.Module):
 
 
 class ImageEmbedding(nnx.Module):
-    """The image encoder's states to the model's width."""
+    """Map from the image encoder's states to the model's width D."""
 
     def __init__(self, size_in: int, D: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         # PyTorch's default eps, unlike the other norms'.
@@ -164,15 +165,16 @@ class ImageEmbedding(nnx.Module):
         self.proj = Sequential([norm_in, inner, gelu_erf, outer, norm_out])
 
     def __call__(self, image: Float[Array, "B P I"]) -> Float[Array, "B P D"]:
-        """The image's part of the context."""
+        """Tokens of the image for cross-attention, `[B, P, D]`."""
         return self.proj(image)
 
 
 def sinusoid(timesteps: Num[Array, "B G"], size: int) -> Float[Array, "B G size"]:
     """cos and then sin of `t / 10000 ^ (i / half)`, to float32's accuracy.
 
-    References take float64. Here the angle is reduced first: in turns, of which float32 holds `t` times the leading 12
-    bits exactly while t is a whole number below 4096, and only their fraction matters.
+    References compute in float64. Here angles are in turns, of which only the fraction counts. The product of `t` and
+    the leading 12 bits of a frequency is exact in float32 while t is a whole number below 4096. Its fraction is taken
+    before the product with the remaining bits is added.
     """
     half = size // 2
     turns = 10000.0 ** -(np.arange(half) / half) / (2 * np.pi)
@@ -188,7 +190,7 @@ def sinusoid(timesteps: Num[Array, "B G"], size: int) -> Float[Array, "B G size"
 def normalize(
     x: Float[Array, "B F h w D"], shift: Float[Array, "B #F D"], scale: Float[Array, "B #F D"], eps: float
 ) -> Float[Array, "B F h w D"]:
-    """`layer_norm(x) (1 + scale) + shift`, in float32; shift and scale are those of a frame, or of all."""
+    """`layer_norm(x) (1 + scale) + shift`, in float32; shift and scale are of each frame, or one for all frames."""
     D = x.shape[-1]
     x = ops.layer_norm(x, jnp.ones(D, jnp.float32), jnp.zeros(D, jnp.float32), eps)
     return x * (1 + _of_frames(scale)) + _of_frames(shift)
@@ -199,7 +201,7 @@ def _of_frames(x: Float[Array, "B F D"]) -> Float[Array, "B F 1 1 D"]:
 
 
 class CrossKeys(NamedTuple):
-    """A layer's keys (normalised) and values of text and image, in the weights' dtype; one per prompt."""
+    """Normalised keys, and values, of text and image for one layer, in the weights' dtype; B counts prompts."""
 
     k: Float[Array, "B S N H"]
     v: Float[Array, "B S N H"]
@@ -208,7 +210,7 @@ class CrossKeys(NamedTuple):
 
 
 class Projections(nnx.Module):
-    """What both attentions of a block have: four projections, and norms of queries and keys over the whole width."""
+    """Parameters of either attention of a block: four projections, and norms of queries and keys over all heads."""
 
     def __init__(self, D: int, heads: int, *, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
         linear = partial(Linear, D, D, bias=True, dtype=dtype, rngs=rngs)
@@ -218,11 +220,11 @@ class Projections(nnx.Module):
 
     @property
     def dtype(self) -> DTypeLike:
-        """Of the weights, and so of keys and values."""
+        """Dtype of the weights, and of keys and values."""
         return self.k.weight.get_value().dtype
 
     def split(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        """Each head's part."""
+        """Divide the last axis among the heads."""
         return x.reshape(*x.shape[:2], self.heads, -1)
 
 
@@ -237,7 +239,7 @@ class SelfAttention(Projections):
 
 
 class CrossAttention(Projections):
-    """Attention to the text and, beside it and with projections of its own, to the image; their results are added."""
+    """Attention to the text, and with keys and values of its own to the image; the two results are added."""
 
     def __init__(self, D: int, heads: int, *, image: bool, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(D, heads, eps=eps, dtype=dtype, rngs=rngs)
@@ -246,7 +248,7 @@ class CrossAttention(Projections):
         self.norm_k_img = RMSNorm(D, eps=eps, dtype=dtype) if image else None
 
     def keys(self, text: Float[Array, "B S D"], image: Float[Array, "B P D"] | None) -> CrossKeys:
-        """What every step attends to: it does not depend on the time."""
+        """Keys and values of text and image. They do not depend on the time, so that all steps share them."""
         k, v = self.split(self.norm_k(self.k(text))), self.split(self.v(text))
         k_img = v_img = None
         if image is not None and self.k_img and self.v_img and self.norm_k_img:
@@ -265,7 +267,8 @@ class CrossAttention(Projections):
 class Block(nnx.Module):
     """Self-attention, cross-attention and feed-forward on the float32 residual stream.
 
-    The first and the last are shifted, scaled and gated by the time's embedding, each frame's by its own time.
+    The time's embedding shifts and scales the inputs, and gates the outputs, of self-attention and feed-forward. Each
+    frame may have its own time.
     """
 
     def __init__(self, D: int, F: int, heads: int, *, image: bool, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -305,7 +308,7 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The residual stream to each patch's numbers, after a norm that the time's embedding shifts and scales."""
+    """Map from the residual stream to the numbers of each patch, after a norm that the time's embedding modulates."""
 
     def __init__(self, D: int, size_out: int, *, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
         self.eps = eps
@@ -313,7 +316,7 @@ class Head(nnx.Module):
         self.head = Float32Linear(D, size_out, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F h w P"]:
-        """What `head.head` gives for each token."""
+        """Numbers of each token's patch, float32 `[B, F, h, w, P]`."""
         B, F, *_, D = x.shape
         table = jnp.broadcast_to(_modulated(self.modulation, e[:, :, None]), (B, F, 2, D))
 
