@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from verax.errors import InvalidParameterError
 from verax.models.wan.model import WanConfig
+from verax.video.denoise import Tables
 from verax.video.geometry import LatentGeometry
 from verax.video.programs import Component, ProgramCall, floats
 from verax.video.prompt import PromptStates
@@ -28,10 +29,8 @@ from verax.video.settings import VideoSettings
 from verax.video.stages import Stages
 from verax.video.transformers import TransformerSchedule
 
-if TYPE_CHECKING:
-    from verax.video.conditioning import Conditioning
-
 __all__ = [
+    "Conditioning",
     "DecodeClip",
     "DecodeSegment",
     "EncodeImage",
@@ -41,8 +40,58 @@ __all__ = [
     "PipelineParts",
     "PreviewSegment",
     "RunState",
+    "SegmentSchedule",
     "StageCall",
 ]
+
+
+class SegmentSchedule(NamedTuple):
+    """Iterations of a segment.
+
+    Attributes:
+        tables: tables of the denoising loop; all iterations run the transformer's blocks.
+        timesteps: timesteps as the transformer sees them, of all frames or of each frame.
+    """
+
+    tables: Tables
+    timesteps: Int32[np.ndarray, "R *F"]
+
+
+class Conditioning(Protocol):
+    """Conditioning of one kind of model."""
+
+    takes_image: bool
+    """True if the transformer attends to an image's states and has image channels behind the latents."""
+
+    def check(self, request: ResolvedRequest, settings: VideoSettings) -> None:
+        """Raise InvalidParameterError for options that this kind of model does not have."""
+        ...
+
+    def stages(self, request: ResolvedRequest, parts: PipelineParts) -> list[StageCall]:
+        """Stages that encode images and clips into latents."""
+        ...
+
+    def image_condition(self, request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDtypeStruct | None:
+        """Shape of the channels behind the latents, float32 `[1, F, h, w, E]`, or None."""
+        ...
+
+    def prefix(self, request: ResolvedRequest, geometry: LatentGeometry, segment: int) -> int:
+        """Number of latent frames with which a segment begins, and which are not denoised."""
+        ...
+
+    def schedule(
+        self, request: ResolvedRequest, rules: ReferenceRules, *, latents: int, prefix: int, last: int
+    ) -> SegmentSchedule:
+        """Iterations of a segment.
+
+        Args:
+            request: checked request.
+            rules: rules of the reference.
+            latents: latent frames of the segment.
+            prefix: how many of them are not denoised.
+            last: latent frames after them, which are not denoised either.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Conditioning of a clip by kind of model: text alone, a first image, or diffusion forcing with prefix latents.
 
-Each kind is a class with the methods of `Conditioning`; `CONDITIONINGS` is the only place where kinds are told apart.
+Each kind is a class with the methods of `calls.Conditioning`; `CONDITIONINGS` is the only place where kinds are told apart.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Int32
 
 from verax.errors import InvalidParameterError
-from verax.video.calls import PipelineParts, RunState, StageCall
-from verax.video.denoise import Tables, make_tables
+from verax.video.calls import Conditioning, PipelineParts, RunState, SegmentSchedule, StageCall
+from verax.video.denoise import make_tables
 from verax.video.forcing import ForcingSchedule, forcing_schedule
 from verax.video.geometry import LatentGeometry
 from verax.video.programs import ProgramCall, floats
@@ -28,61 +26,10 @@ from verax.video.sigmas import noise_levels
 
 __all__ = [
     "CONDITIONINGS",
-    "Conditioning",
     "ForcingConditioning",
     "ImageConditioning",
-    "SegmentSchedule",
     "TextConditioning",
 ]
-
-
-class SegmentSchedule(NamedTuple):
-    """Iterations of a segment.
-
-    Attributes:
-        tables: tables of the denoising loop; all iterations run the transformer's blocks.
-        timesteps: timesteps as the transformer sees them, of all frames or of each frame.
-    """
-
-    tables: Tables
-    timesteps: Int32[np.ndarray, "R *F"]
-
-
-class Conditioning(Protocol):
-    """Conditioning of one kind of model."""
-
-    takes_image: bool
-    """True if the transformer attends to an image's states and has image channels behind the latents."""
-
-    def check(self, request: ResolvedRequest, settings: VideoSettings) -> None:
-        """Raise InvalidParameterError for options that this kind of model does not have."""
-        ...
-
-    def stages(self, request: ResolvedRequest, parts: PipelineParts) -> list[StageCall]:
-        """Stages that encode images and clips into latents."""
-        ...
-
-    def image_condition(self, request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDtypeStruct | None:
-        """Shape of the channels behind the latents, float32 `[1, F, h, w, E]`, or None."""
-        ...
-
-    def prefix(self, request: ResolvedRequest, geometry: LatentGeometry, segment: int) -> int:
-        """Number of latent frames with which a segment begins, and which are not denoised."""
-        ...
-
-    def schedule(
-        self, request: ResolvedRequest, rules: ReferenceRules, *, latents: int, prefix: int, last: int
-    ) -> SegmentSchedule:
-        """Iterations of a segment.
-
-        Args:
-            request: checked request.
-            rules: rules of the reference.
-            latents: latent frames of the segment.
-            prefix: how many of them are not denoised.
-            last: latent frames after them, which are not denoised either.
-        """
-        ...
 
 
 class TextConditioning:

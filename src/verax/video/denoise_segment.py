@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from verax.video.calls import PipelineParts, RunState, StageCall
-from verax.video.conditioning import SegmentSchedule
+from verax.video.calls import PipelineParts, RunState, SegmentSchedule, StageCall
 from verax.video.denoise import Carry, Conditions, Denoiser, Tables, padded_rows
 from verax.video.programs import ProgramCall, floats
 from verax.video.reporter import Reporter
