@@ -24,7 +24,7 @@ SINGLE = "model.safetensors"
 """The weights, if they are in one file."""
 
 INDEX = "model.safetensors.index.json"
-"""Which file has which weight, if they are in many."""
+"""Name of the index, which maps each weight to its file if there are several."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
@@ -36,7 +36,7 @@ class TensorFile(Protocol):
     tensors: dict[str, TensorInfo]
 
     def kind(self, name: str, /) -> str:
-        """How a tensor is stored."""
+        """Storage of a tensor: dtype, shape and place."""
         ...
 
     def read(self, name: str, /) -> np.ndarray:
@@ -53,12 +53,12 @@ class QuantizedEntry(Protocol):
 
     @property
     def kind(self) -> str:
-        """What the quantisation is called."""
+        """Name of the quantisation."""
         ...
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As of the array that it stands for."""
+        """Shape of the array that it represents."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class Checkpoint:
         metadata: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.folder = folder
-        """Where the checkpoint is: the file itself, if it is a GGUF file."""
+        """Folder of the checkpoint; the file itself if it is a GGUF file."""
         self.config = config
         self.generation_config = generation_config
         self.metadata = metadata
@@ -137,7 +137,7 @@ class Checkpoint:
         return self.packed[name].shape if name in self.packed else self.info(name).shape
 
     def kind(self, name: str) -> str:
-        """How a weight is stored: a dtype, or what its quantisation is called."""
+        """Storage of a weight: the name of its dtype or of its quantisation."""
         return self.packed[name].kind if name in self.packed else self._file(name).kind(name)
 
     def info(self, name: str) -> TensorInfo:

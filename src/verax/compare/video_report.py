@@ -86,7 +86,7 @@ class VideoReport:
             "videos.html": self.html(clip),
         }
         for name, text in texts.items():
-            with files.atomic_path(folder / name) as partial:
+            with atomic_path(folder / name) as partial:
                 partial.write_text(text, encoding="utf-8")
         return [*(folder / name for name in texts), clip]
 

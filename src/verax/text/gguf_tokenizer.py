@@ -24,7 +24,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 class _Rules(NamedTuple):
-    """How a text is cut before merges apply."""
+    """Pre-tokenization: the cuts of a text before merges apply."""
 
     pattern: str
     compose: bool = False
@@ -46,7 +46,7 @@ _RULES = {
     "gpt-2": _Rules(_GPT2),
 }
 _USUAL = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
-"""Of files that do not say, which early converters wrote, by architecture."""
+"""Pre-tokenizer by architecture, for files of early converters, which have no `tokenizer.ggml.pre`."""
 
 _CONTROL, _USER_DEFINED = 3, 4
 _ENDS = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")

@@ -113,7 +113,7 @@ class Tokenizer:
         self._backend.enable_truncation(max_length)
 
     def encode_batch(self, texts: Sequence[str]) -> list[tuple[list[int], bool]]:
-        """Of each text: its token ids, special ones included, and whether it was cut."""
+        """Token ids of each text, special ones included, and True if the text was cut."""
         return [(encoded.ids, bool(encoded.overflowing)) for encoded in self._backend.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

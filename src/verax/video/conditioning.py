@@ -1,6 +1,6 @@
 """Conditioning of a clip by kind of model: text alone, a first image, or diffusion forcing with prefix latents.
 
-Each kind is a class with the methods of `calls.Conditioning`; `CONDITIONINGS` is the only place where kinds are told apart.
+Each kind is a class with the methods of `calls.Conditioning`. `CONDITIONINGS` is the only place that tells kinds apart.
 """
 
 from __future__ import annotations

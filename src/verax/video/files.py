@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,8 +12,9 @@ from jaxtyping import UInt8
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
+from verax.files import atomic_path
 
-__all__ = ["CRF", "atomic_path", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
+__all__ = ["CRF", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
 
 CRF = 18
 """x264's constant rate factor: 0 is lossless, 51 the worst; 18 is visually lossless."""
@@ -161,27 +159,6 @@ def check_parent(path: Path, name: str) -> None:
     """Raise InvalidParameterError, which begins with `name`, if there is no folder to write `path` in."""
     if not path.parent.is_dir():
         raise InvalidParameterError(f"{name}: there is no folder {path.parent}")
-
-
-@contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Temporary path of a file or folder, which replaces `path` when the context ends, or is removed on an error."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
-    replaced = path.with_name(f".{path.stem}.{os.getpid()}.replaced")
-    try:
-        yield partial
-        if path.is_dir():  # which no rename can replace unless it is empty
-            path.rename(replaced)
-        partial.replace(path)
-    except BaseException:
-        if replaced.exists():
-            replaced.rename(path)
-        raise
-    finally:
-        shutil.rmtree(replaced, ignore_errors=True)
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        partial.unlink(missing_ok=True)
 
 
 def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from verax.errors import InvalidParameterError
-from verax.video.files import atomic_path, check_parent
+from verax.files import atomic_path
+from verax.video.files import check_parent
 from verax.video.request import ResolvedRequest
 
 __all__ = ["FinishedSegments", "check_resume"]

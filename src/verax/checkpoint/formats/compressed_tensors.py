@@ -37,7 +37,7 @@ _UNSUPPORTED = {
 
 
 class PackedWeight(NamedTuple):
-    """Where a quantised weight lies: keys of the file, and what they mean."""
+    """Place of a quantised weight: the keys of its arrays, and their meaning."""
 
     values: str
     scales: str

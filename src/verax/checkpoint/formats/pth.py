@@ -56,7 +56,7 @@ _STORAGES = {
     "BoolStorage": "bool",
     "UntypedStorage": "uint8",
 }
-"""What the elements of a storage are, by its class."""
+"""Dtype of a storage's elements, by the name of its class."""
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "ema")
 """Under these keys training scripts put the weights, beside what else they keep."""
@@ -65,7 +65,7 @@ _LOCAL_HEADER = 30
 """Bytes before a member's name; the lengths of the name and of what follows it are its last two numbers."""
 
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What a file of the format before torch 1.6 begins with: a pickled number."""
+"""First bytes of a file in the format before torch 1.6: a pickled number."""
 
 
 class PthFile(MappedFile):
@@ -122,7 +122,7 @@ class PthFile(MappedFile):
         self.release_pages(info.start, info.end)
 
     def _read_directory(self) -> dict[str, tuple[int, int]]:
-        """Where each member's bytes are, by its name without the archive's."""
+        """Byte range of each member, by its name without the archive's."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 members = archive.infolist()
@@ -215,7 +215,7 @@ _CONSTANTS: dict[str, Any] = {
     **{f"torch.{name}": _DTYPES[dtype] for name, dtype in _STORAGES.items()},
     "torch.storage.UntypedStorage": _DTYPES["uint8"],
 }
-"""What else it may name: a dtype, or a storage's class, for which its elements' dtype stands."""
+"""Other names that a file may contain: a dtype, or a storage's class, which becomes its elements' dtype."""
 
 
 class _Global(NamedTuple):

@@ -43,7 +43,7 @@ _LONGEST_HEADER = 100_000_000
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: byte offsets from the beginning of the file."""
+    """Place of a tensor: byte offsets from the beginning of the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

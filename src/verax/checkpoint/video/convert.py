@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
 
 
 class _PartFiles(NamedTuple):
-    """What is written for a part: under `target / folder`, `stem` numbered as needed, and its settings."""
+    """Output of a part: files under `target / folder`, `stem` numbered as needed, and its settings."""
 
     folder: str
     stem: str
@@ -137,7 +137,7 @@ def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -
 def _tensors(
     part: Part, checkpoint: Checkpoint, key: str, theirs: tuple[str, ...] | None, dtype: DTypeLike | None
 ) -> Iterator[Tensor]:
-    """What to write of a weight: itself, or under diffusers' names (`theirs`) one tensor, or several of its rows."""
+    """Tensors to write for a weight: itself, or under diffusers' names (`theirs`) one tensor or several parts."""
     stored = checkpoint.info(key)
     floats = dtype is not None and jnp.issubdtype(stored.dtype, jnp.floating)
     kind = jnp.dtype(dtype) if floats else stored.dtype

@@ -31,7 +31,7 @@ __all__ = ["VideoFolder"]
 TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
 SETTINGS = "verax.json"
-"""What a folder of either layout says to verax alone: defaults of a model that is not of the published sizes."""
+"""Name of verax's own settings file: defaults of a model that is not of the published sizes."""
 _COMFY = "model.diffusion_model."
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 
@@ -48,9 +48,9 @@ class VideoFolder:
         self.path = resolve_video(path)
         named = self.path if Path(path).expanduser().is_dir() else Path(path)
         self.name = named.resolve().name
-        """Of the folder, or of the repository: in the original layout it can be all that tells the kind of model."""
+        """Name of the folder or repository. In the original layout it may be the only sign of the kind of model."""
         self.layout: Literal["original", "diffusers"] = "diffusers"
-        """Which of the two it is."""
+        """Layout of the folder."""
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
             self.layout = "original"
             if not (self.path / "config.json").is_file():
@@ -99,7 +99,7 @@ class VideoFolder:
         return folder
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is such a part: transformer, vae, text_encoder or image_encoder."""
+        """True if the folder has the part: transformer, vae, text_encoder or image_encoder."""
         part = PARTS[name]
         if self.layout == "diffusers":
             return (self.path / name).is_dir()
@@ -179,7 +179,7 @@ class VideoFolder:
         return open_together(rest)
 
     def _stem(self, part: Part) -> str:
-        """Of a part's files in the original layout, without number and ending."""
+        """Name of a part's files in the original layout, without number and ending."""
         stem = self._original_file(part)
         if stem is None:
             raise CheckpointError(

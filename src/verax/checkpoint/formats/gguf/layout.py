@@ -1,4 +1,4 @@
-"""What a GGUF file of our models calls things: tensors by name, the order of their rows, config.json as metadata.
+"""Naming and layout of GGUF files: names of tensors, order of their rows, config.json as metadata.
 
 Follows llama.cpp's converter (`convert_hf_to_gguf.py`) and the specification of the format,
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -19,7 +19,7 @@ _ARCHITECTURES = ("qwen3", "qwen2", "llama")
 """Values of `general.architecture` that are supported: they are config.json's `model_type`s."""
 
 ROPE_DIVISORS = "rope_freqs.weight"
-"""What each rotary frequency is divided by, `[H/2]`: how Llama 3.1's scaling is stored."""
+"""Divisors of the rotary frequencies, `[H/2]`: the file's form of Llama 3.1's scaling."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -84,7 +84,7 @@ def restored(rows: np.ndarray, heads: int) -> np.ndarray:
 def read_config(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], divisors: Any = None
 ) -> dict[str, Any]:
-    """What config.json would say.
+    """Contents of the equivalent config.json.
 
     Args:
         metadata: the file's keys and values.
