@@ -18,9 +18,9 @@ from verax.ops.hierarchical import orthogonality_loss
 FLUX = flux()
 
 
-def published(x, rule="hierarchical_delta_rule", implementation="factored", **options):
-    function = ops.operations()[rule].implementations[implementation].function
-    return jax.jit(lambda x: function(**x, flux=FLUX, **options))(x)
+def published(x, rule="hierarchical", implementation="factored", **options):
+    with ops.use_implementations(**{f"{rule}_rule": implementation}):
+        return jax.jit(lambda x: getattr(ops, f"{rule}_delta_rule")(**x, flux=FLUX, **options))(x)
 
 
 @partial(jax.jit, static_argnames=("interval", "mode", "chunk_size"))
@@ -58,7 +58,7 @@ def error(a, b):
 @pytest.mark.parametrize("keys", ["random", "positive", "repeated", "zero rows"])
 def test_the_factored_forms_give_what_the_equations_give(T, chunk_size, keys):
     x = inputs(T=T, keys=keys)
-    for rule in ("hierarchical_delta_rule", "local_delta_rule"):
+    for rule in ("hierarchical", "local"):
         with jax.enable_x64(True):
             exact = published(jax.tree.map(lambda a: a.astype(np.float64), x), rule, "reference", chunk_size=chunk_size)
         out, _ = published(x, rule, chunk_size=chunk_size)
@@ -70,7 +70,7 @@ def test_the_factored_forms_leave_the_same_states():
     x = inputs(T=128)
     for state, exact in zip(published(x)[1], published(x, implementation="reference")[1], strict=True):
         np.testing.assert_allclose(state, exact, atol=2e-6)
-    options = {"rule": "local_delta_rule", "chunk_size": 64, "output_final_state": True}
+    options = {"rule": "local", "chunk_size": 64, "output_final_state": True}
     np.testing.assert_allclose(
         published(x, **options)[1], published(x, implementation="reference", **options)[1], atol=2e-6
     )
@@ -78,7 +78,7 @@ def test_the_factored_forms_leave_the_same_states():
 
 def test_gradients_are_finite_on_zero_rows():
     x = inputs(T=64, keys="zero rows")
-    for rule in ("hierarchical_delta_rule", "local_delta_rule"):
+    for rule in ("hierarchical", "local"):
         loss = partial(lambda rule, x: jnp.sum(published(x, rule, chunk_size=32)[0] ** 2), rule)
         grads = jax.jit(jax.grad(loss))(x)
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
@@ -132,7 +132,7 @@ def test_published_decays_weigh_old_against_new_but_do_not_change_what_is_read()
 
 def test_local_chunks_know_nothing_of_each_other():
     x = inputs(T=128)
-    run = partial(published, rule="local_delta_rule", chunk_size=64)
+    run = partial(published, rule="local", chunk_size=64)
     np.testing.assert_allclose(run(x)[0][:, 64:], run(cut(x, 64, 128))[0], rtol=1e-5, atol=1e-6)
 
 

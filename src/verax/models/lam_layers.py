@@ -166,7 +166,7 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
         # Two taps before a token and one after it.
         q, k, v = self.convolve(jnp.pad(qkv, ((0, 0), (2, 1), (0, 0))))
         beta, decays, gates = self.token_gates(x)
-        rule = (q, k, v, beta, tuple(map(jax.nn.sigmoid, decays)), gates, self.resonance_flux.weights())
+        rule = (q, k, v, beta, jax.tree.map(jax.nn.sigmoid, decays), gates, self.resonance_flux.weights())
         chunk_size = self.config.chunk_size or CHUNK_SIZES[self.config.rule]
         if self.config.rule == "local":
             (out, _), states = ops.local_delta_rule(*rule, chunk_size=chunk_size), None

@@ -9,15 +9,16 @@ from tests.support.cpu import for_each_level, needs_library
 from tests.support.hierarchical import flux, inputs
 from verax import ops
 from verax.ops.cpu import library
+from verax.ops.hierarchical import HierarchicalInputs
 
 pytestmark = needs_library
 
-RULES = ("hierarchical_delta_rule", "local_delta_rule")
+RULES = ("hierarchical_rule", "local_rule")
 
 
 def run(rule, implementation, x, weights, chunk_size):
     function = ops.operations()[rule].implementations[implementation].function
-    return jax.jit(lambda x: function(**x, flux=weights, chunk_size=chunk_size)[0])(x)
+    return jax.jit(lambda x: function(x, chunk_size=chunk_size)[0])(HierarchicalInputs(**x, flux=weights))
 
 
 def error(a, b):
@@ -42,11 +43,10 @@ def test_results_are_those_of_the_equations(level, T, chunk_size, K, V, keys):
 
 # Four chunks: the fast and the slow state are alike until the third.
 def test_states_and_what_is_read_from_each_are_those_of_the_reference():
-    x = jax.tree.map(jnp.asarray, inputs(T=128))
-    implementations = ops.hierarchical_delta_rule.implementations
+    x = HierarchicalInputs(**jax.tree.map(jnp.asarray, inputs(T=128)), flux=flux())
+    implementations = ops.operations()["hierarchical_rule"].implementations
     native, reference = (
-        implementations[implementation].function(**x, flux=flux(), chunk_size=32)
-        for implementation in ("native", "reference")
+        implementations[implementation].function(x, chunk_size=32) for implementation in ("native", "reference")
     )
     for a, b in zip(jax.tree.leaves(native), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * max(1.0, float(np.abs(b).max())))
@@ -67,6 +67,6 @@ def test_gradients_are_those_of_the_reference(rule):
 
 
 def test_native_forms_are_chosen_here():
-    x = inputs()
+    x = HierarchicalInputs(**inputs(), flux=flux())
     for rule in RULES:
-        assert ops.operations()[rule].select(**x, flux=flux()).name == "native"
+        assert ops.operations()[rule].select(x, chunk_size=64).name == "native"

@@ -20,7 +20,7 @@ from verax.bench.delta.case import jax_side, torch_side
 from verax.bench.delta.flops import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
 from verax.models.lam import LamConfig, LamModel
 from verax.models.lam_layers import EnhancedHierarchicalDeltaNet
-from verax.ops.hierarchical import Perceptron, ResonanceFlux, orthogonality_loss
+from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
 
 __all__ = ["encoder_cases", "layer_cases", "rule_cases"]
 
@@ -78,11 +78,11 @@ def _rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
     q, k, v, beta, decays, gates = jax.tree.map(lambda x: jnp.asarray(x.transpose(1, 2).cpu().numpy()), inputs)
     arrays = q, k, v, beta[..., 0], decays, tuple(gate[..., 0] for gate in gates)
     H, K = q.shape[2:]
-    rule = *arrays, _flux(_layer(baselines, baselines.reference, C).resonance_flux)
-    ours = {}
-    for impl in _implementations(*rule, chunk_size=C):
+    rule = HierarchicalInputs(*arrays, _flux(_layer(baselines, baselines.reference, C).resonance_flux))
+    operation, ours = ops.operations()["hierarchical_rule"], {}
+    for impl in (impl.name for impl in reversed(operation.supporting(rule, chunk_size=C))):
         count = hierarchical_rule_flops if impl == "reference" else factored_rule_flops
-        with ops.use_implementations(hierarchical_delta_rule=impl):
+        with ops.use_implementations(hierarchical_rule=impl):
             ours[impl] = jax_side(
                 lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C),
                 *rule,
@@ -90,7 +90,7 @@ def _rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
             )
     moved = _nbytes(arrays) + q.nbytes + 2 * 4 * B * H * K * K
     done = hierarchical_rule_flops(B * n * C, H, K, C)
-    chosen = ops.hierarchical_delta_rule.select(*rule, chunk_size=C).name
+    chosen = operation.select(rule, chunk_size=C).name
     return _case("rule", name, _sizes(shape), moved, chosen, ours, done, theirs, baselines)
 
 
@@ -147,17 +147,11 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
     return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, done, theirs, baselines)
 
 
-def _implementations(*rule: Any, chunk_size: int) -> list[str]:
-    """Every implementation of our rule that takes the call here."""
-    supporting = ops.hierarchical_delta_rule.supporting(*rule, chunk_size=chunk_size)
-    return [impl.name for impl in reversed(supporting)]
-
-
 def _chosen_implementation(variant: str) -> str:
     """The implementation of our rule that runs inside the layer."""
-    operation = {"B": ops.hierarchical_delta_rule, "C": ops.local_delta_rule}[variant]
-    head = jax.ShapeDtypeStruct((1, 64, LAM.num_attention_heads, 32), jnp.float32)
-    return operation.select(head, head, head, None, None, None, None, chunk_size=64).name
+    operation = ops.operations()[f"{VARIANTS[variant]}_rule"]
+    (example,) = operation.examples()  # it has LAM's heads and dtype
+    return operation.select(*example.args, **example.kwargs).name
 
 
 def _case(

@@ -1,15 +1,17 @@
-"""First steps of both published rules: checks, unit keys, values scaled by beta, cutting into chunks."""
+"""Inputs of both published rules, and their first steps: checks, unit keys, values scaled by beta, chunks."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from verax.ops.delta._inputs import check_axes, check_shapes
+from verax.ops.hierarchical._flux import ResonanceFlux
 
-__all__ = ["Chunks", "Pair", "check", "chunk_length", "cut", "joined", "normalized", "unit"]
+__all__ = ["Chunks", "HierarchicalInputs", "Pair", "chunk_length", "joined", "normalized", "unit"]
 
 Pair = tuple[Array, Array]
 """One for the fast state, one for the slow."""
@@ -19,6 +21,41 @@ KEY_EPSILON = 1e-12
 
 ONE_CHUNK = 32
 """Up to this many tokens are one chunk, whatever its size."""
+
+
+class HierarchicalInputs(NamedTuple):
+    """Arguments of both published rules, see `hierarchical_delta_rule`."""
+
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    beta: Float[Array, "B T H"]
+    decays: Pair
+    """`[B T H]`."""
+    gates: Pair
+    """`[B T H]`."""
+    flux: ResonanceFlux
+
+    def checked(self) -> HierarchicalInputs:
+        """The inputs. Raises `InvalidParameterError` for the first array whose shape does not fit q and v."""
+        check_axes(q=self.q, k=self.k, v=self.v)
+        B, T, H, K = self.q.shape
+        check_shapes(
+            k=(self.k, (B, T, H, K)),
+            v=(self.v, (B, T, H, self.v.shape[3])),
+            beta=(self.beta, (B, T, H)),
+            **{f"decays[{i}]": (a, (B, T, H)) for i, a in enumerate(self.decays)},
+            **{f"gates[{i}]": (a, (B, T, H)) for i, a in enumerate(self.gates)},
+        )
+        return self
+
+    def chunks(self, chunk_size: int) -> Chunks:
+        """Tokens by chunks, float32 at least."""
+        C = chunk_length(self.q.shape[1], chunk_size)
+        dtype = jnp.promote_types(self.q.dtype, jnp.float32)
+        q, k, v, beta, decays, gates = jax.tree.map(lambda x: tokens_by_chunk(x.astype(dtype), C), self[:-1])
+        k, beta = normalized(k), beta[..., None]
+        return Chunks(normalized(q), k, beta * k, beta * v, decays, gates)
 
 
 class Chunks(NamedTuple):
@@ -39,30 +76,6 @@ class Chunks(NamedTuple):
 def chunk_length(tokens: int, chunk_size: int) -> int:
     """Tokens of a chunk: all of them if there are few, or if `chunk_size` does not divide their number."""
     return tokens if tokens <= ONE_CHUNK or tokens % chunk_size else chunk_size
-
-
-def check(q: Array, k: Array, v: Array, beta: Array, decays: Pair, gates: Pair) -> None:
-    """Raise for the first array whose shape does not fit q and v."""
-    check_axes(q=q, k=k, v=v)
-    B, T, H, _ = q.shape
-    check_shapes(
-        k=(k, q.shape),
-        v=(v, (B, T, H, v.shape[3])),
-        beta=(beta, (B, T, H)),
-        **{f"decays[{i}]": (a, (B, T, H)) for i, a in enumerate(decays)},
-        **{f"gates[{i}]": (a, (B, T, H)) for i, a in enumerate(gates)},
-    )
-
-
-def cut(q: Array, k: Array, v: Array, beta: Array, decays: Pair, gates: Pair, chunk_size: int) -> Chunks:
-    """Arguments of a rule by chunks; float32 at least."""
-    check(q, k, v, beta, decays, gates)
-    C = chunk_length(q.shape[1], chunk_size)
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    q, k, v, beta, *rest = (tokens_by_chunk(x.astype(dtype), C) for x in (q, k, v, beta, *decays, *gates))
-    k = normalized(k)
-    beta = beta[..., None]
-    return Chunks(normalized(q), k, beta * k, beta * v, (rest[0], rest[1]), (rest[2], rest[3]))
 
 
 def tokens_by_chunk(x: Float[Array, "B T H *D"], size: int) -> Float[Array, "B n H C *D"]:

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from verax.ops.hierarchical._chunks import Chunks, Pair, cut, joined, unit
+from verax.ops.hierarchical._chunks import Chunks, HierarchicalInputs, Pair, joined, unit
 from verax.ops.hierarchical._flux import ResonanceFlux, chunk_flux, token_flux
 from verax.ops.hierarchical._published import (
     FORGET,
     LOCAL_SHARES,
-    hierarchical_delta_rule,
-    local_delta_rule,
+    hierarchical_rule,
+    local_rule,
     matmul,
     mixed,
     slow_state,
@@ -49,22 +49,12 @@ class Within(NamedTuple):
     """Sums of the keys and of U over the tokens."""
 
 
-@hierarchical_delta_rule.implementation("factored")
-def hierarchical_factored(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    beta: Float[Array, "B T H"],
-    decays: Pair,
-    gates: Pair,
-    flux: ResonanceFlux,
-    *,
-    chunk_size: int = 64,
-) -> tuple[Float[Array, "B T H V"], Pair]:
+@hierarchical_rule.implementation("factored")
+def hierarchical_factored(inputs: HierarchicalInputs, *, chunk_size: int) -> tuple[Float[Array, "B T H V"], Pair]:
     """`hierarchical_delta_rule` with less arithmetic."""
-    x = cut(q, k, v, beta, decays, gates, chunk_size)
-    chunks = within(x, flux)
-    found, states = walk(chunks, x.decays, flux)
+    x = inputs.chunks(chunk_size)
+    chunks = within(x, inputs.flux)
+    found, states = walk(chunks, x.decays, inputs.flux)
     return read(chunks.inner, chunks.shares, found), states
 
 
@@ -110,21 +100,12 @@ def read(
     return joined(shares[..., :1] * fast + shares[..., 1:] * slow)
 
 
-@local_delta_rule.implementation("factored")
+@local_rule.implementation("factored")
 def _local_factored(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    beta: Float[Array, "B T H"],
-    decays: Pair,
-    gates: Pair,
-    flux: ResonanceFlux,
-    *,
-    chunk_size: int = 128,
-    output_final_state: bool = False,
+    inputs: HierarchicalInputs, *, chunk_size: int, output_final_state: bool = False
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
-    x = cut(q, k, v, beta, decays, gates, chunk_size)
-    state = slow_state(x.k, _pseudo_values(x, x.v), x.decays[1], flux) if output_final_state else None
+    x = inputs.chunks(chunk_size)
+    state = slow_state(x.k, _pseudo_values(x, x.v), x.decays[1], inputs.flux) if output_final_state else None
     return local_outputs(x), state
 
 

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32
-from verax.ops.hierarchical._chunks import Pair, cut, joined, unit
+from verax.ops.hierarchical._chunks import HierarchicalInputs, Pair, joined, unit
 from verax.ops.hierarchical._flux import Perceptron, ResonanceFlux, chunk_flux, token_flux
 
-__all__ = ["hierarchical_delta_rule", "local_delta_rule", "orthogonality_loss"]
+__all__ = ["hierarchical_delta_rule", "hierarchical_rule", "local_delta_rule", "local_rule", "orthogonality_loss"]
 
 FORGET = (0.1, 0.05)
 """Factors by which a chunk's flux shortens the memory of the fast and of the slow state."""
@@ -24,7 +24,6 @@ LOCAL_SHARES = (0.1, 0.9)
 """Shares of the fast and of the slow output in the local rule."""
 
 
-@operation
 def hierarchical_delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -62,7 +61,14 @@ def hierarchical_delta_rule(
     Raises:
         InvalidParameterError: for arrays whose shapes do not fit each other.
     """
-    x = cut(q, k, v, beta, decays, gates, chunk_size)
+    x = HierarchicalInputs(q, k, v, beta, decays, gates, flux).checked()
+    return hierarchical_rule(x, chunk_size=chunk_size)
+
+
+@operation
+def hierarchical_rule(inputs: HierarchicalInputs, *, chunk_size: int) -> tuple[Float[Array, "B T H V"], Pair]:
+    """Operation behind `hierarchical_delta_rule`."""
+    x, flux = inputs.chunks(chunk_size), inputs.flux
     u, w = _pseudo_values(x.k, x.kb, x.v)
     p = _lower(x.q, x.k, 0)
     share = 0.5 + 0.3 * token_flux(x.kb, x.v, flux.token)
@@ -96,7 +102,6 @@ def mixed(fast: Float[Array, "B H K V"], slow: Float[Array, "B H K V"], psi: Flo
     return unit(fast + coupling * psi * slow), unit(slow + coupling * (1 - psi) * fast)
 
 
-@operation
 def local_delta_rule(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T H K"],
@@ -121,12 +126,21 @@ def local_delta_rule(
     Returns:
         Outputs, and the slow state or None.
     """
-    x = cut(q, k, v, beta, decays, gates, chunk_size)
+    x = HierarchicalInputs(q, k, v, beta, decays, gates, flux).checked()
+    return local_rule(x, chunk_size=chunk_size, output_final_state=output_final_state)
+
+
+@operation
+def local_rule(
+    inputs: HierarchicalInputs, *, chunk_size: int, output_final_state: bool = False
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
+    """Operation behind `local_delta_rule`."""
+    x = inputs.chunks(chunk_size)
     u, _ = _pseudo_values(x.k, x.kb, x.v)
     p = _lower(x.q, x.k, 0)
     fast, slow = (by * gate[..., None] for by, gate in zip(LOCAL_SHARES, x.gates, strict=True))
     out = joined(fast * matmul(p, x.v) + slow * matmul(p, u))
-    return out, slow_state(x.k, u, x.decays[1], flux) if output_final_state else None
+    return out, slow_state(x.k, u, x.decays[1], inputs.flux) if output_final_state else None
 
 
 def slow_state(
@@ -174,10 +188,11 @@ def matmul(x: Array, y: Array) -> Array:
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
-@hierarchical_delta_rule.example
-@local_delta_rule.example
+@hierarchical_rule.example
+@local_rule.example
 def _examples() -> list[Example]:
     head, gate = float32(1, 64, 12, 32), float32(1, 64, 12)
     perceptrons = (Perceptron(float32(16, D), float32(16), float32(1, 16), float32(1)) for D in (65, 64))
     flux = ResonanceFlux(float32(12, 32, 32), float32(12), *perceptrons)
-    return [Example((head, head, head, gate, (gate, gate), (gate, gate), flux))]
+    x = HierarchicalInputs(head, head, head, gate, (gate, gate), (gate, gate), flux)
+    return [Example((x,), {"chunk_size": 64})]
