@@ -18,6 +18,7 @@ from rich.table import Table
 from verax import plots
 from verax._optional import require_optional
 from verax.compare.videos import DEFINITIONS, QUALITY, VideoComparison, differences
+from verax.files import atomic_path
 from verax.video import files
 
 __all__ = ["VideoReport", "summary"]
