@@ -117,3 +117,23 @@ def test_an_unknown_architecture_names_what_is_known(run, tmp_path):
     done = run("generate", "-m", tmp_path, "abc")
     assert done.status == 1
     assert "'mamba'; language models supported are qwen3" in done.err
+
+
+def test_token_ids_serve_a_checkpoint_without_tokenizer(run, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "ids", max_position_embeddings=128)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    common = ("-m", folder, "--skip-tokenizer-init", "--temperature", "0", *QUICK)
+    lines = [list(map(int, line.split())) for line in run("generate", "5 6 7", "8,9", *common).out.splitlines()]
+    records = [json.loads(line) for line in run("generate", "5 6 7", "8,9", "--json", *common).out.splitlines()]
+    assert lines == [record["outputs"][0]["token_ids"] for record in records]
+    wrong = run("generate", "five", *common)
+    assert wrong.status == 2
+    assert "--skip-tokenizer-init" in wrong.err
+
+
+def test_a_checkpoint_without_tokenizer_is_refused_with_the_option_that_helps(run, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "ids", max_position_embeddings=128)
+    (folder / "tokenizer.json").unlink()
+    done = run("generate", "abc", "-m", folder, *QUICK)
+    assert done.status == 1
+    assert "skip_tokenizer_init" in done.err

@@ -47,6 +47,12 @@ def generate(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
+    skip_tokenizer_init: Annotated[
+        bool,
+        typer.Option(
+            "--skip-tokenizer-init", help="Token ids instead of texts, in and out, for checkpoints without a tokenizer."
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """Complete prompts. One prompt is shown as it comes; several are completed together.
@@ -60,10 +66,13 @@ def generate(
         verax generate --model Qwen/Qwen3-0.6B --file prompts.txt --max-tokens 100
 
         cat prompts.txt | verax generate --json > answers.jsonl
+
+        verax generate --skip-tokenizer-init "19 20 305 223"
     """
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs: only --json shows them")
     texts = _prompts(prompts, file)
+    inputs = [_token_ids(text) for text in texts] if skip_tokenizer_init else texts
     from verax.text.llm import LLM
 
     llm = LLM(
@@ -74,6 +83,7 @@ def generate(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs or min(len(texts) * n, MOST_AT_ONCE),
         seed=seed,
+        skip_tokenizer_init=skip_tokenizer_init,
     )
     params = llm.default_sampling_params(
         n=n,
@@ -88,17 +98,20 @@ def generate(
         ),
     )
     begin = time.perf_counter()
-    if len(texts) == 1 and n == 1 and not as_json:
+    if len(texts) == 1 and n == 1 and not (as_json or skip_tokenizer_init):
         count = _show_one(llm, texts[0], params)
     else:
-        outputs = llm.generate(texts, params)
+        outputs = llm.generate(inputs, params)
         count = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         for output in outputs:
             if as_json:
                 sys.stdout.write(json.dumps(output.to_dict(), ensure_ascii=False) + "\n")
             else:
                 for sample in output.outputs:
-                    sys.stdout.write(f"{output.prompt}{sample.text}\n")
+                    line = (
+                        " ".join(map(str, sample.token_ids)) if skip_tokenizer_init else f"{output.prompt}{sample.text}"
+                    )
+                    sys.stdout.write(f"{line}\n")
     seconds = time.perf_counter() - begin
     sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s\n")
 
@@ -125,3 +138,13 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter('no prompt: give one as an argument, as in verax generate "Once upon a time"')
     return read_lines(file)
+
+
+def _token_ids(text: str) -> list[int]:
+    """Token ids of a prompt such as `19 20 305` or `19,20,305`."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise typer.BadParameter(
+            f"--skip-tokenizer-init: expected token ids such as '19 20 305', got {text!r}"
+        ) from None
