@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.checkpoint import Checkpoint, load_module
+from verax.checkpoint import Checkpoint
 from verax.errors import UnsupportedModelError
+from verax.loading import load_model
 from verax.models import AttentionFn, causal_attention
 from verax.nn import Embedding, LayerNorm
 
@@ -167,7 +168,7 @@ class GPT2Model(nnx.Module):
         self.ln_f = LayerNorm(D, eps=config.layer_norm_epsilon, dtype=dtype)
 
     def __call__(
-        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*#B T"], attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
         """Final hidden states; positions are below `n_positions`."""
         x = self.wte(tokens) + self.wpe(positions)
@@ -189,8 +190,6 @@ class GPT2LMHeadModel(nnx.Module):
     """Weights are whole on every device."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        if not config.tie_word_embeddings:  # quantising would untie it
-            raise UnsupportedModelError("gpt2's output head is its token embedding, which is not quantised")
         self.config = config
         self.transformer = GPT2Model(config, dtype=dtype, rngs=rngs)
 
@@ -202,12 +201,12 @@ class GPT2LMHeadModel(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "*B T"],
-        positions: Int[Array, "*B T"] | None = None,
+        positions: Int[Array, "*#B T"] | None = None,
         attend: AttentionFn | None = None,
     ) -> Float[Array, "*B T D"]:
         """Final hidden states. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+            positions = jnp.arange(tokens.shape[-1])[None]
         return self.transformer(tokens, positions, attend or causal_attention(self.dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
@@ -223,17 +222,7 @@ def load(model: str | Path, *, dtype: DTypeLike = jnp.float32) -> GPT2LMHeadMode
         UnsupportedModelError: if config.json asks for what is not computed here.
     """
     opened = Checkpoint.open(model)
-    config = GPT2Config.from_hf(opened.config)
-    abstract = nnx.eval_shape(lambda: GPT2LMHeadModel(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    wanted = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(abstract))]
-    bare = "wte.weight" in opened.names()
-    return load_module(
-        abstract,
-        opened,
-        dtype=dtype,
-        aliases={name: name.removeprefix("transformer.") for name in wanted} if bare else {},
-        ignore=GPT2LMHeadModel.ignored_weights,
-    )
+    return load_model(opened, GPT2LMHeadModel, GPT2Config.from_hf(opened.config), dtype=dtype)
 
 
 def greedy(model: GPT2LMHeadModel, prompt: list[int], count: int) -> tuple[list[int], Float[Array, "count V"]]:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
 from verax.nn import Linear
 
@@ -68,6 +68,7 @@ def load_model(
     Raises:
         CheckpointError: if the weights do not fit the configuration, or are quantised already.
         InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
+        UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
     if quantization is not None and precision is None:
@@ -97,7 +98,7 @@ def load_causal_lm(
 
     Raises:
         CheckpointError, InvalidParameterError: as in `load_model`.
-        UnsupportedModelError: if verax has no such architecture.
+        UnsupportedModelError: if verax has no such architecture, or it has no linear layer to quantise.
     """
     model_class, config = causal_lm(opened.config)
     return load_model(opened, model_class, config, dtype=dtype, quantization=quantization, progress=progress)
@@ -125,11 +126,14 @@ def load_weights(
     Raises:
         CheckpointError: if the weights do not fit.
         InvalidParameterError: for groups that do not divide a layer.
+        UnsupportedModelError: if the model has no linear layer to quantise.
     """
     model: Any = abstract
     linear = {
         ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
     }
+    if precision is not None and not linear:
+        raise UnsupportedModelError(f"{type(model).__name__} has no verax.nn.Linear to quantise: load it unquantised")
     return load_module(
         model,
         opened,

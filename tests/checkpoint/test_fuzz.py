@@ -69,7 +69,7 @@ def describe_encoder(folder, changed):
 
 def describe_video(path, changed):
     folder = VideoFolder(path)
-    read_settings(folder, folder.flow_shift, kind=None, reference="skyreels")
+    read_settings(folder, folder.flow_shift, kind=None, negative_prompts={})
     part = changed.split("/")[0]
     if part in PARTS:
         PARTS[part].from_hf(folder.config(part))
