@@ -9,9 +9,10 @@ from tests.support.tiny import HYBRID, tiny_config
 from verax import ops
 from verax._compat import make_mesh
 from verax.models import causal_lm
+from verax.ops._target import DeviceMemory, Target
 from verax.text.engine_config import EngineConfig
 from verax.text.program import AbstractModel, step_program
-from verax.text.sizes import plan_sizes
+from verax.text.sizes import block_bytes, plan_sizes
 
 QWEN3_0_6B = dict(
     vocab_size=151936,
@@ -51,6 +52,16 @@ def test_a_model_of_600_million_weights_is_lowered_without_any():
     assert described(slots) == described(program.arguments[1])
     assert described(cache) == described(program.arguments[2])
     assert output.tokens.shape == (shape.rows,)
+
+
+def test_the_cache_takes_what_weights_and_reserve_leave_of_an_accelerator(monkeypatch):
+    _, config = causal_lm(tiny_config(**QWEN3_0_6B))
+    in_use, total = 2_000_000_000, 10_000_000_000
+    device = Target("gpu", read_memory=lambda: DeviceMemory(free=total - in_use, total=total), device_kind="NVIDIA L4")
+    monkeypatch.setattr(ops, "target", lambda: device)
+    sizes = plan_sizes(config, jnp.bfloat16, EngineConfig())
+    one = block_bytes(config, sizes.block_size, jnp.bfloat16)
+    assert 0.9 * total - in_use - one < sizes.num_blocks * one <= 0.9 * total - in_use
 
 
 @pytest.mark.parametrize("engine", ["llm", "quantized_llm"])

@@ -8,14 +8,14 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import psutil
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["PLATFORMS", "Target", "check_platform", "target", "use_target"]
+__all__ = ["PLATFORMS", "DeviceMemory", "Target", "check_platform", "target", "use_target"]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Names of platforms, as `jax.default_backend()` gives them."""
@@ -48,7 +48,19 @@ _COMPUTE_CAPABILITIES = {
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("verax_target", default=None)
 
 
-def _unknown() -> int | None:
+class DeviceMemory(NamedTuple):
+    """Bytes of one device.
+
+    Attributes:
+        free: bytes that nothing holds.
+        total: bytes that JAX may use, those in use included.
+    """
+
+    free: int
+    total: int
+
+
+def _unknown() -> DeviceMemory | None:
     return None
 
 
@@ -70,11 +82,11 @@ class Target:
     num_devices: int = 1
     compute_capability: str = ""
     attached: bool = False
-    read_memory: Callable[[], int | None] = field(default=_unknown, repr=False, compare=False)
+    read_memory: Callable[[], DeviceMemory | None] = field(default=_unknown, repr=False, compare=False)
 
     @property
-    def memory(self) -> int | None:
-        """Free bytes of one device, read anew at each access; None if unknown."""
+    def memory(self) -> DeviceMemory | None:
+        """Bytes of one device, read anew at each access; None if unknown."""
         return self.read_memory()
 
 
@@ -96,7 +108,7 @@ def use_target(
     Args:
         platform: `"cpu"`, `"gpu"` or `"tpu"`.
         device_kind: JAX's name of the device.
-        memory: free bytes of one device.
+        memory: bytes of one device, all of them free.
         num_devices: devices that a program may span.
         compute_capability: of an NVIDIA GPU; found by `device_kind` if None.
 
@@ -106,8 +118,9 @@ def use_target(
     check_platform("platform", platform)
     if compute_capability is None:
         compute_capability = _compute_capability(device_kind) if platform == "gpu" else ""
+    known = None if memory is None else DeviceMemory(free=memory, total=memory)
     token = _chosen.set(
-        Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda: memory),
+        Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda: known),
     )
     try:
         yield
@@ -144,13 +157,14 @@ def _local_target() -> Target:
         jax.device_count(),
         str(getattr(device, "compute_capability", "")),
         attached=True,
-        read_memory=lambda: _free_memory(device),
+        read_memory=lambda: _device_memory(device),
     )
 
 
-def _free_memory(device: Any) -> int | None:
+def _device_memory(device: Any) -> DeviceMemory | None:
     if device.platform == "cpu":
-        return psutil.virtual_memory().available
+        host = psutil.virtual_memory()
+        return DeviceMemory(free=host.available, total=host.total)
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
-    return None if limit is None else limit - stats.get("bytes_in_use", 0)
+    return None if limit is None else DeviceMemory(free=limit - stats.get("bytes_in_use", 0), total=limit)

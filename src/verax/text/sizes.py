@@ -22,7 +22,7 @@ from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 __all__ = ["RunnerConfig", "block_bytes", "layer_states", "plan_sizes", "state_bytes"]
 
 DEVICE_FRACTION = 0.9
-"""Part of an accelerator's free memory that a cache may fill: the rest is for activations (vLLM's default)."""
+"""Part of an accelerator's memory that weights and cache may fill: the rest is for activations (vLLM's default)."""
 
 HOST_FRACTION = 0.25
 """Part of the free host memory that a cache takes on a CPU, where other programs live too."""
@@ -106,7 +106,7 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
             f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    memory = config.kv_cache_memory or _free_memory()
+    memory = config.kv_cache_memory or _cache_memory()
     per_block, per_state = block_bytes(model, block_size, cache_dtype), state_bytes(model)
     max_num_seqs = config.max_num_seqs
     if max_num_seqs is None:
@@ -156,11 +156,13 @@ def layer_states(model: CausalLMConfig, num_seqs: int) -> list[Any]:
     return jax.eval_shape(lambda: [model.new_state(layer, num_seqs) for layer in layers])
 
 
-def _free_memory() -> int:
+def _cache_memory() -> int:
     """Bytes that a cache may take on the target."""
-    target = ops.target()
-    if target.memory is None:
+    memory = ops.target().memory
+    if memory is None:
         raise InvalidParameterError(
             "kv_cache_memory: this device does not report how much memory it has; give a size in bytes"
         )
-    return int(target.memory * (HOST_FRACTION if target.platform == "cpu" else DEVICE_FRACTION))
+    if ops.target().platform == "cpu":
+        return int(memory.free * HOST_FRACTION)
+    return int(memory.total * DEVICE_FRACTION) - (memory.total - memory.free)

@@ -46,7 +46,7 @@ def plan_memory(stages: Sequence[StageCall]) -> list[StageMemory]:
     Args:
         stages: stages of the run, as `run.stages_of` lists them.
     """
-    # Of the calls of one program in stages of one name, the largest; others are shorter segments.
+    # The largest call of each program counts, over all stages of one name; others are shorter segments.
     calls: dict[tuple[str, str], dict[int, ProgramCall]] = {}
     for stage in stages:
         for call in stage.calls:
@@ -73,8 +73,8 @@ def largest(plan: Sequence[StageMemory]) -> StageMemory:
 
 def free_memory(components: Sequence[Component[Any]]) -> int | None:
     """Bytes of the target that a run may take, those of its models included; None if that is unknown."""
-    free = ops.target().memory
-    return None if free is None else free + sum(one.size for one in components if one.loaded)
+    memory = ops.target().memory
+    return None if memory is None else memory.free + sum(one.size for one in components if one.loaded)
 
 
 def _alternatives(
