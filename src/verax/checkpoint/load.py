@@ -21,7 +21,7 @@ from verax.errors import CheckpointError, InvalidParameterError
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
-__all__ = ["load_module"]
+__all__ = ["load_module", "partition"]
 
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 
@@ -103,6 +103,11 @@ def load_module(
     return nnx.merge(graph, filled)
 
 
+def partition(name: str, rules: Rules) -> PartitionSpec:
+    """Partition of a weight: that of the first rule whose pattern is found in its key, or none (whole)."""
+    return next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
+
+
 def _quantized(
     name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, group_size: int | None, memory: HostMemory
 ) -> QuantizedWeight:
@@ -150,7 +155,7 @@ def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None
     """
     if mesh is None:
         return None
-    spec = next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
+    spec = partition(name, rules)
     axes = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
     if len(spec) > len(shape) or any(axis not in mesh.shape for entry in axes for axis in entry):
         raise InvalidParameterError(

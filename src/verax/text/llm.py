@@ -27,7 +27,7 @@ from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes, state_bytes
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokenizer import Tokenizer, eos_token_ids
 
 __all__ = ["DTYPES", "LLM"]
 
@@ -87,7 +87,7 @@ class LLM:
             loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, progress=report)
         self.load_seconds = time.perf_counter() - begin
         self._generation_config = dict(opened.generation_config)
-        ends = tokenizer.eos_token_ids if tokenizer else _eos_token_ids(opened)
+        ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         self._start(loaded, config, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
 
     @classmethod
@@ -303,12 +303,3 @@ def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:
         return Tokenizer.from_checkpoint(opened)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; skip_tokenizer_init=True serves token ids without a tokenizer") from error
-
-
-def _eos_token_ids(opened: checkpoint.Checkpoint) -> frozenset[int]:
-    """Tokens that end a text, by the checkpoint's configuration files."""
-    found: set[int] = set()
-    for source in (opened.config, opened.generation_config):
-        listed = source.get("eos_token_id")
-        found.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
-    return frozenset(found)

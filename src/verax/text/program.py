@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxtyping import Array
 
 from verax import ops
 from verax._compat import compiler_options
+from verax.checkpoint.load import partition
 from verax.models import CausalLM, CausalLMConfig
 from verax.text.sizes import RunnerConfig, layer_states
 from verax.text.slots import new_slots
@@ -92,10 +92,7 @@ class AbstractModel:
             graph=graph,
             tree=tree,
             weights=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in leaves),
-            partitions=tuple(
-                next((spec for pattern, spec in model.partition_rules if re.search(pattern, key)), PartitionSpec())
-                for key in keys
-            ),
+            partitions=tuple(partition(key, model.partition_rules) for key in keys),
         )
 
     def build(self, weights: tuple[Array, ...]) -> CausalLM:

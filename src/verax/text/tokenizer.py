@@ -17,7 +17,7 @@ from verax.files import read_json
 from verax.text import chat_template
 from verax.text.gguf_tokenizer import read_gguf_tokenizer
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "eos_token_ids"]
 
 _TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a token id, or a list of them")]
 
@@ -83,8 +83,7 @@ class Tokenizer:
         _add_missing_tokens(backend, named, special, folder)
         ends = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
         for name in ("config.json", "generation_config.json"):
-            listed = read_value(read_json(folder / name, optional=True), "eos_token_id", _TokenIds, ())
-            ends.update((listed,) if isinstance(listed, int) else listed)
+            ends |= eos_token_ids(read_json(folder / name, optional=True))
         return cls(
             backend,
             special_tokens=special,
@@ -166,6 +165,19 @@ class Tokenizer:
             **variables,
         }
         return chat_template.render(template, messages, continue_final_message=continue_final_message, **variables)
+
+
+def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
+    """Tokens that end a text.
+
+    Args:
+        configs: contents of configuration files: config.json, generation_config.json.
+
+    Raises:
+        CheckpointError: if an `eos_token_id` is neither a token id nor a list of them.
+    """
+    listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
+    return frozenset(token for found in listed for token in ((found,) if isinstance(found, int) else found))
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
