@@ -55,7 +55,7 @@ def test_more_confidence_takes_a_longer_interval():
 
 @pytest.mark.parametrize(("runs", "verdict"), [(1, "undecided"), (3, "undecided"), (4, "slower")])
 def test_few_runs_prove_nothing(runs, verdict):
-    # Of 3 and 3 runs, all slower than all others: by chance once in ten times.
+    # 3 runs that are all slower than 3 others: by chance once in ten times.
     assert verdicts(result(runs=runs), result(2.0, runs=runs))["verax"] == verdict
 
 

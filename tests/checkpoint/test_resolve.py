@@ -155,7 +155,7 @@ def test_of_a_video_model_either_layout_is_asked_for(monkeypatch, tmp_path):
     patterns = {"allow_patterns": asked["allow_patterns"], "ignore_patterns": asked["ignore_patterns"]}
     assert list(huggingface_hub.utils.filter_repo_objects([*wanted, *unwanted], **patterns)) == wanted
     (tmp_path / "config.json").write_text('{"inject_sample_info": false}')
-    # What is fetched lies in a folder without the name that says what it is.
+    # A fetched file lies in a folder whose name says nothing about it.
     opened = VideoFolder("org/SkyReels-V2-DF-14B-720P")
     assert (opened.name, opened.pipeline) == ("SkyReels-V2-DF-14B-720P", "SkyReelsV2DiffusionForcingPipeline")
 

@@ -59,7 +59,7 @@ def test_transformers_reads_what_we_write(tmp_path, quantization):
     tokens = np.random.default_rng(0).integers(3, 300, (1, 24))
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-    # What was written is the question here, so the reference: it rounds inputs to bfloat16 only, not to integers.
+    # The written values are in question here, so the reference: it rounds inputs to bfloat16 only, not to integers.
     with ops.use_implementations(linear="reference"):
         got = np.asarray(ours.logits(ours(jnp.asarray(tokens))))
     assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)

@@ -224,7 +224,7 @@ def test_a_users_clip_is_gone_on_from(pipes):
     clip = pipes("df")("a red circle", video=given, overlap_history=5, **SIZE)
     np.testing.assert_array_equal(clip.frames[:11], given)
     assert len(clip.frames) == 11 + 9 - 5
-    # What came before the overlap is not looked at.
+    # Frames before the overlap are not looked at.
     other = np.concatenate([given[:6] // 2, given[6:]])
     np.testing.assert_array_equal(
         clip.frames[11:], pipes("df")("a red circle", video=other, overlap_history=5, **SIZE).frames[11:]

@@ -171,7 +171,7 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
         for axis, shapes in _joined(ours, own, reference, theirs)
         if (layout := find_layout(*shapes)) and not layout.broadcast
     ]
-    # Of several axes, the one that leaves every size as it is on the other side.
+    # Among several axes, the one that leaves every size as it is on the other side.
     order = lambda pair: (not pair.layout.preserves_axes, pair.layout.transposes, pair.layout.ambiguous)
     return sorted(found, key=order)[:1] or None
 

@@ -108,7 +108,7 @@ class Comparison:
             error, usual = row.errors.l2, noise(row.dtype, row.reference_dtype)
             if row.against_truth is not None:
                 error, theirs = row.against_truth
-                # What the reference keeps in float32 has no error against float32; ours there is rounding.
+                # A layer that the reference keeps in float32 has no error against float32; ours there is rounding.
                 if not error <= max(2 * theirs, usual / 2, JUMP * noise("float32")):
                     return row
             elif not error <= JUMP * max(trend, usual):

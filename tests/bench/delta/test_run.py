@@ -59,7 +59,7 @@ def test_the_encoders_count_is_what_torch_counts():
 
 
 def test_the_gated_rules_count():
-    # Of one token with one head: decay, two reads, one write of a state of 4 x 8.
+    # One token, one head: decay, two reads, one write of a state of 4 x 8.
     assert flops.gated_rule_flops(1, 1, 4, 8) == 7 * 32
     d, C = 128, 64
     assert flops.gated_rule_flops(10, 3, d, d, C) == 30 * (6 * d * d + 10 * C * d + C * C // 3)

@@ -111,7 +111,7 @@ def test_nan_and_infinity_reach_the_queries_that_see_them(level, dtype, value):
         with_value = np.asarray(native(q, k, v.at[0, 66, 0, 3].set(value)))
     np.testing.assert_array_equal(with_key[:, :40], before[:, :40])
     assert np.isnan(value) <= np.isnan(with_key[:, 40:]).all()
-    # Of masked values the reference promises nothing within a block; blocks before it are untouched.
+    # The reference promises nothing of masked values within a block; blocks before it are untouched.
     np.testing.assert_array_equal(np.isfinite(with_value[:, 66:, :, 3]), False)
     np.testing.assert_array_equal(with_value[..., :3], before[..., :3])
 

@@ -160,7 +160,7 @@ def peak_bytes(side: Side, platform: str) -> int | None:
     if platform == "cpu":
         gc.collect()
         if sys.platform == "linux":
-            # What the C library keeps of freed memory would be used again, and not counted.
+            # Freed memory that the C library keeps would be used again, and not counted.
             getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         with peak_growth() as growth:
             side.call()

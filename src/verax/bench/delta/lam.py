@@ -141,7 +141,7 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
     impl = _chosen_implementation(variant)
     flops = encoder_flops(*sizes, factored=impl != "reference")
     ours = {impl: jax_side(run, weights, jnp.asarray(tokens), jnp.asarray(mask), flops=flops)}
-    # Of the embeddings, only the rows of these tokens.
+    # Only these tokens' rows of the embeddings.
     moved = _nbytes(weights) - 4 * D * (LAM.vocab_size - tokens.size)
     done = encoder_flops(*sizes)
     return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, done, theirs, baselines)

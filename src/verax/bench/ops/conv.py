@@ -45,7 +45,7 @@ def _video(
     x, weight, bias = _arrays((1, *size, channels), (out, channels, *kernel), dtype)
     cache = random((1, before, *size[1:], channels), dtype, 3)
     options = dict(padding=sides, cache=cache) if cached and before else dict(padding=sides)
-    # What stands before the first frame need not be multiplied.
+    # Zeros before the first frame need not be multiplied.
     seen = frames * kernel[0] - (0 if cached else sum(range(kernel[0])))
     torch_sides = {}
     if torch is not None:

@@ -54,7 +54,7 @@ def bench_teacache(
     pipe = VideoPipeline.from_pretrained(model, dtype=dtype, show_progress=False)
     choices: dict[float | None, dict[str, Any]] = {None: {"cache": None}}
     choices |= {value: {"cache": "teacache", "cache_threshold": value} for value in thresholds}
-    # What compiles and reads weights comes first.
+    # Compilation and the reading of weights come first.
     for threshold in (None, thresholds[0]):
         pipe(prompts[0], **options, **choices[threshold])
     seed = int(options.pop("seed", 0))

@@ -25,5 +25,5 @@ def _rules(prefix: str) -> list[Rule]:
     ]
 
 
-# What is published has the prefix; transformers 5 saves a CLIPVisionModel without.
+# Published files have the prefix; transformers 5 saves a CLIPVisionModel without.
 TABLE = Renaming([*_rules("vision_model."), *_rules("")])

@@ -174,7 +174,7 @@ def _walk_backward(erase_before_decay: bool, residuals: tuple, cotangents: tuple
     x, owner, before = residuals
     d_out, d_final = cotangents
     chunks, pull_prepare = jax.vjp(lambda x: _prepare(x, erase_before_decay), x)
-    # What does not pass through the next state, for all chunks at once: out = read S + inner (value - found S).
+    # The part that does not pass through the next state, all chunks at once: out = read S + inner (value - found S).
     direct = _tn(chunks.read, d_out) - _tn(chunks.found, _tn(chunks.inner, d_out))
 
     def body(d_states: Array, step: tuple[Chunk, Array, Array]) -> tuple[Array, Array]:
