@@ -21,17 +21,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 64, 7, 40, 12, 3, 50)]
+STOP_TOKENS = list(range(60, 110))
 CASES = {
     "greedy": GREEDY,
     "several": SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=25),
     "stop strings": SamplingParams(temperature=1.3, seed=5, max_tokens=40, stop=["e", "o ", "r"], min_tokens=4),
     "stop kept": SamplingParams(n=2, temperature=1.3, seed=6, stop=["a", "or"], include_stop_str_in_output=True),
-    "stop tokens": SamplingParams(n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=list(range(60, 110))),
+    "stop tokens": SamplingParams(n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=STOP_TOKENS),
     "stop token kept": SamplingParams(
-        n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=list(range(60, 110)), include_stop_str_in_output=True
+        n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=STOP_TOKENS, include_stop_str_in_output=True
     ),
     "stop token kept beside stop strings": SamplingParams(
-        n=2, temperature=1.4, seed=8, max_tokens=60, stop=["zz"], stop_token_ids=[*range(60, 110)],
+        n=2, temperature=1.4, seed=8, max_tokens=60, stop=["zz"], stop_token_ids=STOP_TOKENS,
         include_stop_str_in_output=True,
     ),
     "special tokens": SamplingParams(n=2, temperature=2.0, seed=9, skip_special_tokens=False, logit_bias={2: 5.0}),
@@ -265,7 +266,7 @@ def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served):
     async def main():
         running = [served.generate(PROMPTS[0], LONG) for _ in range(slots)]
         waiting = [served.generate(PROMPTS[1], GREEDY), served.generate(PROMPTS[1], GREEDY)]
-        with pytest.raises(QueueFullError, match="max_queued_requests: .* try again"):
+        with pytest.raises(QueueFullError, match=r"max_queued_requests: .* try again"):
             served.generate("a text", SamplingParams(n=2))
         waiting.append(served.generate(PROMPTS[1], GREEDY))
         with pytest.raises(QueueFullError, match="max_queued_requests"):
@@ -277,7 +278,7 @@ def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served):
         served._thread._max_queued_tokens = 15
         while served._thread.num_waiting_tokens != 10 and served.stats().num_requests_running == slots:
             await asyncio.sleep(0.001)
-        with pytest.raises(QueueFullError, match="max_queued_tokens: 10 .* 16 more exceed 15"):
+        with pytest.raises(QueueFullError, match=r"max_queued_tokens: 10 .* 16 more exceed 15"):
             served.generate(PROMPTS[2], GREEDY)
         with pytest.raises(QueueFullError, match="max_queued_tokens"):
             await served.collect("once upon a time there was a small fox", GREEDY)

@@ -247,7 +247,7 @@ class AsyncLLM:
             thread.all_ended = asyncio.Event()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(thread.all_ended.wait(), timeout)
-        await asyncio.get_running_loop().run_in_executor(self._pool, thread.stop)
+        await asyncio.to_thread(thread.stop)
         thread.deliver()
         thread.fail_all(thread.error, "the engine was shut down")
         self._pool.shutdown(wait=False, cancel_futures=True)
