@@ -1,9 +1,10 @@
-"""Tool calls on published chat templates: rendered by the template, cut out of the prompt and parsed, they are the same.
+"""Tool calls on published chat templates: what the template renders of them is parsed to the same calls.
 
 `make real-tokenizers` fetches the tokenizers into build/tokenizers.
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def round_trip(tokenizer, calls, *, reasoning="", content=CONTENT, end):
     made = parser_for(found, tools=TOOLS, prompt=prompt, parse_tool_calls=True, parse_reasoning=True)
     ends = range(1, len(tokens) + 1)
     prefixes = ["", *(tokenizer.decode(tokens[:end], skip_special_tokens=skip).rstrip("\ufffd") for end in ends)]
-    deltas = [made.feed(now[len(before) :]) for before, now in zip(prefixes, prefixes[1:], strict=False)]
+    deltas = [made.feed(now[len(before) :]) for before, now in pairwise(prefixes)]
     return join([*deltas, made.finish()])
 
 
