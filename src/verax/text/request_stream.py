@@ -100,7 +100,7 @@ class LiveRequest:
             self._waiter.set_result(None)
 
     async def next_output(self) -> RequestOutput:
-        """What is new, as soon as there is something.
+        """Output of what is new, as soon as there is something.
 
         Raises:
             StopAsyncIteration: if the request was closed.
