@@ -23,8 +23,8 @@ class IncrementalDetokenizer:
 
     The text of a token may depend on the tokens before it (leading spaces), and on those after it (a character of
     several tokens). Each new token is therefore decoded in a window of the last few, and undecided text is held back.
-    The text equals that of decoding all tokens at once. The cost of a token does not grow with their number. A byte-level
-    decoder needs no window behind whole characters, so each of its tokens is decoded once only. Undecided are
+    The text equals that of decoding all tokens at once. The cost of a token does not grow with their number. A
+    byte-level decoder needs no window behind whole characters: each of its tokens is decoded once only. Undecided are
 
     - a last U+FFFD: the bytes may be the beginning of a character;
     - a run of byte tokens (`<0x0A>`): with one invalid byte, every byte of the run becomes U+FFFD, earlier ones too.
@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
 
     def delta(self) -> str:
         """Text that was not returned before and cannot be the beginning of a stop string."""
-        safe = len(self.text) if self._stopped else len(self.text) - self._held_back()
+        safe = len(self.text) if self._stopped or not self._stop else len(self.text) - self._held_back()
         piece = self.text[self._shown : safe]
         self._shown = max(self._shown, safe)
         return piece
@@ -138,6 +138,9 @@ class IncrementalDetokenizer:
 
     def _extend(self, piece: str, *, only_stop: bool = False) -> str | None:
         """Add decided text; return the first stop string, if any. With `only_stop`, add nothing without one."""
+        if not self._stop:
+            self.text += piece
+            return None
         text = self.text + piece
         found: list[tuple[int, str]] = []
         if self._count > self._min_tokens:
@@ -156,8 +159,6 @@ class IncrementalDetokenizer:
 
     def _held_back(self) -> int:
         """Number of characters of the longest suffix of the text that is a prefix of a stop string."""
-        if not self._stop:
-            return 0
         longest = max(len(stop) for stop in self._stop) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):
