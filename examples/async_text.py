@@ -15,7 +15,7 @@ PROMPTS = ["Once upon a time, there was a", "12 + 30 =", "7 + 8 ="]
 async def show(llm: AsyncLLM, prompt: str) -> None:
     """Print the parts of an answer, and at last the whole of it."""
     parts = []
-    async for output in llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16)):
+    async for output in llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16, stop="\n")):
         parts += [part.text for part in output.outputs]
     print(f"{prompt}|{''.join(parts)}|{len(parts)} parts")
 
