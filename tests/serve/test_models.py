@@ -25,7 +25,10 @@ def test_models_of_other_kinds_are_listed_before_they_are_loaded():
 
 def test_a_server_without_a_text_model_says_so():
     body = {"messages": [{"role": "user", "content": "a"}]}
-    assert Api(create_app(Server())).refused("/v1/chat/completions", body, 404)["code"] == "model_not_found"
+    api = Api(create_app(Server()))
+    assert api.refused("/v1/chat/completions", body, 404)["code"] == "model_not_found"
+    assert api.refused("/v1/completions", {"prompt": "a"}, 404)["code"] == "model_not_found"
+    assert api.refused("/tokenize", {"prompt": "a"}, 404)["code"] == "model_not_found"
 
 
 def test_a_healthy_server_says_so(api):

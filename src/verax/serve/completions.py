@@ -104,10 +104,10 @@ class CompletionRun:
     """Completions of all prompts of a request, queued in the engine. Choice `p * n + k` is sample k of prompt p."""
 
     def __init__(self, server: Server, request: CompletionRequest, record: RequestRecord):
+        record.model = model = server.text_model(request.model)
         self._engine = server.engine
         self._request = request
         self._record = record
-        record.model = model = server.text_model(request.model)
         if server.settings.log_prompts:
             record.prompt = request.prompt
         _check(request)
