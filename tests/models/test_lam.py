@@ -1,5 +1,7 @@
 """LAM by itself: sizes, names, configurations, the faults of the published layer, and the gated one without them."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,9 +38,10 @@ PUBLISHED = {
 TOKENS = np.random.default_rng(0).integers(0, 211, (2, 150))
 
 
-def layer(rule, **changes):
+@cache
+def layer(rule):
     kind = HierarchicalGatedDeltaNet if rule == "gated" else EnhancedHierarchicalDeltaNet
-    config = LamConfig.from_hf(lam_config(rule=rule, **changes))
+    config = LamConfig.from_hf(lam_config(rule=rule))
     built = kind(config, rngs=nnx.Rngs(0))
     return nnx.jit(built), np.random.default_rng(1).standard_normal((2, 150, 48)).astype(np.float32)
 
@@ -125,7 +128,7 @@ def test_gated_layer_sees_nothing_later():
     np.testing.assert_array_equal(f(y)[0][:, :41], f(x)[0][:, :41])
 
 
-@pytest.mark.parametrize("at", [1, 2, 64, 100])
+@pytest.mark.parametrize("at", [1, 64, 100])
 def test_gated_layer_continues_where_it_left_off(at):
     f, x = layer("gated")
     whole, end = f(x)

@@ -1,13 +1,16 @@
 """Attention by its definition, in float64, and random paged problems."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from verax.ops.pages import QuantizedPages, quantize_tokens
 
+quantized_tokens = jax.jit(quantize_tokens)
+
 
 def float64(x):
-    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+    return np.asarray(x).astype(np.float64)
 
 
 def exact_attention(q, k, v, visible):
@@ -43,8 +46,13 @@ def paged_problem(seed, lengths, counts, *, N, K, H, p, spare_pages=3, dtype=np.
 def quantized_problem(*args, **options):
     """`paged_problem` with int8 pages, as written by the reference, and the arrays that they stand for."""
     (q, *caches), *rest = paged_problem(*args, **options)
-    pages = [QuantizedPages(*quantize_tokens(x)) for x in caches]
-    return (q, *pages), (q, *(x.values * x.scales[..., None] for x in pages)), *rest
+    pages = [QuantizedPages(*quantized_tokens(x)) for x in caches]
+    return (q, *pages), (q, *map(dequantized, pages)), *rest
+
+
+def dequantized(pages):
+    """Numbers that int8 pages stand for."""
+    return np.asarray(pages.values).astype(np.float32) * np.asarray(pages.scales)[..., None]
 
 
 def exact_paged_attention(arrays, table, lengths, starts):

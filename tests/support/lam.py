@@ -58,9 +58,12 @@ def load_lam(folder, config, dtype=jnp.float32, weights=None):
     return load_module(model, Checkpoint.open(folder), dtype=dtype, ignore=type(model).ignored_weights)
 
 
+compiled = jax.jit(lambda model, tokens, lengths: model(tokens, lengths))
+
+
 def run(model, tokens, lengths=None):
     """Hidden states, compiled."""
-    return np.asarray(jax.jit(lambda m, t, n: m(t, n))(model, jnp.asarray(tokens), lengths), np.float64)
+    return np.asarray(compiled(model, jnp.asarray(tokens), lengths), np.float64)
 
 
 def relative(a, b):

@@ -13,12 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention import exact_paged_attention, paged_problem, quantized_problem
+from tests.support.attention import (
+    dequantized,
+    exact_paged_attention,
+    paged_problem,
+    quantized_problem,
+    quantized_tokens,
+)
 from tests.support.cpu import for_each_level, needs_library
 from verax import ops
 from verax._compat import compiler_options
 from verax.ops.cpu import library
-from verax.ops.pages import QuantizedPages, quantize_tokens
+from verax.ops.pages import QuantizedPages
 
 pytestmark = needs_library
 
@@ -183,15 +189,14 @@ def test_random_tables_and_lengths(data):
         data.draw(st.integers(0, 2**16)), lengths, counts, N=4, K=2, H=24, p=p, table_width=130
     )
     q, k, v = arrays
-    q = jnp.pad(q, ((0, 210 - q.shape[0]), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 700 - x.shape[0]), (0, 0), (0, 0), (0, 0)), constant_values=np.nan) for x in (k, v))
+    q = np.pad(q, ((0, 210 - q.shape[0]), (0, 0), (0, 0)))
+    k, v = (np.pad(x, ((0, 700 - x.shape[0]), (0, 0), (0, 0), (0, 0)), constant_values=np.nan) for x in (k, v))
     with library.use_level(level):
         out = ragged(q, k, v, table, kv, starts)
-        k8, v8 = (QuantizedPages(*quantize_tokens(x)) for x in (k, v))
+        k8, v8 = (QuantizedPages(*quantized_tokens(x)) for x in (k, v))
         out8 = ragged(q, k8, v8, table, kv, starts)
     assert_close(out, exact_paged_attention((q, k, v), table, kv, starts), jnp.float32)
-    floats = (x.values * x.scales[..., None] for x in (k8, v8))
-    assert_close(out8, exact_paged_attention((q, *floats), table, kv, starts), jnp.int8)
+    assert_close(out8, exact_paged_attention((q, *map(dequantized, (k8, v8))), table, kv, starts), jnp.int8)
 
 
 def digest():

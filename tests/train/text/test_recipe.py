@@ -4,6 +4,7 @@ import pytest
 
 from verax import builtin
 from verax.text.llm import LLM
+from verax.train.text import recipe
 from verax.train.text.evaluation import evaluate
 from verax.train.text.recipe import train_builtin
 
@@ -34,6 +35,8 @@ def test_it_is_small():
 def test_the_recipe_learns_resumes_and_exports_what_the_engine_loads(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("verax.train.text.tokenizer.TRAINING_DOCUMENTS", 500)
+        patch.setattr(recipe, "ROWS", ((4, 64), (2, 128)))
+        patch.setattr(recipe, "CONFIG", {**recipe.CONFIG, "num_hidden_layers": 2})
         train_builtin(tmp_path, steps=6, stop_at=3, show_progress=False)
         folder = train_builtin(tmp_path, steps=6, resume=True, show_progress=False)
     output = LLM(folder, max_num_seqs=1, max_model_len=64, use_tqdm=False).generate("Once", use_tqdm=False)[0]
