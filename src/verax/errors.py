@@ -5,6 +5,7 @@ __all__ = [
     "InvalidParameterError",
     "MissingDependencyError",
     "RequestRefusedError",
+    "StructuredOutputError",
     "TemplateError",
     "UnsupportedModelError",
     "VeraxError",
@@ -29,6 +30,10 @@ class InvalidParameterError(VeraxError, ValueError):
 
 class RequestRefusedError(VeraxError, ValueError):
     """Request that this engine can never serve, such as a prompt that is too long. Other requests are not affected."""
+
+
+class StructuredOutputError(VeraxError):
+    """Grammar that took too much work while an answer was generated. Other requests are not affected."""
 
 
 class TemplateError(VeraxError):
