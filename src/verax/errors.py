@@ -7,6 +7,7 @@ __all__ = [
     "MissingDependencyError",
     "QueueFullError",
     "RequestRefusedError",
+    "StructuredOutputError",
     "TemplateError",
     "UnsupportedModelError",
     "VeraxError",
@@ -39,6 +40,10 @@ class QueueFullError(RequestRefusedError):
 
 class EngineDeadError(VeraxError):
     """Engine that was shut down or has failed. The cause, if any, is the error that it failed with."""
+
+
+class StructuredOutputError(VeraxError):
+    """Grammar that took too much work while an answer was generated. Other requests are not affected."""
 
 
 class TemplateError(VeraxError):
