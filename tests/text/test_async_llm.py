@@ -509,10 +509,10 @@ def test_a_form_of_the_answer_holds_and_a_wrong_one_or_a_failing_one_ends_its_re
             other = asyncio.create_task(served.collect(PROMPTS[2], GREEDY))
             stream = served.generate(PROMPTS[1], params)
 
-            def fail(self, tokens):
+            def fail(self, mask):
                 raise StructuredOutputError("planted")
 
-            monkeypatch.setattr(GrammarMatcher, "append", fail)
+            monkeypatch.setattr(GrammarMatcher, "fill", fail)
             with pytest.raises(StructuredOutputError, match="planted"):
                 await drain(stream)
             assert len((await other).outputs[0].token_ids) == 20
