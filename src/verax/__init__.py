@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from verax.text.llm import LLM
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.sampling_params import SamplingParams
+    from verax.text.structured_outputs import StructuredOutputs
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
     from verax.video.request import VideoRequest
@@ -30,6 +31,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "VideoOutput",
     "VideoPipeline",
     "VideoProgress",
@@ -51,6 +53,7 @@ _HOMES = {
     "Logprob": "verax.text.outputs",
     "RequestOutput": "verax.text.outputs",
     "SamplingParams": "verax.text.sampling_params",
+    "StructuredOutputs": "verax.text.structured_outputs",
     "VideoOutput": "verax.video.outputs",
     "VideoPipeline": "verax.video.pipeline",
     "VideoProgress": "verax.video.outputs",

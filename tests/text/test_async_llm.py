@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from verax import AsyncLLM
-from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError, RequestRefusedError
+from verax.errors import (
+    EngineDeadError,
+    InvalidParameterError,
+    QueueFullError,
+    RequestRefusedError,
+    StructuredOutputError,
+)
+from verax.text.grammar import GrammarMatcher
 from verax.text.outputs import RequestOutput
 from verax.text.sampling_params import SamplingParams
 from verax.text.stats import StepStats
@@ -475,6 +482,41 @@ def test_an_engine_without_a_tokenizer_serves_token_ids(tiny_folder):
                 served.generate("a text", GREEDY)
             with pytest.raises(InvalidParameterError, match="tokenizer"):
                 await served.encode("a text")
+
+    asyncio.run(main())
+
+
+def test_a_form_of_the_answer_holds_and_a_wrong_one_or_a_failing_one_ends_its_request_only(tiny_folder, monkeypatch):
+    from tests.text.conftest import make_llm
+
+    llm = make_llm(tiny_folder, structured_outputs=True, max_num_seqs=2)
+    params = SamplingParams(
+        n=2, temperature=1.0, seed=3, max_tokens=30, structured_outputs={"regex": "[a-c]{3}(d|e){4}"}
+    )
+    (expected,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+
+    async def main():
+        async with AsyncLLM.from_llm(llm) as served:
+            parts = join(await drain(served.generate(PROMPTS[1], params)))
+            assert parts == whole(expected)
+            given = [sample.token_ids[:2] for sample in expected.outputs]
+            rest = join(await drain(served.generate(PROMPTS[1], params, continue_from=given)))
+            assert {i: (*given[i], *part["token_ids"]) for i, part in rest.items()} == {
+                sample.index: sample.token_ids for sample in expected.outputs
+            }
+            with pytest.raises(InvalidParameterError):
+                await served.collect(PROMPTS[1], SamplingParams(structured_outputs={"regex": "(("}))
+            other = asyncio.create_task(served.collect(PROMPTS[2], GREEDY))
+            stream = served.generate(PROMPTS[1], params)
+
+            def fail(self, mask):
+                raise StructuredOutputError("planted")
+
+            monkeypatch.setattr(GrammarMatcher, "fill", fail)
+            with pytest.raises(StructuredOutputError, match="planted"):
+                await drain(stream)
+            assert len((await other).outputs[0].token_ids) == 20
+            await until_idle(served)
 
     asyncio.run(main())
 

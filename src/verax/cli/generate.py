@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,8 @@ __all__ = ["generate"]
 
 MOST_AT_ONCE = 64
 """Largest number of sequences in one step: steps are compiled for sizes up to this. Few commands have more prompts."""
+
+_FORM = "Form of the answer"
 
 
 def generate(
@@ -37,6 +39,19 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="Answer in JSON of this schema: a file, or the schema itself.", rich_help_panel=_FORM),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Answer what this regular expression matches.", rich_help_panel=_FORM)
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Answer one of these texts; to be repeated.", rich_help_panel=_FORM)
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="Answer by the grammar in this file (Lark or GBNF).", rich_help_panel=_FORM)
+    ] = None,
     n: Annotated[int, typer.Option("-n", "--n", help="Continuations of each prompt.", min=1)] = 1,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of this many best tokens.")
@@ -68,11 +83,14 @@ def generate(
         cat prompts.txt | verax generate --json > answers.jsonl
 
         verax generate --skip-tokenizer-init "19 20 305 223"
+
+        verax generate --choice yes --choice no "Is a fox an animal?"
     """
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs: only --json shows them")
     texts = _prompts(prompts, file)
     inputs = [_token_ids(text) for text in texts] if skip_tokenizer_init else texts
+    form = _form(json_schema, regex, choice, grammar)
     from verax.text.llm import LLM
 
     llm = LLM(
@@ -84,6 +102,7 @@ def generate(
         max_num_seqs=max_num_seqs or min(len(texts) * n, MOST_AT_ONCE),
         seed=seed,
         skip_tokenizer_init=skip_tokenizer_init,
+        structured_outputs=form is not None,
     )
     params = llm.default_sampling_params(
         n=n,
@@ -93,6 +112,7 @@ def generate(
         logprobs=logprobs,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        structured_outputs=form,
         **options.given(
             temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
         ),
@@ -138,6 +158,24 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter('no prompt: give one as an argument, as in verax generate "Once upon a time"')
     return read_lines(file)
+
+
+def _form(
+    json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: Path | None
+) -> dict[str, Any] | None:
+    """Fields of `StructuredOutputs`; None if the answer is free."""
+    if json_schema is not None and not json_schema.lstrip().startswith("{"):
+        json_schema = _read("--json-schema", Path(json_schema))
+    text = None if grammar is None else _read("--grammar", grammar)
+    form = options.given(json=json_schema, regex=regex, choice=choice or None, grammar=text)
+    return form or None
+
+
+def _read(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{option}: cannot read {path}: {error}") from error
 
 
 def _token_ids(text: str) -> list[int]:

@@ -288,8 +288,9 @@ class AsyncLLM:
             answers=answers,
         )
         self._join_queue(live, 0 if is_chat or isinstance(items, str) else len(items))
-        if is_chat or isinstance(items, str):
-            self._pool.submit(self._tokenise, live, items, add_special_tokens and not is_chat)
+        if is_chat or isinstance(items, str) or params.form is not None:
+            special = add_special_tokens and not is_chat
+            self._pool.submit(self._prepare, live, items, is_chat=is_chat, add_special_tokens=special)
         else:
             self._thread.add(live, items)
         return RequestStream(live, self._thread.abort)
@@ -325,14 +326,18 @@ class AsyncLLM:
     def _free_id(self) -> str:
         return next(name for i in self._names if (name := f"request-{i}") not in self._thread.live)
 
-    def _tokenise(self, live: LiveRequest, items: str | list[Message], add_special_tokens: bool) -> None:
-        """Send a request's tokens to the engine thread. It runs in the pool."""
+    def _prepare(self, live: LiveRequest, items: Any, *, is_chat: bool, add_special_tokens: bool) -> None:
+        """Send a request's tokens and grammar to the engine thread. It runs in the pool."""
         try:
-            tokens: list[int] | BaseException = []
+            tokens: abc.Sequence[int] | BaseException = []
             if not (live.closed or live.aborted):
-                live.prompt = items if isinstance(items, str) else self.llm.render(items)
-                assert self.tokenizer is not None
-                tokens = self.tokenizer.encode(live.prompt, add_special_tokens=add_special_tokens)
+                live.grammar = self.llm.engine.compile_grammar(live.params)
+                if is_chat:
+                    live.prompt = self.llm.render(items)
+                if live.prompt is None:
+                    tokens = items
+                elif self.tokenizer is not None:
+                    tokens = self.tokenizer.encode(live.prompt, add_special_tokens=add_special_tokens)
         except BaseException as error:
             tokens = error
         self._thread.add(live, tokens)

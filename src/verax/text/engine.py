@@ -13,8 +13,15 @@ from collections import abc
 
 import numpy as np
 
-from verax.errors import ContextLengthError, InvalidParameterError, RequestRefusedError
+from verax.errors import (
+    ContextLengthError,
+    InvalidParameterError,
+    RequestRefusedError,
+    StructuredOutputError,
+    VeraxError,
+)
 from verax.text.detokenizer import IncrementalDetokenizer
+from verax.text.grammar import Grammar, GrammarCompiler
 from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from verax.text.runner import ModelRunner, PendingStep
 from verax.text.sampling_params import SamplingParams
@@ -41,6 +48,9 @@ class Engine:
         self.eos_token_ids = frozenset(runner.eos_token_ids)
         self.vocab_size = vocab_size
         self.max_model_len = runner.config.max_model_len
+        self._compiler = tokenizer and GrammarCompiler(
+            tokenizer, vocab_size=vocab_size, eos_token_ids=runner.eos_token_ids
+        )
         self._requests: dict[str, Request] = {}
         self._ended: dict[Request, None] = {}
         """Finished requests whose output was not popped yet."""
@@ -68,6 +78,7 @@ class Engine:
         add_special_tokens: bool = True,
         stream: bool = False,
         output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
+        grammar: Grammar | None = None,
     ) -> str:
         """Queue a prompt, a text or token ids; the id that `abort` takes and outputs have.
 
@@ -80,6 +91,7 @@ class Engine:
             output_token_ids: an answer so far for each sample. The request goes on as if it had sampled these tokens
                 itself. They count for `max_tokens`, and have no log-probabilities. `Sequence.detokenizer` shows only
                 what they leave undecided.
+            grammar: what `compile_grammar` gave for `params`; compiled here if None.
 
         Raises:
             RequestRefusedError: if the request could never be served: an empty or too long prompt, a token outside of
@@ -97,6 +109,7 @@ class Engine:
             tokens = tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         answers = [()] * params.n if output_token_ids is None else [tuple(answer) for answer in output_token_ids]
         self._check(tokens, params, stream, answers)
+        grammar = grammar or self.compile_grammar(params)
         if request_id is None:
             request_id = f"request-{next(self._names)}"
         if request_id in self._requests:
@@ -117,6 +130,9 @@ class Engine:
             Sequence(request, i, _seed_of(seed, i), list(tokens), detokenizer=self._detokenizer(request))
             for i in range(params.n)
         ]
+        if grammar is not None:
+            for sequence in request.sequences:
+                sequence.matcher = grammar.matcher(sequence.output_tokens)
         self._requests[request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -149,9 +165,27 @@ class Engine:
         self.num_computed_tokens += schedule.num_tokens
         pending = self.runner.run(schedule) if schedule.chunks else None
         progressed = self._collect(self._in_flight) if self._in_flight is not None else []
+        if pending is not None and pending.deferred is not None:
+            progressed = list(dict.fromkeys([*progressed, *self._sample_constrained(pending)]))
         # Once nobody waits for it, what is still on its way belongs to sequences that have stopped.
         self._in_flight = pending if self.scheduler.has_work else None
         return progressed
+
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request with structured output; None for others. Any thread may call it.
+
+        Raises:
+            InvalidParameterError: if it is no valid grammar, takes too long to compile, or the engine takes none.
+        """
+        if params.form is None:
+            return None
+        if self._compiler is None:
+            raise InvalidParameterError(f"structured_outputs: {NO_TOKENIZER}")
+        if not self.runner.config.structured_outputs:
+            raise InvalidParameterError(
+                "structured_outputs: this engine was started without them; pass LLM(..., structured_outputs=True)"
+            )
+        return self._compiler.compile(params.form)
 
     def check(self) -> None:
         """Assert the invariants of scheduler and blocks."""
@@ -230,10 +264,31 @@ class Engine:
             progressed[request] = None
         return list(progressed)
 
+    def _sample_constrained(self, pending: PendingStep) -> list[Request]:
+        """Fill the masks of a step while the device computes it, and dispatch its sampling; requests that failed."""
+        masks = self.runner.new_masks(pending)
+        failed: dict[Request, None] = {}
+        for mask, chunk in zip(masks, pending.schedule.chunks, strict=False):
+            sequence = chunk.sequence
+            if not chunk.sample or sequence.matcher is None or sequence.finished:
+                continue
+            try:
+                sequence.matcher.fill(mask)
+            except StructuredOutputError as error:
+                self._fail(sequence.request, error)
+                failed[sequence.request] = None
+        self.runner.sample(pending, masks)
+        return list(failed)
+
     def _append(self, sequence: Sequence, token: int) -> None:
         """Add a token, and finish the sequence if it ends here."""
         params = sequence.request.params
         sequence.tokens.append(token)
+        if sequence.matcher is not None:
+            try:
+                sequence.matcher.append([token])
+            except StructuredOutputError as error:
+                return self._fail(sequence.request, error)
         count = len(sequence.tokens) - sequence.num_prompt
         # Before `min_tokens` no stop token arrives here: the device does not sample them.
         is_eos = token in self.eos_token_ids and not params.ignore_eos
@@ -245,6 +300,13 @@ class Engine:
             self._finish(sequence, "stop", found)
         elif count >= sequence.request.max_tokens:
             self._finish(sequence, "length", None)
+
+    def _fail(self, request: Request, error: VeraxError) -> None:
+        """End a request by an error, which is its own."""
+        request.error = error
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._finish(sequence, "error", None)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, stop: int | str | None) -> None:
         self.scheduler.finish(sequence)
@@ -319,6 +381,7 @@ class Engine:
             finished=request.finished,
             num_cached_tokens=request.num_cached_tokens or 0,
             metrics=request.metrics,
+            error=None if request.error is None else str(request.error),
         )
 
     def _logprobs(self, logprobs: Logprobs, row: int, num_top: int) -> dict[int, Logprob]:

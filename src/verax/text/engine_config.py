@@ -25,6 +25,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: str
     enable_prefix_caching: bool | None
     seed: int
+    structured_outputs: bool
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ class EngineConfig:
         enable_prefix_caching: keep full blocks of earlier requests for prompts that begin alike. If None: yes, but not
             in a model with recurrent layers, whose state after a prefix no block holds.
         seed: seeds requests that bring no seed of their own.
+        structured_outputs: take requests with `SamplingParams(structured_outputs=...)`. Needs llguidance; sampling then
+            has compiled programs of its own too.
 
     Raises:
-        InvalidParameterError: for a size below 1 or an unknown dtype, with the option's name.
+        InvalidParameterError: for a size below 1, an unknown dtype or no truth value, with the option's name.
     """
 
     max_model_len: int | None = None
@@ -59,6 +62,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool | None = None
     seed: int = 0
+    structured_outputs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
@@ -73,6 +77,8 @@ class EngineConfig:
             raise InvalidParameterError(
                 f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
             )
+        if not isinstance(self.structured_outputs, bool):
+            raise InvalidParameterError(f"structured_outputs: expected True or False, got {self.structured_outputs!r}")
 
     def with_options(self, options: EngineOptions) -> EngineConfig:
         """A copy with some fields replaced.

@@ -168,6 +168,7 @@ class EngineThread:
                 live.params,
                 request_id=live.request_id,
                 stream=self.engine.tokenizer is not None and (not live.whole or live.answers is not None),
+                grammar=live.grammar,
                 output_token_ids=live.answers,
             )
         except Exception as error:
@@ -204,10 +205,12 @@ class EngineThread:
         news: list[tuple[LiveRequest, list[CompletionOutput], bool]] = []
         for request in moved:
             live, finished = self._served[request.request_id], request.finished
-            if not live.closed and (finished or not live.whole):
+            if not live.closed and request.error is None and (finished or not live.whole):
                 parts = [part for sequence in request.sequences if (part := self._part(live, sequence)) is not None]
                 if parts:
                     news.append((live, parts, finished))
+            if request.error is not None:
+                self._outbox.append(partial(self._fail, live, request.error))
             if finished:
                 del self._served[request.request_id]
                 self.engine.remove(request)

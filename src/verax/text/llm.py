@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
+from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.models import DTYPES, CausalLM
@@ -135,6 +136,8 @@ class LLM:
             raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
         if recurrent:
             _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
+        if config.structured_outputs:
+            require_optional("llguidance")  # missing it shows now, not at the first request
         enable_compilation_cache()
         self.model_config = model.config
         self.tokenizer = tokenizer
@@ -282,6 +285,8 @@ class LLM:
                     for request in self.engine.advance():
                         if request.finished and request.request_id in ours:
                             output = done[request.request_id] = self.engine.pop_output(request)
+                            if request.error is not None:
+                                raise request.error
                             tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     rate = tokens / (time.perf_counter() - begin)
                     report(len(done), len(waiting), f"{rate:.0f} tokens/s")
@@ -303,6 +308,8 @@ class LLM:
                     yield piece
             if piece := shown.finish():
                 yield piece
+            if request.error is not None:
+                raise request.error
             return self.engine.pop_output(request)
         finally:
             if not finalizing():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 __all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestMetrics", "RequestOutput"]
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class RequestOutput:
     num_cached_tokens: int
     """Number of the prompt's tokens that were in the prefix cache."""
     metrics: RequestMetrics | None = None
+    error: str | None = None
+    """Failure that ended the request; its samples have the finish reason `"error"`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of the output, ready for JSON.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,13 @@ from verax import ops
 from verax._compat import compiler_options
 from verax.checkpoint.load import partition
 from verax.models import CausalLM, CausalLMConfig
+from verax.text.grammar import mask_width
+from verax.text.sampler import make_sampling
 from verax.text.sizes import RunnerConfig, layer_states
-from verax.text.slots import new_slots
-from verax.text.step import Cache, StepFunction, StepShape, make_step
+from verax.text.slots import Slots, new_slots
+from verax.text.step import Cache, StepShape, make_step
 
-__all__ = ["AbstractModel", "StepProgram", "new_cache", "step_program"]
+__all__ = ["AbstractModel", "StepProgram", "new_cache", "sampling_program", "step_program"]
 
 CACHE_PARTITION = PartitionSpec(None, "tensor")
 """Partition of pages `[P, K, p, H]`, by head, on a mesh whose axis `tensor` divides the heads."""
@@ -31,18 +34,18 @@ LOWERING_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 @dataclass(frozen=True)
 class StepProgram:
-    """One step, ready to be compiled or lowered.
+    """One step, or the sampling of one, ready to be compiled or lowered.
 
     Attributes:
         name: such as `"decode_8x8"`.
-        function: `(weights, slots, cache, packed) -> (slots, cache, output)`.
-        arguments: the four arguments as `jax.ShapeDtypeStruct`s.
+        function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or what `make_sampling` gives.
+        arguments: its arguments as `jax.ShapeDtypeStruct`s.
         shardings: a `NamedSharding` for each array of `arguments`; None without a mesh.
         donated: indices of the arguments whose buffers the results reuse.
     """
 
     name: str
-    function: StepFunction
+    function: Callable[..., Any]
     arguments: tuple[Any, ...]
     shardings: tuple[Any, ...] | None
     donated: tuple[int, ...] = (1, 2)
@@ -116,15 +119,41 @@ def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, me
         ...     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=8))
         ...     lowered = step_program(AbstractModel.from_module(module), sizes, sizes.shapes[0]).lower()
     """
-    step = make_step(model.build, shape, sizes.block_size)
+    step = make_step(model.build, shape, sizes.block_size, structured_outputs=sizes.structured_outputs)
     step.__name__ = name = f"{'decode' if shape.decode else 'mixed'}_{shape.rows}x{shape.tokens}"
     arguments = (
         model.weights,
-        jax.eval_shape(lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width)),
+        _abstract_slots(sizes),
         jax.eval_shape(lambda: new_cache(model.config, sizes)),
         jax.ShapeDtypeStruct((shape.input_size(sizes.block_size),), jnp.int32),
     )
     return StepProgram(name, step, arguments, None if mesh is None else _shardings(model, arguments, mesh))
+
+
+def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh: Mesh | None = None) -> StepProgram:
+    """The sampling of a step of `rows` sequences of which some have a grammar.
+
+    Args:
+        model: the model without its weights.
+        sizes: sizes of the slots.
+        rows: number of rows of the step.
+        mesh: devices that the weights are divided over; scores and slots are whole on each.
+    """
+    function = make_sampling()
+    function.__name__ = name = f"sample_{rows}"
+    vocab_size = model.config.vocab_size
+    arguments = (
+        _abstract_slots(sizes),
+        jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32),
+        jax.ShapeDtypeStruct((rows, 4), jnp.int32),
+        jax.ShapeDtypeStruct((rows, mask_width(vocab_size)), jnp.int32),
+    )
+    whole = None if mesh is None else jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), arguments)
+    return StepProgram(name, function, arguments, whole, donated=(0,))
+
+
+def _abstract_slots(sizes: RunnerConfig) -> Slots:
+    return jax.eval_shape(lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width))
 
 
 def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:

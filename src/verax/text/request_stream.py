@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from verax.text.grammar import Grammar
 from verax.text.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from verax.text.sampling_params import SamplingParams
 from verax.text.sequence import Request
@@ -35,6 +36,8 @@ class LiveRequest:
     prompt: str | None = None
     answers: abc.Sequence[abc.Sequence[int]] | None = None
     """Answer so far for each sample, which the request goes on behind."""
+    grammar: Grammar | None = None
+    """Grammar of the answer, compiled."""
     request: Request | None = None
     shown: list[int] = field(default_factory=list)
     """Tokens of each sample that were handed over, prompt included; or `ENDED`."""

@@ -18,7 +18,9 @@ from verax._buckets import at_least
 from verax._compat import compiler_options
 from verax.models import CausalLM
 from verax.nn import Embedding
-from verax.text.program import AbstractModel, StepProgram, new_cache, step_program
+from verax.text.grammar import mask_width
+from verax.text.program import AbstractModel, StepProgram, new_cache, sampling_program, step_program
+from verax.text.sampler import DEFERRED, SAMPLED
 from verax.text.scheduler import Schedule
 from verax.text.sizes import RunnerConfig
 from verax.text.slots import admit, new_slots, pack_admission
@@ -35,6 +37,8 @@ class PendingStep:
     output: StepOutput
     token_offsets: tuple[int, ...]
     """Index of each chunk's first token in the step's ragged batch."""
+    deferred: np.ndarray | None = None
+    """Rows of the step's input if `sample` is still to be called, `[B, 4]`."""
 
 
 class ModelRunner:
@@ -55,29 +59,44 @@ class ModelRunner:
         self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
         self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=compiler_options(ops.target().platform))
         self._steps = {shape: self.program(shape).jit() for shape in config.shapes}
+        self._samplers = {rows: self.sampling_program(rows).jit() for rows in config.sampling_rows}
 
     def program(self, shape: StepShape) -> StepProgram:
         """The program of one step on this runner's state."""
         return step_program(self.abstract_model, self.config, shape)
 
+    def sampling_program(self, rows: int) -> StepProgram:
+        """The program that samples the rows of a step by itself."""
+        return sampling_program(self.abstract_model, self.config, rows)
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this."""
         begin = time.perf_counter()
         shapes = self.config.shapes
+        programs = [(self._steps[shape], self._arguments(shape)) for shape in shapes]
+        programs += [(jitted, self.sampling_program(rows).arguments) for rows, jitted in self._samplers.items()]
         if progress is not None:
-            progress(0, len(shapes))
+            progress(0, len(programs))
         # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two.
         with ThreadPoolExecutor(2) as pool:
-            compiled = pool.map(lambda shape: self._steps[shape].lower(*self._arguments(shape)).compile(), shapes)
+            compiled = pool.map(lambda program: program[0].lower(*program[1]).compile(), programs)
             for done, _ in enumerate(compiled, start=1):
                 if progress is not None:
-                    progress(done, len(shapes))
+                    progress(done, len(programs))
         for shape in shapes:
-            jax.block_until_ready(self._dispatch(shape, self._padding(shape)))
+            jax.block_until_ready(self._run_padding(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
         width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
         self._slots = self._admit(self._slots, np.zeros(1 + width, np.int32))
         return time.perf_counter() - begin
+
+    def _run_padding(self, shape: StepShape) -> StepOutput:
+        packed = self._padding(shape)
+        pending = PendingStep(Schedule(), self._dispatch(shape, packed), ())
+        if shape.rows in self._samplers:
+            pending.deferred = packed[: 4 * shape.rows].reshape(shape.rows, 4).copy()
+            self.sample(pending, self.new_masks(pending))
+        return pending.output
 
     def admit(self, schedule: Schedule) -> None:
         """Fill the slots of sequences that the schedule admitted."""
@@ -86,12 +105,36 @@ class ModelRunner:
             self._slots = self._admit(self._slots, packed)
 
     def run(self, schedule: Schedule) -> PendingStep:
-        """Dispatch a step. Returns at once; reading the result's arrays waits for it."""
+        """Dispatch a step. Returns at once; reading the result's arrays waits for it.
+
+        If a sequence with a grammar is sampled, the sampling is left to `sample`, which must be called next.
+        """
         self.admit(schedule)
         packed, shape, offsets = self.pack(schedule)
         output = self._dispatch(shape, packed)
-        output.tokens.copy_to_host_async()
-        return PendingStep(schedule, output, offsets)
+        pending = PendingStep(schedule, output._replace(logits=None), offsets)
+        if schedule.constrained:
+            pending.output = output
+            # A copy: the device may still read the array that it was given.
+            pending.deferred = packed[: 4 * shape.rows].reshape(shape.rows, 4).copy()
+        else:
+            output.tokens.copy_to_host_async()
+        return pending
+
+    def new_masks(self, pending: PendingStep) -> np.ndarray:
+        """Masks that allow every token, for the rows of a step: int32 `[B, w]`, a bit for each token."""
+        assert pending.deferred is not None
+        return np.full((len(pending.deferred), mask_width(self.abstract_model.config.vocab_size)), -1, np.int32)
+
+    def sample(self, pending: PendingStep, masks: np.ndarray) -> None:
+        """Dispatch the sampling that `run` left out, among the tokens that the masks allow."""
+        rows, output = pending.deferred, pending.output
+        assert rows is not None
+        rows[:, 3] = np.where(rows[:, 3] == DEFERRED, SAMPLED, 0)
+        self._slots, tokens, logprobs = self._samplers[len(rows)](self._slots, output.logits, rows, masks)
+        pending.output = output._replace(tokens=tokens, logprobs=logprobs, logits=None)
+        pending.deferred = None
+        tokens.copy_to_host_async()
 
     def pack(self, schedule: Schedule) -> tuple[np.ndarray, StepShape, tuple[int, ...]]:
         """A schedule as a step's input, its bucket, and the index of each chunk's first token."""
@@ -100,8 +143,9 @@ class ModelRunner:
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         updates = packed[4 * shape.rows :].reshape(-1, 3)
         offsets, token, update = [], 0, 0
+        sampled = DEFERRED if schedule.constrained else SAMPLED
         for i, chunk in enumerate(schedule.chunks):
-            rows[i] = chunk.sequence.slot, chunk.start, chunk.count, chunk.sample
+            rows[i] = chunk.sequence.slot, chunk.start, chunk.count, sampled * chunk.sample
             offsets.append(token)
             token += chunk.count
             for j, block in enumerate(chunk.new_blocks, start=chunk.first_new_block):
@@ -148,7 +192,8 @@ class ModelRunner:
 
     def num_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`."""
-        return self._admit._cache_size() + sum(step._cache_size() for step in self._steps.values())
+        programs = [self._admit, *self._steps.values(), *self._samplers.values()]
+        return sum(program._cache_size() for program in programs)
 
 
 def _table_bytes(model: CausalLM) -> int:

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.fields import read_value
+from verax.text.structured_outputs import StructuredOutputs
 
 __all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
@@ -72,6 +73,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
     """Keep the stop string or stop token in the text."""
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    """Form that the answer must have: a JSON schema, say. A `StructuredOutputs` after construction."""
 
     def __post_init__(self) -> None:
         self._integer("n", 1, 128)
@@ -98,6 +101,10 @@ class SamplingParams:
         self._set("stop", self._checked_stop())
         self._set("stop_token_ids", self._checked_stop_tokens())
         self._set("logit_bias", self._checked_bias())
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.from_value(self.structured_outputs))
+            if self.ignore_eos:
+                raise InvalidParameterError("ignore_eos: structured_outputs ends an answer with its end of text")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be pickled or copied.
@@ -115,6 +122,12 @@ class SamplingParams:
         """`stop_token_ids`, as the tuple that construction made of it."""
         assert isinstance(self.stop_token_ids, tuple)
         return self.stop_token_ids
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """`structured_outputs`, as the record that construction made of it."""
+        assert self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
+        return self.structured_outputs
 
     @property
     def greedy(self) -> bool:

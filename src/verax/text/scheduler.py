@@ -42,6 +42,11 @@ class Schedule:
         """Number of tokens that the step computes."""
         return sum(chunk.count for chunk in self.chunks)
 
+    @property
+    def constrained(self) -> bool:
+        """True if a token is sampled for a sequence that has a grammar."""
+        return any(chunk.sample and chunk.sequence.matcher is not None for chunk in self.chunks)
+
 
 class Scheduler:
     """Queues of waiting and running sequences. `check` asserts their invariants."""

@@ -6,7 +6,9 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from verax.errors import VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
+from verax.text.grammar import GrammarMatcher
 from verax.text.outputs import FinishReason, Logprob, RequestMetrics
 from verax.text.sampling_params import SamplingParams
 
@@ -48,6 +50,8 @@ class Sequence:
     stop_reason: int | str | None = None
     detokenizer: IncrementalDetokenizer | None = None
     """Running text, in requests that are streamed or have stop strings."""
+    matcher: GrammarMatcher | None = None
+    """Place in the grammar of a request with structured output, behind the tokens that the host has seen."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +107,8 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    error: VeraxError | None = None
+    """Failure that ended the request, if one did."""
 
     @property
     def finished(self) -> bool:

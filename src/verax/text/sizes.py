@@ -54,6 +54,8 @@ class RunnerConfig:
     """Token budget of a step."""
     cache_dtype: DTypeLike
     """Dtype of keys and values in the cache."""
+    structured_outputs: bool = False
+    """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
 
     @property
     def table_width(self) -> int:
@@ -85,6 +87,11 @@ class RunnerConfig:
         decode = [StepShape(rows, rows, True) for rows in self.decode_rows]
         mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
         return [*decode, *(shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0])]
+
+    @cached_property
+    def sampling_rows(self) -> list[int]:
+        """Numbers of rows that sampling is compiled for by itself: those of every step, with structured output."""
+        return sorted({shape.rows for shape in self.shapes}) if self.structured_outputs else []
 
 
 def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) -> RunnerConfig:
@@ -133,7 +140,9 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
             f"max_model_len{fewer}"
         )
     blocks = min(affordable, needed * max_num_seqs)
-    return RunnerConfig(int(blocks) + 1, block_size, int(context), max_num_seqs, batched, cache_dtype)
+    return RunnerConfig(
+        int(blocks) + 1, block_size, int(context), max_num_seqs, batched, cache_dtype, bool(config.structured_outputs)
+    )
 
 
 def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike) -> int:

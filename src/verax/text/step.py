@@ -1,6 +1,6 @@
 """One engine step as one device program: model, cache update, sampling and state update.
 
-The host sends a few integers (`StepInput`); everything else is on the device already and is donated from step to step.
+The host sends a few integers; everything else is on the device already and is donated from step to step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.models import CausalLM, RecurrentLayer
 from verax.models.causal_lm import final_hidden_states
-from verax.ops import sampling
-from verax.text.sampling_params import MAX_LOGPROBS
-from verax.text.slots import SlotParams, Slots
+from verax.text.sampler import Logprobs, no_logprobs, sample, score
+from verax.text.slots import Slots
 
-__all__ = ["Cache", "Logprobs", "StepOutput", "StepShape", "make_step"]
+__all__ = ["Cache", "StepOutput", "StepShape", "make_step"]
 
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
 """By layer: key and value pages, or the recurrent state of each slot, as the configuration's `new_state` makes it."""
@@ -45,14 +44,6 @@ class StepShape(NamedTuple):
         return 4 * self.rows + 3 * self.num_updates(block_size)
 
 
-class Logprobs(NamedTuple):
-    """Log-probability of the chosen token, nats, then the best `MAX_LOGPROBS`; zeros in rows that request none."""
-
-    values: Float[Array, "B n"]
-    ids: Int[Array, "B n"]
-    ranks: Int[Array, "B"]
-
-
 class StepOutput(NamedTuple):
     """Results of a step for the host."""
 
@@ -60,13 +51,19 @@ class StepOutput(NamedTuple):
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
     """By token of the step: the score of the token after it. None in decode steps."""
+    logits: Float[Array, "B V"] | None
+    """Scores that `make_sampling` samples from. None without structured output."""
 
 
 StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]
 
 
-def make_step(build: Callable[[tuple[Array, ...]], CausalLM], shape: StepShape, block_size: int) -> StepFunction:
+def make_step(
+    build: Callable[[tuple[Array, ...]], CausalLM], shape: StepShape, block_size: int, *, structured_outputs: bool
+) -> StepFunction:
     """The step function of one shape; `build` makes the model of its flat weights, while tracing only.
+
+    With `structured_outputs` its output has the scores too, which rows that are `DEFERRED` are sampled from later.
 
     A block of the host is a page of `ops`: the entries of a sequence's block table are the page numbers of its tokens.
     """
@@ -75,9 +72,8 @@ def make_step(build: Callable[[tuple[Array, ...]], CausalLM], shape: StepShape, 
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
         model = build(weights)
-        padding_slot = slots.tokens.shape[0] - 1
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
-        slot, start, count, wants_token = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] > 0
+        slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
         new_blocks = packed[4 * shape.rows :].reshape(-1, 3)
         page_table = slots.page_table.at[new_blocks[:, 0], new_blocks[:, 1]].set(new_blocks[:, 2])
         lengths = start + count  # tokens in the cache after this step
@@ -127,64 +123,17 @@ def make_step(build: Callable[[tuple[Array, ...]], CausalLM], shape: StepShape, 
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         newest = hidden if shape.decode else hidden[jnp.maximum(starts[1:] - 1, 0)]
-        params = slots.params.rows(slot)
         logits = model.logits(newest)
-        tokens = _next_tokens(logits, slots.tokens, slot, lengths, params)
-        tokens_after = slots.tokens.at[jnp.where(wants_token, slot, padding_slot), lengths].set(tokens, mode="drop")
+        history, tokens, logprobs = sample(slots, logits, rows)
         output = StepOutput(
             tokens,
-            _logprobs(logits, tokens, params),
+            logprobs,
             None if shape.decode else _prompt_logprobs(model, hidden, slots, slot[owner], position),
+            logits if structured_outputs else None,
         )
-        return Slots(tokens_after, page_table, slots.params), tuple(layer_cache), output
+        return Slots(history, page_table, slots.params), tuple(layer_cache), output
 
     return step
-
-
-def _next_tokens(
-    logits: Float[Array, "B V"],
-    history: Int[Array, "S L"],
-    slot: Int[Array, "B"],
-    lengths: Int[Array, "B"],
-    params: SlotParams,
-) -> Int[Array, "B"]:
-    """Sample one token a row. Parts that no row needs are skipped at run time."""
-    penalties = {name: params.float(name) for name in ("presence", "frequency", "repetition")}
-    penalized = (penalties["presence"] != 0) | (penalties["frequency"] != 0) | (penalties["repetition"] != 1)
-    logits = lax.cond(
-        jnp.any(penalized),
-        lambda x: sampling.penalize(x, history[slot], params.int("num_prompt"), lengths, **penalties),
-        lambda x: x,
-        logits,
-    )
-    rows = jnp.arange(slot.shape[0])[:, None]
-    logits = lax.cond(
-        jnp.any(params.int("num_bias") > 0),
-        lambda x: x.at[rows, params.bias_ids].add(params.bias_values, mode="drop"),
-        lambda x: x,
-        logits,
-    )
-    early = lengths < params.int("min_length")
-    logits = lax.cond(
-        jnp.any(early),
-        lambda x: x.at[rows, params.banned].add(jnp.where(early, -jnp.inf, 0.0)[:, None], mode="drop"),
-        lambda x: x,
-        logits,
-    )
-    seed = lax.bitcast_convert_type(jnp.stack([params.int("seed_high"), params.int("seed_low")], axis=1), jnp.uint32)
-    how = sampling.SamplingArrays(
-        params.float("temperature"), params.int("top_k"), params.float("top_p"), params.float("min_p")
-    )
-    return sampling.sample(logits, how, sampling.uniform(seed, lengths))
-
-
-def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], params: SlotParams) -> Logprobs:
-    """Log-probabilities under the model itself (before penalties and temperature), as vLLM reports them."""
-    return lax.cond(
-        jnp.any(params.int("num_logprobs") >= 0),
-        lambda: _scores(logits, tokens),
-        lambda: _no_logprobs(tokens.shape[0], logits.shape[1]),
-    )
 
 
 def _prompt_logprobs(
@@ -199,21 +148,12 @@ def _prompt_logprobs(
     size = min(PROMPT_LOGPROB_CHUNK, T)
     chunks = T // size  # token buckets are multiples of the chunk
 
-    def score(chunk: tuple[Float[Array, "t D"], Int[Array, "t"]]) -> Logprobs:
-        return _scores(model.logits(chunk[0]), chunk[1])
+    def score_chunk(chunk: tuple[Float[Array, "t D"], Int[Array, "t"]]) -> Logprobs:
+        return score(model.logits(chunk[0]), chunk[1])
 
     def scored() -> Logprobs:
-        parts = lax.map(score, (hidden.reshape(chunks, size, -1), following.reshape(chunks, size)))
+        parts = lax.map(score_chunk, (hidden.reshape(chunks, size, -1), following.reshape(chunks, size)))
         return Logprobs(*(part.reshape(T, *part.shape[2:]) for part in parts))
 
     wanted = slots.params.int("num_prompt_logprobs")[slot] >= 0
-    return lax.cond(jnp.any(wanted), scored, lambda: _no_logprobs(T, model.config.vocab_size))
-
-
-def _scores(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Logprobs:
-    return Logprobs(*sampling.token_logprobs(logits, tokens, min(MAX_LOGPROBS, logits.shape[-1])))
-
-
-def _no_logprobs(rows: int, vocab_size: int) -> Logprobs:
-    n = 1 + min(MAX_LOGPROBS, vocab_size)
-    return Logprobs(jnp.zeros((rows, n), jnp.float32), jnp.zeros((rows, n), jnp.int32), jnp.zeros(rows, jnp.int32))
+    return lax.cond(jnp.any(wanted), scored, lambda: no_logprobs(T, model.config.vocab_size))

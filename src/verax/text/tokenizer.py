@@ -100,6 +100,10 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """Text of a tokenizer.json, with the tokens that were added to it."""
+        return self._backend.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` for what the model expects around it (a beginning token, say)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
