@@ -78,7 +78,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model reasons before it answers. The budget is a wish."""
+    """Switch of the reasoning before the answer. The budget is a wish."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Positive | None = None
