@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import chat, completions, health, metrics, models, openapi, tokens
+from verax.serve import chat, completions, health, messages, metrics, models, openapi, responses, tokens
 from verax.serve.errors import EXCEPTION_HANDLERS
 from verax.serve.middleware import BodyLimit, RequestLog
 from verax.serve.security import Security
@@ -17,6 +17,8 @@ __all__ = ["create_app"]
 ROUTE_MODULES = (
     chat,
     completions,
+    responses,
+    messages,
     tokens,
     models,
     health,

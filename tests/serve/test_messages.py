@@ -1,0 +1,266 @@
+"""`/v1/messages`: Anthropic's requests as chats, answers as blocks, streams that equal whole answers, errors."""
+
+import json
+
+import pytest
+
+from tests.support.chat_run import ScriptedRun, call, running
+from verax.serve import messages
+from verax.serve.errors import ApiError
+from verax.serve.fields import decode
+from verax.serve.messages_request import MessagesRequest, chat_of
+from verax.text.parsing import Delta
+
+PATH = "/v1/messages"
+USER = [{"role": "user", "content": "once upon a time"}]
+BODY = {"messages": USER, "max_tokens": 8}
+TOOL = {"name": "weather", "description": "Forecast.", "input_schema": {"type": "object", "properties": {}}}
+
+
+def chat(**fields):
+    return chat_of(decode(MessagesRequest, {**BODY, **fields}))
+
+
+def scripted(monkeypatch, run):
+    async def run_chat(server, request, record=None):
+        return run
+
+    monkeypatch.setattr(messages, "run_chat", run_chat)
+
+
+def events(text):
+    """Names and data of a stream's events."""
+    found = [event.split("\n") for event in text.split("\n\n") if event and not event.startswith(":")]
+    made = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in found]
+    assert all(name == data["type"] for name, data in made)
+    return made
+
+
+def streamed(api, body):
+    response = api.post(PATH, {**body, "stream": True})
+    assert response.status_code == 200, response.text
+    return events(response.text)
+
+
+def whole_of(stream):
+    """Message that the events of a stream make together."""
+    message = None
+    inputs = {}
+    for name, data in stream:
+        match name:
+            case "message_start":
+                message = data["message"]
+            case "content_block_start":
+                assert data["index"] == len(message["content"])
+                message["content"].append(data["content_block"])
+            case "content_block_delta":
+                block, delta = message["content"][data["index"]], data["delta"]
+                if delta["type"] == "input_json_delta":
+                    inputs[data["index"]] = inputs.get(data["index"], "") + delta["partial_json"]
+                else:
+                    key = {"text_delta": "text", "thinking_delta": "thinking"}[delta["type"]]
+                    block[key] += delta[key]
+            case "content_block_stop":
+                if inputs.get(data["index"]):
+                    message["content"][data["index"]]["input"] = json.loads(inputs[data["index"]])
+            case "message_delta":
+                message |= data["delta"] | {"usage": data["usage"]}
+    return message
+
+
+def test_an_answer_has_anthropics_fields(api):
+    body = api.ok(PATH, {**BODY, "model": "tiny"})
+    assert body["id"].startswith("msg_")
+    assert (body["type"], body["role"], body["model"]) == ("message", "assistant", "tiny")
+    assert all(block["type"] == "text" for block in body["content"])
+    assert body["stop_reason"] in ("end_turn", "max_tokens")
+    usage = body["usage"]
+    assert 0 < usage["output_tokens"] <= 8
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] > 0
+
+
+def test_a_stream_makes_the_whole_answer(api):
+    body = {**BODY, "temperature": 0, "max_tokens": 20}
+    whole, stream = api.ok(PATH, body), streamed(api, body)
+    made = whole_of(stream)
+    assert made["content"] == whole["content"]
+    assert made["stop_reason"] == whole["stop_reason"]
+    assert made["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert [name for name, _ in stream][:2] == ["message_start", "ping"]
+    assert [name for name, _ in stream][-2:] == ["message_delta", "message_stop"]
+
+
+DELTAS = [Delta(reasoning="Let me "), Delta(reasoning="see."), Delta(content="I loo"), Delta(content="k."),
+          *call(0, '{"city": ', '"Oslo"}'), *call(1, name="clock")]  # fmt: skip
+BLOCKS = [
+    {"type": "thinking", "thinking": "Let me see.", "signature": ""},
+    {"type": "text", "text": "I look.", "citations": None},
+    {"type": "tool_use", "id": "call_0", "name": "weather", "input": {"city": "Oslo"}},
+    {"type": "tool_use", "id": "call_1", "name": "clock", "input": {}},
+]
+
+
+def test_reasoning_text_and_calls_are_blocks_whole_and_streamed(api, monkeypatch):
+    scripted(monkeypatch, ScriptedRun(DELTAS, "tool_calls"))
+    whole = api.ok(PATH, BODY)
+    assert whole["content"] == BLOCKS
+    assert whole["stop_reason"] == "tool_use"
+    assert whole["usage"] == {
+        "input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 5,
+    }  # fmt: skip
+    assert whole_of(streamed(api, BODY)) == whole
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "expected"),
+    [
+        ("stop", None, ("end_turn", None)),
+        ("stop", 7, ("end_turn", None)),
+        ("stop", "END", ("stop_sequence", "END")),
+        ("length", None, ("max_tokens", None)),
+    ],
+)
+def test_why_the_answer_ended(api, monkeypatch, reason, stop, expected):
+    scripted(monkeypatch, ScriptedRun([Delta(content="Hi")], reason, stop))
+    body = api.ok(PATH, BODY)
+    assert (body["stop_reason"], body["stop_sequence"]) == expected
+
+
+def test_arguments_that_are_no_json_are_given_as_text(api, monkeypatch):
+    scripted(monkeypatch, ScriptedRun(call(0, '{"city": "Os'), "length"))
+    assert api.ok(PATH, BODY)["content"][0]["input"] == {"INVALID_JSON": '{"city": "Os'}
+
+
+def test_an_error_in_mid_stream_is_an_event(api, monkeypatch):
+    scripted(monkeypatch, ScriptedRun([Delta(content="Hi"), ApiError(503, "it broke")]))
+    name, data = streamed(api, BODY)[-1]
+    assert name == "error"
+    assert data["error"] == {"type": "overloaded_error", "message": "it broke"}
+
+
+def test_a_conversation_with_calls_becomes_a_chat():
+    made = chat(
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "call_0", "name": "weather", "input": {"city": "Oslo"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "call_0", "content": [{"type": "text", "text": "Rain"}]},
+                    {"type": "tool_result", "tool_use_id": "call_1", "content": "no", "is_error": True},
+                    {"type": "text", "text": "And?"},
+                ],
+            },
+        ],
+    )
+    system, user, answer, rain, failed, more = made.messages
+    assert (system.role, system.content, user.content) == ("system", "Be brief.", "A\nB")
+    assert (answer.reasoning_content, answer.content) == ("Hm.", "I look.")
+    assert answer.tool_calls[0].function.arguments == {"city": "Oslo"}
+    assert (rain.role, rain.tool_call_id, rain.content) == ("tool", "call_0", "Rain")
+    assert (failed.content, more.content) == ("Error: no", "And?")
+    assert made.continue_final_message is None
+
+
+def test_fields_become_those_of_a_chat():
+    made = chat(
+        tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True}, stop_sequences=["END"],
+        top_k=5, top_p=0.9, temperature=0.5, thinking={"type": "enabled", "budget_tokens": 4},
+        output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "max"},
+    )  # fmt: skip
+    assert made.tools[0].function.name == "weather"
+    assert (made.tool_choice, made.parallel_tool_calls, made.stop) == ("required", False, ["END"])
+    assert (made.top_k, made.top_p, made.temperature, made.max_tokens) == (5, 0.9, 0.5, 8)
+    assert made.chat_template_kwargs == {"enable_thinking": True}
+    assert made.response_format.json_schema.schema == {"type": "object"}
+    assert made.reasoning_effort == "xhigh"
+    assert chat().reasoning_effort == "none"
+    assert chat(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}).tool_choice.function.name == "weather"
+
+
+def test_a_last_message_of_the_assistant_is_continued():
+    made = chat(messages=[*USER, {"role": "assistant", "content": "There was"}])
+    assert made.continue_final_message is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens: it is missing"),
+        ({"max_tokens": 0}, "max_tokens: "),
+        ({"messages": []}, "messages: "),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+         "messages[0].content[0].type: "),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
+         "messages: the last one has a tool call"),
+        ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type: "),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "thinking.budget_tokens: "),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
+        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers: "),
+        ({"temperature": -1}, "temperature: "),
+        ({"messages": [{"role": "user", "content": "word " * 500}]}, "messages: "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_fields_are_named_in_anthropics_shape(api, fields, named, stream):
+    response = api.post(PATH, {**BODY, **fields, "stream": stream})
+    body = response.json()
+    assert response.status_code == 400, body
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert body["error"]["message"].startswith(named)
+
+
+def test_another_model_is_not_found(api):
+    response = api.post(PATH, {**BODY, "model": "other"})
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+
+
+def test_a_demanded_call_is_made(api):
+    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
+    tool = {**TOOL, "input_schema": {**days, "additionalProperties": False}}
+    body = {
+        **BODY,
+        "max_tokens": 64,
+        "tools": [tool],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
+    whole = api.ok(PATH, body)
+    (block,) = whole["content"]
+    assert (block["type"], block["name"], whole["stop_reason"]) == ("tool_use", "weather", "tool_use")
+    assert block["input"]["days"] in (1, 2)
+
+
+def test_tokens_of_a_request_are_counted(api):
+    counted = api.ok(f"{PATH}/count_tokens", {"messages": USER})["input_tokens"]
+    usage = api.ok(PATH, BODY)["usage"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_anthropics_client(make_api, monkeypatch):
+    anthropic = pytest.importorskip("anthropic")
+    with running(make_api(api_keys=("secret",)).app) as address:
+        client = anthropic.Anthropic(base_url=address, api_key="secret", max_retries=0)
+        assert client.messages.create(model="tiny", **BODY).stop_reason in ("end_turn", "max_tokens")
+        assert client.messages.count_tokens(model="tiny", messages=USER).input_tokens > 0
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+            client.messages.create(model="tiny", tool_choice={"type": "any"}, **BODY)
+        with pytest.raises(anthropic.AuthenticationError):
+            anthropic.Anthropic(base_url=address, api_key="wrong", max_retries=0).messages.create(model="tiny", **BODY)
+        scripted(monkeypatch, ScriptedRun(DELTAS, "tool_calls"))
+        with client.messages.stream(model="tiny", **BODY) as stream:
+            assert "".join(stream.text_stream) == "I look."
+            final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert (final.content[2].input, final.content[3].input) == ({"city": "Oslo"}, {})
+    assert final.stop_reason == "tool_use"

@@ -1,0 +1,210 @@
+"""`/v1/responses`: requests as chats, output items, events in their order, streams that equal whole answers, errors."""
+
+import json
+
+import pytest
+
+from tests.support.chat_run import ScriptedRun, call, running
+from verax.serve import responses
+from verax.serve.errors import ApiError
+from verax.serve.fields import decode
+from verax.serve.responses_request import ResponsesRequest, chat_of
+from verax.text.parsing import Delta
+
+PATH = "/v1/responses"
+BODY = {"input": "once upon a time", "max_output_tokens": 8}
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
+
+
+def chat(**fields):
+    return chat_of(decode(ResponsesRequest, {**BODY, **fields}))
+
+
+def scripted(monkeypatch, run):
+    async def run_chat(server, request, record=None):
+        return run
+
+    monkeypatch.setattr(responses, "run_chat", run_chat)
+
+
+def streamed(api, body):
+    """Data of a stream's events, whose names and numbers are checked."""
+    response = api.post(PATH, {**body, "stream": True})
+    assert response.status_code == 200, response.text
+    found = [event.split("\n") for event in response.text.split("\n\n") if event and not event.startswith(":")]
+    events = []
+    for name, data in found:
+        event = json.loads(data.removeprefix("data: "))
+        assert event["type"] == name.removeprefix("event: ")
+        assert event["sequence_number"] == len(events)
+        events.append(event)
+    return events
+
+
+def without_ids(response):
+    output = [{**item, "id": None} for item in response["output"]]
+    return {**response, "id": None, "created_at": None, "output": output}
+
+
+def test_an_answer_has_openais_fields(api):
+    body = api.ok(PATH, {**BODY, "model": "tiny", "metadata": {"a": "b"}, "instructions": "Be brief."})
+    assert body["id"].startswith("resp_")
+    assert (body["object"], body["model"], body["error"]) == ("response", "tiny", None)
+    assert (body["metadata"], body["instructions"]) == ({"a": "b"}, "Be brief.")
+    assert body["status"] in ("completed", "incomplete")
+    for item in body["output"]:
+        assert item["id"].startswith("msg_")
+        assert (item["type"], item["role"], item["content"][0]["type"]) == ("message", "assistant", "output_text")
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+def test_a_stream_ends_with_the_whole_answer(api):
+    body = {**BODY, "temperature": 0, "max_output_tokens": 20}
+    whole, events = api.ok(PATH, body), streamed(api, body)
+    last = without_ids(events[-1]["response"])
+    usage = {"usage": None}  # its number of cached tokens differs
+    assert {**last, **usage} == {**without_ids(whole), **usage}
+    deltas = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    assert deltas == "".join(item["content"][0]["text"] for item in whole["output"])
+
+
+DELTAS = [Delta(reasoning="Hm"), Delta(reasoning="."), Delta(content="I loo"), Delta(content="k."),
+          *call(0, '{"city": ', '"Oslo"}')]  # fmt: skip
+
+
+def test_events_come_in_openais_order(api, monkeypatch):
+    scripted(monkeypatch, ScriptedRun(DELTAS, "tool_calls"))
+    events = streamed(api, BODY)
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"]
+    assert events[0]["response"]["output"] == []
+    for event in events:
+        if "item_id" in event:
+            assert event["item_id"] == done[event["output_index"]]["id"]
+    reasoning, message, function = done
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert message["content"][0]["text"] == "I look."
+    assert (function["call_id"], function["name"], function["arguments"]) == ("call_0", "weather", '{"city": "Oslo"}')
+    assert events[-2]["item"]["status"] == "completed"
+    assert without_ids(events[-1]["response"]) == without_ids(api.ok(PATH, BODY))
+
+
+def test_an_answer_that_was_cut_short_is_incomplete(api, monkeypatch):
+    scripted(monkeypatch, ScriptedRun(DELTAS, "length"))
+    body = api.ok(PATH, BODY)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item["status"] for item in body["output"]] == ["completed", "completed", "incomplete"]
+    assert streamed(api, BODY)[-1]["type"] == "response.incomplete"
+
+
+def test_an_error_in_mid_stream_fails_the_response(api, monkeypatch):
+    scripted(monkeypatch, ScriptedRun([Delta(content="Hi"), ApiError(503, "it broke", code="aborted")]))
+    last = streamed(api, BODY)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "aborted", "message": "it broke"}
+
+
+def test_items_become_messages():
+    made = chat(
+        instructions="Be brief.",
+        input=[
+            {"role": "developer", "content": "Be kind."},
+            {"role": "user", "content": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'},
+            {"type": "function_call", "call_id": "c2", "name": "clock", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "Rain"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "Noon"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]},
+            {"role": "assistant", "content": "Done."},
+            {"role": "user", "content": "Thanks"},
+        ],
+    )
+    roles = [message.role for message in made.messages]
+    assert roles == ["system", "developer", "user", "assistant", "tool", "tool", "assistant", "user"]
+    answer, rain, noon, second = made.messages[3:7]
+    assert (answer.reasoning_content, answer.content, len(answer.tool_calls)) == ("Hm.", "I look.", 2)
+    assert (rain.content, noon.content, noon.tool_call_id) == ("Rain", "Noon", "c2")
+    assert (second.reasoning_content, second.content) == ("So.", "Done.")
+
+
+def test_fields_become_those_of_a_chat():
+    made = chat(
+        tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, parallel_tool_calls=False, top_logprobs=2,
+        temperature=0.5, top_p=0.9, reasoning={"effort": "low"},
+        text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}},
+    )  # fmt: skip
+    assert made.tools[0].function.parameters == TOOL["parameters"]
+    assert (made.tool_choice.function.name, made.parallel_tool_calls) == ("weather", False)
+    assert (made.logprobs, made.top_logprobs, made.max_completion_tokens) == (True, 2, 8)
+    assert (made.temperature, made.top_p, made.reasoning_effort) == (0.5, 0.9, "low")
+    assert made.response_format.json_schema.schema == {"type": "object"}
+
+
+def test_log_probabilities_come_with_the_text(api):
+    body = api.ok(PATH, {**BODY, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0})
+    for item in body["output"]:
+        entries = item["content"][0]["logprobs"]
+        assert entries
+        assert all(len(entry["top_logprobs"]) <= 3 for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"store": True}, "store"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"max_tool_calls": 1}, "max_tool_calls"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "word " * 500}, "input"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_fields_are_named(api, fields, param, stream):
+    assert api.refused(PATH, {**BODY, **fields, "stream": stream})["param"] == param
+
+
+def test_openais_client(make_api, monkeypatch):
+    openai = pytest.importorskip("openai")
+    with running(make_api().app) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        answer = client.responses.create(model="tiny", **BODY)
+        assert answer.status in ("completed", "incomplete")
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            client.responses.create(model="tiny", previous_response_id="resp_1", **BODY)
+        scripted(monkeypatch, ScriptedRun(DELTAS, "tool_calls"))
+        assert client.responses.create(model="tiny", **BODY).output_text == "I look."
+        with client.responses.stream(model="tiny", **BODY) as stream:
+            text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+            final = stream.get_final_response()
+    assert text == "I look."
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.output[2].arguments == '{"city": "Oslo"}'
