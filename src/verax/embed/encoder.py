@@ -160,12 +160,30 @@ class Encoder:
             normalize, batch_size: as in `encode`.
 
         Raises:
-            InvalidParameterError: for no tokens, more than `max_length`, or one that is not in the vocabulary.
+            InvalidParameterError: as `check_tokens`.
         """
         _check_batch_size(batch_size)
-        ids = [self._checked(number, tokens) for number, tokens in enumerate(token_ids)]
+        ids = self.check_tokens(token_ids)
         jobs = self._buckets(batch_size).jobs(range(len(ids)), ids)
         return self._run(jobs, len(ids), normalize, show_progress=False)
+
+    def check_tokens(self, token_ids: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Token ids of each sentence as lists, if the model takes them.
+
+        Raises:
+            InvalidParameterError: for no tokens, more than `max_length`, or one that is not in the vocabulary.
+        """
+        found = [list(ids) for ids in token_ids]
+        size = self.model_config.vocab_size
+        for number, ids in enumerate(found):
+            if not 0 < len(ids) <= self.max_length:
+                raise InvalidParameterError(
+                    f"token_ids: expected 1 to {self.max_length} tokens (max_length), got {len(ids)} at {number}"
+                )
+            array = np.asarray(ids)
+            if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= size:
+                raise InvalidParameterError(f"token_ids: expected numbers from 0 to {size - 1} at {number}")
+        return found
 
     def tokenize(self, sentences: Iterable[str], max_length: int | None = None) -> list[tuple[list[int], int]]:
         """Token ids of each sentence, special ones included, and the number of tokens that were cut from its end.
@@ -230,19 +248,6 @@ class Encoder:
 
     def _buckets(self, batch_size: int) -> Buckets:
         return Buckets(batch_size, self.max_length, padding=self._padding)
-
-    def _checked(self, number: int, tokens: Sequence[int]) -> list[int]:
-        """Token ids of one sentence, if a program takes them."""
-        ids = list(tokens)
-        if not 0 < len(ids) <= self.max_length:
-            raise InvalidParameterError(
-                f"token_ids: expected 1 to {self.max_length} tokens (max_length), got {len(ids)} at {number}"
-            )
-        size = self.model_config.vocab_size
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < size:
-                raise InvalidParameterError(f"token_ids: expected 0 to {size - 1}, got {token!r} at {number}")
-        return ids
 
     def _jobs(self, texts: Sequence[str], buckets: Buckets) -> Iterator[Job]:
         """Calls for all texts, roughly the longest first: by letters over all texts, by tokens within a chunk."""
