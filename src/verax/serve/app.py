@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import health, models
+from verax.serve import embeddings, health, models, videos
 from verax.serve.errors import EXCEPTION_HANDLERS
 from verax.serve.middleware import BodyLimit, RequestLog
 from verax.serve.security import Security
@@ -17,6 +17,8 @@ __all__ = ["create_app"]
 ROUTE_MODULES = (
     health,
     models,
+    embeddings,
+    videos,
 )
 """Modules with a function `routes(server)`, in the order in which their routes are tried."""
 

@@ -34,6 +34,8 @@ class MediaLimits:
     """Size of the file."""
     pixels: int = 1 << 25
     """Pixels of all frames together: an image of 5792 x 5792, or 64 frames of 544 x 960."""
+    aspect: int = 8
+    """Longer side of a frame in shorter ones: models fit the shorter one to their frames, and crop the other."""
     frames: int = 512
     seconds: int = 20
     """Time of the decoding, from the start of the process."""
@@ -91,7 +93,7 @@ def _pictures(data: bytes, name: str, limits: MediaLimits) -> Iterator[np.ndarra
     """Frames of an image file, which may be animated."""
     pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     with pil.open(io.BytesIO(data), formats=[name]) as opened:
-        _check_pixels(opened.width * opened.height, limits)
+        _check_size(opened.width, opened.height, limits)
         for frame in sequence.Iterator(opened):
             yield read_image(frame)
 
@@ -103,10 +105,18 @@ def _video(data: bytes, container: str, limits: MediaLimits) -> Iterator[np.ndar
         if not opened.streams.video:
             raise InvalidParameterError("the clip has no images in it")
         stream = opened.streams.video[0]
-        _check_pixels(stream.width * stream.height, limits)
+        _check_size(stream.width, stream.height, limits)
         for frame in opened.decode(stream):
-            _check_pixels(frame.width * frame.height, limits)
+            _check_size(frame.width, frame.height, limits)
             yield frame.to_ndarray(format="rgb24")
+
+
+def _check_size(width: int, height: int, limits: MediaLimits) -> None:
+    _check_pixels(width * height, limits)
+    if max(width, height) > limits.aspect * min(width, height):
+        raise InvalidParameterError(
+            f"frames of {width} x {height}: the longer side is more than {limits.aspect} times the shorter"
+        )
 
 
 def _check_pixels(pixels: int, limits: MediaLimits) -> None:
