@@ -225,7 +225,7 @@ def _size(body: VideoCreate, pipeline: VideoPipeline) -> tuple[int, int] | tuple
 
 
 def _num_frames(body: VideoCreate, pipeline: VideoPipeline, fps: int) -> int | None:
-    """Number of frames, of `num_frames` or of `seconds`; one that the model makes whole is the nearest to the latter."""
+    """Number of frames: `num_frames`, or the one nearest to `seconds` that the model can make."""
     trained = pipeline.settings.num_frames
     most = trained * _LONGER if pipeline.settings.kind == "df" else trained
     if body.seconds is None:
