@@ -145,3 +145,13 @@ def test_another_model_is_not_found(client, embed):
 def test_text_that_is_no_unicode_is_refused(client):
     response = client.post("/v1/embeddings", content=b'{"input": "\\ud800"}')
     assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("how", [{}, {"encoding_format": "float"}])
+def test_openai_python(client, encoder, how):
+    openai = pytest.importorskip("openai")
+    api = openai.OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=client, max_retries=0)
+    found = api.embeddings.create(model="tiny", input=SENTENCES, **how)
+    np.testing.assert_allclose([one.embedding for one in found.data], encoder.encode(SENTENCES), atol=2e-6)
+    with pytest.raises(openai.BadRequestError, match="dimensions: expected 1 to 48, got 49"):
+        api.embeddings.create(model="tiny", input="a cat", dimensions=49)
