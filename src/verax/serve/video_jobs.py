@@ -35,6 +35,9 @@ _SHARES = {
 _SWEEP = 10.0
 """Seconds between the looks for clips that have expired."""
 
+_LONGEST_STEP = 30.0
+"""Seconds that the end of the server waits for the step of the clip that is being made."""
+
 _log = logging.getLogger("verax.serve")
 
 
@@ -116,13 +119,18 @@ class VideoJobs:
         name = f"video_{secrets.token_hex(16)}"
         images = ("image", "last_image", "video")
         given = {part: found for part in images if (found := getattr(request, part)) is not None}
-        with self._changed:
-            self.check_room()
-            kept = {part: self.store.keep(name, part, array) for part, array in given.items()}
-            job = VideoJob(name, model, replace(request, **kept), self._clock())
-            self._jobs[name] = job
-            self._waiting.append(job)
-            self._changed.notify()
+        self.check_room()
+        kept = {part: self.store.keep(name, part, array) for part, array in given.items()}
+        job = VideoJob(name, model, replace(request, **kept), self._clock())
+        try:
+            with self._changed:
+                self.check_room()
+                self._jobs[name] = job
+                self._waiting.append(job)
+                self._changed.notify()
+        except QueueFullError:
+            self.store.remove(name)
+            raise
         return job
 
     def get(self, name: str) -> VideoJob | None:
@@ -168,7 +176,7 @@ class VideoJobs:
             for name in list(self._jobs):
                 self.delete(name)
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(_LONGEST_STEP)
         self.store.close()
 
     def _work(self) -> None:

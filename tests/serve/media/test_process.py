@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.pictures import PICTURE, saved
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, QueueFullError
+from verax.serve.media import process
 from verax.serve.media.decode import MediaLimits
 from verax.serve.media.process import MediaDecoder
 
@@ -69,6 +70,21 @@ def test_a_process_that_takes_too_long_or_is_no_longer_wanted_is_killed():
             await task
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+    asyncio.run(main())
+
+
+def test_files_that_wait_are_bounded(monkeypatch):
+    monkeypatch.setattr(process, "MAX_FILES", 1)
+    decoder = MediaDecoder()
+
+    async def main():
+        first = asyncio.create_task(decoder.decode(saved("PNG"), name="image"))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="1 files wait"):
+            await decoder.decode(saved("PNG"), name="image")
+        await first
+        await decoder.decode(saved("PNG"), name="image")
 
     asyncio.run(main())
 

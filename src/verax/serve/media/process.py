@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, QueueFullError
 from verax.serve.media.decode import MediaLimits
 
 __all__ = ["MediaDecoder"]
 
 AT_ONCE = 2
 """Processes at a time. Further files wait."""
+
+MAX_FILES = 16
+"""Files that are decoded or wait for it: each is in memory."""
 
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "SYSTEMROOT")
 """Variables that the process gets. Keys and tokens of the server are in none of them."""
@@ -38,6 +41,7 @@ class MediaDecoder:
         self.limits = limits or MediaLimits()
         self.pids: set[int] = set()
         """Processes that run now."""
+        self._files = 0
         self._free = asyncio.Semaphore(AT_ONCE)
 
     async def decode(self, data: bytes, *, name: str) -> UInt8[np.ndarray, "T H W 3"]:
@@ -50,13 +54,20 @@ class MediaDecoder:
         Raises:
             InvalidParameterError: if the file is no image or clip, damaged, or beyond the limits, or the process
                 crashed on it.
+            QueueFullError: if too many files wait.
         """
         if not data:
             raise InvalidParameterError(f"{name}: the file is empty")
         if len(data) > self.limits.bytes:
             raise InvalidParameterError(f"{name}: the file has more than {self.limits.bytes} bytes")
-        async with self._free:
-            status, answer = await self._run(data, name)
+        if self._files >= MAX_FILES:
+            raise QueueFullError(f"{MAX_FILES} files wait to be decoded, as many as may; try again later")
+        self._files += 1
+        try:
+            async with self._free:
+                status, answer = await self._run(data, name)
+        finally:
+            self._files -= 1
         header, _, pixels = answer.partition(b"\n")
         found: dict[str, Any] = (
             json.loads(header) if status == 0 else {"error": f"its decoder ended with {_reason(status)}"}
