@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import embeddings, health, models, videos
+from verax.serve import chat, completions, embeddings, health, metrics, models, openapi, tokens, videos
 from verax.serve.errors import EXCEPTION_HANDLERS
 from verax.serve.middleware import BodyLimit, RequestLog
 from verax.serve.security import Security
@@ -15,10 +15,15 @@ from verax.serve.server import Server
 __all__ = ["create_app"]
 
 ROUTE_MODULES = (
-    health,
+    chat,
+    completions,
+    tokens,
     models,
     embeddings,
     videos,
+    health,
+    metrics,
+    openapi,
 )
 """Modules with a function `routes(server)`, in the order in which their routes are tried."""
 
