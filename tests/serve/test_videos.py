@@ -222,7 +222,7 @@ PNG = data_uri(saved("PNG"))
         (dict(image_reference={"image_url": "http://127.0.0.1/a.png"}), "image_reference.image_url"),
         (dict(image_reference={"image_url": "/etc/passwd"}), "image_reference.image_url"),
         (dict(image_reference={"file_id": "file_1"}), "image_reference"),
-        (dict(image_reference={}), "image_reference"),
+        (dict(image_reference={}), "image_reference.image_url"),
         (dict(image_reference={"image_url": PNG}, input_reference=PNG), "image_reference"),
         (dict(input_reference=data_uri(b"GIF8")), "input_reference"),
         (dict(input_reference=data_uri(bomb(30_000, 30_000))), "input_reference"),
@@ -249,6 +249,8 @@ def test_wrong_forms_are_refused(client):
     fields = {"prompt": PROMPT}
     assert error_of(client.post("/v1/videos", data=fields, files={"other": b"x"}))["param"] == "other"
     assert error_of(client.post("/v1/videos", data={**fields, "fps": "1e400"}, files={"input_reference": b"x"}))
+    url = {"input_reference[image_url]": (None, "https://example.com/a.png")}
+    assert error_of(client.post("/v1/videos", data=fields, files=url))["param"] == "input_reference.image_url"
     headers = {"content-type": "multipart/form-data; boundary=x"}
     assert error_of(client.post("/v1/videos", content=b"--x\r\nbroken", headers=headers))
     assert error_of(client.post("/v1/videos", content=b"{}", headers={"content-type": "text/plain"}), 415)
@@ -285,6 +287,3 @@ def test_openai_python(client):
         api.videos.retrieve(video.id)
     with pytest.raises(openai.BadRequestError, match=r"at most 2\.125"):
         api.videos.create(prompt=PROMPT, seconds="8")
-    urls = {"image_url": "https://example.com/a.png"}
-    with pytest.raises(openai.BadRequestError, match="URLs and paths are not read"):
-        api.videos.create(prompt=PROMPT, input_reference=urls)

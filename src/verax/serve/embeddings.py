@@ -86,7 +86,7 @@ def routes(server: Server) -> list[Route]:
             queue = None
 
     server.contexts.append(running)
-    return api_routes("/embeddings", embeddings)
+    return api_routes("/embeddings", embeddings, body=EmbeddingRequest)
 
 
 def _inputs(body: EmbeddingRequest, most: int) -> list[str] | list[list[int]]:

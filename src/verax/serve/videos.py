@@ -22,7 +22,7 @@ from verax.serve.record import record_of
 from verax.serve.routing import api_routes
 from verax.serve.server import Server
 from verax.serve.sse import DONE, EventStream, named_event, unless_disconnected
-from verax.serve.video_fields import read_create, resolve
+from verax.serve.video_fields import VideoCreate, read_create, resolve
 from verax.serve.video_jobs import VideoJob, VideoJobs
 
 __all__ = ["VideoService", "routes"]
@@ -163,7 +163,7 @@ def routes(server: Server) -> list[Route]:
     service = VideoService(server)
     server.contexts.append(service.running)
     return [
-        *api_routes("/videos", service.create),
+        *api_routes("/videos", service.create, body=VideoCreate),
         *api_routes("/videos", service.list, ("GET",)),
         *api_routes("/videos/{name}", service.get, ("GET",)),
         *api_routes("/videos/{name}", service.delete, ("DELETE",)),
