@@ -6,7 +6,19 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import chat, completions, health, messages, metrics, models, openapi, responses, tokens
+from verax.serve import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    messages,
+    metrics,
+    models,
+    openapi,
+    responses,
+    tokens,
+    videos,
+)
 from verax.serve.errors import EXCEPTION_HANDLERS
 from verax.serve.middleware import BodyLimit, RequestLog
 from verax.serve.security import Security
@@ -21,6 +33,8 @@ ROUTE_MODULES = (
     messages,
     tokens,
     models,
+    embeddings,
+    videos,
     health,
     metrics,
     openapi,
