@@ -42,13 +42,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": ENGINE | {"nn"},
     "video": ENGINE,
     "embed": ENGINE | {"text.tokenizer"},
+    # HTTP over the engines.
+    "serve": ENGINE | {"text", "embed", "video"},
     "train": PROOF,
     "compare": PROOF,
     # The public names.
     "verax": {"checkpoint", "compare", "models", "ops", "embed", "text", "video", "errors"},
     # Benchmarks time what `compare` traces and score what `train` makes; neither of them imports a benchmark.
     "bench": PROOF | {"compare", "train", "verax"},
-    "cli": PROOF | {"compare", "train", "verax", "bench"},
+    "cli": PROOF | {"compare", "train", "verax", "bench", "serve"},
     "__main__": {"cli"},
 }
 """Folders, files and single modules that each folder may import. A row names rows above it only."""

@@ -1,0 +1,1 @@
+"""Server of the engines over HTTP, with the APIs of OpenAI, and the page."""

@@ -1,0 +1,45 @@
+"""The application: routes of every module, errors, and the layers around them."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from verax.serve import health, models
+from verax.serve.errors import EXCEPTION_HANDLERS
+from verax.serve.middleware import BodyLimit, RequestLog
+from verax.serve.security import Security
+from verax.serve.server import Server
+
+__all__ = ["create_app"]
+
+ROUTE_MODULES = (
+    health,
+    models,
+)
+"""Modules with a function `routes(server)`, in the order in which their routes are tried."""
+
+
+def create_app(server: Server) -> Starlette:
+    """The ASGI application of a server."""
+    layers = [Middleware(RequestLog, server)]
+    if server.settings.allowed_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(server.settings.allowed_origins),
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+        )
+    layers += [Middleware(Security, server), Middleware(BodyLimit, server)]
+    app = Starlette(
+        routes=[route for module in ROUTE_MODULES for route in module.routes(server)],
+        middleware=layers,
+        exception_handlers=EXCEPTION_HANDLERS,
+        lifespan=server.lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app

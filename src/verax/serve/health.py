@@ -1,0 +1,26 @@
+"""`/health`: 200 while requests are taken."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from verax.serve.errors import ApiError
+from verax.serve.json_response import JsonResponse
+from verax.serve.server import Server
+
+__all__ = ["routes"]
+
+
+def routes(server: Server) -> list[Route]:
+    """Route of the health."""
+
+    async def health(request: Request) -> Response:
+        if server.draining:
+            raise ApiError(503, "the server is shutting down", code="draining")
+        if server.llm is not None and not server.llm.is_running:
+            raise ApiError(503, "the engine has stopped", code="engine_dead")
+        return JsonResponse({"status": "ok"})
+
+    return [Route("/health", health)]

@@ -1,0 +1,129 @@
+"""Middleware around every request: its id, its log line, the end of the server, and the size of its body."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from verax.serve.errors import ApiError, api_error
+from verax.serve.record import RequestRecord
+
+if TYPE_CHECKING:
+    from verax.serve.server import Server
+
+__all__ = ["BodyLimit", "RequestLog"]
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_VIDEO_PATHS = ("/v1/videos", "/videos")
+_ALWAYS_SERVED = ("/health", "/metrics")
+"""Paths that are answered while the server drains."""
+
+CLIENT_CLOSED = 499
+"""Status in the log of a request whose client went away before the answer, as in nginx."""
+
+_log = logging.getLogger("verax.serve.access")
+
+
+class RequestLog:
+    """Outermost layer: gives each request an id, counts it, turns every exception into an answer, and logs one line."""
+
+    def __init__(self, app: ASGIApp, server: Server):
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        record = RequestRecord(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        record.attach(scope)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            await send(message)
+
+        counted = scope["path"] not in _ALWAYS_SERVED
+        self._server.num_requests += counted
+        try:
+            if counted and self._server.draining:
+                raise ApiError(503, "the server is shutting down; try again later", code="draining")
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            answer = api_error(error).response()
+            if status:
+                raise  # the answer has begun: the connection is closed
+            await answer(scope, receive, send_with_id)
+        finally:
+            self._server.num_requests -= counted
+            self._write(scope, record, status or CLIENT_CLOSED)
+
+    def _write(self, scope: Scope, record: RequestRecord, status: int) -> None:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration": round(time.perf_counter() - record.begin, 4),
+            "request_id": record.request_id,
+        }
+        for name in ("model", "prompt_tokens", "completion_tokens", "prompt"):
+            if (value := getattr(record, name)) is not None:
+                line[name] = value
+        if record.ttft is not None:
+            line["ttft"] = round(record.ttft, 4)
+        if self._server.settings.log_format == "json":
+            _log.info("%s", json.dumps(line, ensure_ascii=True))
+        else:
+            # Quoted as JSON: a line feed of the client cannot begin a line of its own.
+            _log.info("%s", " ".join(f"{name}={_shown(value)}" for name, value in line.items()))
+
+
+class BodyLimit:
+    """Refuses bodies that are too long, without reading them to their end."""
+
+    def __init__(self, app: ASGIApp, server: Server):
+        self._app = app
+        self._settings = server.settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        video = any(scope["path"] == path or scope["path"].startswith(path + "/") for path in _VIDEO_PATHS)
+        limit = self._settings.max_video_body_bytes if video else self._settings.max_body_bytes
+        too_long = ApiError(413, f"body: longer than {limit} bytes", param="body", headers={"Connection": "close"})
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            await too_long.response()(scope, receive, send)
+            return
+        read = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                if read > limit:
+                    raise too_long
+            return message
+
+        await self._app(scope, receive_bounded, send)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if re.fullmatch(r"[!-~]+", text) else json.dumps(text)

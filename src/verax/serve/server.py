@@ -1,0 +1,131 @@
+"""`Server`: the engines that are served, and the state of the server itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from verax.errors import InvalidParameterError
+from verax.serve.errors import ApiError
+from verax.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from verax.embed.encoder import Encoder
+    from verax.text.async_llm import AsyncLLM
+    from verax.video.pipeline import VideoPipeline
+
+__all__ = ["LazyModel", "Server"]
+
+T = TypeVar("T")
+
+
+class LazyModel(Generic[T]):
+    """A model that is loaded in a thread when it is first needed.
+
+    Args:
+        name: its name in requests.
+        load: function that loads it.
+        root: the checkpoint, as `/v1/models` shows it; the name if None.
+    """
+
+    def __init__(self, name: str, load: Callable[[], T], *, root: str | None = None):
+        self.name = name
+        self.root = root or name
+        self._load = load
+        self._task: asyncio.Future[T] | None = None
+
+    @property
+    def loaded(self) -> T | None:
+        """The model, or None while it is not loaded."""
+        task = self._task
+        return task.result() if task is not None and task.done() and not task.exception() else None
+
+    async def get(self) -> T:
+        """The model. It is loaded once, for all who wait; a failure is raised, and the next call tries again."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().run_in_executor(None, self._load)
+            self._task.add_done_callback(self._forget_failure)
+        return await asyncio.shield(self._task)
+
+    def _forget_failure(self, task: asyncio.Future[Any]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._task = None
+
+
+@dataclass
+class Server:
+    """Engines, names and settings: everything that a handler of a request needs.
+
+    Attributes:
+        llm: the text engine, or None.
+        served_names: names of the text model in requests; answers have the first.
+        encoder: the encoder, or None.
+        videos: the video pipeline, or None.
+        settings: address, keys and limits.
+        root: the text checkpoint, as `/v1/models` shows it; the first name if None.
+        draining: True once the server is to end: new requests get 503.
+        num_requests: number of requests that are being served.
+    """
+
+    llm: AsyncLLM | None = None
+    served_names: tuple[str, ...] = ("verax-text",)
+    encoder: LazyModel[Encoder] | None = None
+    videos: LazyModel[VideoPipeline] | None = None
+    settings: ServerSettings = field(default_factory=ServerSettings)
+    root: str | None = None
+    draining: bool = False
+    num_requests: int = 0
+    contexts: list[Callable[[], AbstractAsyncContextManager[Any]]] = field(default_factory=list)
+    """Context managers that are open while the server runs. Route modules add theirs: workers, folders."""
+
+    def __post_init__(self) -> None:
+        if self.llm is not None and not self.served_names:
+            raise InvalidParameterError("served_names: at least one name is needed")
+
+    def text_model(self, name: str | None) -> str:
+        """Name of the text model for an answer, if a request's model is that one.
+
+        Raises:
+            ApiError: 404 for another name.
+        """
+        if self.llm is None:
+            raise ApiError(404, "model: no text model is served here", param="model", code="model_not_found")
+        return self.check_model(name, self.served_names)
+
+    def check_model(self, name: str | None, served: tuple[str, ...]) -> str:
+        """Name of a model in an answer: the request's own, or the first of the served ones if it has none.
+
+        Raises:
+            ApiError: 404 for a name that is not among `served`.
+        """
+        if not name:
+            return served[0]
+        if name in served or self.settings.any_model_name:
+            return name
+        raise ApiError(
+            404,
+            f"model: {name[:200]!r} is not served here, but {', '.join(served)}; verax serve --any-model-name accepts "
+            "every name",
+            param="model",
+            code="model_not_found",
+        )
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The text engine, of a server that has one."""
+        assert self.llm is not None
+        return self.llm
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncIterator[None]:
+        """Context of the running application: the modules' contexts, and the end of the engine."""
+        async with AsyncExitStack() as stack:
+            if self.llm is not None:
+                stack.push_async_callback(partial(self.llm.shutdown, 0))
+            for context in self.contexts:
+                await stack.enter_async_context(context())
+            yield

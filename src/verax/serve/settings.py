@@ -1,0 +1,68 @@
+"""Settings of the server: address, keys and limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from verax.errors import InvalidParameterError
+
+__all__ = ["ServerSettings"]
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of the server, checked when they are made.
+
+    Raises:
+        InvalidParameterError: for a value out of range, with its name.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """TCP port; 0 for a free one."""
+    api_keys: tuple[str, ...] = ()
+    """Keys that are accepted; without any, requests need none."""
+    any_model_name: bool = False
+    """Accept any model name in requests, for clients with a fixed one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that requests may be for, beside the server's own address."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages, such as `https://example.com`, whose scripts may call the API."""
+    max_body_bytes: int = 8 << 20
+    max_video_body_bytes: int = 64 << 20
+    """Limit of a request's body for `/v1/videos`, which takes pictures and clips."""
+    max_n: int = 128
+    """Answers to one prompt."""
+    max_stop: int = 16
+    """Stop strings of a request."""
+    max_prompts: int = 256
+    """Prompts of a request."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests have to finish, once the server is to end."""
+    slow_client_timeout: float = 30.0
+    """Seconds for which a client may leave its stream unread before the request is aborted."""
+    ping_interval: float = 15.0
+    """Seconds of silence after which a stream sends a comment, so that proxies keep it open."""
+    log_format: str = "text"
+    """Format of log lines: `"text"` or `"json"`."""
+    log_prompts: bool = False
+    """Write prompts into the log."""
+    disable_page: bool = False
+    """Serve the API alone."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise InvalidParameterError(f"port: expected 0 to 65535, got {self.port}")
+        if self.log_format not in ("text", "json"):
+            raise InvalidParameterError(f"log_format: expected text or json, got {self.log_format!r}")
+        if not all(key.strip() and key.isascii() for key in self.api_keys):
+            raise InvalidParameterError("api_keys: expected keys of ASCII characters that are not empty")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and not (math.isfinite(value) and value >= 0):
+                raise InvalidParameterError(f"{field.name}: expected seconds, 0 or more, got {value}")
+            if field.name.startswith("max_") and value < 1:
+                raise InvalidParameterError(f"{field.name}: expected at least 1, got {value}")
+        if not self.ping_interval:
+            raise InvalidParameterError("ping_interval: expected more than 0 seconds")

@@ -1,0 +1,130 @@
+"""Errors, ids, keys, hosts and limits, on every path of the application."""
+
+import json
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from verax.serve import app as app_module
+from verax.serve.app import create_app
+from verax.serve.server import Server
+from verax.serve.settings import ServerSettings
+
+
+class EchoModule:
+    """Routes that answer the length of a body, and fail."""
+
+    @staticmethod
+    def routes(server):
+        async def echo(request):
+            return PlainTextResponse(str(len(await request.body())))
+
+        async def fail(request):
+            raise RuntimeError("a secret")
+
+        return [Route("/echo", echo, methods=["POST"]), Route("/fail", fail)]
+
+
+@pytest.fixture
+def client(monkeypatch):
+    monkeypatch.setattr(app_module, "ROUTE_MODULES", (*app_module.ROUTE_MODULES, EchoModule))
+
+    def make(server=None, **settings):
+        server = server or Server(settings=ServerSettings(**settings))
+        return TestClient(create_app(server), base_url="http://127.0.0.1", raise_server_exceptions=False)
+
+    return make
+
+
+def error_of(response):
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= set(error)
+    assert response.headers["x-request-id"]
+    return error
+
+
+def test_every_error_has_the_same_shape_and_an_id(client):
+    c = client()
+    assert error_of(c.get("/nothing"))["type"] == "not_found_error"
+    assert error_of(c.get("/echo"))["type"] == "invalid_request_error"
+    assert c.get("/echo").status_code == 405
+
+
+def test_an_unexpected_exception_is_a_500_that_says_nothing_of_it(client):
+    response = client().get("/fail")
+    assert response.status_code == 500
+    assert error_of(response)["type"] == "server_error"
+    assert "secret" not in response.text
+
+
+def test_a_sane_request_id_of_the_client_is_kept(client):
+    c = client()
+    assert c.get("/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert c.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-Api-Key"])
+def test_keys_are_asked_for_everywhere_but_at_health(client, name):
+    c = client(api_keys=("k1", "k2"))
+    assert c.get("/health").status_code == 200
+    for path in ("/v1/models", "/models", "/nothing"):
+        refused = c.get(path)
+        assert refused.status_code == 401
+        assert error_of(refused)["code"] == "invalid_api_key"
+        assert c.get(path, headers={name: "Bearer k3" if name == "Authorization" else "k3"}).status_code == 401
+    for key in ("k1", "k2"):
+        value = f"Bearer {key}" if name == "Authorization" else key
+        assert c.get("/v1/models", headers={name: value}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "169.254.1.1"])
+def test_a_local_server_refuses_the_names_of_others(client, host):
+    response = client().get("/v1/models", headers={"Host": host})
+    assert response.status_code == 403
+    assert error_of(response)["param"] == "host"
+
+
+def test_hosts_can_be_added_and_a_public_server_takes_any(client):
+    assert client(allowed_hosts=("box.lan",)).get("/models", headers={"Host": "box.lan:8000"}).status_code == 200
+    assert client(host="0.0.0.0").get("/models", headers={"Host": "anything"}).status_code == 200
+
+
+def test_pages_of_other_sites_may_not_call_unless_allowed(client):
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:9999"):
+        assert client().post("/echo", headers={"Origin": origin}).status_code == 403
+    assert client().post("/echo", headers={"Origin": "http://127.0.0.1"}).status_code == 200
+    allowing = client(allowed_origins=("https://good.example",))
+    response = allowing.post("/echo", headers={"Origin": "https://good.example"})
+    assert response.headers["access-control-allow-origin"] == "https://good.example"
+    asked = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
+    assert allowing.options("/echo", headers=asked).status_code == 200
+
+
+def test_a_long_body_is_refused_by_its_length_and_while_it_is_read(client):
+    c = client(max_body_bytes=10)
+    assert c.post("/echo", content=b"x" * 10).text == "10"
+    assert c.post("/echo", content=b"x" * 11).status_code == 413
+    chunked = c.post("/echo", content=(b"x" * 6 for _ in range(2)))
+    assert chunked.status_code == 413
+    assert error_of(chunked)["param"] == "body"
+
+
+def test_a_draining_server_answers_503_with_retry_after(client):
+    server = Server(draining=True)
+    response = client(server).get("/v1/models")
+    assert response.status_code == 503
+    assert error_of(response)["type"] == "unavailable_error"
+    assert response.headers["retry-after"]
+    assert client(server).get("/health").status_code == 503
+
+
+def test_a_log_line_has_the_facts_of_a_request_and_cannot_be_split(client, caplog):
+    with caplog.at_level("INFO", logger="verax.serve.access"):
+        client(log_format="json").get("/no\nthing", headers={"x-request-id": "r1"})
+        client().get("/a%0ab")
+    line = json.loads(caplog.messages[0])
+    assert (line["method"], line["status"], line["request_id"]) == ("GET", 404, "r1")
+    assert "\n" not in caplog.messages[1]
