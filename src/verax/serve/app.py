@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import health, models
+from verax.serve import health, models, page
 from verax.serve.errors import EXCEPTION_HANDLERS
 from verax.serve.middleware import BodyLimit, RequestLog
 from verax.serve.security import Security
@@ -35,8 +35,9 @@ def create_app(server: Server) -> Starlette:
             )
         )
     layers += [Middleware(Security, server), Middleware(BodyLimit, server)]
+    modules = ROUTE_MODULES if server.settings.disable_page else (*ROUTE_MODULES, page)
     app = Starlette(
-        routes=[route for module in ROUTE_MODULES for route in module.routes(server)],
+        routes=[route for module in modules for route in module.routes(server)],
         middleware=layers,
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=server.lifespan,

@@ -23,15 +23,21 @@ MAX_CHARACTERS = 128 * 1024
 MAX_HIGHLIGHTED = 20_000
 """Length of the longest code block that is highlighted. Lexers are regular expressions, some of them slow."""
 
-LANGUAGES = frozenset(
-    "bash c c++ console cpp cs csharp css diff docker dockerfile go html ini java javascript js json kotlin lua make "
-    "makefile php py python r ruby rust sh shell sql swift toml ts typescript xml yaml yml".split()
-)
+# fmt: off
+LANGUAGES = frozenset((
+    "bash", "c", "c++", "console", "cpp", "cs", "csharp", "css", "diff", "docker", "dockerfile", "go", "html",
+    "ini", "java", "javascript", "js", "json", "kotlin", "lua", "make", "makefile", "php", "py", "python", "r",
+    "ruby", "rust", "sh", "shell", "sql", "swift", "toml", "ts", "typescript", "xml", "yaml", "yml",
+))
+# fmt: on
 """Languages that are highlighted. Blocks in others are shown as they are."""
 
-TAGS = frozenset(
-    "a blockquote br code del em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong table tbody td th thead tr ul".split()
-)
+# fmt: off
+TAGS = frozenset((
+    "a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",
+    "s", "span", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+))
+# fmt: on
 
 SCHEMES = frozenset({"http", "https", "mailto"})
 

@@ -1,7 +1,7 @@
 """The page at `/`: its files, its security headers, and the few routes that only the page uses.
 
-Files are served below `/static/HASH/`, the hash being that of all of them, so that relative imports between modules work
-and browsers may keep them for ever.
+Files are served below `/static/HASH/`, with the hash of all of them. So relative imports between modules work, and
+browsers may keep them for ever.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-import verax
+from verax.errors import InvalidParameterError
 from verax.serve import markdown
 from verax.serve.errors import ApiError
-from verax.serve.fields import decode
+from verax.serve.fields import read_body
+from verax.serve.json_response import JsonResponse
 from verax.serve.reports import CONTENT_TYPES, Reports
+from verax.serve.routing import api_routes
+from verax.serve.sse import EventStream
 
 if TYPE_CHECKING:
     from verax.serve.server import Server
@@ -38,7 +41,7 @@ REPORT_POLICY = (
     "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""A report is a page by itself: it may style itself and show what it contains, without scripts and without an origin."""
+"""A report is a page by itself. It may style itself and show what it contains, without scripts or an origin."""
 
 HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -83,40 +86,53 @@ def routes(server: Server) -> list[Route]:
         name = request.path_params["name"]
         suffix = name[name.rfind(".") :]
         if request.path_params["version"] != version or name not in contents or suffix not in TYPES:
-            raise ApiError(404, "There is no such file", type="not_found_error")
+            raise ApiError(404, "There is no such file")
         headers = {**HEADERS, "Cache-Control": "public, max-age=31536000, immutable"}
         return Response(contents[name], media_type=TYPES[suffix], headers=headers)
 
     async def info(request: Request) -> Response:
         about = {
-            "version": verax.__version__,
-            "models": list(server.served_names),
-            "embeddings": server.encoder is not None,
-            "videos": server.videos is not None,
+            "models": list(server.served_names) if server.llm is not None else [],
+            "embeddings": server.encoder and server.encoder.name,
+            "videos": server.videos and server.videos.name,
             "reports": reports is not None,
         }
-        return JSONResponse(about, headers={"Cache-Control": "no-store"})
+        return JsonResponse(about, headers={"Cache-Control": "no-store"})
 
     async def render(request: Request) -> Response:
-        body = decode(MarkdownRequest, await request.body())
+        body = await read_body(request, MarkdownRequest)
         html = await asyncio.to_thread(markdown.render, body.text)
-        return JSONResponse({"html": html}, headers={"X-Content-Type-Options": "nosniff"})
+        return JsonResponse({"html": html}, headers={"X-Content-Type-Options": "nosniff"})
 
     async def list_reports(request: Request) -> Response:
         listing = await asyncio.to_thread(reports.listing) if reports is not None else {}
-        found = [
-            {"name": report.name, "size": report.size, "modified": report.modified} for report in listing.values()
-        ]
-        prefix = f"page/reports/{reports.token}/" if reports is not None else None
-        return JSONResponse({"prefix": prefix, "reports": found}, headers={"Cache-Control": "no-store"})
+        found = [{"name": report.name, "size": report.size, "modified": report.modified} for report in listing.values()]
+        prefix = f"static/reports/{reports.token}/" if reports is not None else None
+        return JsonResponse({"prefix": prefix, "reports": found}, headers={"Cache-Control": "no-store"})
 
     async def read_report(request: Request) -> Response:
         token, name = request.path_params["token"], request.path_params["name"]
         report = await asyncio.to_thread(reports.find, token, name) if reports is not None else None
         if report is None:
-            raise ApiError(404, "There is no such report", type="not_found_error")
+            raise ApiError(404, "There is no such report")
         headers = {**HEADERS, "Content-Security-Policy": REPORT_POLICY, "Cache-Control": "no-store"}
         return FileResponse(report.path, media_type=CONTENT_TYPES[report.path.suffix], headers=headers)
+
+    async def follow_stream(request: Request) -> Response:
+        offset = request.query_params.get("from", "0")
+        if not (offset.isascii() and offset.isdigit() and len(offset) < 16):
+            raise InvalidParameterError(f"from: expected a number of bytes, got {offset[:100]!r}")
+        try:
+            events = server.streams.follow(request.query_params.get("conv_id", ""), int(offset))
+        except KeyError:
+            raise ApiError(404, "conv_id: there is no such stream, or no longer", param="conv_id") from None
+        settings = server.settings
+        return EventStream(
+            events, ping_interval=settings.ping_interval, slow_client_timeout=settings.slow_client_timeout
+        )
+
+    async def stop_stream(request: Request) -> Response:
+        return JsonResponse({"stopped": server.streams.stop(request.query_params.get("conv_id", ""))})
 
     return [
         Route("/", page),
@@ -124,5 +140,8 @@ def routes(server: Server) -> list[Route]:
         Route("/page/info", info),
         Route("/page/markdown", render, methods=["POST"]),
         Route("/page/reports", list_reports),
-        Route("/page/reports/{token}/{name:path}", read_report),
+        # Below /static/, which needs no API key: a browser opens a report as a page of its own. The token is secret.
+        Route("/static/reports/{token}/{name:path}", read_report),
+        *api_routes("/stream", follow_stream, ("GET",)),
+        *api_routes("/stream", stop_stream, ("DELETE",)),
     ]

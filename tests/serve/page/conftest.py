@@ -29,7 +29,7 @@ def fake(tmp_path_factory):
     reports = tmp_path_factory.mktemp("reports")
     fill(reports)
     not_loaded = LazyModel("small", lambda: None)
-    server = Server(encoder=not_loaded, videos=not_loaded, settings=ServerSettings(reports=reports))
+    server = Server(NoEngine(), encoder=not_loaded, videos=not_loaded, settings=ServerSettings(reports=reports))
     fake = Fake(server)
     with running(fake.app()) as fake.address:
         yield fake
@@ -42,6 +42,13 @@ def fill(reports):
     (run / "compare.md").write_text("# qwen3, bfloat16\n\n**equal**\n\n| layer | error |\n|---|---|\n| 0 | 1e-6 |\n")
     (run / "compare.html").write_text("<!doctype html><title>r</title><style>p{color:red}</style><p>equal</p>")
     (reports / "bench.json").write_text('{"tokens_per_second": 123}')
+
+
+class NoEngine:
+    """A text engine that is not needed: the fake answers by itself."""
+
+    async def shutdown(self, timeout):
+        pass
 
 
 class Visit:

@@ -175,9 +175,9 @@ class Fake:
             f"vllm:generation_tokens_total{labels} {1200 + self.tokens}",
             f"vllm:prompt_tokens_total{labels} 340",
             f'vllm:request_success_total{{engine="0",finished_reason="stop"}} {40 + len(self.requests)}',
-            f'vllm:request_success_total{{engine="0",finished_reason="length"}} 2',
-            f'vllm:time_to_first_token_seconds_bucket{{engine="0",le="0.1"}} 30',
-            f'vllm:time_to_first_token_seconds_bucket{{engine="0",le="+Inf"}} 40',
+            'vllm:request_success_total{engine="0",finished_reason="length"} 2',
+            'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1"} 30',
+            'vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 40',
             f"vllm:time_to_first_token_seconds_sum{labels} 3.2",
             f"vllm:time_to_first_token_seconds_count{labels} 40",
         ]
@@ -206,7 +206,7 @@ def png(width: int, height: int) -> bytes:
 @contextlib.contextmanager
 def running(app: Starlette) -> Iterator[str]:
     """Serve an application in a thread; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -11,11 +11,11 @@ const SETTINGS = "verax-clips"; // in localStorage: what each clip was asked for
 // Name in the API, label, attributes of the input. An empty field leaves the choice to the model.
 const NUMBERS = [
   ["num_frames", "Frames", { min: 1 }],
-  ["fps", "Frames a second", { min: 1 }],
   ["num_inference_steps", "Steps", { min: 1 }],
+  ["seed", "Seed", { min: 0 }],
+  ["fps", "Frames a second", { min: 1 }],
   ["guidance_scale", "Guidance", { min: 0, step: 0.1 }],
   ["flow_shift", "Flow shift", { min: 0, step: 0.1 }],
-  ["seed", "Seed", { min: 0 }],
 ];
 
 class ClipsTab extends HTMLElement {
@@ -39,8 +39,9 @@ class ClipsTab extends HTMLElement {
       field("Prompt", h("textarea", { name: "prompt", rows: 4, required: true, placeholder: "What happens in the clip" })),
       field("First picture (optional)", this.picture), this.shownPicture,
       h("div", { class: "pairs" }, field("Size", h("input", { name: "size", placeholder: "default", pattern: "[0-9]+x[0-9]+",
-        title: "Width x height, such as 832x480" })), NUMBERS.map(number)),
-      field("Not wanted", h("textarea", { name: "negative_prompt", rows: 2 })),
+        title: "Width x height, such as 832x480" })), NUMBERS.slice(0, 3).map(number)),
+      h("details", {}, h("summary", {}, "More"), h("div", { class: "pairs" }, NUMBERS.slice(3).map(number)),
+        field("Not wanted", h("textarea", { name: "negative_prompt", rows: 2 }))),
       h("button", { class: "primary" }, "Create the clip"), this.problem);
     this.queue = h("div", { class: "queue", "aria-live": "polite" });
     this.gallery = h("div", { class: "gallery" });

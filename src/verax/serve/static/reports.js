@@ -20,9 +20,9 @@ class ReportsTab extends HTMLElement {
 
   async load() {
     try {
-      Object.assign(this, await json("page/reports"));
+      ({ prefix: this.folder, reports: this.reports } = await json("page/reports"));
       this.showList();
-      if (!this.prefix) this.view.replaceChildren(h("p", { class: "nothing" }, "Start the server with --reports DIR to see the reports of a folder here."));
+      if (!this.folder) this.view.replaceChildren(h("p", { class: "nothing" }, "Start the server with --reports DIR to see the reports of a folder here."));
       else if (!this.reports.length) this.view.replaceChildren(h("p", { class: "nothing" }, "The folder has no reports yet."));
     } catch (error) {
       this.view.replaceChildren(h("p", { class: "error" }, error.message));
@@ -44,7 +44,7 @@ class ReportsTab extends HTMLElement {
   }
 
   address({ name }) {
-    return this.prefix + name.split("/").map(encodeURIComponent).join("/");
+    return this.folder + name.split("/").map(encodeURIComponent).join("/");
   }
 
   async show(report) {
