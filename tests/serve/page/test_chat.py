@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test]'")
+expect = sync_api.expect
+
 
 def ask(page, text):
     page.get_by_label("Message", exact=True).fill(text)
@@ -16,8 +19,7 @@ def answers(page):
 
 def finished(page, count=1):
     """Wait until this many answers are there and whole; the last one."""
-    whole = "document.querySelectorAll('chat-message[data-role=assistant][aria-busy=false]')"
-    page.wait_for_function(f"n => {whole}.length === n", arg=count)
+    expect(page.locator("chat-message[data-role=assistant][aria-busy=false]")).to_have_count(count)
     page.get_by_role("button", name="Send").wait_for()
     return answers(page).last
 
@@ -153,7 +155,7 @@ def test_conversations_are_kept_searched_and_deleted(page):
     page.get_by_text("about apples").wait_for()
     assert titles.all_inner_texts() == ["about pears", "about apples"]
     page.get_by_label("Search the conversations").fill("APPLE")
-    page.wait_for_function("document.querySelectorAll('.conversations .title').length === 1")
+    expect(titles).to_have_count(1)
     titles.first.click()
     page.get_by_role("article", name="You").get_by_text("about apples").wait_for()
     page.on("dialog", lambda dialog: dialog.accept())
@@ -174,7 +176,7 @@ def test_conversations_are_exported_and_imported(page, fake, tmp_path):
     page.get_by_text("No conversations yet").wait_for()
     page.get_by_label("File to import").set_input_files(file)
     page.get_by_role("button", name="keep this", exact=True).click()
-    assert "keep this" in answers(page).inner_text()
+    answers(page).get_by_text("keep this").wait_for()
     file.write_text(json.dumps({"format": "verax-conversations", "conversations": [kept | {"id": "../x"}]}))
     page.get_by_label("File to import").set_input_files(file)
     page.get_by_text("A conversation of this file is broken").wait_for()

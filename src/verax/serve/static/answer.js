@@ -11,7 +11,8 @@ import { ServerError, events, request } from "./api.js";
 export async function ask(node, body, { signal, changed }) {
   node.stats = { started: Date.now() };
   const headers = { "X-Conversation-Id": node.id };
-  const response = await request("v1/chat/completions", { body: { ...body, stream: true, stream_options: { include_usage: true } }, headers, signal });
+  const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await request("v1/chat/completions", { body: streamed, headers, signal });
   await read(node, response, changed);
 }
 
@@ -60,7 +61,8 @@ function apply(node, event) {
     known.arguments += call.function?.arguments ?? "";
   }
   for (const token of choice?.logprobs?.content ?? []) {
-    node.tokens.push({ text: token.token, logprob: token.logprob, top: token.top_logprobs.map((other) => [other.token, other.logprob]) });
+    const top = token.top_logprobs.map((other) => [other.token, other.logprob]);
+    node.tokens.push({ text: token.token, logprob: token.logprob, top });
   }
   if (choice?.finish_reason) node.finish = choice.finish_reason;
   if (event.usage) stats.tokens = event.usage.completion_tokens;
@@ -70,10 +72,11 @@ function apply(node, event) {
   }
 }
 
-/** Time to the first token and tokens a second, in words; null before the first token. The server's times are preferred. */
+/** Seconds to the first token, tokens a second, number of tokens, by the server's times if known; null before the first. */
 export function speed({ started, first, last, chunks, tokens, promptMs, answerMs }) {
   if (!first) return null;
   const count = tokens ?? chunks;
   const seconds = answerMs ? answerMs / 1000 : (last - first) / 1000;
-  return { first: (promptMs ?? first - started) / 1000, rate: seconds > 0 && count > 1 ? (count - 1) / seconds : null, count };
+  const rate = seconds > 0 && count > 1 ? (count - 1) / seconds : null;
+  return { first: (promptMs ?? first - started) / 1000, rate, count };
 }

@@ -31,7 +31,8 @@ function setTheme(theme) {
 }
 
 function switchTheme() {
-  const shown = document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  const preferred = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  const shown = document.documentElement.dataset.theme ?? preferred;
   setTheme(shown === "dark" ? "light" : "dark");
 }
 

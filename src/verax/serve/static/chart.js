@@ -35,7 +35,8 @@ class LineChart extends HTMLElement {
     });
     const times = [[LEFT, `${Math.round(this.span)} s ago`, "start"], [WIDTH, "now", "end"]].map(([x, text, anchor]) =>
       svg("text", { x, y: HEIGHT - 3, "text-anchor": anchor }, text));
-    const lines = this.series.map((_, index) => svg("path", { class: `line series-${index}`, d: this.path(rows, index) }));
+    const lines = this.series.map((_, index) =>
+      svg("path", { class: `line series-${index}`, d: this.path(rows, index) }));
     this.cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     this.plot.replaceChildren(...grid, ...times, ...lines, this.cursor);
     this.describe(rows.at(-1));
@@ -76,7 +77,8 @@ class LineChart extends HTMLElement {
     if (!this.rows.length) return;
     const box = this.plot.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * WIDTH;
-    const row = this.rows.reduce((best, one) => (Math.abs(this.x(one[0]) - x) < Math.abs(this.x(best[0]) - x) ? one : best));
+    const distance = ([ago]) => Math.abs(this.x(ago) - x);
+    const row = this.rows.reduce((best, one) => (distance(one) < distance(best) ? one : best));
     this.cursor.setAttribute("x1", this.x(row[0]));
     this.cursor.setAttribute("x2", this.x(row[0]));
     this.cursor.setAttribute("visibility", "visible");

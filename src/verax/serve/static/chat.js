@@ -22,12 +22,14 @@ class ChatTab extends HTMLElement {
   }
 
   build() {
-    this.search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search the conversations", oninput: () => this.showList() });
+    this.search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search the conversations",
+      oninput: () => this.showList() });
     this.list = h("ul", { class: "conversations" });
-    const file = h("input", { type: "file", accept: "application/json,.json", hidden: true, "aria-label": "File to import",
-      onchange: () => this.import(file) });
+    const file = h("input", { type: "file", accept: "application/json,.json", hidden: true,
+      "aria-label": "File to import", onchange: () => this.import(file) });
     this.side = h("aside", { class: "side", "aria-label": "Conversations", hidden: !WIDE.matches },
-      h("button", { type: "button", class: "new", onclick: () => this.open(newConversation(), true) }, icon("plus"), "New chat"),
+      h("button", { type: "button", class: "new", onclick: () => this.open(newConversation(), true) },
+        icon("plus"), "New chat"),
       this.search, this.list,
       h("footer", {},
         h("button", { type: "button", onclick: () => this.export() }, icon("download"), "Export"),
@@ -36,19 +38,21 @@ class ChatTab extends HTMLElement {
     this.panel.addEventListener("close", () => this.toggle(this.panel, this.panelButton));
     this.sideButton = iconButton("menu", "Conversations", () => this.toggle(this.side, this.sideButton),
       { "aria-expanded": String(WIDE.matches) });
-    this.panelButton = iconButton("sliders", "Settings", () => this.toggle(this.panel, this.panelButton), { "aria-expanded": "false" });
+    this.panelButton = iconButton("sliders", "Settings", () => this.toggle(this.panel, this.panelButton),
+      { "aria-expanded": "false" });
     this.model = h("select", { "aria-label": "Model" });
     this.log = h("div", { class: "log", role: "log", "aria-live": "polite", "aria-label": "Messages", tabindex: 0 });
     this.box = h("textarea", { rows: 1, placeholder: "Write a message", "aria-label": "Message",
       oninput: () => this.fit(), onkeydown: (event) => this.key(event) });
     this.sendButton = h("button", { class: "send", "aria-label": "Send", title: "Send (Enter)" }, icon("send"));
-    const composer = h("form", { class: "composer", onsubmit: (event) => this.submit(event) }, this.box, this.sendButton);
+    const composer = h("form", { class: "composer", onsubmit: (event) => this.submit(event) },
+      this.box, this.sendButton);
     this.append(this.side,
       h("section", { class: "talk", "aria-label": "Conversation" },
         h("div", { class: "talk-bar" }, this.sideButton, this.model, this.panelButton), this.log, composer),
       this.panel);
-    this.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape") return;
+    addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !this.isConnected) return;
       if (!WIDE.matches && !this.side.hidden) this.toggle(this.side, this.sideButton);
       else if (!event.defaultPrevented) this.stop();
     });
@@ -74,7 +78,8 @@ class ChatTab extends HTMLElement {
       h("button", { type: "button", class: "title", "aria-current": String(one.id === this.conversation.id),
         onclick: () => this.choose(one.id) }, one.title || "Untitled"),
       iconButton("trash", `Delete ${one.title || "Untitled"}`, () => this.remove(one)))));
-    if (!found.length) this.list.append(h("li", { class: "nothing" }, words ? "Nothing found" : "No conversations yet"));
+    const nothing = words ? "Nothing found" : "No conversations yet";
+    if (!found.length) this.list.append(h("li", { class: "nothing" }, nothing));
   }
 
   async choose(id) {
@@ -93,7 +98,7 @@ class ChatTab extends HTMLElement {
 
   async remove(conversation) {
     if (!confirm(`Delete "${conversation.title}"?`)) return;
-    for (const { conversation: one, node } of this.running.values()) if (one.id === conversation.id) await this.halt(node);
+    for (const { node } of this.runs(conversation)) await this.halt(node);
     await store.remove(conversation.id);
     if (conversation.id === this.conversation.id) this.open(newConversation());
     this.showList();
@@ -123,18 +128,21 @@ class ChatTab extends HTMLElement {
     });
     this.views = new Map(views);
     const shown = views.map(([, view]) => view);
+    const focused = this.log.contains(document.activeElement);
     if (shown.length !== this.log.children.length || shown.some((view, index) => view !== this.log.children[index])) {
       this.log.replaceChildren(...shown);
     }
     for (const node of path) this.update(node);
     if (!path.length) this.log.replaceChildren(h("div", { class: "welcome" }, h("h2", {}, "What shall we talk about?"),
       h("p", {}, "The model runs on the machine that serves this page. Conversations stay in this browser.")));
+    if (focused && !this.log.contains(document.activeElement)) this.log.focus(); // its button is gone
     this.showSend();
     this.log.scrollTop = this.log.scrollHeight;
   }
 
   update(node) {
-    this.views.get(node.id)?.update({ running: this.running.has(node.id), siblings: siblings(this.conversation, node) });
+    const state = { running: this.running.has(node.id), siblings: siblings(this.conversation, node) };
+    this.views.get(node.id)?.update(state);
   }
 
   actions(node) {
@@ -153,7 +161,7 @@ class ChatTab extends HTMLElement {
   key(event) {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    this.box.form.requestSubmit();
+    if (!this.runs().length) this.box.form.requestSubmit();
   }
 
   fit() {
@@ -163,7 +171,7 @@ class ChatTab extends HTMLElement {
 
   submit(event) {
     event.preventDefault();
-    if (this.shownRuns().length) return this.stop();
+    if (this.runs().length) return this.stop();
     const text = this.box.value.trim();
     if (!text) return;
     this.box.value = "";
@@ -204,8 +212,8 @@ class ChatTab extends HTMLElement {
     delete node.error;
     this.running.set(node.id, { conversation, node, controller });
     let saved = performance.now();
-    await store.put(conversation);
     if (conversation === this.conversation) this.show();
+    await store.put(conversation);
     this.showList();
     const changed = () => {
       this.follow(() => this.update(node));
@@ -233,12 +241,13 @@ class ChatTab extends HTMLElement {
     if (atEnd) this.log.scrollTop = this.log.scrollHeight;
   }
 
-  shownRuns() {
-    return [...this.running.values()].filter(({ conversation }) => conversation.id === this.conversation.id);
+  /** Answers of a conversation that stream. */
+  runs(conversation = this.conversation) {
+    return [...this.running.values()].filter((run) => run.conversation.id === conversation.id);
   }
 
   stop() {
-    for (const { node } of this.shownRuns()) this.halt(node);
+    for (const { node } of this.runs()) this.halt(node);
   }
 
   async halt(node) {
@@ -247,7 +256,7 @@ class ChatTab extends HTMLElement {
   }
 
   showSend() {
-    const busy = this.shownRuns().length > 0;
+    const busy = this.runs().length > 0;
     this.sendButton.replaceChildren(icon(busy ? "stop" : "send"));
     this.sendButton.setAttribute("aria-label", busy ? "Stop" : "Send");
     this.sendButton.title = busy ? "Stop (Esc)" : "Send (Enter)";

@@ -30,16 +30,18 @@ class ClipsTab extends HTMLElement {
 
   build() {
     this.cards = new Map(); // by id
-    this.picture = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp", onchange: () => this.showPicture() });
+    this.picture = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp",
+      onchange: () => this.showPicture() });
     this.shownPicture = h("img", { alt: "First picture", hidden: true });
     const number = ([name, label, limits]) =>
       field(label, h("input", { type: "number", name, placeholder: "default", ...limits }));
     this.problem = h("p", { class: "error", role: "alert" });
     this.form = h("form", { class: "clip-form", onsubmit: (event) => this.create(event) },
-      field("Prompt", h("textarea", { name: "prompt", rows: 4, required: true, placeholder: "What happens in the clip" })),
+      field("Prompt", h("textarea", { name: "prompt", rows: 4, required: true,
+        placeholder: "What happens in the clip" })),
       field("First picture (optional)", this.picture), this.shownPicture,
-      h("div", { class: "pairs" }, field("Size", h("input", { name: "size", placeholder: "default", pattern: "[0-9]+x[0-9]+",
-        title: "Width x height, such as 832x480" })), NUMBERS.slice(0, 3).map(number)),
+      h("div", { class: "pairs" }, field("Size", h("input", { name: "size", placeholder: "default",
+        pattern: "[0-9]+x[0-9]+", title: "Width x height, such as 832x480" })), NUMBERS.slice(0, 3).map(number)),
       h("details", {}, h("summary", {}, "More"), h("div", { class: "pairs" }, NUMBERS.slice(3).map(number)),
         field("Not wanted", h("textarea", { name: "negative_prompt", rows: 2 }))),
       h("button", { class: "primary" }, "Create the clip"), this.problem);
@@ -99,7 +101,8 @@ class ClipsTab extends HTMLElement {
       if (card.state !== `${job.status} ${job.progress}`) this.fill(card, job);
       card.state = `${job.status} ${job.progress}`;
     }
-    for (const [part, words] of [[this.queue, "Nothing is being made."], [this.gallery, "Finished clips appear here."]]) {
+    const places = [[this.queue, "Nothing is being made."], [this.gallery, "Finished clips appear here."]];
+    for (const [part, words] of places) {
       const cards = part.querySelectorAll(".clip").length;
       if (!cards) part.replaceChildren(h("p", { class: "nothing" }, words));
       else part.querySelectorAll(":scope > p").forEach((line) => line.remove());
@@ -127,7 +130,8 @@ class ClipsTab extends HTMLElement {
     const parts = [picture, h("p", { class: "prompt" }, job.prompt)];
     if (active(job)) {
       const label = job.status === "queued" ? "Waiting" : `${job.progress}%`;
-      parts.push(h("div", { class: "progress" }, h("progress", { max: 100, value: job.progress, "aria-label": "Progress" }),
+      parts.push(h("div", { class: "progress" },
+        h("progress", { max: 100, value: job.progress, "aria-label": "Progress" }),
         h("span", {}, label), iconButton("close", "Cancel", () => this.remove(job))));
       if (job.status === "in_progress") this.showVariant(card, job, "preview");
     } else if (job.status === "failed") {
@@ -150,7 +154,8 @@ class ClipsTab extends HTMLElement {
     try {
       const address = URL.createObjectURL(await content(job, variant));
       const image = h("img", { src: address, alt: "", onload: () => URL.revokeObjectURL(address) });
-      const play = h("button", { type: "button", class: "play", "aria-label": `Play: ${job.prompt}`, onclick: () => this.play(card, job) }, icon("right"));
+      const play = h("button", { type: "button", class: "play", "aria-label": `Play: ${job.prompt}`,
+        onclick: () => this.play(card, job) }, icon("play"));
       card.picture.replaceChildren(image, ...(variant === "thumbnail" ? [play] : []));
     } catch {
       // There is no preview yet.
@@ -159,7 +164,7 @@ class ClipsTab extends HTMLElement {
 
   async play(card, job) {
     try {
-      const video = h("video", { controls: true, loop: true, autoplay: true, playsinline: true, "aria-label": job.prompt });
+      const video = h("video", { controls: true, loop: true, autoplay: true, "aria-label": job.prompt });
       video.muted = true;
       video.src = URL.createObjectURL(await content(job, "video"));
       card.picture.replaceChildren(video);
@@ -179,8 +184,9 @@ class ClipsTab extends HTMLElement {
 
   reuse(job) {
     const settings = { ...remembered(job.id), ...known(job), prompt: job.prompt };
-    for (const [name, value] of Object.entries(settings)) if (this.form.elements[name]) this.form.elements[name].value = value;
-    this.form.elements.prompt.focus();
+    const { elements } = this.form;
+    for (const [name, value] of Object.entries(settings)) if (elements[name]) elements[name].value = value;
+    elements.prompt.focus();
   }
 
   async remove(job) {
@@ -198,7 +204,8 @@ const active = (job) => ["queued", "in_progress"].includes(job.status);
 /** Settings that the server names itself. */
 function known(job) {
   const names = ["model", "size", "seconds", "negative_prompt", ...NUMBERS.map(([name]) => name)];
-  return Object.fromEntries(names.filter((name) => job[name] != null && job[name] !== "").map((name) => [name, job[name]]));
+  const given = names.filter((name) => job[name] != null && job[name] !== "");
+  return Object.fromEntries(given.map((name) => [name, job[name]]));
 }
 
 async function content(job, variant) {

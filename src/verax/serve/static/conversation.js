@@ -20,7 +20,8 @@ export function add(conversation, parent, role, content, more = {}) {
 /** Messages of the branch that is shown, the first one first. */
 export function branch(conversation) {
   const path = [];
-  for (let node = conversation.nodes[conversation.leaf]; node; node = conversation.nodes[node.parent]) path.unshift(node);
+  const { nodes, leaf } = conversation;
+  for (let node = nodes[leaf]; node; node = nodes[node.parent]) path.unshift(node);
   return path;
 }
 
@@ -46,7 +47,7 @@ export function messages(conversation, before, system) {
     const message = { role: node.role, content: node.content };
     if (node.role === "tool") message.tool_call_id = node.toolCallId;
     if (node.toolCalls.length) {
-      message.tool_calls = node.toolCalls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+      message.tool_calls = node.toolCalls.map(({ id, ...call }) => ({ id, type: "function", function: call }));
     }
     list.push(message);
   }
@@ -56,5 +57,6 @@ export function messages(conversation, before, system) {
 /** True if a title or a message has the words, whatever their case. */
 export function matches(conversation, words) {
   const wanted = words.toLowerCase();
-  return [conversation.title, ...Object.values(conversation.nodes).map((node) => node.content)].some((text) => text.toLowerCase().includes(wanted));
+  const texts = [conversation.title, ...Object.values(conversation.nodes).map((node) => node.content)];
+  return texts.some((text) => text.toLowerCase().includes(wanted));
 }

@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element. `on…` attributes are listeners, true and false set or leave out an attribute, null children are left out. */
+/** An element. `on…` attributes are listeners; true sets an attribute, false leaves it out, as null does a child. */
 export function h(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
@@ -19,7 +19,7 @@ function filled(element, attributes, children) {
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value != null) element.setAttribute(name, value);
   }
-  element.append(...children.flat().filter((child) => child != null));
+  element.append(...children.flat(Infinity).filter((child) => child != null));
   return element;
 }
 
@@ -38,6 +38,7 @@ const ICONS = {
   edit: "M4 20l1-4L16 5l3 3L8 19z",
   left: "M14 6l-6 6 6 6",
   right: "M10 6l6 6-6 6",
+  play: "M9 6l9 6-9 6z",
   plus: "M12 5v14M5 12h14",
   menu: "M4 7h16M4 12h16M4 17h16",
   sliders: "M4 8h9M17 8h3M4 16h3M11 16h9M15 6v4M9 14v4",
@@ -54,7 +55,8 @@ export function icon(name) {
 
 /** A button that shows an icon only; its label is for screen readers and the tooltip. */
 export function iconButton(name, label, onclick, attributes = {}) {
-  return h("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...attributes }, icon(name));
+  const all = { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...attributes };
+  return h("button", all, icon(name));
 }
 
 /** A labelled form field. */
@@ -62,7 +64,8 @@ export function field(label, control, hint) {
   const id = `field-${++fields}`;
   control.id = id;
   if (hint) control.setAttribute("aria-describedby", `${id}-hint`);
-  return h("div", { class: "field" }, h("label", { for: id }, label), control, hint ? h("small", { id: `${id}-hint` }, hint) : null);
+  const below = hint ? h("small", { id: `${id}-hint` }, hint) : null;
+  return h("div", { class: "field" }, h("label", { for: id }, label), control, below);
 }
 let fields = 0;
 
@@ -95,7 +98,8 @@ export function download(blob, name) {
 
 /** A random id of 33 letters and digits. `crypto.randomUUID` needs https. */
 export function newId() {
-  return "m" + [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return "m" + [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 /** A number with about three digits. */

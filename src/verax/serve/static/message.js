@@ -16,7 +16,8 @@ class ChatMessage extends HTMLElement {
     const name = { user: "You", assistant: "Answer", tool: "Tool result" }[node.role];
     this.setAttribute("aria-label", name);
     this.text = h("div", { class: "content" });
-    this.chances = h("div", { class: "chances", hidden: true, tabindex: 0, "aria-label": "Tokens and their probabilities" });
+    this.chances = h("div", { class: "chances", hidden: true, tabindex: 0, role: "group",
+      "aria-label": "Tokens and their probabilities" });
     this.thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}), h("div", { class: "plain" }));
     this.calls = h("div", { class: "calls" });
     this.problem = h("p", { class: "error", role: "alert" });
@@ -109,7 +110,8 @@ class ChatMessage extends HTMLElement {
       buttons.push(
         iconButton("left", "Previous version", () => actions.go(siblings[place - 1]), { disabled: place === 0 }),
         h("span", { class: "place" }, `${place + 1} / ${siblings.length}`),
-        iconButton("right", "Next version", () => actions.go(siblings[place + 1]), { disabled: place === siblings.length - 1 }));
+        iconButton("right", "Next version", () => actions.go(siblings[place + 1]),
+          { disabled: place === siblings.length - 1 }));
     }
     if (!running) {
       buttons.push(iconButton("copy", "Copy", () => copy(node.content)));

@@ -11,7 +11,8 @@ class ReportsTab extends HTMLElement {
   }
 
   build() {
-    this.filter = h("input", { type: "search", placeholder: "Filter", "aria-label": "Filter the reports", oninput: () => this.showList() });
+    this.filter = h("input", { type: "search", placeholder: "Filter", "aria-label": "Filter the reports",
+      oninput: () => this.showList() });
     this.list = h("ul", { class: "files" });
     this.view = h("article", { class: "content report", "aria-live": "polite" });
     this.append(h("div", { class: "page wide" }, h("h2", {}, "Reports"),
@@ -22,8 +23,9 @@ class ReportsTab extends HTMLElement {
     try {
       ({ prefix: this.folder, reports: this.reports } = await json("page/reports"));
       this.showList();
-      if (!this.folder) this.view.replaceChildren(h("p", { class: "nothing" }, "Start the server with --reports DIR to see the reports of a folder here."));
-      else if (!this.reports.length) this.view.replaceChildren(h("p", { class: "nothing" }, "The folder has no reports yet."));
+      const missing = this.folder ? "The folder has no reports yet."
+        : "Start the server with --reports DIR to see the reports of a folder here.";
+      if (!this.reports.length) this.view.replaceChildren(h("p", { class: "nothing" }, missing));
     } catch (error) {
       this.view.replaceChildren(h("p", { class: "error" }, error.message));
     }
@@ -38,8 +40,8 @@ class ReportsTab extends HTMLElement {
       if (report.name.endsWith(".html")) {
         return h("li", {}, h("a", { href: this.address(report), target: "_blank", rel: "noopener" }, label));
       }
-      const current = String(report.name === this.shown);
-      return h("li", {}, h("button", { type: "button", "aria-current": current, onclick: () => this.show(report) }, label));
+      const current = { "aria-current": String(report.name === this.shown) };
+      return h("li", {}, h("button", { type: "button", ...current, onclick: () => this.show(report) }, label));
     }));
   }
 

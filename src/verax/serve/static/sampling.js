@@ -20,14 +20,15 @@ class SamplingPanel extends HTMLElement {
     this.values = JSON.parse(localStorage.getItem(KEY) ?? "{}");
     const text = (name, rows, placeholder = "") =>
       h("textarea", { name, rows, placeholder, value: this.values[name] ?? "", spellcheck: "false" });
-    const number = ([name, label, limits]) =>
-      field(label, h("input", { type: "number", name, placeholder: "default", value: this.values[name] ?? "", ...limits }));
-    const thinking = h("select", { name: "thinking" },
-      ["the model's default", "on", "off"].map((way) => h("option", { value: way, selected: way === this.values.thinking }, way)));
+    const number = ([name, label, limits]) => field(label,
+      h("input", { type: "number", name, placeholder: "default", value: this.values[name] ?? "", ...limits }));
+    const way = (name) => h("option", { value: name, selected: name === this.values.thinking }, name);
+    const thinking = h("select", { name: "thinking" }, ["the model's default", "on", "off"].map(way));
     const chances = h("input", { type: "checkbox", name: "logprobs", checked: this.values.logprobs ?? true });
     this.form = h("form", { oninput: () => this.read(), onsubmit: (event) => event.preventDefault() },
-      h("header", {}, h("h2", {}, "Settings"), iconButton("close", "Close the settings", () => this.dispatchEvent(new Event("close")))),
-      field("System prompt", text("system", 4)),
+      h("header", {}, h("h2", {}, "Settings"),
+        iconButton("close", "Close the settings", () => this.dispatchEvent(new Event("close")))),
+      field("System prompt", text("system", 3)),
       h("div", { class: "pairs" }, NUMBERS.map(number)),
       field("Stop texts", text("stop", 2), "One on each line."),
       field("Thinking", thinking),

@@ -17,7 +17,8 @@ class SentencesTab extends HTMLElement {
     this.button = h("button", { class: "primary" }, "Compare");
     this.append(h("div", { class: "page" }, h("h2", {}, "Sentences"),
       h("form", { onsubmit: (event) => this.compare(event) },
-        field("One sentence on each line", this.lines, `At most ${MAX_LINES} lines. The nearer two meanings, the nearer to 1.`),
+        field("One sentence on each line", this.lines,
+          `At most ${MAX_LINES} lines. The nearer two meanings, the nearer to 1.`),
         this.button),
       this.problem, this.result));
   }
@@ -25,7 +26,8 @@ class SentencesTab extends HTMLElement {
   async compare(event) {
     event.preventDefault();
     const lines = this.lines.value.split("\n").map((line) => line.trim()).filter(Boolean);
-    this.problem.textContent = lines.length > MAX_LINES ? `These are ${lines.length} lines, at most ${MAX_LINES} can be compared.` : "";
+    const tooMany = `These are ${lines.length} lines, at most ${MAX_LINES} can be compared.`;
+    this.problem.textContent = lines.length > MAX_LINES ? tooMany : "";
     if (lines.length < 2 || lines.length > MAX_LINES) return;
     this.button.disabled = true;
     try {
@@ -45,11 +47,13 @@ class SentencesTab extends HTMLElement {
     const numbers = lines.map((_, index) => h("th", { scope: "col", title: lines[index] }, index + 1));
     const rows = matrix.map((row, i) => h("tr", {},
       h("th", { scope: "row", title: lines[i] }, h("span", {}, `${i + 1}`), h("span", { class: "line" }, lines[i])),
-      row.map((value, j) => h("td", { class: `heat-${heat(value)}`, title: `${lines[i]}\n${lines[j]}` }, value.toFixed(2)))));
+      row.map((value, j) =>
+        h("td", { class: `heat-${heat(value)}`, title: `${lines[i]}\n${lines[j]}` }, value.toFixed(2)))));
     const nearest = matrix.map((row, i) => {
-      const others = row.map((value, j) => [value, j]).filter(([, j]) => j !== i).sort(([a], [b]) => b - a).slice(0, NEIGHBOURS);
-      return h("li", {}, h("p", {}, lines[i]), h("ol", {}, others.map(([value, j]) =>
-        h("li", {}, h("meter", { min: 0, max: 1, value: Math.max(0, value), "aria-label": `Similarity ${value.toFixed(2)}` }),
+      const others = row.map((value, j) => [value, j]).filter(([, j]) => j !== i).sort(([a], [b]) => b - a);
+      return h("li", {}, h("p", {}, lines[i]), h("ol", {}, others.slice(0, NEIGHBOURS).map(([value, j]) =>
+        h("li", {},
+          h("meter", { min: 0, max: 1, value: Math.max(0, value), "aria-label": `Similarity ${value.toFixed(2)}` }),
           h("span", { class: "value" }, value.toFixed(2)), h("span", {}, lines[j])))));
     });
     this.result.replaceChildren(

@@ -1,5 +1,9 @@
 // Conversations in the browser: IndexedDB, which no server sees, with export and import as JSON.
 
+const FORMAT = "verax-conversations";
+const ROLES = ["user", "assistant", "tool"];
+const ID = /^m[0-9a-f]{32}$/;
+
 const opened = new Promise((resolve, reject) => {
   const request = indexedDB.open("verax", 1);
   request.onupgradeneeded = () => request.result.createObjectStore("conversations", { keyPath: "id" });
@@ -27,15 +31,16 @@ export const remove = (id) => run("readwrite", (store) => store.delete(id));
 
 /** Everything, as a file. */
 export async function exported() {
-  return new Blob([JSON.stringify({ format: "verax-conversations", version: 1, conversations: await all() }, null, 1)], {
-    type: "application/json",
-  });
+  const everything = { format: FORMAT, version: 1, conversations: await all() };
+  return new Blob([JSON.stringify(everything, null, 1)], { type: "application/json" });
 }
 
 /** Put the conversations of an exported file beside those that are here; the number of them. Throws on other files. */
 export async function imported(text) {
   const file = JSON.parse(text);
-  if (file?.format !== "verax-conversations" || !Array.isArray(file.conversations)) throw new Error("This file has no conversations of verax");
+  if (file?.format !== FORMAT || !Array.isArray(file.conversations)) {
+    throw new Error("This file has no conversations of verax");
+  }
   const checked = file.conversations.map(valid);
   for (const conversation of checked) await put(conversation);
   return checked.length;
@@ -45,21 +50,21 @@ export async function imported(text) {
 function valid(one) {
   const nodes = {};
   for (const node of Object.values(one.nodes ?? {})) {
-    if (!["user", "assistant", "tool"].includes(node.role) || !/^m[0-9a-f]{32}$/.test(node.id)) throw new Error("A message of this file is broken");
+    if (!ROLES.includes(node.role) || !ID.test(node.id)) throw new Error("A message of this file is broken");
     nodes[node.id] = {
       id: node.id,
       parent: nodes[node.parent] ? node.parent : null,
       role: node.role,
       content: String(node.content ?? ""),
       reasoning: String(node.reasoning ?? ""),
-      toolCalls: (node.toolCalls ?? []).map(({ id, name, arguments: text }) => ({ id: String(id), name: String(name), arguments: String(text) })),
+      toolCalls: (node.toolCalls ?? []).map(toolCall),
       toolCallId: node.toolCallId == null ? undefined : String(node.toolCallId),
       tokens: (node.tokens ?? []).map(token),
       stats: Object.fromEntries(Object.entries(node.stats ?? {}).filter(([, value]) => typeof value === "number")),
       finish: node.finish == null ? undefined : String(node.finish),
     };
   }
-  if (!/^m[0-9a-f]{32}$/.test(one.id)) throw new Error("A conversation of this file is broken");
+  if (!ID.test(one.id)) throw new Error("A conversation of this file is broken");
   return {
     id: one.id,
     title: String(one.title ?? ""),
@@ -70,6 +75,7 @@ function valid(one) {
   };
 }
 
+const toolCall = ({ id, name, arguments: text }) => ({ id: String(id), name: String(name), arguments: String(text) });
 const token = (one) => ({
   text: String(one.text),
   logprob: Number(one.logprob),
