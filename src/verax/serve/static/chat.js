@@ -9,6 +9,7 @@ import "./sampling.js";
 import * as store from "./store.js";
 
 const SAVE_EVERY = 1000; // ms between two saves of an answer that streams
+const EXAMPLES = ["Tell me a story about a brave fox.", "What is 47 + 38?", "What colour is the sky?"];
 const WIDE = matchMedia("(min-width: 900px)");
 
 class ChatTab extends HTMLElement {
@@ -134,7 +135,9 @@ class ChatTab extends HTMLElement {
     }
     for (const node of path) this.update(node);
     if (!path.length) this.log.replaceChildren(h("div", { class: "welcome" }, h("h2", {}, "What shall we talk about?"),
-      h("p", {}, "The model runs on the machine that serves this page. Conversations stay in this browser.")));
+      h("p", {}, "The model runs on the machine that serves this page. Conversations stay in this browser."),
+      h("div", { class: "examples" }, EXAMPLES.map((text) =>
+        h("button", { type: "button", onclick: () => this.say(null, text) }, text)))));
     if (focused && !this.log.contains(document.activeElement)) this.log.focus(); // its button is gone
     this.showSend();
     this.log.scrollTop = this.log.scrollHeight;

@@ -38,7 +38,7 @@ class ClipsTab extends HTMLElement {
     this.problem = h("p", { class: "error", role: "alert" });
     this.form = h("form", { class: "clip-form", onsubmit: (event) => this.create(event) },
       field("Prompt", h("textarea", { name: "prompt", rows: 4, required: true,
-        placeholder: "What happens in the clip" })),
+        placeholder: "Such as: a red circle floats left over a blue to green gradient" })),
       field("First picture (optional)", this.picture), this.shownPicture,
       h("div", { class: "pairs" }, field("Size", h("input", { name: "size", placeholder: "default",
         pattern: "[0-9]+x[0-9]+", title: "Width x height, such as 832x480" })), NUMBERS.slice(0, 3).map(number)),
