@@ -72,7 +72,7 @@ function apply(node, event) {
   }
 }
 
-/** Seconds to the first token, tokens a second, number of tokens, by the server's times if known; null before the first. */
+/** Seconds to the first token, tokens a second, number of tokens; null before the first. The server's times are better. */
 export function speed({ started, first, last, chunks, tokens, promptMs, answerMs }) {
   if (!first) return null;
   const count = tokens ?? chunks;

@@ -38,9 +38,9 @@ export async function json(path, options) {
 
 let about = null;
 
-/** What the server has: names of models, or null where it has none. Read once. */
-export function info() {
-  about ??= json("page/info");
+/** What the server has: names of models, or null where it has none. Read once, if it can be read. */
+export async function info() {
+  about ??= await json("page/info");
   return about;
 }
 
