@@ -23,8 +23,6 @@ from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
 from verax.serve.reports import CONTENT_TYPES, Reports
-from verax.serve.routing import api_routes
-from verax.serve.sse import EventStream
 
 if TYPE_CHECKING:
     from verax.serve.server import Server
@@ -126,10 +124,7 @@ def routes(server: Server) -> list[Route]:
             events = server.streams.follow(request.query_params.get("conv_id", ""), int(offset))
         except KeyError:
             raise ApiError(404, "conv_id: there is no such stream, or no longer", param="conv_id") from None
-        settings = server.settings
-        return EventStream(
-            events, ping_interval=settings.ping_interval, slow_client_timeout=settings.slow_client_timeout
-        )
+        return server.stream(events)
 
     async def stop_stream(request: Request) -> Response:
         return JsonResponse({"stopped": server.streams.stop(request.query_params.get("conv_id", ""))})
@@ -142,6 +137,6 @@ def routes(server: Server) -> list[Route]:
         Route("/page/reports", list_reports),
         # Below /static/, which needs no API key: a browser opens a report as a page of its own. The token is secret.
         Route("/static/reports/{token}/{name:path}", read_report),
-        *api_routes("/stream", follow_stream, ("GET",)),
-        *api_routes("/stream", stop_stream, ("DELETE",)),
+        Route("/v1/stream", follow_stream),
+        Route("/v1/stream", stop_stream, methods=["DELETE"]),
     ]
