@@ -15,7 +15,7 @@ PROMPTS = ["Once upon a time, there was a", "12 + 30 =", "7 + 8 ="]
 async def show(llm: AsyncLLM, prompt: str) -> None:
     """Print the parts of an answer, and at last the whole of it."""
     parts = []
-    async for output in llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16)):
+    async for output in llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16, stop="\n")):
         parts += [part.text for part in output.outputs]
     print(f"{prompt}|{''.join(parts)}|{len(parts)} parts")
 
@@ -32,6 +32,7 @@ async def first_sentence(llm: AsyncLLM, prompt: str) -> str:
 
 
 async def main() -> None:
+    """Serve three prompts at once, leave one answer early, and collect one whole."""
     # The built-in model where nothing else is named. Few sequences at once mean few programs to compile.
     async with AsyncLLM(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=2, max_model_len=128) as llm:
         await asyncio.gather(*(show(llm, prompt) for prompt in PROMPTS))

@@ -11,18 +11,20 @@ from verax.serve.app import create_app
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
 from verax.text.async_llm import AsyncLLM
+from verax.text.llm import LLM
 
 
 @pytest.fixture(scope="session")
-def served_folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def engine(served_folder):
+def served_llm(tmp_path_factory):
     """Random weights: its answers are noise, and always the same."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
     options = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4}
-    llm = AsyncLLM(served_folder, dtype="float32", use_tqdm=False, max_queued_requests=16, **options)
+    return LLM(folder, dtype="float32", use_tqdm=False, **options)
+
+
+@pytest.fixture(scope="session")
+def engine(served_llm):
+    llm = AsyncLLM.from_llm(served_llm, max_queued_requests=16)
     yield llm
     asyncio.run(llm.shutdown())
 

@@ -97,7 +97,7 @@ def serve(
     for module in ("starlette", "uvicorn", "prometheus_client"):
         require_optional(module)
     from verax.serve.logs import configure_logs
-    from verax.serve.run import run
+    from verax.serve.run import bind, run
     from verax.serve.server import LazyModel, Server
     from verax.serve.settings import ServerSettings
     from verax.text.async_llm import AsyncLLM
@@ -117,6 +117,7 @@ def serve(
         reports=reports,
     )
     configure_logs(log_format)
+    listener = bind(settings)  # before minutes of loading
     llm = AsyncLLM(
         model,
         dtype=dtype,
@@ -138,7 +139,7 @@ def serve(
         videos=LazyModel(video_model or BUILT_IN_VIDEO, lambda: _pipeline(video_model)),
         settings=settings,
     )
-    if status := run(server, lambda url: _announce(server, url)):
+    if status := run(server, listener, lambda url: _announce(server, url)):
         raise typer.Exit(status)
 
 

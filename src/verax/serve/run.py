@@ -21,28 +21,45 @@ from verax.serve.middleware import MAX_HEADER_BYTES
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
 
-__all__ = ["run"]
+__all__ = ["bind", "run"]
 
 LAST_ANSWERS = 2.0
 """Seconds for the last bytes of answers to be sent, once nothing runs any more."""
 
 
-def run(server: Server, on_start: Callable[[str], None] | None = None) -> int:
+def bind(settings: ServerSettings) -> socket.socket:
+    """A socket at the server's address. Connections are refused until `run`.
+
+    Raises:
+        InvalidParameterError: if the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise InvalidParameterError(
+            f"port: cannot listen at {settings.host} port {settings.port}: {error.strerror or error}; --port 0 takes a "
+            "free one"
+        ) from error
+    return listener
+
+
+def run(server: Server, listener: socket.socket, on_start: Callable[[str], None] | None = None) -> int:
     """Serve until a signal ends it.
 
     SIGTERM and SIGINT let running requests finish for `settings.shutdown_timeout` seconds; a second one ends at once.
 
     Args:
         server: the engines and their settings.
+        listener: what `bind` gave; closed at the end.
         on_start: function that is called with the base URL once connections are accepted.
 
     Returns:
         Exit status: 0, or 1 if the engine has failed.
-
-    Raises:
-        InvalidParameterError: if the address cannot be listened at.
     """
-    listener = _listen(server.settings)
     process = _Process(server, on_start and (lambda: on_start(_url(server.settings, listener))))
     try:
         asyncio.run(process.serve(sockets=[listener]))
@@ -124,17 +141,6 @@ class _Process(uvicorn.Server):
             self._deadline = time.monotonic() + LAST_ANSWERS
             return False
         return True
-
-
-def _listen(settings: ServerSettings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
-    except OSError as error:
-        raise InvalidParameterError(
-            f"port: cannot listen at {settings.host} port {settings.port}: {error.strerror or error}; --port 0 takes a "
-            "free one"
-        ) from error
 
 
 def _url(settings: ServerSettings, listener: socket.socket) -> str:

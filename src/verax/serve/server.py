@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verax.errors import InvalidParameterError
@@ -151,9 +151,12 @@ class Server:
     async def lifespan(self, app: object) -> AsyncIterator[None]:
         """Context of the running application: the modules' contexts, and the end of the engine."""
         async with AsyncExitStack() as stack:
-            if self.llm is not None:
-                stack.push_async_callback(partial(self.llm.shutdown, 0))
+            stack.push_async_callback(self._stop_engine)
             for context in self.contexts:
                 await stack.enter_async_context(context())
             stack.push_async_callback(self.streams.close)
             yield
+
+    async def _stop_engine(self) -> None:
+        if self.llm is not None and self.llm.is_running:
+            await self.llm.shutdown()

@@ -13,8 +13,8 @@ from queue import SimpleQueue
 
 from verax.errors import EngineDeadError, QueueFullError
 from verax.text.engine import Engine
-from verax.text.outputs import RequestOutput
-from verax.text.request_stream import LiveRequest, SampleDelta
+from verax.text.outputs import CompletionOutput, RequestOutput
+from verax.text.request_stream import ENDED, LiveRequest
 from verax.text.sequence import Request, Sequence
 from verax.text.stats import EngineStats, StepStats
 
@@ -156,8 +156,8 @@ class EngineThread:
         if live.closed:
             return
         if live.aborted:
-            deltas = [SampleDelta(i, "", [], None, None, "abort", None) for i in range(live.params.n)]
-            self._outbox.append(partial(self._receive, live, deltas, True))
+            parts = [CompletionOutput(i, "", (), None, None, "abort") for i in range(live.params.n)]
+            self._outbox.append(partial(self._receive, [(live, parts, True)]))
             return
         try:
             if isinstance(tokens, BaseException):
@@ -201,41 +201,41 @@ class EngineThread:
 
     def _report(self, moved: Iterable[Request]) -> None:
         """Send the new parts of requests, and forget those that have ended."""
+        news: list[tuple[LiveRequest, list[CompletionOutput], bool]] = []
         for request in moved:
             live, finished = self._served[request.request_id], request.finished
             if not live.closed and (finished or not live.whole):
-                deltas = [
-                    self._delta(live, sequence)
-                    for sequence in request.sequences
-                    if 0 <= live.shown[sequence.index] < len(sequence.tokens) + sequence.finished
-                ]
-                if deltas:
-                    self._outbox.append(partial(self._receive, live, deltas, finished))
+                parts = [part for sequence in request.sequences if (part := self._part(live, sequence)) is not None]
+                if parts:
+                    news.append((live, parts, finished))
             if finished:
                 del self._served[request.request_id]
                 self.engine.remove(request)
                 if self.observers:
                     self._outbox.append(partial(self._observe, self.engine.output(request)))
+        if news:
+            self._outbox.append(partial(self._receive, news))
 
-    def _delta(self, live: LiveRequest, sequence: Sequence) -> SampleDelta:
-        shown, finished, wants_logprobs = (
-            live.shown[sequence.index],
-            sequence.finished,
-            live.params.logprobs is not None,
-        )
-        token_ids = sequence.tokens[shown:]
-        live.shown[sequence.index] = -1 if finished else len(sequence.tokens)
-        if sequence.detokenizer is None:
-            text = self.engine.text(sequence) if finished else ""
+    def _part(self, live: LiveRequest, sequence: Sequence) -> CompletionOutput | None:
+        """New part of a sample, if there is one; what it has is handed over with it."""
+        shown, length, finish_reason = live.shown[sequence.index], len(sequence.tokens), sequence.finish_reason
+        if shown == (length if finish_reason is None else ENDED):
+            return None
+        detokenizer = sequence.detokenizer
+        if finish_reason is None:
+            live.shown[sequence.index] = length
+            text = "" if detokenizer is None else detokenizer.delta()
         else:
-            text = sequence.detokenizer.finish() if finished else sequence.detokenizer.delta()
-        return SampleDelta(
+            live.shown[sequence.index] = ENDED
+            text = self.engine.text(sequence) if detokenizer is None else detokenizer.finish()
+        wants_logprobs = live.params.logprobs is not None
+        return CompletionOutput(
             sequence.index,
             text,
-            token_ids,
-            sequence.logprobs[len(sequence.logprobs) - len(token_ids) :] if wants_logprobs else None,
+            tuple(sequence.tokens[shown:]),
             sequence.cumulative_logprob if wants_logprobs else None,
-            sequence.finish_reason,
+            sequence.logprobs[len(sequence.logprobs) - (length - shown) :] if wants_logprobs else None,
+            finish_reason,
             sequence.stop_reason,
         )
 
@@ -255,10 +255,11 @@ class EngineThread:
 
     # On the event loop.
 
-    def _receive(self, live: LiveRequest, deltas: list[SampleDelta], finished: bool) -> None:
-        if finished:
-            self._end(live)
-        live.receive(deltas, finished)
+    def _receive(self, news: list[tuple[LiveRequest, list[CompletionOutput], bool]]) -> None:
+        for live, parts, finished in news:
+            if finished:
+                self._end(live)
+            live.receive(parts, finished)
 
     def _fail(self, live: LiveRequest, error: BaseException) -> None:
         self._end(live)

@@ -8,45 +8,14 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from verax.text.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from verax.text.sampling_params import SamplingParams
 from verax.text.sequence import Request
 
-__all__ = ["LiveRequest", "RequestStream", "SampleDelta"]
+__all__ = ["ENDED", "LiveRequest", "RequestStream"]
 
-
-@dataclass(slots=True)
-class SampleDelta:
-    """New part of one sample."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    cumulative_logprob: float | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-
-    def extend(self, later: SampleDelta) -> None:
-        """Add the part that follows."""
-        self.text += later.text
-        self.token_ids += later.token_ids
-        if self.logprobs is not None and later.logprobs is not None:
-            self.logprobs += later.logprobs
-        self.cumulative_logprob = later.cumulative_logprob
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-
-    def output(self) -> CompletionOutput:
-        """The part as callers read it."""
-        return CompletionOutput(
-            self.index,
-            self.text,
-            tuple(self.token_ids),
-            self.cumulative_logprob,
-            self.logprobs,
-            self.finish_reason,
-            self.stop_reason,
-        )
+ENDED = -1
+"""Entry of `LiveRequest.shown` for a sample whose end was handed over."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,71 +37,70 @@ class LiveRequest:
     """Answer so far for each sample, which the request goes on behind."""
     request: Request | None = None
     shown: list[int] = field(default_factory=list)
-    """Tokens of each sample that were handed over, prompt included; -1 once its end was."""
+    """Tokens of each sample that were handed over, prompt included; or `ENDED`."""
     aborted: bool = False
     """True if it shall end, and its caller be given that end."""
     closed: bool = False
     """True if its caller has gone, or has got everything."""
-    _fresh: dict[int, SampleDelta] = field(default_factory=dict)
-    _finished: bool = False
+    finished: bool = False
+    """True if its last part has come."""
+    waiter: asyncio.Future[None] | None = None
+    """Set when something has come, by a caller that waits for that."""
+    _fresh: dict[int, CompletionOutput] = field(default_factory=dict)
+    """New part of each sample, by index."""
+    _metrics: RequestMetrics | None = None
     _error: BaseException | None = None
-    _waiter: asyncio.Future[None] | None = None
 
-    def receive(self, deltas: list[SampleDelta], finished: bool) -> None:
+    def receive(self, parts: list[CompletionOutput], finished: bool) -> None:
         """Take new parts from the engine thread, and wake the caller."""
-        for delta in deltas:
-            if (before := self._fresh.get(delta.index)) is None:
-                self._fresh[delta.index] = delta
-            else:
-                before.extend(delta)
-        self._finished = finished
+        fresh = self._fresh
+        for part in parts:
+            before = fresh.get(part.index)
+            fresh[part.index] = part if before is None else _joined(before, part)
+        self.finished = finished
         self.wake()
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error, unless its end has come already."""
-        if not self._finished:
+        if not self.finished:
             self._error = error
             self.wake()
 
     def wake(self) -> None:
         """Let the caller look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
-    async def next_output(self) -> RequestOutput:
-        """What is new, as soon as there is something.
+    def take(self) -> RequestOutput | None:
+        """Output of what is new, if there is something.
 
         Raises:
             StopAsyncIteration: if the request was closed.
+            VeraxError: the error that has ended the request.
         """
-        while not (self._fresh or self._error or self.closed):
-            if self._waiter is not None:
-                raise RuntimeError("another task waits for this answer already")
-            self._waiter = self.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
         if self.closed:
             raise StopAsyncIteration
-        if self._error is not None and not self._fresh:
-            raise self._error
-        return self._take()
-
-    def _take(self) -> RequestOutput:
-        outputs = [delta.output() for delta in self._fresh.values()]
+        if not self._fresh:
+            if self._error is not None:
+                raise self._error
+            return None
+        outputs = list(self._fresh.values())
         self._fresh = {}
-        self.closed = self._finished
+        self.closed = self.finished
         request = self.request
+        if request is None:  # it was aborted on its way to the engine
+            return RequestOutput(self.request_id, self.prompt, (), None, outputs, self.finished, 0)
+        if self._metrics is None or self.finished:
+            self._metrics = request.metrics
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=() if request is None else request.prompt_token_ids,
-            prompt_logprobs=None if request is None else request.prompt_logprobs,
-            outputs=outputs,
-            finished=self._finished,
-            num_cached_tokens=0 if request is None else request.num_cached_tokens or 0,
-            metrics=None if request is None else request.metrics,
+            self.request_id,
+            self.prompt,
+            request.prompt_token_ids,
+            request.prompt_logprobs,
+            outputs,
+            self.finished,
+            request.num_cached_tokens or 0,
+            self._metrics,
         )
 
 
@@ -145,8 +113,17 @@ class RequestStream(AsyncGenerator[RequestOutput, None]):
         """Function that is called once if the request is closed before its end."""
 
     async def __anext__(self) -> RequestOutput:
+        live = self._live
         try:
-            return await self._live.next_output()
+            while (output := live.take()) is None:
+                if live.waiter is not None:
+                    raise RuntimeError("another task waits for this answer already")
+                live.waiter = live.loop.create_future()
+                try:
+                    await live.waiter
+                finally:
+                    live.waiter = None
+            return output
         except BaseException:
             self._close()
             raise
@@ -173,3 +150,16 @@ class RequestStream(AsyncGenerator[RequestOutput, None]):
         if not self._live.closed:
             self._live.closed = True
             self._abort(self._live)
+
+
+def _joined(before: CompletionOutput, after: CompletionOutput) -> CompletionOutput:
+    """Two parts of a sample that follow each other, as one."""
+    return CompletionOutput(
+        after.index,
+        before.text + after.text,
+        before.token_ids + after.token_ids,
+        after.cumulative_logprob,
+        None if before.logprobs is None or after.logprobs is None else before.logprobs + after.logprobs,
+        after.finish_reason,
+        after.stop_reason,
+    )

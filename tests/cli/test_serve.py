@@ -1,0 +1,46 @@
+"""`verax serve` as a process: what it prints, and how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("cli") / "tiny")
+
+
+def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(folder):
+    command = [sys.executable, "-m", "verax", "serve", str(folder), "--port", "0", "--max-model-len", "64"]
+    options = ["--max-num-seqs", "2", "--served-model-name", "tiny", "--log-format", "json"]
+    process = subprocess.Popen(
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "VERAX_API_KEY": "secret"},
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        url = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
+        assert "curl" in process.stdout.readline()
+        body = {"model": "tiny", "prompt": "confidential", "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert '"completion_tokens": 2' in log
+        assert "confidential" not in log
+        assert "secret" not in log
+    finally:
+        process.kill()

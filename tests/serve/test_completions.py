@@ -1,0 +1,113 @@
+"""`/v1/completions`: prompts in all forms, echo, log-probabilities, streams that equal whole answers."""
+
+import pytest
+
+PATH = "/v1/completions"
+BODY = {"prompt": "once upon", "max_tokens": 8, "seed": 3, "ignore_eos": True}
+
+
+def joined(chunks, index):
+    """Whole choice that the chunks of a stream make together."""
+    made = {"text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] == index:
+                made["text"] += choice["text"]
+                made["token_ids"] += choice.get("token_ids", [])
+                made["finish_reason"] = choice["finish_reason"]
+                if choice["logprobs"] is not None:
+                    lists = made["logprobs"] or {name: [] for name in choice["logprobs"]}
+                    made["logprobs"] = {name: lists[name] + choice["logprobs"][name] for name in lists}
+    return made
+
+
+def test_an_answer_has_openais_fields_and_16_tokens_unless_told(api):
+    body = api.ok(PATH, {"prompt": "abc", "ignore_eos": True})
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["usage"]["completion_tokens"] == 16
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 2, "prompt": ["once", "the fox", "abc"]},
+        {"echo": True, "logprobs": 2, "return_token_ids": True},
+        {"prompt": [[5, 6, 7], [8, 9]], "logprobs": 0},
+        {"prompt": [5, 6, 7], "echo": True},
+        {"echo": True, "max_tokens": 0, "logprobs": 1},
+        {"stop": "e", "max_tokens": 40},
+    ],
+)
+def test_a_stream_joined_is_the_whole_answer(api, more):
+    body = {**BODY, **more}
+    whole = api.ok(PATH, body)
+    chunks = api.stream(PATH, {**body, "stream_options": {"include_usage": True}})
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert chunks[-1]["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    for choice in whole["choices"]:
+        made = joined(chunks, choice["index"])
+        for name in ("text", "logprobs", "finish_reason"):
+            assert made[name] == choice[name]
+
+
+def test_choices_of_several_prompts_are_in_their_order(api):
+    one_by_one = [api.ok(PATH, {**BODY, "prompt": prompt})["choices"][0]["text"] for prompt in ("once", "abc")]
+    body = api.ok(PATH, {**BODY, "prompt": ["once", "abc"], "n": 2})
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [body["choices"][i]["text"] for i in (0, 2)] == one_by_one
+
+
+def test_an_echo_of_nothing_more_is_the_prompt_with_its_logprobs(api):
+    body = api.ok(PATH, {**BODY, "echo": True, "max_tokens": 0, "logprobs": 1})
+    (choice,) = body["choices"]
+    assert choice["text"] == "once upon"
+    assert body["usage"]["completion_tokens"] == 0
+    lists = choice["logprobs"]
+    assert lists["token_logprobs"][0] is None
+    assert lists["top_logprobs"][0] is None
+    assert all(value < 0 for value in lists["token_logprobs"][1:])
+    assert "".join(lists["tokens"]) == "once upon"
+    offsets = [len("".join(lists["tokens"][:i])) for i in range(len(lists["tokens"]))]
+    assert lists["text_offset"] == offsets
+
+
+def test_logprobs_have_as_many_best_tokens_as_asked_for(api):
+    lists = api.ok(PATH, {**BODY, "logprobs": 3})["choices"][0]["logprobs"]
+    assert len(lists["tokens"]) == 8
+    assert all(1 <= len(best) <= 3 for best in lists["top_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "fox " * 300}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"n": 9}, "n"),
+    ],
+)
+def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
+    for stream in (False, True):
+        assert api.refused(PATH, {**BODY, "stream": stream, **change})["param"] == param
+
+
+def test_more_prompts_than_the_queue_holds_are_a_429_and_leave_nothing_behind(api, engine):
+    error = api.refused(PATH, {**BODY, "prompt": ["once"] * 60}, 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+    assert api.post(PATH, {**BODY, "prompt": ["once"] * 60}).headers["retry-after"]
+    api.ok(PATH, BODY)
+    assert engine.stats().num_requests_waiting == 0
