@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as List
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -143,36 +142,91 @@ class Encoder:
         Raises:
             InvalidParameterError: if a sentence is no text, or `batch_size` is below 1; then nothing is computed.
         """
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise InvalidParameterError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
+        _check_batch_size(batch_size)
         texts = [sentences] if isinstance(sentences, str) else _texts(sentences)
         _check(texts)
-        buckets = Buckets(batch_size, self.max_length, padding=self._padding)
-        vectors = np.empty((len(texts), self.dimension), np.float32)
-        self.truncated = done = 0
+        self.truncated = 0
+        jobs = self._jobs(texts, self._buckets(batch_size))
+        vectors = self._run(jobs, len(texts), normalize, show_progress and len(texts) > batch_size)
+        return vectors[0] if isinstance(sentences, str) else vectors
+
+    def encode_tokens(
+        self, token_ids: Iterable[Sequence[int]], normalize: bool = True, batch_size: int = 32
+    ) -> Float32[np.ndarray, "n D"]:
+        """Vectors of token ids, in their order: of those of `tokenize`, the vectors of `encode`.
+
+        Args:
+            token_ids: tokens of each sentence, special ones included.
+            normalize, batch_size: as in `encode`.
+
+        Raises:
+            InvalidParameterError: as `check_tokens`.
+        """
+        _check_batch_size(batch_size)
+        ids = self.check_tokens(token_ids)
+        jobs = self._buckets(batch_size).jobs(range(len(ids)), ids)
+        return self._run(jobs, len(ids), normalize, show_progress=False)
+
+    def check_tokens(self, token_ids: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Token ids of each sentence as lists, if the model takes them.
+
+        Raises:
+            InvalidParameterError: for no tokens, more than `max_length`, or one that is not in the vocabulary.
+        """
+        found = [list(ids) for ids in token_ids]
+        size = self.model_config.vocab_size
+        for number, ids in enumerate(found):
+            if not 0 < len(ids) <= self.max_length:
+                raise InvalidParameterError(
+                    f"token_ids: expected 1 to {self.max_length} tokens (max_length), got {len(ids)} at {number}"
+                )
+            array = np.asarray(ids)
+            if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= size:
+                raise InvalidParameterError(f"token_ids: expected numbers from 0 to {size - 1} at {number}")
+        return found
+
+    def tokenize(self, sentences: Iterable[str], max_length: int | None = None) -> list[tuple[list[int], int]]:
+        """Token ids of each sentence, special ones included, and the number of tokens that were cut from its end.
+
+        Args:
+            sentences: any number of texts.
+            max_length: tokens that are kept of a sentence; at most, and by default, `Encoder.max_length`.
+
+        Raises:
+            InvalidParameterError: if a sentence is no text, or `max_length` leaves no token for it.
+        """
+        texts = _texts(sentences)
+        _check(texts)
+        chosen = [text.lower() for text in texts] if self.settings.lower_case else texts
+        return self._tokenizer.encode_batch(chosen, max_length=max_length)
+
+    def _run(self, jobs: Iterable[Job], count: int, normalize: bool, show_progress: bool) -> Float32[np.ndarray, "n D"]:
+        """Results of calls that hold `count` sentences."""
+        vectors = np.empty((count, self.dimension), np.float32)
+        done = 0
         pending: deque[tuple[Job, Array]] = deque()
         begin = time.perf_counter()
-        with progress.bar("encoding", enabled=show_progress and len(texts) > batch_size) as report:
+        with progress.bar("encoding", enabled=show_progress) as report:
 
             def collect() -> int:
                 job, result = pending.popleft()
                 vectors[job.members] = np.asarray(result)[: len(job.members)]
                 rate = (done + len(job.members)) / (time.perf_counter() - begin)
-                report(done + len(job.members), len(texts), f"{rate:,.0f} sentences/s")
+                report(done + len(job.members), count, f"{rate:,.0f} sentences/s")
                 return len(job.members)
 
             # While the device works on the calls that it has, the host makes the next ones.
-            for job in self._jobs(texts, buckets):
+            for job in jobs:
                 pending.append((job, self._dispatch(job.packed, normalize)))
                 if len(pending) > IN_FLIGHT:
                     done += collect()
             while pending:
                 done += collect()
-        return vectors[0] if isinstance(sentences, str) else vectors
+        return vectors
 
     def token_counts(self, sentences: Iterable[str]) -> list[int]:
         """Tokens that are read of each sentence, special ones included."""
-        return [len(ids) for ids, _ in self._tokenizer.encode_batch(list(sentences))]
+        return [len(ids) for ids, _ in self.tokenize(sentences)]
 
     def warm_up(self, batch_size: int = 32, max_length: int | None = None, show_progress: bool = True) -> float:
         """Compile the program of every bucket of up to `batch_size` sentences and `max_length` tokens; seconds taken.
@@ -181,7 +235,7 @@ class Encoder:
         """
         begin = time.perf_counter()
         longest = min(max_length or self.max_length, self.max_length)
-        shapes = [s for s in Buckets(batch_size, self.max_length, padding=self._padding).shapes if s[1] <= longest]
+        shapes = [s for s in self._buckets(batch_size).shapes if s[1] <= longest]
         with progress.bar("compiling programs", enabled=show_progress) as report:
             for done, (rows, length) in enumerate(shapes, start=1):
                 jax.block_until_ready(self._dispatch(np.zeros((rows, 1 + length), np.int32), True))
@@ -192,15 +246,17 @@ class Encoder:
         """Programs compiled so far: after `warm_up` this stays as it is."""
         return self._program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _jobs(self, texts: List[str], buckets: Buckets) -> Iterator[Job]:
+    def _buckets(self, batch_size: int) -> Buckets:
+        return Buckets(batch_size, self.max_length, padding=self._padding)
+
+    def _jobs(self, texts: Sequence[str], buckets: Buckets) -> Iterator[Job]:
         """Calls for all texts, roughly the longest first: by letters over all texts, by tokens within a chunk."""
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         at_once = TOKENIZED_AT_ONCE * buckets.rows[-1]
         for begin in range(0, len(order), at_once):
             chunk = order[begin : begin + at_once]
-            chosen = [texts[i].lower() if self.settings.lower_case else texts[i] for i in chunk]
-            encoded = self._tokenizer.encode_batch(chosen)
-            self.truncated += sum(cut for _, cut in encoded)
+            encoded = self.tokenize([texts[i] for i in chunk])
+            self.truncated += sum(cut > 0 for _, cut in encoded)
             yield from buckets.jobs(chunk, [ids for ids, _ in encoded])
 
     def _dispatch(self, packed: np.ndarray, normalize: bool) -> Any:
@@ -209,13 +265,18 @@ class Encoder:
         return vectors
 
 
+def _check_batch_size(batch_size: Any) -> None:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise InvalidParameterError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
+
+
 def _texts(sentences: Any) -> list[str]:
     if isinstance(sentences, bytes) or not isinstance(sentences, Iterable):
         raise InvalidParameterError(f"sentences: expected a text or texts, got {sentences!r}")
     return list(sentences)
 
 
-def _check(texts: List[Any]) -> None:
+def _check(texts: Sequence[Any]) -> None:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise InvalidParameterError(f"sentences: expected texts, got {text!r} at {number}")

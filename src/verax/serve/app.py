@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import chat, completions, health, metrics, models, openapi, page, tokens
+from verax.serve import chat, completions, embeddings, health, metrics, models, openapi, page, tokens, videos
 from verax.serve.errors import EXCEPTION_HANDLERS
 from verax.serve.middleware import BodyLimit, RequestLog
 from verax.serve.security import Security
@@ -19,6 +19,8 @@ ROUTE_MODULES = (
     completions,
     tokens,
     models,
+    embeddings,
+    videos,
     health,
     metrics,
     openapi,

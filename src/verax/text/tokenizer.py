@@ -115,9 +115,20 @@ class Tokenizer:
             raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
         self._backend.enable_truncation(max_length)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[tuple[list[int], bool]]:
-        """Token ids of each text, special ones included, and True if the text was cut."""
-        return [(encoded.ids, bool(encoded.overflowing)) for encoded in self._backend.encode_batch_fast(list(texts))]
+    def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
+        """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
+
+        Args:
+            texts: any number.
+            max_length: as `truncate`, for this call. The smaller limit of the two counts.
+
+        Raises:
+            InvalidParameterError: if `max_length` leaves no token for a text.
+        """
+        special = self._backend.num_special_tokens_to_add(False)
+        if max_length is not None and max_length <= special:
+            raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
+        return [_cut(encoded, max_length) for encoded in self._backend.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
@@ -219,6 +230,16 @@ def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
     values = {**named, **(extra if isinstance(extra, dict) else {})}
     contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
     return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
+
+
+def _cut(encoded: tokenizers.Encoding, max_length: int | None) -> tuple[list[int], int]:
+    """Token ids of at most `max_length`, with the special tokens at the end, and the number of tokens left out."""
+    ids = encoded.ids
+    left_out = sum(mask == 0 for rest in encoded.overflowing for mask in rest.special_tokens_mask)
+    if max_length is None or len(ids) <= max_length:
+        return ids, left_out
+    end = next((i for i, mask in enumerate(reversed(encoded.special_tokens_mask)) if not mask), 0)
+    return ids[: max_length - end] + ids[len(ids) - end :], left_out + len(ids) - max_length
 
 
 def _add_missing_tokens(

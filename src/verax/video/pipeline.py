@@ -183,7 +183,7 @@ class VideoPipeline:
             RequestRefusedError: if the free memory is too small, with changes to the request that would fit.
         """
         # 1. Check the request, and fill in what it leaves open.
-        resolved = self._with_guidance(self._resolve(request))
+        resolved = self._with_guidance(self.resolve(request))
 
         # 2. Refuse it before any work if it does not fit in the memory.
         free = free_memory(self.parts.components)
@@ -203,13 +203,21 @@ class VideoPipeline:
         reporter = RunReporter(resolved.callback, resolved.fps, segments, self._show_progress)
         return run_request(resolved, self.parts, reporter, self._about)
 
+    def resolve(self, request: VideoRequest) -> ResolvedRequest:
+        """Check a request, read its images, and fill in what it leaves open. No device work.
+
+        Raises:
+            InvalidParameterError: naming the option that does not fit, and values that would.
+        """
+        return resolve_request(request, self.settings, self.geometry, self.parts.rules)
+
     def plan(self, request: VideoRequest) -> list[StageMemory]:
         """Memory of each stage of a request. Compiles its programs; reads no weights and runs nothing.
 
         Raises:
             InvalidParameterError: as `generate`.
         """
-        return self._plan(self._with_guidance(self._resolve(request)))
+        return self._plan(self._with_guidance(self.resolve(request)))
 
     @property
     def settings(self) -> VideoSettings:
@@ -230,9 +238,6 @@ class VideoPipeline:
     def denoiser(self) -> Denoiser:
         """Programs of the transformer; of the first, if there are several."""
         return self.parts.transformers.denoisers[0]
-
-    def _resolve(self, request: VideoRequest) -> ResolvedRequest:
-        return resolve_request(request, self.settings, self.geometry, self.parts.rules)
 
     def _plan(self, request: ResolvedRequest) -> list[StageMemory]:
         with progress.bar("compiling", enabled=self._show_progress, count=False):

@@ -18,7 +18,7 @@ ENDLESS = 900
 
 @pytest.fixture(scope="module")
 def address():
-    llm = AsyncLLM(max_num_seqs=2, max_model_len=1024, use_tqdm=False)
+    llm = AsyncLLM(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=1024, use_tqdm=False)
     with running(create_app(Server(llm))) as address:
         yield address
 

@@ -1,0 +1,1 @@
+"""Images and clips from clients: data URIs, and decoding in a process of its own."""

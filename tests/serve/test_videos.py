@@ -1,0 +1,290 @@
+"""`/v1/videos`: a clip from its request to its files, by OpenAI's client too, and what is refused."""
+
+import base64
+import io
+import json
+import re
+import time
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.support.pictures import bomb, saved
+from verax import VideoPipeline
+from verax.serve import app as app_module
+from verax.serve import videos
+from verax.serve.app import create_app
+from verax.serve.media import store as store_module
+from verax.serve.server import LazyModel, Server
+from verax.serve.settings import ServerSettings
+
+PIL = pytest.importorskip("PIL.Image")
+pytest.importorskip("av")
+
+PROMPT = "a red circle floats left over a blue to green gradient"
+QUICK = {"prompt": PROMPT, "num_inference_steps": 2, "num_frames": 5}
+
+
+def data_uri(data, kind="image/png"):
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return VideoPipeline.from_pretrained(show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def client(pipeline):
+    server = Server(videos=LazyModel("clips", lambda: pipeline), settings=ServerSettings(max_video_body_bytes=1 << 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app_module, "ROUTE_MODULES", (videos,))
+        app = create_app(server)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        yield client
+
+
+def finished(client, name):
+    seen = []
+    for _ in range(3000):
+        video = client.get(f"/v1/videos/{name}").json()
+        seen.append(video["progress"])
+        if video["status"] in ("completed", "failed"):
+            assert seen == sorted(seen)
+            return video
+        assert video["progress"] <= 99
+        time.sleep(0.02)
+    raise AssertionError("the clip takes more than a minute")
+
+
+def error_of(response, status=400):
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+@pytest.fixture(scope="module")
+def made(client):
+    """A finished clip: the answer to its request, its events, and its state."""
+    response = client.post("/v1/videos", json={**QUICK, "seed": 3, "model": "clips"})
+    assert response.status_code == 200, response.text
+    events = client.get(f"/v1/videos/{response.json()['id']}/events").text
+    return response, events, finished(client, response.json()["id"])
+
+
+def test_a_clip_is_queued_made_and_described(made, pipeline):
+    response, _, video = made
+    assert response.headers["openai-poll-after-ms"] == "1000"
+    assert response.json()["status"] in ("queued", "in_progress")
+    assert re.fullmatch(r"video_[0-9a-f]{32}", video["id"])
+    expected = {
+        **{"object": "video", "status": "completed", "progress": 100, "model": "clips", "prompt": PROMPT},
+        **{"seconds": "0.625", "size": "64x64", "num_frames": 5, "fps": 8, "num_inference_steps": 2, "seed": 3},
+        **{"guidance_scale": 5.0, "flow_shift": 3.0, "negative_prompt": "", "error": None},
+    }
+    assert {name: video[name] for name in expected} == expected
+    assert video["created_at"] <= video["completed_at"] < video["expires_at"]
+
+
+def test_the_file_is_the_clip_that_the_pipeline_makes(made, client, pipeline, tmp_path):
+    path = tmp_path / "clip.mp4"
+    pipeline(PROMPT, num_inference_steps=2, num_frames=5, seed=3).save(path)
+    response = client.get(f"/v1/videos/{made[2]['id']}/content")
+    assert response.headers["content-type"] == "video/mp4"
+    assert response.content == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [("thumbnail", (64, 64)), ("spritesheet", (256, 128)), ("gif", (64, 64)), ("preview", (256, 256))],
+)
+def test_each_variant_is_a_picture(made, client, variant, size):
+    response = client.get(f"/v1/videos/{made[2]['id']}/content", params={"variant": variant})
+    picture = PIL.open(io.BytesIO(response.content))
+    assert response.headers["content-type"] == f"image/{picture.format.lower()}"
+    assert picture.size == size
+
+
+def test_events_show_progress_previews_and_the_end(made):
+    blocks = [block for block in made[1].split("\n\n") if block and not block.startswith(":")]
+    assert blocks.pop() == "data: [DONE]"
+    events = []
+    for block in blocks:
+        kind, _, data = block.partition("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {events[-1]['type']}"
+    progress = [event["video"]["progress"] for event in events if "video" in event]
+    assert progress == sorted(progress)
+    assert events[-1]["type"] == "video.completed"
+    assert events[-1]["video"]["progress"] == 100
+    (preview, *_) = [event["image"] for event in events if event["type"] == "video.preview"]
+    assert base64.b64decode(preview.removeprefix("data:image/jpeg;base64,")).startswith(b"\xff\xd8\xff")
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "begin", "end"),
+    [
+        ("bytes=0-9", 206, 0, 10),
+        ("bytes=10-", 206, 10, None),
+        ("bytes=-10", 206, -10, None),
+        ("bytes=5-4", 200, 0, None),
+        ("bytes=0-1,3-4", 200, 0, None),
+        ("lines=1-2", 200, 0, None),
+        ("bytes=-", 200, 0, None),
+        ("bytes=-0", 416, 0, None),
+        ("bytes=99999999-", 416, 0, None),
+    ],
+)
+def test_ranges(made, client, given, status, begin, end):
+    path = f"/v1/videos/{made[2]['id']}/content"
+    whole = client.get(path).content
+    response = client.get(path, headers={"Range": given})
+    assert response.status_code == status
+    if status == 416:
+        assert error_of(response, 416)["param"] == "range"
+        assert response.headers["content-range"] == f"bytes */{len(whole)}"
+    else:
+        assert response.content == whole[begin:end]
+
+
+def test_pages_of_the_list(made, client):
+    names = [client.post("/v1/videos", json=QUICK).json()["id"] for _ in range(2)]
+    every = client.get("/v1/videos").json()
+    newest_first = [video["id"] for video in every["data"]]
+    assert newest_first == [*reversed(names), made[2]["id"]]
+    assert (every["first_id"], every["last_id"], every["has_more"]) == (names[1], made[2]["id"], False)
+    page = client.get("/v1/videos", params={"order": "asc", "limit": 1, "after": made[2]["id"]}).json()
+    assert [video["id"] for video in page["data"]] == [names[0]]
+    assert page["has_more"]
+    for query in ({"limit": 0}, {"limit": 101}, {"limit": -1}, {"limit": "9" * 50}, {"order": "up"}, {"after": "x"}):
+        assert error_of(client.get("/v1/videos", params=query))["param"] == next(iter(query))
+    for name in names:
+        assert client.delete(f"/v1/videos/{name}").json() == {"id": name, "object": "video.deleted", "deleted": True}
+        assert error_of(client.get(f"/v1/videos/{name}"), 404)["type"] == "not_found_error"
+        assert error_of(client.delete(f"/v1/videos/{name}"), 404)["code"] == "video_not_found"
+
+
+def test_a_form_with_a_picture_whose_name_is_a_path(client):
+    files = {"input_reference": ("../../x", saved("PNG"), "text/html")}
+    form = {"prompt": PROMPT, "num_inference_steps": "2", "num_frames": "5", "guidance_scale": "1.5", "seed": "-1"}
+    response = client.post("/v1/videos", data=form, files=files)
+    assert response.status_code == 200, response.text
+    video = finished(client, response.json()["id"])
+    assert (video["status"], video["guidance_scale"], video["seed"]) == ("completed", 1.5, 2**32 - 1)
+    client.delete(f"/v1/videos/{video['id']}")
+
+
+def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
+    def full(frames, path, fps):
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(store_module, "write_clip", full)
+    name = client.post("/v1/videos", json=QUICK).json()["id"]
+    video = finished(client, name)
+    assert (video["status"], video["error"]["code"]) == ("failed", "storage_full")
+    assert error_of(client.get(f"/v1/videos/{name}/content"), 404)["code"] == "video_failed"
+    client.delete(f"/v1/videos/{name}")
+
+
+PNG = data_uri(saved("PNG"))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (dict(prompt=None), "prompt"),
+        (dict(prompt=" "), "prompt"),
+        (dict(prompt="a" * 40_000), "prompt"),
+        (dict(prompt=["a"]), "prompt"),
+        (dict(size="64"), "size"),
+        (dict(size="1280x720"), "size"),
+        (dict(size="-64x64"), "size"),
+        (dict(size="60x64"), "size"),
+        (dict(size="../../x"), "size"),
+        (dict(seconds="4"), "seconds"),
+        (dict(seconds=-1), "seconds"),
+        (dict(seconds="nan"), "seconds"),
+        (dict(seconds=1e300), "seconds"),
+        (dict(seconds="1", num_frames=5), "seconds"),
+        (dict(num_frames=21), "num_frames"),
+        (dict(num_frames=6), "num_frames"),
+        (dict(num_frames=-3), "num_frames"),
+        (dict(num_frames=10**30), "num_frames"),
+        (dict(num_frames=True), "num_frames"),
+        (dict(fps=0), "fps"),
+        (dict(fps=10**9), "fps"),
+        (dict(num_inference_steps=0), "num_inference_steps"),
+        (dict(num_inference_steps=10**9), "num_inference_steps"),
+        (dict(guidance_scale=-1), "guidance_scale"),
+        (dict(guidance_scale=1e300), "guidance_scale"),
+        (dict(flow_shift=0), "flow_shift"),
+        (dict(seed=1.5), "seed"),
+        (dict(negative_prompt=3), "negative_prompt"),
+        (dict(image_reference={"image_url": "http://127.0.0.1/a.png"}), "image_reference.image_url"),
+        (dict(image_reference={"image_url": "/etc/passwd"}), "image_reference.image_url"),
+        (dict(image_reference={"file_id": "file_1"}), "image_reference"),
+        (dict(image_reference={}), "image_reference"),
+        (dict(image_reference={"image_url": PNG}, input_reference=PNG), "image_reference"),
+        (dict(input_reference=data_uri(b"GIF8")), "input_reference"),
+        (dict(input_reference=data_uri(bomb(30_000, 30_000))), "input_reference"),
+        (dict(input_reference=data_uri(saved("PNG")[:500])), "input_reference"),
+    ],
+)
+def test_wrong_fields_are_named(client, body, param):
+    error = error_of(
+        client.post("/v1/videos", json={**QUICK, **({"num_frames": None} if "seconds" in body else {}), **body})
+    )
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param.partition('.')[0]}")
+
+
+def test_messages_say_what_fits(client):
+    assert (
+        "at most 2.125 (17 frames at 8 frames per second)"
+        in client.post("/v1/videos", json={"prompt": PROMPT, "seconds": "4"}).text
+    )
+    assert "64x64 is usual" in client.post("/v1/videos", json={"prompt": PROMPT, "size": "1280x720"}).text
+
+
+def test_wrong_forms_are_refused(client):
+    fields = {"prompt": PROMPT}
+    assert error_of(client.post("/v1/videos", data=fields, files={"other": b"x"}))["param"] == "other"
+    assert error_of(client.post("/v1/videos", data={**fields, "fps": "1e400"}, files={"input_reference": b"x"}))
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    assert error_of(client.post("/v1/videos", content=b"--x\r\nbroken", headers=headers))
+    assert error_of(client.post("/v1/videos", content=b"{}", headers={"content-type": "text/plain"}), 415)
+    error_of(client.post("/v1/videos", data=fields, files={"input_reference": bytes(2 << 20)}), 413)
+
+
+def test_names_are_looked_up_and_no_paths(client, made):
+    for name in ("..", "%2e%2e%2f%2e%2e%2fetc%2fpasswd", "video_", made[2]["id"] + "%2f..", "x" * 5000):
+        assert client.get(f"/v1/videos/{name}/content").status_code == 404
+    assert error_of(client.get(f"/v1/videos/{made[2]['id']}/content?variant=../x"))["param"] == "variant"
+
+
+def test_a_server_without_a_video_model_says_so():
+    client = TestClient(create_app(Server()), base_url="http://127.0.0.1")
+    assert error_of(client.post("/v1/videos", json=QUICK), 404)["code"] == "model_not_found"
+    assert client.get("/v1/videos").json()["data"] == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_openai_python(client):
+    openai = pytest.importorskip("openai")
+    api = openai.OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=client, max_retries=0)
+    video = api.videos.create(
+        prompt=PROMPT, input_reference=("a.png", saved("PNG")), extra_body={"num_inference_steps": 2, "num_frames": 5}
+    )
+    assert video.status in ("queued", "in_progress")
+    assert api.videos.poll(video.id, poll_interval_ms=20).status == "completed"
+    assert api.videos.retrieve(video.id).progress == 100
+    assert api.videos.list(limit=1).data[0].id == video.id
+    assert api.videos.download_content(video.id).read()[4:8] == b"ftyp"
+    assert api.videos.download_content(video.id, variant="thumbnail").read().startswith(b"\xff\xd8\xff")
+    assert api.videos.delete(video.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        api.videos.retrieve(video.id)
+    with pytest.raises(openai.BadRequestError, match=r"at most 2\.125"):
+        api.videos.create(prompt=PROMPT, seconds="8")
+    urls = {"image_url": "https://example.com/a.png"}
+    with pytest.raises(openai.BadRequestError, match="URLs and paths are not read"):
+        api.videos.create(prompt=PROMPT, input_reference=urls)
