@@ -206,7 +206,8 @@ def png(width: int, height: int) -> bytes:
 @contextlib.contextmanager
 def running(app: Starlette) -> Iterator[str]:
     """Serve an application in a thread; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical"))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -215,5 +216,5 @@ def running(app: Starlette) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         thread.join(timeout=10)
