@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -75,6 +76,9 @@ def serve(
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
     disable_page: Annotated[bool, typer.Option("--disable-page", help="Serve the API alone.")] = False,
+    reports: Annotated[
+        Path | None, typer.Option(help="Folder of reports of verax compare and verax bench, which the page shows.")
+    ] = None,
 ) -> None:
     """Serve a text model, an encoder and a video model over HTTP, with the APIs of OpenAI.
 
@@ -110,6 +114,7 @@ def serve(
         log_format=log_format,
         log_prompts=log_prompts,
         disable_page=disable_page,
+        reports=reports,
     )
     configure_logs(log_format)
     listener = bind(settings)  # before minutes of loading

@@ -15,6 +15,7 @@ from verax.serve import (
     metrics,
     models,
     openapi,
+    page,
     responses,
     tokens,
     videos,
@@ -56,8 +57,9 @@ def create_app(server: Server) -> Starlette:
             )
         )
     layers += [Middleware(Security, server), Middleware(BodyLimit, server)]
+    modules = ROUTE_MODULES if server.settings.disable_page else (*ROUTE_MODULES, page)
     app = Starlette(
-        routes=[route for module in ROUTE_MODULES for route in module.routes(server)],
+        routes=[route for module in modules for route in module.routes(server)],
         middleware=layers,
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=server.lifespan,

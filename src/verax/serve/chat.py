@@ -33,7 +33,8 @@ def routes(server: Server) -> list[Route]:
         record = record_of(http)
         run = await unless_disconnected(http, run_chat(server, request, record))
         if request.stream:
-            return server.stream(_chunks(run, request))
+            conversation = http.headers.get("x-conversation-id")
+            return server.stream(server.streams.start(conversation, _chunks(run, request)))
         return JsonResponse(await unless_disconnected(http, _whole(run, request)))
 
     async def count(http: Request) -> Response:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verax.errors import InvalidParameterError
 from verax.serve.errors import ApiError
+from verax.serve.resume import RunningStreams
 from verax.serve.settings import ServerSettings
 from verax.serve.sse import EventStream
 
@@ -71,6 +72,7 @@ class Server:
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
         draining: True once the server is to end: new requests get 503.
         num_requests: number of requests that are being served.
+        streams: answers that go on while their page is reloaded.
     """
 
     llm: AsyncLLM | None = None
@@ -81,6 +83,7 @@ class Server:
     root: str | None = None
     draining: bool = False
     num_requests: int = 0
+    streams: RunningStreams = field(default_factory=RunningStreams)
     contexts: list[Callable[[], AbstractAsyncContextManager[Any]]] = field(default_factory=list)
     """Context managers that are open while the server runs. Route modules add theirs: workers, folders."""
 
@@ -151,6 +154,7 @@ class Server:
             stack.push_async_callback(self._stop_engine)
             for context in self.contexts:
                 await stack.enter_async_context(context())
+            stack.push_async_callback(self.streams.close)
             yield
 
     async def _stop_engine(self) -> None:

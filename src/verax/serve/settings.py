@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from verax.errors import InvalidParameterError
 
@@ -50,6 +51,8 @@ class ServerSettings:
     """Write prompts into the log."""
     disable_page: bool = False
     """Serve the API alone."""
+    reports: Path | None = None
+    """Folder of the reports that the page shows."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
