@@ -15,47 +15,9 @@ TRAFFIC = Traffic(90, input_tokens=5, output_tokens=6)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def offline(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
-    return EngineOptions(str(folder), dtype="float32", max_num_seqs=4, max_model_len=32)
-
-
-@pytest.fixture(scope="module")
-def offline(engine):
-    return OfflineSide(engine, TRAFFIC)
-
-
-def test_offline_and_async_answer_alike(engine, offline):
-    load = Load("4 streams", concurrency=4, num_requests=10)
-
-    async def main():
-        llm = AsyncLLM.from_llm(OfflineSide(engine, TRAFFIC)._llm)
-        try:
-            return await AsyncSide(llm, TRAFFIC).run(load, 0), await offline.run(load, 0)
-        finally:
-            await llm.shutdown()
-
-    ours, theirs = asyncio.run(main())
-    assert [answer.text for answer in ours.answers] == [answer.text for answer in theirs.answers]
-    assert [answer.completion_tokens for answer in ours.answers] == [6] * 10
-    assert all(answer.sent <= answer.events[0] <= answer.events[-1] <= answer.ended for answer in ours.answers)
-    assert all(answer.events == [] and answer.completed for answer in theirs.answers)
-
-
-def test_a_client_of_the_engine_that_leaves_aborts(engine):
-    leaving = Traffic(90, input_tokens=5, output_tokens=6, disconnect=1.0)
-
-    async def main():
-        llm = AsyncLLM(engine.model, **engine.keywords())
-        try:
-            done = await AsyncSide(llm, leaving).run(Load("a", concurrency=4, num_requests=8), 0)
-            return done, llm.stats()
-        finally:
-            await llm.shutdown()
-
-    done, stats = asyncio.run(main())
-    assert all(answer.left for answer in done.answers)
-    assert stats.num_requests_running + stats.num_requests_waiting == 0
+    return OfflineSide(EngineOptions(str(folder), dtype="float32", max_num_seqs=2, max_model_len=32), TRAFFIC)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +38,28 @@ def test_the_command_line_of_the_server_has_the_options_of_the_engine():
         "--host 127.0.0.1 --port 8123"
     )
     assert EngineOptions().command(1)[4] == "--dtype"
+
+
+def test_offline_and_async_answer_alike_and_clients_that_leave_abort(offline):
+    load = Load("2 streams", concurrency=2, num_requests=6)
+    theirs = asyncio.run(offline.run(load, 0))
+    leaving = Traffic(90, input_tokens=5, output_tokens=20, disconnect=1.0)
+
+    async def main():
+        llm = AsyncLLM.from_llm(offline._llm)  # the last test that uses it
+        try:
+            whole = await AsyncSide(llm, TRAFFIC).run(load, 0)
+            left = await AsyncSide(llm, leaving).run(load, 0)
+            while (stats := llm.stats()).num_requests_running + stats.num_requests_waiting:
+                await asyncio.sleep(0.01)
+            return whole, left
+        finally:
+            await llm.shutdown()
+
+    ours, left = asyncio.run(main())
+    assert [answer.text for answer in ours.answers] == [answer.text for answer in theirs.answers]
+    assert [answer.completion_tokens for answer in ours.answers] == [6] * 6
+    assert all(answer.sent <= answer.events[0] <= answer.events[-1] <= answer.ended for answer in ours.answers)
+    assert all(answer.events == [] and answer.completed for answer in theirs.answers)
+    assert any(answer.left for answer in left.answers)
+    assert all(answer.completion_tokens < 20 for answer in left.answers if answer.left)
