@@ -18,18 +18,11 @@ COLUMNS = (("TTFT ms", "ttft"), ("TPOT ms", "tpot"), ("ITL ms", "itl"), ("E2E ms
 def render(result: Mapping[str, Any]) -> list[str]:
     """Markdown lines: settings, a table for each load, and what was seen of the server."""
     settings, traffic = result["settings"], result["settings"]["traffic"]
-    prefix = (
-        f" behind {traffic['prefix_tokens']} of {traffic['num_prefixes']} shared prefixes"
-        if traffic["prefix_tokens"]
-        else ""
-    )
     lines = [
         f"# Serve: {settings['model']}",
         "",
         f"{settings['quantization'] or settings['dtype']}, at most {settings['max_num_seqs']} sequences in a step; "
-        f"prompts of {traffic['input_tokens']} tokens{prefix}, answers of {traffic['output_tokens']}, each length "
-        f"within {100 * traffic['range_ratio']:.0f}%; {100 * traffic['slow_readers']:.0f}% of the clients read slowly, "
-        f"{100 * traffic['disconnect']:.0f}% disconnect; {rounds(result)}. The client runs on the same machine. "
+        f"{_requests(traffic)}; {rounds(result)}. The client runs on the same machine. "
         "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
     ]
     for case in result["cases"]:
@@ -42,6 +35,20 @@ def slug(result: Mapping[str, Any]) -> list[str]:
     settings = result["settings"]
     model = str(settings["model"]).rstrip("/").rpartition("/")[2].removeprefix("the ")
     return [model.lower(), settings["quantization"] or settings["dtype"], *(load.lower() for load in settings["loads"])]
+
+
+def _requests(traffic: Mapping[str, Any]) -> str:
+    """Lengths of the requests in words, and the clients that behave badly."""
+    words = f"prompts of {traffic['input_tokens']} tokens"
+    if traffic["prefix_tokens"]:
+        words += f" behind one of {traffic['num_prefixes']} prefixes of {traffic['prefix_tokens']}"
+    words += f", answers of {traffic['output_tokens']}"
+    if traffic["range_ratio"]:
+        words += f", lengths up to {100 * traffic['range_ratio']:.0f}% shorter or longer"
+    for share, what in (("slow_readers", "read slowly"), ("disconnect", "disconnect")):
+        if traffic[share]:
+            words += f"; {100 * traffic[share]:.0f}% of the clients {what}"
+    return words
 
 
 def _case(case: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
