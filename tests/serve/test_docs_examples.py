@@ -14,7 +14,7 @@ import pytest
 from tests.support.markdown import blocks
 from tests.support.markdown_run import commands
 from verax import cli
-from verax.bench.serve.client import Target, fetch
+from verax.bench.serve.http import Target, fetch
 from verax.bench.serve.process import started
 from verax.bench.serve.sides import EngineOptions
 

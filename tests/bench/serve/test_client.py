@@ -6,7 +6,8 @@ import itertools
 import pytest
 
 from tests.support.fake_server import FakeServer, answer_of
-from verax.bench.serve.client import Target, ask, fetch
+from verax.bench.serve.client import ask
+from verax.bench.serve.http import Target, fetch
 from verax.bench.serve.traffic import Request
 from verax.errors import InvalidParameterError, VeraxError
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from verax.bench.serve import process as module
-from verax.bench.serve.client import fetch
+from verax.bench.serve.http import fetch
 from verax.bench.serve.process import raise_open_files, started
 from verax.errors import VeraxError
 

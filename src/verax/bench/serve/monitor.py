@@ -9,7 +9,8 @@ from typing import Any
 
 import psutil
 
-from verax.bench.serve.client import Answer, Target, ask, fetch
+from verax.bench.serve.client import Answer, ask
+from verax.bench.serve.http import Target, fetch
 from verax.bench.serve.traffic import Request
 from verax.errors import VeraxError
 

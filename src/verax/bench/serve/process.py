@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from verax.bench.serve.client import Target, fetch
+from verax.bench.serve.http import Target, fetch
 from verax.errors import VeraxError
 
 __all__ = ["raise_open_files", "started"]

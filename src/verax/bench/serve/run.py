@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from verax import progress
 from verax.bench.harness import Benchmark
 from verax.bench.serve.check import check_answers
-from verax.bench.serve.client import Target, fetch
+from verax.bench.serve.http import Target, fetch
 from verax.bench.serve.load import Load, Run
 from verax.bench.serve.models import served_model
 from verax.bench.serve.monitor import Monitor
@@ -189,8 +191,6 @@ async def _given(target: Target, traffic: Traffic) -> ServerSide:
 
 async def _named(target: Target) -> Target:
     """The target with the first model that the server lists."""
-    import msgspec
-
     try:
         listed = msgspec.json.decode(await fetch(target, f"{target.path}/models"))
         return replace(target, model=listed["data"][0]["id"])
