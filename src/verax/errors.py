@@ -2,11 +2,13 @@
 
 __all__ = [
     "CheckpointError",
+    "ContextLengthError",
     "EngineDeadError",
     "InvalidParameterError",
     "MissingDependencyError",
     "QueueFullError",
     "RequestRefusedError",
+    "StructuredOutputError",
     "TemplateError",
     "UnsupportedModelError",
     "VeraxError",
@@ -33,12 +35,31 @@ class RequestRefusedError(VeraxError, ValueError):
     """Request that this engine can never serve, such as a prompt that is too long. Other requests are not affected."""
 
 
+class ContextLengthError(RequestRefusedError):
+    """Prompt that leaves no room for an answer.
+
+    Args:
+        message: the text for people.
+        num_tokens: number of the prompt's tokens.
+        max_model_len: longest sequence that the engine serves, in tokens.
+    """
+
+    def __init__(self, message: str, num_tokens: int, max_model_len: int):
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.max_model_len = max_model_len
+
+
 class QueueFullError(RequestRefusedError):
     """Request that does not fit into the bounded queue now. It can be tried again later."""
 
 
 class EngineDeadError(VeraxError):
     """Engine that was shut down or has failed. The cause, if any, is the error that it failed with."""
+
+
+class StructuredOutputError(VeraxError):
+    """Grammar that took too much work while an answer was generated. Other requests are not affected."""
 
 
 class TemplateError(VeraxError):

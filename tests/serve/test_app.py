@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from verax.serve import app as app_module
 from verax.serve.app import create_app
+from verax.serve.logs import JsonFormatter, TextFormatter
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
 
@@ -123,8 +124,16 @@ def test_a_draining_server_answers_503_with_retry_after(client):
 
 def test_a_log_line_has_the_facts_of_a_request_and_cannot_be_split(client, caplog):
     with caplog.at_level("INFO", logger="verax.serve.access"):
-        client(log_format="json").get("/no\nthing", headers={"x-request-id": "r1"})
-        client().get("/a%0ab")
-    line = json.loads(caplog.messages[0])
-    assert (line["method"], line["status"], line["request_id"]) == ("GET", 404, "r1")
-    assert "\n" not in caplog.messages[1]
+        client().get("/no%0athing", headers={"x-request-id": "r1"})
+    (record,) = [record for record in caplog.records if record.name == "verax.serve.access"]
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["method"], line["path"], line["status"], line["request_id"]) == ("GET", "/no\nthing", 404, "r1")
+    text = TextFormatter().format(record)
+    assert "status=404" in text
+    assert "\n" not in text
+
+
+def test_long_headers_are_refused(client):
+    response = client().get("/v1/models", headers={"X-Long": "x" * 20_000})
+    assert response.status_code == 431
+    assert error_of(response)["type"] == "invalid_request_error"

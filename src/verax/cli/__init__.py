@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import verax
-from verax.cli import bench, chat, compare, convert, demo, embed, generate, info, quantize, train, video
+from verax.cli import bench, chat, compare, convert, demo, embed, generate, info, quantize, serve, train, video
 from verax.errors import VeraxError
 
 __all__ = ["app", "main"]
@@ -34,6 +34,7 @@ app = typer.Typer(
 for command in (
     generate.generate,
     chat.chat,
+    serve.serve,
     video.video,
     embed.embed,
     info.info,

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import health, models
+from verax.serve import chat, completions, health, metrics, models, openapi, tokens
 from verax.serve.errors import EXCEPTION_HANDLERS
 from verax.serve.middleware import BodyLimit, RequestLog
 from verax.serve.security import Security
@@ -15,8 +15,13 @@ from verax.serve.server import Server
 __all__ = ["create_app"]
 
 ROUTE_MODULES = (
-    health,
+    chat,
+    completions,
+    tokens,
     models,
+    health,
+    metrics,
+    openapi,
 )
 """Modules with a function `routes(server)`, in the order in which their routes are tried."""
 

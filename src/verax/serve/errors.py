@@ -13,16 +13,18 @@ from starlette.responses import Response
 from starlette.types import ExceptionHandler
 
 from verax.errors import (
+    ContextLengthError,
     EngineDeadError,
     InvalidParameterError,
     QueueFullError,
     RequestRefusedError,
+    StructuredOutputError,
     TemplateError,
     VeraxError,
 )
 from verax.serve.json_response import JsonResponse
 
-__all__ = ["EXCEPTION_HANDLERS", "ApiError", "api_error"]
+__all__ = ["EXCEPTION_HANDLERS", "ApiError", "api_error", "context_error"]
 
 RETRY_AFTER = 1
 """Seconds after which a client may try again, in the answers 429 and 503."""
@@ -97,6 +99,10 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(429, str(error), code="queue_full")
         case EngineDeadError():
             return ApiError(500, str(error), code="engine_dead")
+        case ContextLengthError():
+            return context_error(error, "prompt")
+        case StructuredOutputError():
+            return ApiError(400, str(error), param="structured_outputs")
         case InvalidParameterError() | RequestRefusedError():
             found = _FIELD.match(str(error))
             return ApiError(400, str(error), param=found[1] if found else None)
@@ -106,6 +112,23 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(500, str(error))
     _log.error("unexpected error", exc_info=error)
     return ApiError(500, "internal server error; the server's log has more")
+
+
+def context_error(error: ContextLengthError, param: str) -> ApiError:
+    """The HTTP error of a prompt that is too long.
+
+    Args:
+        error: the engine's.
+        param: field that the prompt was made of.
+    """
+    return ApiError(
+        400,
+        f"{param}: {str(error).removeprefix('prompt: ')}",
+        param=param,
+        code="context_length_exceeded",
+        n_prompt_tokens=error.num_tokens,
+        n_ctx=error.max_model_len,
+    )
 
 
 async def _handle(request: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ MAX_DEPTH = 64
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string of JSON, or the rest of the text where one does not end, so that a search is linear in the text."""
 
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<where>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
@@ -54,7 +55,7 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
     Raises:
         ApiError: 400, with the field's name as `param`.
     """
-    values = parse_json(body) if isinstance(body, bytes) else body
+    values = _parse(body, kind) if isinstance(body, bytes) else body
     if not isinstance(values, Mapping):
         raise ApiError(400, "body: expected a JSON object")
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -76,6 +77,10 @@ def parse_json(body: bytes) -> Any:
     Raises:
         ApiError: 400 for invalid UTF-8, malformed JSON, or JSON nested deeper than `MAX_DEPTH`.
     """
+    return _parse(body, None)
+
+
+def _parse(body: bytes, kind: type[msgspec.Struct] | None) -> Any:
     if not body:
         raise ApiError(400, "body: it is empty; expected a JSON object")
     _check_depth(body)
@@ -84,6 +89,8 @@ def parse_json(body: bytes) -> Any:
         return msgspec.json.decode(body)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"body: it is not UTF-8: invalid byte at {error.start}") from error
+    except msgspec.ValidationError as error:
+        raise _out_of_range(body, kind, error) from error
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise ApiError(400, f"body: it is not valid JSON: {error}") from error
 
@@ -92,12 +99,23 @@ def _check_depth(body: bytes) -> None:
     """Check the depth without recursion: innermost pairs of brackets are removed, a level at a time."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NO_BRACKETS)
     for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        brackets = brackets.replace(b"[]", b"")
         if not brackets:
             return
     raise ApiError(400, f"body: JSON nested deeper than {MAX_DEPTH} levels, or with brackets that do not match")
+
+
+def _out_of_range(body: bytes, kind: type[msgspec.Struct] | None, error: Exception) -> ApiError:
+    """Error of a number that no float holds. Only decoding to a Struct tells the field's name."""
+    try:
+        msgspec.json.decode(body, type=kind or Any)
+    except msgspec.ValidationError as named:
+        error = named
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        pass
+    return _wrong_field(str(error).replace("$[...]", "$"))
 
 
 def _wrong_field(problem: str) -> ApiError:
@@ -107,6 +125,7 @@ def _wrong_field(problem: str) -> ApiError:
     if missing := _MISSING.match(what):
         path = f"{path}.{missing[1]}".lstrip(".")
         what = "it is missing"
+    what = what.replace(" | null`", "`").replace("`", "")
     param = path or "body"
     return ApiError(400, f"{param}: {what[0].lower()}{what[1:]}", param=param)
 

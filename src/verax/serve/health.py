@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from verax.serve.errors import ApiError
 from verax.serve.json_response import JsonResponse
+from verax.serve.routing import api_route
 from verax.serve.server import Server
 
 __all__ = ["routes"]
@@ -23,4 +24,4 @@ def routes(server: Server) -> list[Route]:
             raise ApiError(503, "the engine has stopped", code="engine_dead")
         return JsonResponse({"status": "ok"})
 
-    return [Route("/health", health)]
+    return [api_route("/health", health, ("GET",), summary="True while requests are taken.")]

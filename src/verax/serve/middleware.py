@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -13,22 +12,27 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verax.serve.errors import ApiError, api_error
+from verax.serve.logs import ACCESS
 from verax.serve.record import RequestRecord
+from verax.serve.sse import ClientDisconnectedError
 
 if TYPE_CHECKING:
     from verax.serve.server import Server
 
-__all__ = ["BodyLimit", "RequestLog"]
+__all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog"]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _VIDEO_PATHS = ("/v1/videos", "/videos")
 _ALWAYS_SERVED = ("/health", "/metrics")
 """Paths that are answered while the server drains."""
 
+MAX_HEADER_BYTES = 16 << 10
+"""Bytes of a request's headers."""
+
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client went away before the answer, as in nginx."""
 
-_log = logging.getLogger("verax.serve.access")
+_log = logging.getLogger(ACCESS)
 
 
 class RequestLog:
@@ -58,9 +62,13 @@ class RequestLog:
         counted = scope["path"] not in _ALWAYS_SERVED
         self._server.num_requests += counted
         try:
+            if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                raise ApiError(431, f"headers: longer than {MAX_HEADER_BYTES} bytes", headers={"Connection": "close"})
             if counted and self._server.draining:
                 raise ApiError(503, "the server is shutting down; try again later", code="draining")
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnectedError:
+            status = CLIENT_CLOSED
         except Exception as error:
             answer = api_error(error).response()
             if status:
@@ -72,7 +80,6 @@ class RequestLog:
 
     def _write(self, scope: Scope, record: RequestRecord, status: int) -> None:
         line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
@@ -84,11 +91,7 @@ class RequestLog:
                 line[name] = value
         if record.ttft is not None:
             line["ttft"] = round(record.ttft, 4)
-        if self._server.settings.log_format == "json":
-            _log.info("%s", json.dumps(line, ensure_ascii=True))
-        else:
-            # Quoted as JSON: a line feed of the client cannot begin a line of its own.
-            _log.info("%s", " ".join(f"{name}={_shown(value)}" for name, value in line.items()))
+        _log.info("request", extra={"fields": line})
 
 
 class BodyLimit:
@@ -122,8 +125,3 @@ class BodyLimit:
             return message
 
         await self._app(scope, receive_bounded, send)
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if re.fullmatch(r"[!-~]+", text) else json.dumps(text)

@@ -31,7 +31,10 @@ def routes(server: Server) -> list[Route]:
                 return JsonResponse(model)
         raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
 
-    return [*api_routes("/models", list_models, ("GET",)), *api_routes("/models/{name:path}", get_model, ("GET",))]
+    return [
+        *api_routes("/models", list_models, ("GET",), summary="List the models."),
+        *api_routes("/models/{name:path}", get_model, ("GET",), summary="Describe a model."),
+    ]
 
 
 def _models(server: Server, created: int) -> list[dict[str, Any]]:

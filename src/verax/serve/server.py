@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verax.errors import InvalidParameterError
 from verax.serve.errors import ApiError
 from verax.serve.settings import ServerSettings
+from verax.serve.sse import EventStream
 
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
     from verax.text.async_llm import AsyncLLM
+    from verax.text.parsing.chat_format import ChatFormat
     from verax.video.pipeline import VideoPipeline
 
 __all__ = ["LazyModel", "Server"]
@@ -119,6 +121,28 @@ class Server:
         """The text engine, of a server that has one."""
         assert self.llm is not None
         return self.llm
+
+    def stream(self, events: AsyncGenerator[bytes, None], **options: Any) -> EventStream:
+        """Answer of encoded events, with the server's times.
+
+        Args:
+            events: as `EventStream` takes them.
+            options: further arguments of `EventStream`.
+        """
+        settings = self.settings
+        return EventStream(
+            events,
+            ping_interval=settings.ping_interval,
+            slow_client_timeout=settings.slow_client_timeout,
+            **options,
+        )
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """Syntax of the text model's answers: tool calls and reasoning."""
+        from verax.text.parsing.chat_format import ChatFormat, chat_format
+
+        return ChatFormat() if self.engine.tokenizer is None else chat_format(self.engine.tokenizer)
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:

@@ -13,7 +13,7 @@ from collections import abc
 
 import numpy as np
 
-from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.errors import ContextLengthError, InvalidParameterError, RequestRefusedError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from verax.text.runner import ModelRunner, PendingStep
@@ -163,9 +163,11 @@ class Engine:
         if not tokens:
             raise RequestRefusedError("prompt: it is empty; at least one token is needed")
         if len(tokens) >= self.max_model_len:
-            raise RequestRefusedError(
+            raise ContextLengthError(
                 f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
-                "(max_model_len); shorten the prompt or raise max_model_len"
+                "(max_model_len); shorten the prompt or raise max_model_len",
+                len(tokens),
+                self.max_model_len,
             )
         if len(answers) != params.n:
             raise InvalidParameterError(

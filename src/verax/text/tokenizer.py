@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -122,6 +123,15 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it; None if there is none."""
         return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Jinja text of each chat template by its name, such as "default" and "tool_use"."""
+        return MappingProxyType(self._chat_templates)
 
     @property
     def has_chat_template(self) -> bool:

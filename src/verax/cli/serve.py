@@ -1,0 +1,159 @@
+"""`verax serve`: the engines over HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verax.cli import options
+
+if TYPE_CHECKING:
+    from verax.serve.server import Server
+
+__all__ = ["serve"]
+
+BUILT_IN = "verax-text"
+BUILT_IN_EMBEDDING = "verax-embed"
+BUILT_IN_VIDEO = "verax-video"
+
+_LIMITS = "Limits"
+_ACCESS = "Access"
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
+    ] = None,
+    embedding_model: Annotated[
+        str | None, typer.Option(help="Model of /v1/embeddings; the built-in one if left out.")
+    ] = None,
+    video_model: Annotated[str | None, typer.Option(help="Model of /v1/videos; the built-in one if left out.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of the text model in requests; can be repeated. The first is that of answers."),
+    ] = None,
+    any_model_name: Annotated[
+        bool, typer.Option("--any-model-name", help="Accept any model name, for clients with a fixed one.")
+    ] = False,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Key that requests need; can be repeated.", envvar="VERAX_API_KEY", rich_help_panel=_ACCESS),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(help="Name that the server is called by, if not its address.", rich_help_panel=_ACCESS),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may call the server (CORS).", rich_help_panel=_ACCESS),
+    ] = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.", min=1)] = None,
+    dtype: options.Dtype = "bfloat16",
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    seed: options.Seed = 0,
+    max_queued_requests: Annotated[
+        int, typer.Option(help="Most requests that wait; more get 429.", min=0, rich_help_panel=_LIMITS)
+    ] = 1024,
+    max_queued_tokens: Annotated[
+        int | None, typer.Option(help="Most prompt tokens that wait; more get 429.", min=1, rich_help_panel=_LIMITS)
+    ] = None,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have, once the server is to end.", min=0)
+    ] = 30.0,
+    slow_client_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for which a client may not read its stream.", min=0.1, rich_help_panel=_LIMITS),
+    ] = 30.0,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
+    disable_page: Annotated[bool, typer.Option("--disable-page", help="Serve the API alone.")] = False,
+) -> None:
+    """Serve a text model, an encoder and a video model over HTTP, with the APIs of OpenAI.
+
+    The encoder and the video model are loaded when they are first used.
+
+    Examples:
+
+        verax serve
+
+        verax serve Qwen/Qwen3-0.6B --api-key secret --port 8080
+
+        verax serve --embedding-model sentence-transformers/all-MiniLM-L6-v2
+    """
+    from verax._optional import require_optional
+
+    for module in ("starlette", "uvicorn", "prometheus_client"):
+        require_optional(module)
+    from verax.serve.logs import configure_logs
+    from verax.serve.run import run
+    from verax.serve.server import LazyModel, Server
+    from verax.serve.settings import ServerSettings
+    from verax.text.async_llm import AsyncLLM
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        any_model_name=any_model_name,
+        allowed_hosts=tuple(allowed_hosts or ()),
+        allowed_origins=tuple(allowed_origins or ()),
+        shutdown_timeout=shutdown_timeout,
+        slow_client_timeout=slow_client_timeout,
+        log_format=log_format,
+        log_prompts=log_prompts,
+        disable_page=disable_page,
+    )
+    configure_logs(log_format)
+    llm = AsyncLLM(
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        revision=revision,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        seed=seed,
+    )
+    server = Server(
+        llm=llm,
+        served_names=tuple(served_model_name or [model or BUILT_IN]),
+        root=model or BUILT_IN,
+        encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, lambda: _encoder(embedding_model)),
+        videos=LazyModel(video_model or BUILT_IN_VIDEO, lambda: _pipeline(video_model)),
+        settings=settings,
+    )
+    if status := run(server, lambda url: _announce(server, url)):
+        raise typer.Exit(status)
+
+
+def _encoder(model: str | None) -> Any:
+    from verax.embed.encoder import Encoder
+
+    return Encoder(model, show_progress=False)
+
+
+def _pipeline(model: str | None) -> Any:
+    from verax.video.pipeline import VideoPipeline
+
+    return VideoPipeline.from_pretrained(model)
+
+
+def _announce(server: Server, url: str) -> None:
+    """Print where the server listens, and a command to try."""
+    settings = server.settings
+    key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
+    body = f'{{"model": "{server.served_names[0]}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
+    page = "" if settings.disable_page else f"; the page is at {url}/"
+    typer.echo(f"{', '.join(server.served_names)} at {url}/v1{page}")
+    typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")

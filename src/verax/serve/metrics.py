@@ -1,0 +1,135 @@
+"""`/metrics`: Prometheus' text format, under vLLM's names, so that its dashboards work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from verax.serve.routing import api_route
+from verax.serve.server import Server
+from verax.text.async_llm import AsyncLLM
+from verax.text.outputs import RequestMetrics, RequestOutput
+from verax.text.stats import StepStats
+
+__all__ = ["TextMetrics", "routes"]
+
+LABELS = ("model_name", "engine")
+ENGINE = "0"
+"""Number of the engine: a server has one."""
+
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+WHOLE_REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of the histograms' buckets: seconds, and tokens of a step; vLLM's."""
+
+
+def routes(server: Server) -> list[Route]:
+    """Route of the metrics."""
+    registry = CollectorRegistry()
+    if server.llm is not None:
+        TextMetrics(server.llm, server.served_names[0], registry)
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return [api_route("/metrics", metrics, ("GET",), summary="Metrics for Prometheus.")]
+
+
+class TextMetrics:
+    """Metrics of the text engine: state and totals when they are read, histograms as requests end."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str, registry: CollectorRegistry):
+        self._llm = llm
+        self._labels = (model_name, ENGINE)
+        self._registry = registry
+        self._first_token = self._histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN)
+        self._between = self._histogram("inter_token_latency_seconds", "Time between tokens.", BETWEEN_TOKENS)
+        self._between_old = self._histogram(
+            "time_per_output_token_seconds", "Old name of inter_token_latency_seconds.", BETWEEN_TOKENS
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "Time of whole requests.", WHOLE_REQUEST)
+        self._queued = self._histogram("request_queue_time_seconds", "Time of requests in the queue.", WHOLE_REQUEST)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Time of prompts.", WHOLE_REQUEST)
+        self._decode = self._histogram("request_decode_time_seconds", "Time of answers.", WHOLE_REQUEST)
+        self._inference = self._histogram("request_inference_time_seconds", "Time in the engine.", WHOLE_REQUEST)
+        lengths = _lengths(llm.max_model_len)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", lengths)
+        self._generation = self._histogram("request_generation_tokens", "Tokens of a request's answers.", lengths)
+        self._step = self._histogram("iteration_tokens_total", "Tokens of an engine step.", STEP_TOKENS)
+        self._success = Counter(
+            "vllm:request_success", "Finished requests.", (*LABELS, "finished_reason"), registry=registry
+        )
+        for reason in ("stop", "length", "abort"):
+            self._success.labels(*self._labels, reason)
+        registry.register(self)
+        llm.add_observer(self.observe)
+
+    def observe(self, event: StepStats | RequestOutput) -> None:
+        """Take the figures of a step, or of a request that has ended."""
+        if isinstance(event, StepStats):
+            self._step.observe(event.num_tokens)
+            return
+        tokens = [len(sample.token_ids) for sample in event.outputs]
+        for sample in event.outputs:
+            self._success.labels(*self._labels, sample.finish_reason or "abort").inc()
+        self._prompt.observe(len(event.prompt_token_ids))
+        self._generation.observe(sum(tokens))
+        if event.metrics is not None:
+            self._observe_times(event.metrics, max(tokens, default=0))
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters, from the engine's state now."""
+        stats = self._llm.stats()
+        gauges = {
+            "num_requests_running": ("Requests in the engine.", stats.num_requests_running),
+            "num_requests_waiting": ("Requests in the queue.", stats.num_requests_waiting),
+            "kv_cache_usage_perc": ("Share of the cache in use, 0 to 1.", stats.kv_cache_usage),
+        }
+        counters = {
+            "prefix_cache_queries": ("Tokens looked up in the prefix cache.", stats.prefix_cache_queries),
+            "prefix_cache_hits": ("Tokens found in the prefix cache.", stats.prefix_cache_hits),
+            "num_preemptions": ("Preempted requests.", stats.num_preemptions),
+            "prompt_tokens": ("Prompt tokens of the requests that got a first token.", stats.prompt_tokens),
+            "generation_tokens": ("Generated tokens.", stats.generation_tokens),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+    def _observe_times(self, metrics: RequestMetrics, tokens: int) -> None:
+        end = metrics.finished_time or time.perf_counter()
+        self._whole.observe(end - metrics.arrival_time)
+        first = metrics.first_token_time
+        if first is None:
+            return
+        scheduled = metrics.first_scheduled_time or metrics.arrival_time
+        self._first_token.observe(first - metrics.arrival_time)
+        self._queued.observe(scheduled - metrics.arrival_time)
+        self._prefill.observe(first - scheduled)
+        self._inference.observe(end - scheduled)
+        self._decode.observe(end - first)
+        if tokens > 1:
+            for histogram in (self._between, self._between_old):
+                histogram.observe((end - first) / (tokens - 1))
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=bounds)
+        return made.labels(*self._labels)
+
+
+def _lengths(longest: int) -> tuple[float, ...]:
+    """Bounds 1, 2, 5, 10, 20, 50, ... up to a length."""
+    bounds = [scale * step for scale in (10**power for power in range(10)) for step in (1, 2, 5)]
+    return tuple(bound for bound in bounds if bound <= longest)

@@ -1,0 +1,142 @@
+"""The process of a server: its socket, its signals, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from types import FrameType
+
+import h11
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from verax.errors import InvalidParameterError
+from verax.serve.app import create_app
+from verax.serve.errors import ApiError
+from verax.serve.middleware import MAX_HEADER_BYTES
+from verax.serve.server import Server
+from verax.serve.settings import ServerSettings
+
+__all__ = ["run"]
+
+LAST_ANSWERS = 2.0
+"""Seconds for the last bytes of answers to be sent, once nothing runs any more."""
+
+
+def run(server: Server, on_start: Callable[[str], None] | None = None) -> int:
+    """Serve until a signal ends it.
+
+    SIGTERM and SIGINT let running requests finish for `settings.shutdown_timeout` seconds; a second one ends at once.
+
+    Args:
+        server: the engines and their settings.
+        on_start: function that is called with the base URL once connections are accepted.
+
+    Returns:
+        Exit status: 0, or 1 if the engine has failed.
+
+    Raises:
+        InvalidParameterError: if the address cannot be listened at.
+    """
+    listener = _listen(server.settings)
+    process = _Process(server, on_start and (lambda: on_start(_url(server.settings, listener))))
+    try:
+        asyncio.run(process.serve(sockets=[listener]))
+    finally:
+        listener.close()
+    return process.status
+
+
+class _Http(H11Protocol):
+    """HTTP/1.1 whose own errors have the one shape, too."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(ApiError(400, msg).body())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", uuid.uuid4().hex.encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+
+class _Process(uvicorn.Server):
+    """uvicorn's server, which goes on answering while running requests finish."""
+
+    def __init__(self, server: Server, on_start: Callable[[], None] | None):
+        super().__init__(
+            uvicorn.Config(
+                create_app(server),
+                http=_Http,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_graceful_shutdown=round(LAST_ANSWERS),
+            )
+        )
+        self.status = 0
+        self._server = server
+        self._on_start = on_start
+        self._deadline: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end, at the first signal; end at once, at the second."""
+        if self._server.draining:
+            self.should_exit = self.force_exit = True
+        self._server.draining = True
+        self._deadline = time.monotonic() + self._server.settings.shutdown_timeout
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets)
+        if self._on_start is not None:
+            self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Look for a reason to end, ten times a second."""
+        return await super().on_tick(counter) or await self._has_ended()
+
+    async def _has_ended(self) -> bool:
+        server, llm = self._server, self._server.llm
+        if llm is not None and llm.error is not None and self.status == 0:
+            self.status = 1
+            server.draining = True
+            self._deadline = time.monotonic() + LAST_ANSWERS  # its requests have failed: their answers are short
+        if self._deadline is None:
+            return False
+        if server.num_requests == 0:
+            return True
+        if time.monotonic() < self._deadline:
+            return False
+        if llm is not None and llm.is_running:
+            # The rest is aborted, and says so to its clients.
+            await llm.shutdown()
+            self._deadline = time.monotonic() + LAST_ANSWERS
+            return False
+        return True
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise InvalidParameterError(
+            f"port: cannot listen at {settings.host} port {settings.port}: {error.strerror or error}; --port 0 takes a "
+            "free one"
+        ) from error
+
+
+def _url(settings: ServerSettings, listener: socket.socket) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{listener.getsockname()[1]}"

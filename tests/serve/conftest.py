@@ -1,0 +1,88 @@
+"""One tiny engine, the application over it in this process, and helpers for both."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax.serve.app import create_app
+from verax.serve.server import Server
+from verax.serve.settings import ServerSettings
+from verax.text.async_llm import AsyncLLM
+
+
+@pytest.fixture(scope="session")
+def served_folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def engine(served_folder):
+    """Random weights: its answers are noise, and always the same."""
+    options = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4}
+    llm = AsyncLLM(served_folder, dtype="float32", use_tqdm=False, max_queued_requests=16, **options)
+    yield llm
+    asyncio.run(llm.shutdown())
+
+
+class Api:
+    """Client of an application in this process. Each call runs an event loop of its own."""
+
+    def __init__(self, app):
+        self.app = app
+
+    def call(self, method, path, **options):
+        async def main():
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(main())
+
+    def get(self, path, **options):
+        return self.call("GET", path, **options)
+
+    def post(self, path, body, **options):
+        return self.call("POST", path, json=body, **options)
+
+    def ok(self, path, body):
+        """Body of an answer that has to be one."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def refused(self, path, body, status=400):
+        """Error object of an answer that has to be one."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert {"message", "type", "param", "code"} <= set(error)
+        if error["param"]:
+            assert error["message"].startswith(error["param"])
+        return error
+
+    def stream(self, path, body):
+        """Objects of a stream, which has to end with [DONE]."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [event.removeprefix("data: ") for event in response.text.split("\n\n") if not event.startswith(":")]
+        assert events[-2:] == ["[DONE]", ""]
+        return [json.loads(event) for event in events[:-2]]
+
+
+@pytest.fixture(scope="session")
+def make_api(engine):
+    """Makes an application over the session's engine; settings by name."""
+
+    def make(llm=engine, served_names=("tiny", "alias"), **settings):
+        return Api(create_app(Server(llm=llm, served_names=served_names, settings=ServerSettings(**settings))))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def api(make_api):
+    return make_api()

@@ -1,0 +1,240 @@
+"""`/v1/chat/completions`: fields, streams that equal whole answers, errors."""
+
+import pytest
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "once upon a time"}]
+BODY = {"messages": USER, "max_tokens": 12, "seed": 1, "temperature": 1.0}
+
+
+def joined(chunks, index=0):
+    """Whole choice that the chunks of a stream make together."""
+    made = {"content": "", "reasoning": "", "logprobs": None, "token_ids": [], "finish_reason": None}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            assert made["finish_reason"] is None
+            delta = choice["delta"]
+            made["content"] += delta.get("content", "")
+            made["reasoning"] += delta.get("reasoning_content", "")
+            made["token_ids"] += choice.get("token_ids", [])
+            made["finish_reason"] = choice["finish_reason"]
+            if choice.get("logprobs"):
+                made["logprobs"] = (made["logprobs"] or []) + choice["logprobs"]["content"]
+    return made
+
+
+def test_an_answer_has_openais_fields(api):
+    body = api.ok(PATH, {**BODY, "model": "tiny"})
+    assert body["id"].startswith("chatcmpl-")
+    assert (body["object"], body["model"]) == ("chat.completion", "tiny")
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert isinstance(choice["message"]["content"], str)
+    assert choice["finish_reason"] in ("stop", "length")
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert 0 < usage["completion_tokens"] <= 12
+    assert body["timings"]["predicted_n"] == usage["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 3},
+        {"logprobs": True, "top_logprobs": 3, "return_token_ids": True},
+        {"stop": ["e", "zz"], "max_tokens": 40},
+        {"temperature": 0, "max_tokens": 30},
+    ],
+)
+def test_the_deltas_of_a_stream_joined_are_the_whole_answer(api, more):
+    body = {**BODY, **more}
+    whole, chunks = api.ok(PATH, body), api.stream(PATH, body)
+    for choice in whole["choices"]:
+        made = joined(chunks, choice["index"])
+        assert made["content"] == choice["message"]["content"]
+        assert made["finish_reason"] == choice["finish_reason"]
+        assert made["token_ids"] == choice.get("token_ids", [])
+        assert made["logprobs"] == (choice["logprobs"] and choice["logprobs"]["content"])
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_reason(api):
+    chunks = api.stream(PATH, BODY)
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"][0]["delta"] == {}
+    assert chunks[-1]["choices"][0]["finish_reason"]
+    assert all(chunk["choices"][0]["delta"] for chunk in chunks[1:-1])
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_usage_in_streams(api):
+    whole = api.ok(PATH, BODY)["usage"]
+    chunks = api.stream(PATH, {**BODY, "stream_options": {"include_usage": True}})
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["completion_tokens"]
+    each = api.stream(PATH, {**BODY, "stream_options": {"continuous_usage_stats": True}})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in each]
+    assert counts == sorted(counts)
+    assert counts[-1] == whole["completion_tokens"]
+
+
+def test_max_completion_tokens_goes_before_max_tokens(api):
+    body = {**BODY, "max_tokens": 9, "max_completion_tokens": 2, "ignore_eos": True}
+    assert api.ok(PATH, body)["usage"]["completion_tokens"] == 2
+
+
+def test_logprobs_have_the_bytes_of_each_token(api):
+    body = api.ok(PATH, {**BODY, "logprobs": True, "top_logprobs": 2, "ignore_eos": True})
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == body["usage"]["completion_tokens"]
+    for entry in content:
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["logprob"] <= 0
+        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+        if "\ufffd" not in entry["token"]:
+            assert bytes(entry["bytes"]).decode() == entry["token"]
+
+
+def test_the_bytes_of_all_tokens_joined_are_the_answer(api):
+    body = {**BODY, "logprobs": True, "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 30}
+    choice = api.ok(PATH, body)["choices"][0]
+    spelled = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"])
+    assert spelled.decode(errors="replace") == choice["message"]["content"]
+
+
+def test_a_seed_may_be_negative_and_null_is_absent(api):
+    same = [api.ok(PATH, {**BODY, "seed": -5})["choices"][0]["message"]["content"] for _ in range(2)]
+    assert same[0] == same[1]
+    api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
+
+
+def test_logit_bias_has_texts_as_keys(api):
+    body = api.ok(PATH, {**BODY, "logit_bias": {"40": 100}, "return_token_ids": True, "temperature": 0})
+    assert set(body["choices"][0]["token_ids"]) == {40}
+
+
+def test_messages_may_have_parts_and_developers(api):
+    whole = [{"role": "system", "content": "a\nb"}, *USER]
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, *USER]
+    ids = [
+        api.ok(PATH, {**BODY, "messages": messages, "return_token_ids": True})["prompt_token_ids"]
+        for messages in (whole, parts)
+    ]
+    assert ids[0] == ids[1]
+
+
+def test_the_last_message_can_be_continued_and_echoed(api):
+    messages = [*USER, {"role": "assistant", "content": "there was"}]
+    body = {**BODY, "messages": messages, "continue_final_message": True}
+    plain = api.ok(PATH, body)["choices"][0]["message"]["content"]
+    assert api.ok(PATH, {**body, "echo": True})["choices"][0]["message"]["content"] == "there was" + plain
+    assert joined(api.stream(PATH, {**body, "echo": True}))["content"] == "there was" + plain
+    error = api.refused(PATH, {**body, "add_generation_prompt": True})
+    assert error["param"] == "continue_final_message"
+
+
+def test_prompt_logprobs_are_for_whole_answers(api):
+    body = api.ok(PATH, {**BODY, "prompt_logprobs": 1})
+    assert body["prompt_logprobs"][0] is None
+    assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
+    assert api.refused(PATH, {**BODY, "prompt_logprobs": 1, "stream": True})["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": 10**12}, "n"),
+        ({"n": -1}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 2**63}, "seed"),
+        ({"min_tokens": 13}, "min_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"thinking_token_budget": 1}, "thinking_token_budget"),
+        ({"priority": 1}, "priority"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_field_is_a_400_that_names_it(api, change, param, stream):
+    assert api.refused(PATH, {**BODY, "stream": stream, **change})["param"] == param
+
+
+def test_fields_without_a_meaning_here_are_accepted(api):
+    api.ok(
+        PATH, {**BODY, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "bad_words": [], "priority": 0}
+    )
+
+
+def test_a_free_template_variable_reaches_the_template_only(api):
+    api.ok(PATH, {**BODY, "chat_template_kwargs": {"enable_thinking": False, "my_flag": [1]}})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_prompt_says_how_long_it_is(api, stream):
+    messages = [{"role": "user", "content": "fox " * 300}]
+    error = api.refused(PATH, {"messages": messages, "stream": stream})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert error["n_prompt_tokens"] > error["n_ctx"] == 128
+
+
+def test_models_are_checked_by_name(api, make_api):
+    assert api.ok(PATH, {**BODY, "model": "alias"})["model"] == "alias"
+    assert api.ok(PATH, BODY)["model"] == "tiny"
+    error = api.refused(PATH, {**BODY, "model": "gpt-9"}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert make_api(any_model_name=True).ok(PATH, {**BODY, "model": "gpt-9"})["model"] == "gpt-9"
+
+
+def test_input_tokens_are_counted(api):
+    counted = api.ok(PATH + "/input_tokens", {"messages": USER})
+    assert counted == {
+        "object": "response.input_tokens",
+        "input_tokens": api.ok(PATH, BODY)["usage"]["prompt_tokens"],
+    }

@@ -1,0 +1,104 @@
+"""Bodies of requests: every wrong one is a 400 that names what was wrong."""
+
+import logging
+import time
+
+import msgspec
+import pytest
+
+from verax.serve import fields
+from verax.serve.errors import ApiError
+from verax.serve.fields import MAX_DEPTH, decode, parse_json
+
+
+class Item(msgspec.Struct):
+    role: str
+    tags: list[str] | None = None
+
+
+class Body(msgspec.Struct):
+    messages: list[Item]
+    n: int | None = None
+    temperature: float | None = None
+    anything: object = None
+
+
+def refused(body, kind=Body):
+    with pytest.raises(ApiError) as caught:
+        decode(kind, body)
+    assert caught.value.status == 400
+    assert caught.value.message.startswith(f"{caught.value.param}: ")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{}", "messages"),
+        (b'{"messages": null}', "messages"),
+        (b'{"messages": {}}', "messages"),
+        (b'{"messages": [{"role": 1}]}', "messages[...].role"),
+        (b'{"messages": [{}]}', "messages[0].role"),
+        (b'{"messages": [], "n": "1"}', "n"),
+        (b'{"messages": [], "n": true}', "n"),
+        (b'{"messages": [], "n": 1.5}', "n"),
+        (b'{"messages": [], "temperature": 1e400}', "temperature"),
+        (b'{"messages": [], "temperature": -1e400}', "temperature"),
+        (b'{"messages": [], "n": ' + b"9" * 5000 + b"}", "n"),
+    ],
+)
+def test_a_wrong_field_is_named(body, param):
+    assert refused(body).param == param.replace("...", "0")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b'{"messages": [], "temperature": NaN}',
+        b'{"messages": [{"role": "\xff"}]}',
+        b'{"messages": [{"role": "\\ud800"}]}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"anything": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b', "messages": []}',
+        b'{"anything": 1e999, "messages": []}',
+    ],
+)
+def test_what_is_no_json_object_of_bounded_depth_is_refused(body):
+    with pytest.raises(ApiError) as caught:
+        decode(Body, body)
+    assert caught.value.status == 400
+    assert caught.value.message.startswith(f"{caught.value.param or 'body'}: ")
+
+
+def test_depth_is_counted_outside_of_strings_and_only_in_depth():
+    assert decode(Body, b'{"messages": [], "anything": "' + b"[{" * 1000 + b'"}')
+    assert decode(Body, b'{"messages": [], "anything": "\\"' + b"[" * 1000 + b'"}')
+    assert decode(Body, b'{"messages": [], "anything": [' + b"[],{}," * 1000 + b"[]]}")
+    deepest = MAX_DEPTH - 1
+    assert decode(Body, b'{"messages": [], "anything": ' + b"[" * deepest + b"]" * deepest + b"}")
+
+
+def test_reading_hostile_text_takes_time_that_is_linear_in_it():
+    begin = time.process_time()
+    for text in (b'\\"' * 500_000, b'"\\' * 500_000, b"[" * 1_000_000, b'"' * 999_999):
+        with pytest.raises(ApiError):
+            parse_json(b"[" * 100 + b'"' + text)
+    assert time.process_time() - begin < 20
+
+
+def test_null_is_an_absent_field():
+    assert decode(Body, b'{"messages": [], "n": null, "temperature": null}') == Body([])
+
+
+def test_an_unknown_field_is_accepted_and_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(fields, "_seen", set())
+    with caplog.at_level(logging.WARNING, logger="verax.serve"):
+        for _ in range(2):
+            decode(Body, b'{"messages": [], "unheard\\nof": 1}')
+    assert len(caplog.messages) == 1
+    assert "\n" not in caplog.messages[0]
