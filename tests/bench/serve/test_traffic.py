@@ -45,7 +45,7 @@ def test_prompts_share_their_prefixes_in_all_runs():
 
 
 def test_shares_are_those_asked_for_and_nobody_leaves_behind_the_end():
-    requests = first(Traffic(1000, slow_readers=0.1, disconnect=0.2, output_tokens=8), 2000)
+    requests = first(Traffic(1000, slow_readers=0.1, disconnect=0.2, output_tokens=32), 2000)
     assert np.mean([request.slow for request in requests]) == pytest.approx(0.1, abs=0.03)
     leave = [request.leave_after for request in requests if request.leave_after is not None]
     assert len(leave) / 2000 == pytest.approx(0.2, abs=0.04)

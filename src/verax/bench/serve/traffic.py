@@ -50,7 +50,7 @@ class Traffic:
     slow_readers: float = 0.0
     """Share of clients that read slowly."""
     disconnect: float = 0.0
-    """Share of clients that disconnect before the end of their answer, at a random event of it."""
+    """Share of clients that disconnect before the end of their answer, at a random one of its first events."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -87,7 +87,8 @@ class Traffic:
             prefix = prefixes[rng.integers(self.num_prefixes)]
             max_tokens = self._length(rng, self.output_tokens)
             slow, leaves = rng.random() < self.slow_readers, rng.random() < self.disconnect
-            leave_after = int(rng.integers(max_tokens))
+            # An event can carry several tokens: who waited for a late event might read the whole answer.
+            leave_after = int(rng.integers(max(1, max_tokens // 4)))
             prompt = (*prefix.tolist(), *own.tolist())
             yield Request(number, prompt, max_tokens, slow, leave_after if leaves else None)
             number += 1
