@@ -20,6 +20,7 @@ PAGES = (
     "verax.bench.delta.page",
     "verax.bench.embed.page",
     "verax.bench.ops.page",
+    "verax.bench.serve.page",
     "verax.bench.text.page",
     "verax.bench.text.quality_page",
     "verax.bench.video.page",

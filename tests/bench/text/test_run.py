@@ -116,7 +116,7 @@ def test_ratios_appear_when_there_are_two_sides(result):
 
 def test_without_a_model_the_weights_are_random_in_the_real_shapes():
     config = {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512}
-    with text._weights(None, "bfloat16", config) as folder:
+    with text.checkpoint_folder(None, "bfloat16", config) as folder:
         opened = Checkpoint.open(folder)
         assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)
         spread = np.std(np.asarray(opened.read("model.layers.0.mlp.down_proj.weight"), np.float32))

@@ -1,7 +1,8 @@
-"""A checkpoint as a GGUF file without a vocabulary: weights that llama.cpp can run, for a benchmark of token ids."""
+"""A checkpoint as a GGUF file that llama.cpp can run, for a benchmark of token ids; a server needs a vocabulary too."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import numpy as np
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf.layout import ROPE_DIVISORS, interleaved, rotated, tensor_name
 from verax.errors import CheckpointError, UnsupportedModelError
+from verax.files import read_json
 from verax.models import causal_lm
 
 __all__ = ["write_gguf"]
 
 
-def write_gguf(opened: Checkpoint, path: Path, kind: str) -> Path:
+PRE_TOKENIZER = "qwen2"
+"""Cuts of texts before merges apply. Prompts of benchmarks are ids, which are not cut."""
+
+
+def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | None = None) -> Path:
     """Write the weights as llama.cpp's converter does: matrices of type `kind`, everything else float32.
 
     A tied output head is the embeddings, quantised like the rest (llama.cpp's own tool keeps more bits for it).
@@ -25,6 +31,7 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str) -> Path:
         opened: an unquantised checkpoint of a Qwen3, Qwen2 or Llama.
         path: of the new file.
         kind: `F32`, `BF16`, `Q8_0` or `Q4_0`.
+        vocabulary: a `tokenizer.json` of byte-level BPE; None for a file without a vocabulary.
 
     Raises:
         CheckpointError: if the checkpoint is quantised already, or has rows that blocks of 32 do not divide.
@@ -46,7 +53,10 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str) -> Path:
     writer.add_layer_norm_rms_eps(sizes.rms_norm_eps)
     writer.add_rope_freq_base(sizes.rotary.theta)
     writer.add_vocab_size(sizes.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _vocabulary(writer, vocabulary, config, sizes.vocab_size)
 
     heads = {"model_type": family, "num_attention_heads": sizes.num_attention_heads}
     heads["num_key_value_heads"] = sizes.num_key_value_heads
@@ -78,6 +88,26 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str) -> Path:
         opened.release(name)
     writer.close()
     return path
+
+
+def _vocabulary(writer: gguf.GGUFWriter, path: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+    """Write the tokens and merges of a `tokenizer.json`; ids without a token get a name of their own."""
+    read = read_json(path)
+    model, added = read["model"], read["added_tokens"]
+    if model["type"] != "BPE":
+        raise UnsupportedModelError(f"{path}: a tokenizer of type {model['type']} cannot be written to a GGUF file")
+    texts = {number: text for text, number in model["vocab"].items()} | {one["id"]: one["content"] for one in added}
+    control = {one["id"] for one in added if one["special"]}
+    ids = range(vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE_TOKENIZER)
+    writer.add_token_list([texts.get(number, f"<unused {number}>") for number in ids])
+    writer.add_token_types([gguf.TokenType.CONTROL if number in control else gguf.TokenType.NORMAL for number in ids])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    ends = config.get("eos_token_id")
+    end = ends[0] if isinstance(ends, list) else ends
+    writer.add_eos_token_id(end or 0)
+    writer.add_add_bos_token(False)
 
 
 def _scaling(writer: gguf.GGUFWriter, sizes: Any) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from verax.text.llm import DTYPES, LLM
 if TYPE_CHECKING:
     from verax.bench.text.llama_cpp import LlamaCppSide
 
-__all__ = ["BASELINES", "SHAPES", "bench_text"]
+__all__ = ["BASELINES", "GGUF_TYPES", "SHAPES", "bench_text", "checkpoint_folder"]
 
 BASELINES = ("transformers", "llama.cpp", "verax")
 """Sides of a text benchmark beside ours; the last is our own, unquantised."""
@@ -118,7 +118,7 @@ def bench_text(
     if "verax" in against and quantization is None:
         raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
     benchmark = Benchmark("text")
-    with _weights(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as closing:
+    with checkpoint_folder(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as closing:
         opened = checkpoint.Checkpoint.open(folder)
         sizes = causal_lm(opened.config)[1]
         workload = make_workload(sizes.vocab_size)
@@ -238,8 +238,17 @@ def _llama_cpp(opened: checkpoint.Checkpoint, kind: str, workload: Workload) -> 
 
 
 @contextlib.contextmanager
-def _weights(model: str | None, dtype: str, config: dict[str, Any]) -> Iterator[Path]:
-    """The checkpoint's folder; random weights of real spread in a folder that is gone afterwards, if there is none."""
+def checkpoint_folder(model: str | None, dtype: str, config: dict[str, Any]) -> Iterator[Path]:
+    """The checkpoint's folder; random weights of real spread in a folder that is gone afterwards, if there is none.
+
+    Args:
+        model: a checkpoint, or None.
+        dtype: of the weights in an engine.
+        config: config.json of the random weights.
+
+    Raises:
+        InvalidParameterError: for an unknown dtype.
+    """
     if dtype not in DTYPES:
         raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if model is not None:

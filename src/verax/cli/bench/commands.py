@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from verax.cli import options
-from verax.cli.bench import compare, docs, reports
+from verax.cli.bench import compare, docs, reports, serve
+from verax.cli.bench.output import Output, show
 from verax.cli.lines import read_lines
 
 if TYPE_CHECKING:
@@ -18,14 +17,13 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON and Markdown into this folder.")]
-
 app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_args_is_help=True)
 
 
 app.command("compare")(compare.compare)
 app.command("docs")(docs.docs)
 app.command("reports")(reports.reports)
+app.command("serve")(serve.serve)
 
 
 @app.callback()
@@ -118,7 +116,7 @@ def text(
         decode_breakdown=decode_breakdown,
         shapes=shapes,
     )
-    _show(result, output, as_json)
+    show(result, output, as_json)
 
 
 @app.command("ops")
@@ -163,7 +161,7 @@ def operations(
         runs=runs,
         warmup=warmup,
     )
-    _show(result, output, as_json)
+    show(result, output, as_json)
 
 
 @app.command("quality")
@@ -199,7 +197,7 @@ def quality(
         tokens=tokens,
         additions=additions,
     )
-    _show(result, output, as_json)
+    show(result, output, as_json)
 
 
 @app.command("embed")
@@ -233,7 +231,7 @@ def embeddings(
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
     )
-    _show(result, output, as_json)
+    show(result, output, as_json)
 
 
 @app.command("delta")
@@ -280,7 +278,7 @@ def delta(
         runs=runs or (3 if quick else 10),
         warmup=warmup,
     )
-    path = _show(result, output, as_json)
+    path = show(result, output, as_json)
     if path is not None:
         plot(result, path.with_suffix(".png"))
 
@@ -337,7 +335,7 @@ def video(
         warmup=warmup,
         against=against.split(",") if against else (),
     )
-    _show(result, output, as_json)
+    show(result, output, as_json)
 
 
 @app.command("teacache")
@@ -385,16 +383,4 @@ def teacache(
         num_inference_steps=inference_steps,
         seed=seed,
     )
-    _show(result, output, as_json)
-
-
-def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> Path | None:
-    """Print a result; the path of its JSON, if it is written too."""
-    from verax.bench.results import markdown, write
-
-    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
-    if output is None:
-        return None
-    path = write(result, output)
-    typer.echo(f"written: {path}", err=True)
-    return path
+    show(result, output, as_json)

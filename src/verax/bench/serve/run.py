@@ -1,0 +1,206 @@
+"""Load tests of a server, with our engine without HTTP and llama.cpp's server beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from verax import progress
+from verax.bench.harness import Benchmark
+from verax.bench.serve.check import check_answers
+from verax.bench.serve.http import Target, fetch
+from verax.bench.serve.load import Load, Run
+from verax.bench.serve.models import served_model
+from verax.bench.serve.monitor import Monitor
+from verax.bench.serve.process import raise_open_files, started
+from verax.bench.serve.sides import AsyncSide, EngineOptions, OfflineSide, ServerSide, Side
+from verax.bench.serve.summary import summarise
+from verax.bench.serve.traffic import Traffic
+from verax.bench.timing import Samples, interleave
+from verax.errors import InvalidParameterError, VeraxError
+
+__all__ = ["BASELINES", "bench_serve"]
+
+BASELINES = ("offline", "async", "llama.cpp")
+"""Sides beside the server: `LLM.generate`, `AsyncLLM`, and llama.cpp's server with the same weights."""
+
+OURS = "verax serve"
+
+RUNS_OF_A_CASE = 1000
+"""Difference of the run numbers of two cases. No two runs have the same prompts, which a server may have kept."""
+
+
+def bench_serve(
+    loads: Sequence[Load],
+    make_traffic: Callable[[int], Traffic],
+    *,
+    url: str | None = None,
+    api_key: str | None = None,
+    vocab_size: int | None = None,
+    engine: EngineOptions | None = None,
+    shapes: str | None = None,
+    runs: int = 3,
+    warmup: int = 1,
+    against: Sequence[str] = (),
+    goodput: Mapping[str, float] | None = None,
+    checks: int = 8,
+    llama_server: str = "llama-server",
+) -> dict[str, Any]:
+    """Load a server and, interleaved, other sides with the same requests; a report as JSON holds it.
+
+    Args:
+        loads: a case each.
+        make_traffic: the requests, of a vocabulary size.
+        url: base URL of a server that speaks OpenAI's API; `verax serve` is started for the benchmark if None.
+        api_key: of that server.
+        vocab_size: of its model, whose tokens the prompts are drawn from; of the model of `engine` if None.
+        engine: model and options of the server that is started, and of the sides without one.
+        shapes: of random weights in place of a model, a name out of `SHAPES` of the text benchmark.
+        runs: counted rounds of each case. With `warmup` rounds before them.
+        against: names out of `BASELINES`.
+        goodput: `goodput_limits`.
+        checks: answers of each case that are compared with those of the server without load.
+        llama_server: program of llama.cpp's server.
+
+    Raises:
+        InvalidParameterError: for options that do not go together.
+        VeraxError: if a server does not start or does not answer.
+    """
+    engine = engine or EngineOptions()
+    if unknown := [name for name in against if name not in BASELINES]:
+        raise InvalidParameterError(f"against: expected {', '.join(BASELINES)}, got {unknown[0]!r}")
+    if url is not None and against and engine.model is None:
+        raise InvalidParameterError("model: with a url, the other sides need the model of that server")
+    if url is not None and vocab_size is None and engine.model is None:
+        raise InvalidParameterError("vocab_size: with a url, give its model's vocabulary size, or the model itself")
+    raise_open_files()
+    benchmark = Benchmark("serve")
+    with served_model(engine.model, shapes, engine.dtype) as served, asyncio.Runner() as runner:
+        traffic = make_traffic(vocab_size or served.vocab_size)
+        engine = replace(engine, model=served.argument, max_model_len=engine.max_model_len or traffic.longest)
+        stack = contextlib.AsyncExitStack()
+        try:
+            sides: dict[str, Side] = {}
+            if "llama.cpp" in against:
+                from verax.bench.serve.llama_cpp import llama_cpp_command
+
+                most = max(load.concurrency or engine.max_num_seqs for load in loads)
+                gguf = served.gguf(engine.quantization or engine.dtype)
+                command = llama_cpp_command(llama_server, gguf, slots=most, length=traffic.longest)
+                sides["llama.cpp server"] = runner.run(_server(stack, command, traffic))
+            if "offline" in against:
+                sides["offline"] = OfflineSide(engine, traffic)
+            if "async" in against:
+                sides["AsyncLLM"] = runner.run(_async_side(stack, engine, traffic))
+            if url is None:
+                name, ours = OURS, runner.run(_server(stack, engine.command, traffic))
+            else:
+                name, ours = "server", runner.run(_given(Target.of(url, api_key=api_key), traffic))
+            sides[name] = ours
+            cases = [
+                _case(
+                    runner,
+                    load,
+                    sides,
+                    name,
+                    first=number * RUNS_OF_A_CASE,
+                    runs=runs,
+                    warmup=warmup,
+                    goodput=goodput,
+                    checks=checks,
+                )
+                for number, load in enumerate(loads)
+            ]
+            watched = ours.monitor.report()
+        finally:
+            runner.run(stack.aclose())
+        settings = {
+            "model": served.name if url is None else ours.monitor.target.model,
+            "url": url,
+            "dtype": engine.dtype,
+            "quantization": engine.quantization,
+            "kv_cache_dtype": engine.kv_cache_dtype,
+            "max_num_seqs": engine.max_num_seqs,
+            "traffic": {name: getattr(traffic, name) for name in traffic.__dataclass_fields__},
+            "loads": [load.name for load in loads],
+            "goodput_ms": dict(goodput or {}),
+            "runs": runs,
+            "warmup": warmup,
+        }
+        return benchmark.result(settings, cases=cases, server=watched)
+
+
+def _case(
+    runner: asyncio.Runner,
+    load: Load,
+    sides: Mapping[str, Side],
+    chosen: str,
+    *,
+    first: int,
+    runs: int,
+    warmup: int,
+    goodput: Mapping[str, float] | None,
+    checks: int,
+) -> dict[str, Any]:
+    """Run a load on all sides in turn, from the run with the number `first`; then check answers of the server."""
+    taken: dict[str, list[Run]] = {name: [] for name in sides}
+    server = sides[chosen]
+    assert isinstance(server, ServerSide)
+    cpu = server.client_cpu_s
+
+    def run(name: str) -> None:
+        taken[name].append(runner.run(sides[name].run(load, first + len(taken[name]))))
+
+    with progress.bar(load.name) as report:
+        samples = interleave({name: partial(run, name) for name in sides}, runs=runs, warmup=warmup, report=report)
+    runner.run(server.monitor.drained())
+    last = taken[chosen][-1]
+    return {
+        "name": load.name,
+        "sides": {name: _side(samples[name], taken[name], goodput) for name in sides},
+        "ratios": {
+            f"{chosen} / {name}": samples[chosen].ratio_to(side) for name, side in samples.items() if name != chosen
+        },
+        "client_cores": (server.client_cpu_s - cpu) / sum(run.seconds for run in taken[chosen]),
+        "check": runner.run(check_answers(server.monitor.ask, last.answers, most=checks)),
+    }
+
+
+def _side(samples: Samples, runs: Sequence[Run], goodput: Mapping[str, float] | None) -> dict[str, Any]:
+    counted = runs[len(runs) - len(samples.seconds) :]
+    report = summarise(counted, goodput)
+    return samples.to_dict(report["output_tokens"] / len(counted)) | report
+
+
+async def _server(
+    stack: contextlib.AsyncExitStack, command: Callable[[int], Sequence[str]], traffic: Traffic
+) -> ServerSide:
+    target, process = await stack.enter_async_context(started(command))
+    return ServerSide(Monitor(await _named(target), process), traffic)
+
+
+async def _given(target: Target, traffic: Traffic) -> ServerSide:
+    return ServerSide(Monitor(await _named(target)), traffic)
+
+
+async def _named(target: Target) -> Target:
+    """The target with the first model that the server lists."""
+    try:
+        listed = msgspec.json.decode(await fetch(target, f"{target.path}/models"))
+        return replace(target, model=listed["data"][0]["id"])
+    except (msgspec.DecodeError, LookupError, TypeError) as error:
+        raise VeraxError(f"url: {target.path}/models of the server lists no model") from error
+
+
+async def _async_side(stack: contextlib.AsyncExitStack, engine: EngineOptions, traffic: Traffic) -> AsyncSide:
+    from verax.text.async_llm import AsyncLLM
+
+    llm = AsyncLLM(engine.model, **engine.keywords())
+    stack.push_async_callback(llm.shutdown)
+    return AsyncSide(llm, traffic)

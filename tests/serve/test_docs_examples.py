@@ -1,0 +1,117 @@
+"""The examples of docs/server.md run against a server, and so do the dashboard's metrics and the load test."""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.markdown import blocks
+from tests.support.markdown_run import commands
+from verax import cli
+from verax.bench.serve.http import Target, fetch
+from verax.bench.serve.process import started
+from verax.bench.serve.sides import EngineOptions
+
+pytest.importorskip("uvicorn")
+
+ROOT = Path(__file__).parents[2]
+OURS = "needs the server; tests/serve/test_docs_examples.py starts one and runs it"
+BLOCKS = [block for block in blocks(ROOT / "docs/server.md") if block.not_run == OURS]
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A server of the built-in model, as a person starts it."""
+    ready, over, found = threading.Event(), [], []
+
+    async def main():
+        stop = asyncio.Event()
+        over.extend([asyncio.get_running_loop(), stop])
+        try:
+            async with started(EngineOptions(max_num_seqs=4, max_model_len=256).command) as (target, _):
+                found.append(target)
+                ready.set()
+                await stop.wait()
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    ready.wait()
+    yield found[0]
+    over[0].call_soon_threadsafe(over[1].set)
+    thread.join()
+
+
+def here(text: str, target: Target) -> str:
+    return text.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{target.port}")
+
+
+def verax(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code or 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.place)
+def test_an_example_of_the_page_runs(block, target, monkeypatch, capsys):
+    text = here(block.text, target)
+    if block.language == "python":
+        pytest.importorskip("openai")
+        exec(compile(text, block.place, "exec"), {})
+        assert "85" in capsys.readouterr().out
+        return
+    for command in commands(text):
+        if command.startswith("verax "):
+            status, shown = verax(monkeypatch, capsys, command.split())
+            assert status == 0, shown.err
+            assert re.search(r"\| server \| 16 \| ", shown.out), shown.out
+            assert "0 parted at some token, 0 were another request's, 0 failed" in shown.out
+            assert "0 streams were lost, 0 ids occurred twice" in shown.out
+            assert "that ran on for more than a second: 0." in shown.out
+            continue
+        if shutil.which("curl") is None:
+            pytest.skip("needs curl")
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert '"choices"' in done.stdout
+        assert ('"stream": true' not in command) or done.stdout.rstrip().endswith("data: [DONE]")
+
+
+def test_the_page_has_examples_that_run():
+    assert [block.language for block in BLOCKS] == ["sh", "python", "sh"]
+
+
+def test_the_example_for_openai_python_runs(target):
+    pytest.importorskip("openai")
+    environment = {"VERAX_URL": f"http://127.0.0.1:{target.port}/v1", "PATH": ""}
+    script = ROOT / "examples/server_clients/openai_client.py"
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer, stream, by_schema = done.stdout.splitlines()[-3:]
+    assert "85" in answer
+    assert stream.removeprefix("stream: ") == answer.removeprefix("answer: ")
+    assert set(json.loads(by_schema.removeprefix("by schema: ").replace("'", '"'))) == {"sum"}
+
+
+def metric_names(text):
+    return set(re.findall(r"vllm:\w+", text))
+
+
+def test_the_dashboard_and_the_page_name_metrics_that_the_server_has(target):
+    dashboard = json.loads((ROOT / "docs/grafana/verax.json").read_text(encoding="utf-8"))
+    queries = [query["expr"] for panel in dashboard["panels"] for query in panel["targets"]]
+    assert len(queries) > 20
+    samples = asyncio.run(fetch(target, "/metrics"))
+    exported = metric_names(samples)
+    assert metric_names(" ".join(queries)) <= exported
+    page = (ROOT / "docs/server.md").read_text(encoding="utf-8")
+    assert metric_names(page) <= exported | {name.removesuffix("_bucket") for name in exported}
+    assert 'model_name="' in samples

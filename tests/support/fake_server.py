@@ -1,0 +1,137 @@
+"""A server of completions without a model: its answers follow from the prompt, and its faults are planted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from verax.bench.serve.http import Target
+
+__all__ = ["FakeServer", "answer_of"]
+
+
+def answer_of(prompt: list[int], max_tokens: int) -> list[str]:
+    """Pieces of the answer to a prompt."""
+    return [f" {sum(prompt)}.{number}" for number in range(max_tokens)]
+
+
+@dataclass
+class FakeServer:
+    """Server whose faults are chosen by the number of the request; `async with server.serving() as target`."""
+
+    faults: dict[int, str] = field(default_factory=dict)
+    """Fault by number of the request: `429`, `cut`, `short`, `error`, `other id`, `other text`, `garbage`."""
+    cut_at: int = 0
+    """Bytes of each write, to cut chunks and events anywhere; 0 for whole ones."""
+    forgets: bool = False
+    """True to go on counting the requests of clients that disconnected."""
+    pause: float = 0.0
+    """Seconds between two tokens."""
+    running: int = 0
+    most: int = 0
+    aborted: int = 0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[Target]:
+        """Serve while the block runs."""
+        server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
+        try:
+            yield Target("127.0.0.1", server.sockets[0].getsockname()[1], model="fake")
+        finally:
+            server.close()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            self.heads.append(head)
+            line = head.partition("\r\n")[0]
+            if "POST" in line:
+                length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
+                await self._complete(json.loads(await reader.readexactly(length)), writer)
+            else:
+                pages = {"/metrics": self._metrics(), "/v1/models": '{"data": [{"id": "fake"}]}', "/health": ""}
+                page = pages.get(line.split()[1])
+                status = "404 Not Found" if page is None else "200 OK"
+                body = (page or "").encode()
+                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    def _metrics(self) -> str:
+        labels = '{model_name="fake",engine="0"}'
+        return (
+            "# HELP vllm:num_requests_running Requests.\n"
+            f"vllm:num_requests_running{labels} {self.running:.1f}\n"
+            f"vllm:num_requests_waiting{labels} 0.0\n"
+            "process_resident_memory_bytes 2.5e+09\n"
+        )
+
+    async def _complete(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        number = len(self.bodies)
+        self.bodies.append(body)
+        fault = self.faults.get(number)
+        if fault == "429":
+            text = b'{"error": {"message": "queue: full", "type": "rate_limit_error"}}'
+            writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+            await writer.drain()
+            return
+        self.running += 1
+        self.most = max(self.most, self.running)
+        gone = False
+        try:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
+            for event in self._events(number, body, fault):
+                await self._chunk(writer, event)
+                await asyncio.sleep(self.pause)
+            if fault != "cut":
+                await self._chunk(writer, b"")
+        except ConnectionError:
+            gone = True
+            self.aborted += 1
+        finally:
+            self.running -= not (gone and self.forgets)
+
+    def _events(self, number: int, body: dict[str, Any], fault: str | None) -> list[bytes]:
+        count = body["max_tokens"]
+        pieces = answer_of(body["prompt"], count)
+        if fault == "other text":
+            pieces = answer_of([1], count)
+        events: list[Any] = [
+            {"id": f"cmpl-{number}", "choices": [{"index": 0, "text": piece, "finish_reason": None}], "usage": None}
+            for piece in pieces
+        ]
+        events[-1]["choices"][0]["finish_reason"] = "length"
+        if fault == "cut":
+            events = events[:2]
+        if fault == "other id":
+            events[1]["id"] = "cmpl-other"
+        if fault == "error":
+            events[1:] = [{"error": {"type": "server_error", "message": "it broke"}}]
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count - (fault == "short")}
+        events.append({"id": f"cmpl-{number}", "choices": [], "usage": usage})
+        whole = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
+        if fault == "garbage":
+            whole[1] = b"data: {]\n\n"
+        if fault == "cut":
+            return whole[:-1]
+        return [b": ping\n\n", *whole, b"data: [DONE]\n\n"]
+
+    async def _chunk(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        if writer.transport.is_closing():
+            raise ConnectionResetError
+        framed = b"%x\r\n%b\r\n" % (len(data), data)
+        step = self.cut_at or len(framed)
+        for begin in range(0, len(framed), step):
+            writer.write(framed[begin : begin + step])
+            await writer.drain()
+            if self.cut_at:
+                await asyncio.sleep(0)
