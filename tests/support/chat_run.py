@@ -5,9 +5,9 @@ import time
 from contextlib import contextmanager
 
 import uvicorn
+
 from verax.serve.chat_run import ChatEvent
 from verax.serve.usage import Usage
-
 from verax.text.parsing import Delta, ToolCallDelta
 
 
