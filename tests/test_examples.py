@@ -29,6 +29,14 @@ def test_text_completes_answers_and_tells_probabilities(run):
     assert "85" in out.splitlines()[-1]
 
 
+def test_several_answers_grow_at_once_and_one_is_left_early(run):
+    out = run("async_text.py")
+    assert re.search(r"12 \+ 30 =\| 42.*\|\d+ parts", out)
+    story, answer = out.splitlines()[-2:]
+    assert re.fullmatch(r"[^.]+\.", story)
+    assert "85" in answer
+
+
 def test_embed_finds_the_paraphrase(run):
     best = run("embed.py").splitlines()[1]
     assert "Mia spent five dollars on 3 apples." in best

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from verax import checkpoint, compare, models, ops
     from verax.embed.encoder import Encoder
     from verax.models import register_causal_lm
+    from verax.text.async_llm import AsyncLLM
     from verax.text.engine_config import EngineConfig
     from verax.text.llm import LLM
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "Encoder",
     "EngineConfig",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "verax.text.llm",
+    "AsyncLLM": "verax.text.async_llm",
     "CompletionOutput": "verax.text.outputs",
     "Encoder": "verax.embed.encoder",
     "EngineConfig": "verax.text.engine_config",

@@ -2,8 +2,10 @@
 
 __all__ = [
     "CheckpointError",
+    "EngineDeadError",
     "InvalidParameterError",
     "MissingDependencyError",
+    "QueueFullError",
     "RequestRefusedError",
     "StructuredOutputError",
     "TemplateError",
@@ -30,6 +32,14 @@ class InvalidParameterError(VeraxError, ValueError):
 
 class RequestRefusedError(VeraxError, ValueError):
     """Request that this engine can never serve, such as a prompt that is too long. Other requests are not affected."""
+
+
+class QueueFullError(RequestRefusedError):
+    """Request that does not fit into the bounded queue now. It can be tried again later."""
+
+
+class EngineDeadError(VeraxError):
+    """Engine that was shut down or has failed. The cause, if any, is the error that it failed with."""
 
 
 class StructuredOutputError(VeraxError):

@@ -287,3 +287,81 @@ next(pieces)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def finish(llm):
+    """Outputs of the requests that were added, in the order of their ends."""
+    ended = []
+    while llm.has_unfinished_requests:
+        ended += [output for output in llm.step() if output.finished]
+        llm.engine.check()
+    return ended
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        RANDOM,
+        SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(n=2, temperature=1.3, seed=6, max_tokens=20, stop=["a", "or"], min_tokens=5),
+    ],
+    ids=["greedy", "sampled", "penalties", "stop strings"],
+)
+def test_a_request_goes_on_behind_its_answer_so_far(llm, params):
+    (expected,) = llm.generate([PROMPTS[2]], params, use_tqdm=False)
+    answers = [sample.token_ids for sample in expected.outputs]
+    for cut in range(max(map(len, answers)) + 1):
+        llm.add_request(PROMPTS[2], params, output_token_ids=[answer[:cut] for answer in answers])
+        (output,) = finish(llm)
+        assert output.outputs == expected.outputs
+        assert output.num_cached_tokens <= len(PROMPTS[2])
+
+
+def test_answers_so_far_survive_preemption(llm, crowded_llm):
+    expected = [alone(llm, p, RANDOM) for p in PROMPTS]
+    crowded_llm.engine.scheduler.blocks.reset_prefix_cache()
+    before = preemptions(crowded_llm)
+    names = [
+        crowded_llm.add_request(p, RANDOM, output_token_ids=[answer[:7]])
+        for p, answer in zip(PROMPTS, expected, strict=True)
+    ]
+    done = {output.request_id: output for output in finish(crowded_llm)}
+    assert tokens(done[name] for name in names) == expected
+    assert preemptions(crowded_llm) > before
+
+
+def test_log_probabilities_are_those_of_the_new_tokens(llm):
+    params = SamplingParams(temperature=0, max_tokens=9, logprobs=1, ignore_eos=True)
+    (expected,) = llm.generate([PROMPTS[2]], params, use_tqdm=False)
+    llm.add_request(PROMPTS[2], params, output_token_ids=[expected.outputs[0].token_ids[:4]])
+    (output,) = finish(llm)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert [list(entry) for entry in output.outputs[0].logprobs] == [
+        list(entry) for entry in expected.outputs[0].logprobs[4:]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "message"),
+    [
+        ([], InvalidParameterError, "output_token_ids: expected an answer for each of 1, got 0"),
+        ([[5], [6]], InvalidParameterError, "output_token_ids: expected an answer for each of 1, got 2"),
+        ([[5, 10**6]], RequestRefusedError, "output_token_ids: token 1000000 is outside"),
+        ([[5] * 21], InvalidParameterError, "output_token_ids: the answer of sample 0 ends before"),
+    ],
+)
+def test_an_impossible_answer_so_far_is_refused_and_leaves_nothing(llm, answers, error, message):
+    with pytest.raises(error, match=message):
+        llm.add_request(PROMPTS[2], GREEDY, output_token_ids=answers)
+    assert not llm.has_unfinished_requests
+    llm.engine.check()
+
+
+def test_a_stop_token_that_is_kept_is_streamed_too(llm):
+    params = SamplingParams(
+        temperature=1.4, seed=8, max_tokens=60, stop_token_ids=list(range(60, 110)), include_stop_str_in_output=True
+    )
+    (expected,) = llm.generate(["once upon"], params, use_tqdm=False)
+    assert expected.outputs[0].finish_reason == "stop"
+    assert "".join(llm.stream("once upon", params)) == expected.outputs[0].text != ""

@@ -46,11 +46,20 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(1, num_blocks))
         self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (prefix id, block)
         self._next_prefix_id = EMPTY_PREFIX + 1
+        self.num_queries = 0
+        """Tokens of admitted sequences that were looked up in the prefix cache."""
+        self.num_hits = 0
+        """Tokens of them that were found."""
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out, cached ones included."""
         return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences own, 0 to 1."""
+        return 1 - self.num_free / self.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold that many tokens."""
@@ -71,6 +80,9 @@ class BlockManager:
         sequence.blocks = shared
         sequence.prefix_ids = [prefix_id for prefix_id, _ in found]
         sequence.num_computed = len(shared) * self.block_size
+        if use_cache and self.enable_prefix_caching:
+            self.num_queries += len(sequence.tokens)
+            self.num_hits += sequence.num_computed
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:

@@ -23,8 +23,8 @@ class IncrementalDetokenizer:
 
     The text of a token may depend on the tokens before it (leading spaces), and on those after it (a character of
     several tokens). Each new token is therefore decoded in a window of the last few, and undecided text is held back.
-    The text equals that of decoding all tokens at once. The cost of a token does not grow with their number. Undecided
-    are
+    The text equals that of decoding all tokens at once. The cost of a token does not grow with their number. A
+    byte-level decoder needs no window behind whole characters: each of its tokens is decoded once only. Undecided are
 
     - a last U+FFFD: the bytes may be the beginning of a character;
     - a run of byte tokens (`<0x0A>`): with one invalid byte, every byte of the run becomes U+FFFD, earlier ones too.
@@ -72,7 +72,11 @@ class IncrementalDetokenizer:
         if self._stopped:
             raise ValueError("a text that has ended at a stop string does not go on")
         self._count += 1
-        found = self._append(token) if self._visible(token) else None
+        text = None if self._window else self._tokenizer.whole_text(token)
+        if text is not None:
+            found = None if self._skip and token in self._tokenizer.special_token_ids else self._extend(text)
+        else:
+            found = self._append(token) if self._visible(token) else None
         if self._count == self._min_tokens:
             self._exempt = len(self.text) + len(self._run.decode(errors="ignore"))
         return found
@@ -84,17 +88,20 @@ class IncrementalDetokenizer:
             self._run.append(byte)
             return self._stop_in_run()
         self._run.clear()
-        decoded = _without_undecided(self._decode())
+        text = self._decode()
+        decoded = _without_undecided(text)
         piece = decoded[self._decided :]
         self._decided = len(decoded)
-        if len(self._window) > 2 * _WINDOW:
+        if self._tokenizer.is_byte_level and len(decoded) == len(text):
+            self._window, self._decided = [], 0
+        elif len(self._window) > 2 * _WINDOW:
             self._window = self._window[-_WINDOW:]
             self._decided = len(_without_undecided(self._decode()))
         return self._extend(piece)
 
     def delta(self) -> str:
         """Text that was not returned before and cannot be the beginning of a stop string."""
-        safe = len(self.text) if self._stopped else len(self.text) - self._held_back()
+        safe = len(self.text) if self._stopped or not self._stop else len(self.text) - self._held_back()
         piece = self.text[self._shown : safe]
         self._shown = max(self._shown, safe)
         return piece
@@ -131,6 +138,9 @@ class IncrementalDetokenizer:
 
     def _extend(self, piece: str, *, only_stop: bool = False) -> str | None:
         """Add decided text; return the first stop string, if any. With `only_stop`, add nothing without one."""
+        if not self._stop:
+            self.text += piece
+            return None
         text = self.text + piece
         found: list[tuple[int, str]] = []
         if self._count > self._min_tokens:
@@ -149,7 +159,7 @@ class IncrementalDetokenizer:
 
     def _held_back(self) -> int:
         """Number of characters of the longest suffix of the text that is a prefix of a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        longest = max(len(stop) for stop in self._stop) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stop):
                 return length

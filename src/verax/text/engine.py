@@ -16,7 +16,7 @@ import numpy as np
 from verax.errors import InvalidParameterError, RequestRefusedError, StructuredOutputError, VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.grammar import Grammar, GrammarCompiler
-from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from verax.text.runner import ModelRunner, PendingStep
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Chunk, Scheduler
@@ -51,6 +51,12 @@ class Engine:
         self._in_flight: PendingStep | None = None
         self._seeds = np.random.default_rng(seed)
         self._names = itertools.count()
+        self.num_prompt_tokens = 0
+        """Prompt tokens of the requests that got a first token."""
+        self.num_generated_tokens = 0
+        """Answer tokens that were sampled for unfinished sequences."""
+        self.num_computed_tokens = 0
+        """Tokens of all steps that were dispatched."""
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -65,6 +71,7 @@ class Engine:
         request_id: str | None = None,
         add_special_tokens: bool = True,
         stream: bool = False,
+        output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
         grammar: Grammar | None = None,
     ) -> str:
         """Queue a prompt, a text or token ids; the id that `abort` takes and outputs have.
@@ -75,12 +82,16 @@ class Engine:
             request_id: an id that no unfinished request has; a new one if None.
             add_special_tokens: let the tokenizer add its special tokens to a text.
             stream: decode the text token by token, in `Sequence.detokenizer`, so that it can be shown as it grows.
+            output_token_ids: an answer so far for each sample. The request goes on as if it had sampled these tokens
+                itself. They count for `max_tokens`, and have no log-probabilities. `Sequence.detokenizer` shows only
+                what they leave undecided.
             grammar: what `compile_grammar` gave for `params`; compiled here if None.
 
         Raises:
             RequestRefusedError: if the request could never be served: an empty or too long prompt, a token outside of
                 the vocabulary. What is queued already is not affected.
-            InvalidParameterError: if the id is in use, or for a text, a stop string or a stream without a tokenizer.
+            InvalidParameterError: if the id is in use, or for a text, a stop string or a stream without a tokenizer, or
+                for answers that are not one for each sample or go on after their end.
         """
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
@@ -90,7 +101,8 @@ class Engine:
             raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
         else:
             tokens = tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        self._check(tokens, params, stream)
+        answers = [()] * params.n if output_token_ids is None else [tuple(answer) for answer in output_token_ids]
+        self._check(tokens, params, stream, answers)
         grammar = grammar or self.compile_grammar(params)
         if request_id is None:
             request_id = f"request-{next(self._names)}"
@@ -118,6 +130,8 @@ class Engine:
         self._requests[request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
+        for sequence, answer in zip(request.sequences, answers, strict=True):
+            self._replay(sequence, answer)
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -125,10 +139,14 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        self.finish(request)
+        return self.pop_output(request)
+
+    def finish(self, request: Request) -> None:
+        """Stop what is unfinished of a request, which stays until `pop_output` or `remove`."""
         for sequence in request.sequences:
             if not sequence.finished:
                 self._finish(sequence, "abort", None)
-        return self.pop_output(request)
 
     def step(self) -> list[RequestOutput]:
         """Dispatch one step and read the one before it: an output for each request that got a token, or ended."""
@@ -138,6 +156,7 @@ class Engine:
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
         schedule = self.scheduler.schedule()
+        self.num_computed_tokens += schedule.num_tokens
         pending = self.runner.run(schedule) if schedule.chunks else None
         progressed = self._collect(self._in_flight) if self._in_flight is not None else []
         if pending is not None and pending.deferred is not None:
@@ -166,7 +185,9 @@ class Engine:
         """Assert the invariants of scheduler and blocks."""
         self.scheduler.check()
 
-    def _check(self, tokens: tuple[int, ...], params: SamplingParams, stream: bool) -> None:
+    def _check(
+        self, tokens: tuple[int, ...], params: SamplingParams, stream: bool, answers: abc.Sequence[tuple[int, ...]]
+    ) -> None:
         if not tokens:
             raise RequestRefusedError("prompt: it is empty; at least one token is needed")
         if len(tokens) >= self.max_model_len:
@@ -174,7 +195,15 @@ class Engine:
                 f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
                 "(max_model_len); shorten the prompt or raise max_model_len"
             )
-        named = {"logit_bias": tuple(params.logit_bias or ()), "stop_token_ids": params.stop_tokens}
+        if len(answers) != params.n:
+            raise InvalidParameterError(
+                f"output_token_ids: expected an answer for each of {params.n}, got {len(answers)}"
+            )
+        named = {
+            "logit_bias": tuple(params.logit_bias or ()),
+            "stop_token_ids": params.stop_tokens,
+            "output_token_ids": tuple(itertools.chain.from_iterable(answers)),
+        }
         for name, ids in {"prompt": tokens, **named}.items():
             outside = [token for token in ids if not 0 <= token < self.vocab_size]
             if outside:
@@ -187,6 +216,19 @@ class Engine:
             raise InvalidParameterError(f"stop: {NO_TOKENIZER}, so there is no text to find a stop string in")
         if stream and self.tokenizer is None:
             raise InvalidParameterError(f"stream: {NO_TOKENIZER}, so there is no text; use generate with token ids")
+
+    def _replay(self, sequence: Sequence, answer: tuple[int, ...]) -> None:
+        """Append an answer so far as if it had been sampled and shown."""
+        for token in answer:
+            if sequence.finished:
+                self.abort(sequence.request.request_id)
+                raise InvalidParameterError(
+                    f"output_token_ids: the answer of sample {sequence.index} ends before its last token "
+                    f"({sequence.finish_reason})"
+                )
+            self._append(sequence, token)
+        if sequence.detokenizer is not None:
+            _ = sequence.detokenizer.finish() if sequence.finished else sequence.detokenizer.delta()
 
     def _collect(self, pending: PendingStep) -> list[Request]:
         tokens = np.asarray(pending.output.tokens)
@@ -204,6 +246,8 @@ class Engine:
             request = sequence.request
             if request.first_token_time is None:
                 request.first_token_time = now
+                self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_generated_tokens += 1
             if request.params.logprobs is not None:
                 entry = self._logprobs(pending.output.logprobs, row, request.params.logprobs)
                 sequence.logprobs.append(entry)
@@ -239,10 +283,11 @@ class Engine:
                 return self._fail(sequence.request, error)
         count = len(sequence.tokens) - sequence.num_prompt
         # Before `min_tokens` no stop token arrives here: the device does not sample them.
-        if token in self.eos_token_ids and not params.ignore_eos:
-            self._finish(sequence, "stop", None)
-        elif token in params.stop_tokens:
-            self._finish(sequence, "stop", token)
+        is_eos = token in self.eos_token_ids and not params.ignore_eos
+        if is_eos or token in params.stop_tokens:
+            if sequence.detokenizer is not None and params.include_stop_str_in_output:
+                sequence.detokenizer.append(token)
+            self._finish(sequence, "stop", None if is_eos else token)
         elif sequence.detokenizer is not None and (found := sequence.detokenizer.append(token)) is not None:
             self._finish(sequence, "stop", found)
         elif count >= sequence.request.max_tokens:
@@ -265,9 +310,13 @@ class Engine:
     def pop_output(self, request: Request) -> RequestOutput:
         """Remove a finished request from the engine; its output."""
         output = self.output(request)
+        self.remove(request)
+        return output
+
+    def remove(self, request: Request) -> None:
+        """Forget a finished request."""
         del self._requests[request.request_id]
         self._ended.pop(request, None)
-        return output
 
     def request(self, request_id: str) -> Request:
         """An unfinished request by id."""
@@ -286,12 +335,12 @@ class Engine:
             min_tokens=params.min_tokens,
         )
 
-    def _text(self, sequence: Sequence) -> str:
+    def text(self, sequence: Sequence) -> str:
         """The sequence's text; its terminating token is not part of it, unless asked for."""
         if self.tokenizer is None:
             return ""
         params = sequence.request.params
-        if params.stop and sequence.detokenizer is not None:
+        if sequence.detokenizer is not None and (params.stop or sequence.finished):
             if sequence.finished:
                 sequence.detokenizer.finish()
             return sequence.detokenizer.text
@@ -306,7 +355,7 @@ class Engine:
         outputs = [
             CompletionOutput(
                 index=sequence.index,
-                text=self._text(sequence),
+                text=self.text(sequence),
                 token_ids=tuple(sequence.output_tokens),
                 cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
                 logprobs=None if params.logprobs is None else list(sequence.logprobs),
@@ -315,7 +364,6 @@ class Engine:
             )
             for sequence in request.sequences
         ]
-        metrics = RequestMetrics(request.arrival_time, request.first_token_time, request.finished_time)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -324,7 +372,7 @@ class Engine:
             outputs=outputs,
             finished=request.finished,
             num_cached_tokens=request.num_cached_tokens or 0,
-            metrics=metrics,
+            metrics=request.metrics,
             error=None if request.error is None else str(request.error),
         )
 

@@ -227,11 +227,22 @@ class LLM:
         return self.tokenizer.apply_chat_template(messages, **template_options)
 
     def add_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
     ) -> str:
-        """Queue one prompt for callers who call `step` themselves; the request's id."""
+        """Queue one prompt for callers who call `step` themselves; the request's id.
+
+        With `output_token_ids`, an answer so far for each sample, the request goes on behind them exactly as if it had
+        sampled them itself. Its outputs contain them; log-probabilities are those of the new tokens.
+        """
         params = sampling_params or self.default_sampling_params()
-        return self.engine.add_request(content(prompt), params, request_id=request_id)
+        return self.engine.add_request(
+            content(prompt), params, request_id=request_id, output_token_ids=output_token_ids
+        )
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that got a token, or ended."""

@@ -48,6 +48,8 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
+    first_scheduled_time: float | None = None
+    """Time of the first step that computed a part of the prompt."""
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -7,6 +7,7 @@ it is computed anew later (preemption by recompute).
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -122,7 +123,9 @@ class Scheduler:
             self.running.append(sequence)
             plan.admitted.append(sequence)
             if sequence.request.num_cached_tokens is None:
-                sequence.request.num_cached_tokens = sequence.num_computed
+                # A request that began with an answer so far may find its tokens too.
+                sequence.request.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+                sequence.request.first_scheduled_time = time.perf_counter()
             budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
 
     def _plan(self, plan: Schedule, sequence: Sequence, count: int) -> int:

@@ -45,6 +45,9 @@ class Tokenizer:
         """Tokens that `decode` leaves out unless told otherwise."""
         self.byte_tokens = _byte_tokens(backend)
         """The byte of each token that stands for one, such as `<0x0A>`; empty without a byte-fallback decoder."""
+        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        """True if a text is the bytes of its tokens one after the other, as in GPT-2."""
+        self._whole_texts: dict[int, str | None] = {}
 
     @classmethod
     def from_checkpoint(cls, opened: Checkpoint) -> Tokenizer:
@@ -126,6 +129,15 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it; None if there is none."""
         return self._backend.id_to_token(token_id)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Text that a token adds behind whole characters, whatever its neighbours are; None if they matter."""
+        if not self.is_byte_level:
+            return None
+        if token_id not in self._whole_texts:
+            text = "" if self.token(token_id) is None else self.decode([token_id], skip_special_tokens=False)
+            self._whole_texts[token_id] = None if "\ufffd" in text else text
+        return self._whole_texts[token_id]
 
     @property
     def has_chat_template(self) -> bool:
