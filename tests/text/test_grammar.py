@@ -1,0 +1,403 @@
+"""Answers with a form: every one has it, whatever happens around it, and free answers beside it stay what they are."""
+
+import json
+import re
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support import gguf as gguf_files
+from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
+from tests.text.conftest import make_llm
+from verax.checkpoint import Checkpoint
+from verax.errors import InvalidParameterError, MissingDependencyError, StructuredOutputError
+from verax.models import causal_lm
+from verax.text import grammar
+from verax.text.grammar import GrammarCompiler
+from verax.text.sampling_params import SamplingParams
+from verax.text.sizes import block_bytes
+from verax.text.structured_outputs import StructuredOutputs
+from verax.text.tokenizer import Tokenizer
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 50, 7, 40, 12)]
+
+NAME = {"type": "string", "maxLength": 5}
+SCHEMAS = {
+    "object": (
+        {
+            "type": "object",
+            "properties": {"name": NAME, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        },
+        lambda x: set(x) == {"name", "age"} and len(x["name"]) <= 5 and 0 <= x["age"] <= 120,
+    ),
+    "optional": (
+        {"type": "object", "properties": {"a": NAME, "b": {"type": "boolean"}}, "additionalProperties": False},
+        lambda x: set(x) <= {"a", "b"} and isinstance(x.get("b", True), bool),
+    ),
+    "enum": ({"enum": ["red", 2, None, {"x": [1]}]}, lambda x: x in ["red", 2, None, {"x": [1]}]),
+    "const": ({"const": 'a "b" \n é'}, lambda x: x == 'a "b" \n é'),
+    "array": (
+        {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 99}, "minItems": 2, "maxItems": 3},
+        lambda x: 2 <= len(x) <= 3 and all(1 <= item <= 99 for item in x),
+    ),
+    "tuple": (
+        {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": False, "minItems": 2},
+        lambda x: isinstance(x[0], bool) and x[1:] == [None],
+    ),
+    "any of": ({"anyOf": [{"type": "boolean"}, NAME]}, lambda x: isinstance(x, bool) or len(x) <= 5),
+    "one of": ({"oneOf": [{"const": "a"}, {"const": "b"}]}, lambda x: x in ("a", "b")),
+    "reference": (
+        {"$defs": {"n": NAME}, "type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1, "maxItems": 2},
+        lambda x: 1 <= len(x) <= 2 and all(len(item) <= 5 for item in x),
+    ),
+    "pattern": (
+        {"type": "string", "pattern": "^[a-z]{3}-[0-9]{2}$"},
+        lambda x: re.fullmatch("[a-z]{3}-[0-9]{2}", x) is not None,
+    ),
+    "date": ({"type": "string", "format": "date"}, lambda x: re.fullmatch(r"\d{4}-\d\d-\d\d", x) is not None),
+    "multiple": (
+        {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 999},
+        lambda x: x % 7 == 0 and 0 <= x <= 999,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def formed(tiny_folder):
+    """An engine with structured output and 31 blocks of 4 tokens: long sequences preempt each other."""
+    _, config = causal_lm(tiny_config())
+    memory = 32 * block_bytes(config, 4, "float32")
+    return make_llm(tiny_folder, kv_cache_memory=memory, max_num_seqs=4, structured_outputs=True)
+
+
+def ask(llm, prompt="abc", seed=1, max_tokens=60, n=1, **form):
+    """The first answer, in a form."""
+    params = SamplingParams(seed=seed, max_tokens=max_tokens, n=n, structured_outputs=form)
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_answer_fits_its_schema(formed, name):
+    schema, fits = SCHEMAS[name]
+    params = [SamplingParams(seed=seed, max_tokens=90, structured_outputs={"json": schema}) for seed in range(6)]
+    for output in formed.generate(["abc"] * 6, params, use_tqdm=False):
+        assert output.outputs[0].finish_reason == "stop"
+        assert fits(json.loads(output.outputs[0].text)), output.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[a-f]{3}-[0-9]{2}"}, "[a-f]{3}-[0-9]{2}"),
+        ({"regex": r"(é|🦊){2}"}, r"(é|🦊){2}"),
+        ({"choice": ["yes", "no", 'so "so"\n', "🦊"]}, 'yes|no|so "so"\n|🦊'),
+        ({"grammar": 'start: "a" inner "b" | "c"\ninner: "a" "b" | "c"'}, "c|acb|aabb"),
+        ({"grammar": 'root ::= "x" d d "y"\nd ::= [0-9]\n'}, "x[0-9]{2}y"),
+        ({"grammar": 'start: "<" %json {"type": "boolean"} ">"'}, "<(true|false)>"),
+    ],
+)
+def test_every_answer_fits_its_form(formed, form, pattern):
+    for seed in range(4):
+        answer = ask(formed, seed=seed, **form)
+        assert answer.finish_reason == "stop"
+        assert re.fullmatch(pattern, answer.text), answer.text
+
+
+def test_any_json_object_is_whole_or_cut_by_max_tokens(formed):
+    for seed in range(4):
+        answer = ask(formed, seed=seed, json_object=True)
+        assert answer.text.startswith("{")
+        if answer.finish_reason == "stop":
+            assert isinstance(json.loads(answer.text), dict)
+        else:
+            assert answer.finish_reason == "length"
+
+
+def test_the_end_comes_where_the_grammar_accepts_and_nowhere_else(formed):
+    eager = dict.fromkeys(formed.tokenizer.eos_token_ids, 100.0)
+    params = dict(seed=1, max_tokens=20, logit_bias=eager)
+    for regex, length in (("[a-z]{4}", 4), ("[a-z]*", 0)):
+        output = formed.generate("abc", SamplingParams(structured_outputs={"regex": regex}, **params), use_tqdm=False)
+        assert len(output[0].outputs[0].text) == length
+        assert output[0].outputs[0].finish_reason == "stop"
+
+
+def test_min_tokens_holds_the_end_back_as_long_as_the_grammar_can_go_on(formed):
+    params = SamplingParams(seed=1, max_tokens=30, min_tokens=12, structured_outputs={"regex": "[a-z]*"})
+    assert len(formed.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids) >= 12
+    params = SamplingParams(seed=1, max_tokens=30, min_tokens=12, structured_outputs={"regex": "a"})
+    answer = formed.generate("abc", params, use_tqdm=False)[0].outputs[0]
+    assert (answer.text, answer.finish_reason) == ("a", "stop")
+
+
+def test_samples_of_one_request_are_independent(formed):
+    params = SamplingParams(n=4, seed=3, max_tokens=20, structured_outputs={"regex": "[a-z]{2,5}"})
+    texts = [sample.text for sample in formed.generate("abc", params, use_tqdm=False)[0].outputs]
+    assert all(re.fullmatch("[a-z]{2,5}", text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+def test_the_form_begins_after_a_text(formed):
+    for seed in range(4):
+        answer = ask(formed, seed=seed, after="e", regex="42!", max_tokens=90)
+        assert re.fullmatch(".*?e[^e]*42!", answer.text, re.DOTALL) or (
+            answer.finish_reason == "length" or "e" not in answer.text
+        )
+    whole = [ask(formed, seed=seed, after="e", regex="42!", max_tokens=90).text for seed in range(12)]
+    assert any(text.endswith("42!") for text in whole)
+
+
+def test_stop_strings_end_a_form_early(formed):
+    params = SamplingParams(seed=1, max_tokens=20, stop="b", structured_outputs={"regex": "aaabbb"})
+    answer = formed.generate("abc", params, use_tqdm=False)[0].outputs[0]
+    assert (answer.text, answer.stop_reason) == ("aaa", "b")
+
+
+FREE = [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=7, max_tokens=24, top_k=40, top_p=0.95, ignore_eos=True),
+    SamplingParams(seed=8, max_tokens=20, frequency_penalty=1.0, repetition_penalty=1.3, logit_bias={9: 3.0}),
+    SamplingParams(seed=9, max_tokens=20, min_tokens=15, logprobs=4, prompt_logprobs=2, n=2),
+]
+
+
+def same(ours, theirs):
+    """Assert that outputs have the same tokens, and log-probabilities up to the rounding of another batch size."""
+    for a, b in zip(ours, theirs, strict=True):
+        for ours_one, theirs_one in zip(a.outputs, b.outputs, strict=True):
+            assert ours_one.token_ids == theirs_one.token_ids
+            close(ours_one.logprobs or [], theirs_one.logprobs or [])
+        close((a.prompt_logprobs or [])[1:], (b.prompt_logprobs or [])[1:])
+
+
+def close(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert {token: entry.logprob for token, entry in a.items()} == pytest.approx(
+            {token: entry.logprob for token, entry in b.items()}, abs=1e-3
+        )
+
+
+def test_without_a_form_the_tokens_are_those_of_an_engine_without_structured_output(llm, formed):
+    args = (PROMPTS[:4], FREE, False)
+    same(formed.generate(*args), llm.generate(*args))
+
+
+def test_free_answers_beside_formed_ones_stay_what_they_are(llm, formed):
+    expected = llm.generate(PROMPTS[:4], FREE, use_tqdm=False)
+    form = SamplingParams(seed=1, max_tokens=40, structured_outputs={"regex": "[a-z]{12,}"})
+    crowd = [p for prompt in PROMPTS[:4] for p in (prompt, PROMPTS[5])]
+    params = [p for free in FREE for p in (free, form)]
+    outputs = formed.generate(crowd, params, use_tqdm=False)
+    same(outputs[::2], expected)
+    assert all(re.fullmatch("[a-z]{12,}", output.outputs[0].text) for output in outputs[1::2])
+    formed.engine.check()
+
+
+def formed_batch(llm, which=tuple(range(8))):
+    """Answers with forms and without to prompts of one chunk and of several."""
+    form = {"json": SCHEMAS["object"][0]}
+    params = [
+        SamplingParams(seed=i, max_tokens=40, structured_outputs=form if i % 3 else None, ignore_eos=not i % 3)
+        for i in which
+    ]
+    outputs = [o.outputs[0] for o in llm.generate([PROMPTS[i] for i in which], params, use_tqdm=False)]
+    for i, output in zip(which, outputs, strict=True):
+        assert not i % 3 or output.finish_reason == "length" or SCHEMAS["object"][1](json.loads(output.text))
+    return [output.token_ids for output in outputs]
+
+
+def test_preemption_changes_no_formed_answer(formed):
+    alone = [formed_batch(formed, [i])[0] for i in range(len(PROMPTS))]
+    formed.engine.scheduler.blocks.reset_prefix_cache()
+    before = formed.engine.scheduler.num_preemptions
+    assert formed_batch(formed) == alone
+    assert formed.engine.scheduler.num_preemptions > before
+    formed.engine.check()
+
+
+def test_recurrent_layers_and_an_int8_cache_take_forms_too(tmp_path):
+    hybrid = tiny_checkpoint(tmp_path, family="qwen3_5_text", **HYBRID)
+    formed_batch(make_llm(hybrid, kv_cache_dtype="int8", max_num_seqs=1, structured_outputs=True))
+
+
+def test_nothing_compiles_after_the_start(formed):
+    runner = formed.engine.runner
+    before, compiled = runner.num_compiled(), []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    for batch in (PROMPTS, PROMPTS[:1], PROMPTS[3:6]):
+        params = SamplingParams(n=2, seed=1, logprobs=2, max_tokens=9, structured_outputs={"regex": "[a-z]+"})
+        formed.generate(batch, params, use_tqdm=False)
+    assert runner.num_compiled() == before
+    assert compiled == []
+
+
+def test_logprobs_are_those_of_the_free_model(formed):
+    params = dict(temperature=0, max_tokens=1, logprobs=3)
+    free = formed.generate([PROMPTS[1]], SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+    other = SamplingParams(structured_outputs={"regex": "[0-9]"}, **params)
+    held = formed.generate([PROMPTS[1]], other, use_tqdm=False)[0].outputs[0]
+    assert held.token_ids != free.token_ids
+    close([{token: held.logprobs[0][token] for token in free.logprobs[0]}], free.logprobs)
+    assert held.logprobs[0][held.token_ids[0]].rank > 1
+
+
+def test_an_aborted_form_leaves_the_others_alone(formed):
+    params = SamplingParams(seed=1, max_tokens=30, structured_outputs={"regex": "[a-z]{20}"})
+    expected = formed.generate([PROMPTS[2]], params, use_tqdm=False)[0].outputs[0].token_ids
+    ids = [formed.add_request(prompt, params) for prompt in PROMPTS[1:3]]
+    done = {}
+    for step in range(100):
+        if step == 4:
+            formed.abort(ids[0])
+        done |= {output.request_id: output for output in formed.step() if output.finished}
+        if not formed.has_unfinished_requests:
+            break
+    assert done[ids[1]].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("method", ["fill", "append"])
+def test_a_grammar_that_fails_ends_its_request_alone(formed, monkeypatch, method):
+    params = SamplingParams(seed=1, max_tokens=20, n=2, structured_outputs={"regex": "[a-z]{9}"})
+    expected = formed.generate([PROMPTS[2]], params, use_tqdm=False)[0].outputs
+    bad, good = (formed.add_request(prompt, params) for prompt in PROMPTS[1:3])
+    victim = formed.engine.request(bad).sequences[1].matcher
+
+    def fail(_):
+        raise StructuredOutputError("structured_outputs: too complex")
+
+    done = {}
+    while formed.has_unfinished_requests:
+        done |= {output.request_id: output for output in formed.step() if output.finished}
+        monkeypatch.setattr(victim, method, fail)
+    assert done[good].outputs == expected
+    assert [sample.finish_reason for sample in done[bad].outputs] == ["error", "error"]
+    assert done[bad].error == "structured_outputs: too complex"
+    formed.engine.check()
+
+
+def test_generate_and_stream_raise_the_error_of_a_grammar_that_fails(formed, monkeypatch):
+    def fail(*_):
+        raise StructuredOutputError("structured_outputs: too complex")
+
+    monkeypatch.setattr(grammar.GrammarMatcher, "fill", fail)
+    params = SamplingParams(max_tokens=20, structured_outputs={"regex": "a"})
+    with pytest.raises(StructuredOutputError, match="too complex"):
+        formed.generate(PROMPTS[:2], params, use_tqdm=False)
+    with pytest.raises(StructuredOutputError, match="too complex"):
+        list(formed.stream("abc", params))
+    assert not formed.has_unfinished_requests
+    formed.engine.check()
+
+
+def rules(count, depth):
+    body = "\n".join(f"r{i}: {'(' * depth}r{i + 1} 'a'{')' * depth}" for i in range(count)).replace("'", '"')
+    return f'start: r0\n{body}\nr{count}: "a"'
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"regex": "("}, "regex: unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "start: foo"}, "unknown name"),
+        ({"grammar": "root ::= ("}, "grammar: "),
+        ({"grammar": "root ::= " + "(" * 900 + '"a"' + ")" * 900}, "grammar: "),
+        ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+        ({"json": {"if": {}, "then": {}}}, "Unimplemented keys"),
+        ({"json": {"$ref": "https://example.org/schema.json"}}, "not present in a registry"),
+        ({"json": {"$ref": "#"}}, "no answer matches it"),
+        ({"json": {"type": "string", "enum": [1]}}, "Unsatisfiable"),
+    ],
+)
+def test_what_is_no_grammar_is_one_error_and_the_engine_goes_on(formed, form, says):
+    with pytest.raises(InvalidParameterError, match=r"^structured_outputs: ") as refused:
+        ask(formed, **form)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert ask(formed, choice=["yes"]).text == "yes"
+
+
+def test_deep_rules_overflow_no_stack(formed):
+    assert ask(formed, grammar=rules(900, 20), max_tokens=5).finish_reason == "length"
+
+
+def test_compilation_has_a_time_limit(formed, monkeypatch):
+    began, release = threading.Event(), threading.Event()
+
+    def slow(*_):
+        began.set()
+        release.wait(20)
+
+    monkeypatch.setattr(grammar, "_compile", slow)
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.02)
+    for said in ("more than 0.02 s", "more than 0.02 s", "other forms are being compiled"):
+        with pytest.raises(InvalidParameterError, match=f"structured_outputs: .*{said}"):
+            ask(formed, regex="never compiled")
+    release.set()
+    monkeypatch.undo()
+    deadline = time.monotonic() + 20
+    while True:  # until the threads that were given up have ended
+        try:
+            assert ask(formed, regex="a").text == "a"
+            return
+        except InvalidParameterError:
+            assert time.monotonic() < deadline
+
+
+def test_grammars_are_compiled_once_and_the_oldest_are_dropped(formed, monkeypatch):
+    compiler = formed.engine._compiler
+    compiled = []
+    compile_one = grammar._compile
+    monkeypatch.setattr(grammar, "_compile", lambda *args: (compiled.append(args[0].regex), compile_one(*args))[1])
+    monkeypatch.setattr(grammar, "MAX_COMPILED", 2)
+    for regex in ("x1", "x2", "x1", "x3", "x1", "x2"):
+        compiler.compile(StructuredOutputs(regex=regex, after="</think>" if len(compiled) == 2 else None))
+    assert compiled == ["x1", "x2", "x3", "x2"]
+
+
+def test_a_matcher_begins_behind_an_answer_so_far(formed):
+    tokenizer = formed.tokenizer
+    compiled = formed.engine.compile_grammar(SamplingParams(structured_outputs={"regex": "abcd"}))
+    width = grammar.mask_width(formed.model_config.vocab_size)
+    mask = np.zeros(width, np.int32)
+    compiled.matcher(tokenizer.encode("abc")).fill(mask)
+    allowed = [i for i in range(32 * width) if mask[i // 32] >> (i % 32) & 1]
+    assert [tokenizer.decode([i]) for i in allowed] == ["d"]
+    with pytest.raises(InvalidParameterError, match="structured_outputs: the answer so far does not match"):
+        compiled.matcher(tokenizer.encode("x"))
+
+
+def test_an_engine_without_structured_output_says_how_to_get_it(llm, formed, monkeypatch):
+    with pytest.raises(InvalidParameterError, match=r"structured_outputs: .*structured_outputs=True"):
+        ask(llm, regex="a")
+    monkeypatch.setattr(formed.engine, "_compiler", None)  # as with skip_tokenizer_init
+    with pytest.raises(InvalidParameterError, match="structured_outputs: this engine has no tokenizer"):
+        ask(formed, prompt=[5, 6], regex="a")
+
+
+def test_without_the_library_the_start_says_what_to_install(tiny_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'verax\[server\]'"):
+        make_llm(tiny_folder, structured_outputs=True)
+
+
+def test_the_tokenizer_of_a_gguf_file_works_too(tiny_folder, tmp_path):
+    gguf_files.write(tiny_folder, tmp_path / "tiny.gguf")
+    tokenizer = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "tiny.gguf"))
+    compiler = GrammarCompiler(tokenizer, vocab_size=320, eos_token_ids=tokenizer.eos_token_ids)
+    compiler.compile(StructuredOutputs(choice=["abc"])).matcher(tokenizer.encode("abc"))
+
+
+def test_a_model_without_an_end_has_no_forms(formed):
+    compiler = GrammarCompiler(formed.tokenizer, vocab_size=320, eos_token_ids=())
+    with pytest.raises(InvalidParameterError, match="structured_outputs: this model has no end of text"):
+        compiler.compile(StructuredOutputs(regex="a"))
