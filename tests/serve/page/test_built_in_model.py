@@ -51,6 +51,7 @@ def test_a_chat_with_the_built_in_model(browser, address):
     expect(answer.locator(".stats")).to_contain_text("stopped")
     answer.get_by_label("Regenerate").click()
     answer.get_by_text("2 / 2").wait_for()
+    expect(answer.locator(".content")).to_contain_text(re.compile(r"\w"))
     page.reload()
     send.wait_for()
     expect(answer.locator(".stats")).to_contain_text(f"{ENDLESS} tokens")
