@@ -7,7 +7,7 @@ architecture.svg has the packages of verax in rows. An import points to the same
 from pathlib import Path
 
 ROWS: list[tuple[str, dict[str, str]]] = [
-    ("commands", {"cli": "one file per command"}),
+    ("commands", {"cli": "one file per command", "serve": "HTTP and the page"}),
     ("around engines", {"bench": "speed, memory", "compare": "beside PyTorch", "train": "built-in models"}),
     ("engines", {"text": "LLM", "video": "VideoPipeline", "embed": "Encoder"}),
     ("one loader", {"loading": "a checkpoint into a model"}),

@@ -28,7 +28,7 @@ __all__ = ["ChatAnswer", "ChatEvent", "ChatRun", "render_chat", "run_chat"]
 
 @dataclass(frozen=True)
 class ChatEvent:
-    """What is new in one answer of a chat."""
+    """New part of one answer of a chat."""
 
     index: int
     """Number of the answer, below `n`."""

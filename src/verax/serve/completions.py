@@ -57,7 +57,7 @@ class _Sample:
 
 @dataclass
 class _Part:
-    """What is new in one choice."""
+    """New part of one choice."""
 
     index: int
     text: str
@@ -191,7 +191,7 @@ class CompletionRun:
         self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
     async def _part(self, prompt: int, new: CompletionOutput, output: RequestOutput) -> _Part | None:
-        """What is new in a choice; None if no text is certain yet."""
+        """New part of a choice; None if no text is certain yet."""
         if new.finish_reason == "abort":
             raise ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
         index = prompt * self._n + new.index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -10,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from verax import __version__
 from verax.serve.json_response import JsonResponse
 from verax.serve.routing import ApiRoute
 from verax.serve.server import Server
@@ -32,7 +32,7 @@ _ERRORS = {
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
-    """What was wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -70,7 +70,7 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "verax",
-            "version": __version__,
+            "version": version("verax"),
             "description": "Text, video and embedding models over HTTP.",
         },
         "paths": paths,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
-from verax import __version__
 from verax.text.outputs import RequestMetrics, RequestOutput
 
 __all__ = ["SYSTEM_FINGERPRINT", "Usage"]
 
-SYSTEM_FINGERPRINT = f"verax-{__version__}"
+SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
 
 
 @dataclass

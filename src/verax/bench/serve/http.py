@@ -63,7 +63,7 @@ class Body:
 
     def __init__(self) -> None:
         self.status = 0
-        """Of the response; 0 before its head is whole."""
+        """Status of the response; 0 before its head is whole."""
         self._chunked = False
         self._pending = b""
         self._left = 0  # bytes of the current chunk
