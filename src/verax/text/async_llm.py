@@ -305,6 +305,7 @@ class AsyncLLM:
         if thread.live:
             raise InvalidParameterError("AsyncLLM: another event loop has unfinished requests; one at a time is served")
         thread.loop = loop
+        thread.deliver()  # a wake-up that the loop before was closed without seeing would be the last one
 
     def _join_queue(self, live: LiveRequest, num_tokens: int) -> None:
         thread, n = self._thread, live.params.n
