@@ -19,6 +19,7 @@ def served_llm(tmp_path_factory):
     """Random weights: its answers are noise, and always the same."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
     options = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4}
+    options |= {"structured_outputs": True}
     return LLM(folder, dtype="float32", use_tqdm=False, **options)
 
 

@@ -179,7 +179,7 @@ def test_what_is_no_http_gets_the_one_error_shape(serve):
                 connection.settimeout(10)
                 try:
                     connection.sendall(sent)
-                    answers.append(connection.recv(65536))
+                    answers.append(b"".join(iter(lambda: connection.recv(65536), b"")))
                 except ConnectionError:
                     answers.append(b"")
         assert httpx.get(f"{url}/health").status_code == 200

@@ -60,6 +60,10 @@ def serve(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     seed: options.Seed = 0,
+    structured_outputs: Annotated[
+        bool,
+        typer.Option(help="Take requests for JSON, tool calls and other forms; compiles more programs at the start."),
+    ] = True,
     max_queued_requests: Annotated[
         int, typer.Option(help="Most requests that wait; more get 429.", min=0, rich_help_panel=_LIMITS)
     ] = 1024,
@@ -130,6 +134,7 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         seed=seed,
+        structured_outputs=structured_outputs,
     )
     server = Server(
         llm=llm,
