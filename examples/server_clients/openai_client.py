@@ -21,7 +21,7 @@ def main() -> None:
     print("answer:", answer.choices[0].message.content)
 
     stream = client.chat.completions.create(model=model, messages=messages, temperature=0, stream=True)
-    print("stream:", *(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices), sep="")
+    print("stream: ", *(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices), sep="")
 
     schema = {
         "type": "object",
