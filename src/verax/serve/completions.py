@@ -144,12 +144,16 @@ class CompletionRun:
 
     async def parts(self) -> AsyncGenerator[_Part, None]:
         """New parts of all choices. Closing the generator aborts the requests."""
-        async with aclosing(merged(self._streams)) as outputs:
-            async for prompt, output in outputs:
-                self._note(prompt, output)
-                for sample in output.outputs:
-                    if part := await self._part(prompt, sample, output):
-                        yield part
+        try:
+            async with aclosing(merged(self._streams)) as outputs:
+                async for prompt, output in outputs:
+                    self._note(prompt, output)
+                    for sample in output.outputs:
+                        if part := await self._part(prompt, sample, output):
+                            yield part
+        finally:
+            usage = self.usage
+            self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
     async def whole(self) -> dict[str, Any]:
         """Body of the answer."""
@@ -172,23 +176,21 @@ class CompletionRun:
                 if each_usage or last_usage:
                     body["usage"] = self.usage.body() if each_usage else None
                 yield data_event(body)
-        if last_usage:
-            yield data_event({**self._head, "choices": [], "usage": self.usage.body()})
-        yield DONE
+        usage = data_event({**self._head, "choices": [], "usage": self.usage.body()}) if last_usage else b""
+        yield usage + DONE
 
     def _sample(self) -> _Sample:
         wanted = self._request.logprobs
         return _Sample(None if wanted is None else CompletionLogprobs(wanted))
 
     def _note(self, prompt: int, output: RequestOutput) -> None:
-        self._usages[prompt].add(output)
+        usage = self._usages[prompt]
+        usage.add(output)
         if self._dropped:
-            self._usages[prompt].completion_tokens = 0
-        self._outputs[prompt] = output
-        usage = self.usage
+            usage.completion_tokens = 0
         if usage.completion_tokens:
             self._record.first_token()
-        self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        self._outputs[prompt] = output
 
     async def _part(self, prompt: int, new: CompletionOutput, output: RequestOutput) -> _Part | None:
         """New part of a choice; None if no text is certain yet."""
