@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.serve.chat_request import ChatRequest
-from verax.serve.chat_run import ChatAnswer, ChatEvent, ChatRun, render_chat, run_chat
+from verax.serve.chat_run import ChatAnswer, ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
 from verax.serve.logprobs import prompt_logprobs
@@ -39,10 +39,8 @@ def routes(server: Server) -> list[Route]:
 
     async def count(http: Request) -> Response:
         request = await read_body(http, ChatRequest)
-        server.text_model(request.model)
-        prompt = await render_chat(server, request)
-        tokens = await server.engine.encode(prompt, add_special_tokens=False)
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
+        tokens = await unless_disconnected(http, count_tokens(server, request))
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     return [
         *api_routes("/chat/completions", complete, body=ChatRequest, summary="Answer a conversation."),

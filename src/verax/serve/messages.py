@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.chat_run import ChatEvent, ChatRun, render_chat, run_chat
+from verax.serve.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.errors import anthropic_error
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
@@ -40,10 +40,7 @@ def routes(server: Server) -> list[Route]:
 
     async def count(http: Request) -> Response:
         request = await read_body(http, CountTokensRequest)
-        server.text_model(request.model)
-        prompt = await unless_disconnected(http, render_chat(server, chat_of(request)))
-        tokens = await server.engine.encode(prompt, add_special_tokens=False)
-        return JsonResponse({"input_tokens": len(tokens)})
+        return JsonResponse({"input_tokens": await unless_disconnected(http, count_tokens(server, chat_of(request)))})
 
     return [
         *api_routes("/messages", create, body=MessagesRequest, summary="Answer, as Anthropic's API does."),

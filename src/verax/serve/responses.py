@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import VeraxError
-from verax.serve.chat_run import ChatEvent, ChatRun, run_chat
+from verax.serve.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.errors import ApiError, api_error
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
@@ -54,7 +54,20 @@ def routes(server: Server) -> list[Route]:
         except (ApiError, VeraxError) as error:
             raise _renamed(api_error(error)) from error
 
-    return api_routes("/responses", create, body=ResponsesRequest, summary="Answer, as OpenAI's responses do.")
+    async def count(http: Request) -> Response:
+        request = await read_body(http, ResponsesRequest)
+        try:
+            tokens = await unless_disconnected(http, count_tokens(server, chat_of(request)))
+        except (ApiError, VeraxError) as error:
+            raise _renamed(api_error(error)) from error
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    return [
+        *api_routes("/responses", create, body=ResponsesRequest, summary="Answer, as OpenAI's responses do."),
+        *api_routes(
+            "/responses/input_tokens", count, body=ResponsesRequest, summary="Count the tokens of a response's input."
+        ),
+    ]
 
 
 def _renamed(error: ApiError) -> ApiError:
