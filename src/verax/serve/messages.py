@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from verax.serve.answers import MessageObject, MessageTokens
 from verax.serve.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.errors import anthropic_error
 from verax.serve.fields import read_body
@@ -43,8 +44,22 @@ def routes(server: Server) -> list[Route]:
         return JsonResponse({"input_tokens": await unless_disconnected(http, count_tokens(server, chat_of(request)))})
 
     return [
-        *api_routes("/messages", create, body=MessagesRequest, summary="Answer, as Anthropic's API does."),
-        *api_routes("/messages/count_tokens", count, body=CountTokensRequest, summary="Count a message's tokens."),
+        *api_routes(
+            "/messages",
+            create,
+            body=MessagesRequest,
+            answer=MessageObject,
+            streams=True,
+            queued=True,
+            summary="Answer, as Anthropic's API does.",
+        ),
+        *api_routes(
+            "/messages/count_tokens",
+            count,
+            body=CountTokensRequest,
+            answer=MessageTokens,
+            summary="Count a message's tokens.",
+        ),
     ]
 
 
