@@ -116,7 +116,7 @@ def _answers(described: Described, schemas: Mapping[Any, dict[str, Any]]) -> dic
     if described.answer is not None:
         contents[_JSON] = {"schema": schemas[described.answer]}
     if described.streams:
-        contents[_EVENTS] = {"schema": {"type": "string", "description": "server-sent events"}}
+        contents[_EVENTS] = {"schema": {"description": "server-sent events, whose data is JSON"}}
     contents |= {kind: {"schema": {"type": "string"}} for kind in described.media}
     texts = {"200": "the answer"} | ({"206": "a part of the file"} if described.ranges else {})
     return {
