@@ -31,9 +31,14 @@ def map_path_parameters(context, path_parameters):
     """Name what is there, in about half of the cases that do not delete it."""
     operation = context.operation
     kind = operation.path.removeprefix("/v1").split("/")[1]
-    if kind in NAMES and operation.method != "delete" and len(str(path_parameters["name"])) % 2:
-        path_parameters["name"] = NAMES[kind]
-    return path_parameters
+    if (
+        not path_parameters
+        or kind not in NAMES
+        or operation.method == "delete"
+        or len(str(path_parameters["name"])) % 2
+    ):
+        return path_parameters
+    return {"name": NAMES[kind]}
 
 
 @schemathesis.hook

@@ -12,6 +12,7 @@ from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.specs.openapi import checks  # noqa: E402
 
 import tests.conformance.fuzz_hooks  # noqa: E402, F401  (it registers the hooks)
+from tests.support.chat_run import running  # noqa: E402
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -28,8 +29,8 @@ PATHS = [
 
 @pytest.fixture(scope="module")
 def described(make_api):
-    app = make_api(allowed_hosts=("testserver",), any_model_name=True).app
-    return schemathesis.openapi.from_asgi("/openapi.json", app)
+    with running(make_api(any_model_name=True).app) as address:
+        yield schemathesis.openapi.from_url(f"{address}/openapi.json")
 
 
 @pytest.mark.parametrize(("mode", "number"), [(GenerationMode.POSITIVE, 20), (GenerationMode.NEGATIVE, 10)])

@@ -35,7 +35,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Described:
-    """What the description of the API says of a route.
+    """Part of the description of the API that is about one route.
 
     Attributes:
         summary: line for people.
