@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
+from verax.serve.answers import TextCompletion
 from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
@@ -22,7 +23,7 @@ from verax.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from verax.serve.merge import merged
 from verax.serve.record import RequestRecord, record_of
 from verax.serve.routing import api_routes
-from verax.serve.sampling import Count, GenerationRequest, sampling_params
+from verax.serve.sampling import Count, GenerationRequest, Refused, sampling_params
 from verax.serve.server import Server
 from verax.serve.sse import DONE, data_event, unless_disconnected
 from verax.serve.usage import SYSTEM_FINGERPRINT, Usage
@@ -41,7 +42,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Refused = None
     add_special_tokens: bool | None = None
 
 
@@ -77,7 +78,15 @@ def routes(server: Server) -> list[Route]:
             return server.stream(run.chunks())
         return JsonResponse(await unless_disconnected(http, run.whole()))
 
-    return api_routes("/completions", complete, body=CompletionRequest, summary="Complete prompts.")
+    return api_routes(
+        "/completions",
+        complete,
+        body=CompletionRequest,
+        answer=TextCompletion,
+        streams=True,
+        queued=True,
+        summary="Complete prompts.",
+    )
 
 
 def prompts_of(given: str | Sequence[Any], most: int, name: str = "prompt") -> list[str | list[int]]:
