@@ -156,10 +156,8 @@ class CompletionRun:
         found: list[list[_Part]] = [[] for _ in self._samples]
         async for part in self.parts():
             found[part.index].append(part)
-        body = {**self._head, "choices": [self._joined(parts) for parts in found], "usage": self.usage.body()}
-        if len(self._usages) == 1:
-            body["timings"] = self._usages[0].timings()
-        return body
+        choices = [self._joined(parts) for parts in found]
+        return {**self._head, "choices": choices, "usage": self.usage.body(), **self._timings()}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Events of a stream, the last one included."""
@@ -171,10 +169,16 @@ class CompletionRun:
                 body = {**self._head, "choices": [self._choice(part)]}
                 if each_usage or last_usage:
                     body["usage"] = self.usage.body() if each_usage else None
+                if part.finish_reason is not None:
+                    body |= self._timings()
                 yield data_event(body)
         if last_usage:
-            yield data_event({**self._head, "choices": [], "usage": self.usage.body()})
+            yield data_event({**self._head, "choices": [], "usage": self.usage.body(), **self._timings()})
         yield DONE
+
+    def _timings(self) -> dict[str, Any]:
+        """Times of a single prompt. Several prompts are answered at once, so that their times have no sum."""
+        return {"timings": self._usages[0].timings()} if len(self._usages) == 1 else {}
 
     def _sample(self) -> _Sample:
         wanted = self._request.logprobs

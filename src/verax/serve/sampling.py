@@ -20,8 +20,15 @@ Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Text = Annotated[str, Meta(min_length=1)]
 
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's old names of the forms of structured output."""
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""Other names of the forms of structured output: vLLM's old ones, and llama.cpp's."""
 
 REFUSED = ("bad_words", "allowed_token_ids", "thinking_token_budget", "chat_template", "functions", "function_call")
 """Fields that would change the answer and that this server does not have."""
@@ -37,10 +44,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """JSON schema of an answer."""
+    """JSON schema of an answer. The name has no meaning here."""
 
-    name: str
     schema: dict[str, Any]
+    name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
@@ -50,6 +57,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """Schema of a JSON object, as llama.cpp's clients give it."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -85,6 +94,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
     bad_words: Any = None
     allowed_token_ids: Any = None
     thinking_token_budget: Any = None
@@ -188,7 +199,7 @@ def structured_output(request: GenerationRequest, other: dict[str, Any] | None) 
             raise ApiError(400, f"{param}: it is missing", param=param)
         forms["response_format"] = {"json": format.json_schema.schema}
     elif format is not None and format.type == "json_object":
-        forms["response_format"] = {"json_object": True}
+        forms["response_format"] = {"json_object": True} if format.schema is None else {"json": format.schema}
     if len(forms) > 1:
         first, second = list(forms)[:2]
         raise ApiError(400, f"{second}: it cannot be combined with {first}", param=second)
