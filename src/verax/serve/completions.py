@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, StructuredOutputError
 from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
@@ -22,7 +22,7 @@ from verax.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from verax.serve.merge import merged
 from verax.serve.record import RequestRecord, record_of
 from verax.serve.routing import api_routes
-from verax.serve.sampling import Count, GenerationRequest, sampling_params
+from verax.serve.sampling import Count, GenerationRequest, form_error, sampling_params
 from verax.serve.server import Server
 from verax.serve.sse import DONE, data_event, unless_disconnected
 from verax.serve.usage import SYSTEM_FINGERPRINT, Usage
@@ -144,12 +144,15 @@ class CompletionRun:
 
     async def parts(self) -> AsyncGenerator[_Part, None]:
         """New parts of all choices. Closing the generator aborts the requests."""
-        async with aclosing(merged(self._streams)) as outputs:
-            async for prompt, output in outputs:
-                self._note(prompt, output)
-                for sample in output.outputs:
-                    if part := await self._part(prompt, sample, output):
-                        yield part
+        try:
+            async with aclosing(merged(self._streams)) as outputs:
+                async for prompt, output in outputs:
+                    self._note(prompt, output)
+                    for sample in output.outputs:
+                        if part := await self._part(prompt, sample, output):
+                            yield part
+        except (InvalidParameterError, StructuredOutputError) as error:
+            raise form_error(error, self._request) from error
 
     async def whole(self) -> dict[str, Any]:
         """Body of the answer."""

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from verax.serve.errors import ApiError
+from verax.errors import InvalidParameterError, VeraxError
+from verax.serve.errors import ApiError, api_error
 from verax.serve.server import Server
 from verax.text.sampling_params import SamplingParams
 
-__all__ = ["GenerationRequest", "ResponseFormat", "StreamOptions", "check_room", "sampling_params"]
+__all__ = ["GenerationRequest", "ResponseFormat", "StreamOptions", "check_room", "form_error", "sampling_params"]
 
 MAX_INT = 2**31 - 1
 
@@ -134,7 +135,6 @@ def sampling_params(
 
     Raises:
         ApiError: 400, naming the field.
-        InvalidParameterError: the same.
     """
     check_room(server, request)
     values = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
@@ -146,7 +146,10 @@ def sampling_params(
     if form is not None:
         values["structured_outputs"] = form if after is None else {"after": after, **form}
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, **overrides}
-    return server.engine.llm.default_sampling_params(**values)
+    try:
+        return server.engine.llm.default_sampling_params(**values)
+    except InvalidParameterError as error:
+        raise form_error(error, request) from error
 
 
 def check_room(server: Server, request: GenerationRequest) -> None:
@@ -182,7 +185,25 @@ def structured_output(request: GenerationRequest, other: dict[str, Any] | None) 
     Raises:
         ApiError: 400 for several forms, or one that is not supported.
     """
-    forms: dict[str, dict[str, Any]] = {} if other is None else {"tool_choice": other}
+    forms = {**({} if other is None else {"tool_choice": other}), **_forms(request)}
+    if len(forms) > 1:
+        first, second = list(forms)[:2]
+        raise ApiError(400, f"{second}: it cannot be combined with {first}", param=second)
+    return next(iter(forms.values()), None)
+
+
+def form_error(error: VeraxError, request: GenerationRequest) -> ApiError:
+    """The HTTP error of one of the engine's. One about the form of the answer names the request's own field."""
+    found = api_error(error)
+    if (found.param or "").startswith("structured_outputs") and request.structured_outputs is None:
+        found.param = next(iter(_forms(request)), "tools")
+        found.message = f"{found.param}: {found.message.partition(': ')[2]}"
+    return found
+
+
+def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
+    """Forms that a request gives, by their fields."""
+    forms: dict[str, dict[str, Any]] = {}
     if request.structured_outputs is not None:
         given = {name: value for name, value in request.structured_outputs.items() if value is not None}
         if "structural_tag" in given:
@@ -200,10 +221,7 @@ def structured_output(request: GenerationRequest, other: dict[str, Any] | None) 
         forms["response_format"] = {"json": format.json_schema.schema}
     elif format is not None and format.type == "json_object":
         forms["response_format"] = {"json_object": True} if format.schema is None else {"json": format.schema}
-    if len(forms) > 1:
-        first, second = list(forms)[:2]
-        raise ApiError(400, f"{second}: it cannot be combined with {first}", param=second)
-    return next(iter(forms.values()), None)
+    return forms
 
 
 def _token_id(key: str) -> int:
