@@ -280,6 +280,7 @@ def test_only_allowed_pages_get_permission_before_a_request(make_api):
     wrong_key = client.get("/v1/models", headers={"Origin": "https://good.example"})
     assert wrong_key.status_code == 401
     assert wrong_key.headers["access-control-allow-origin"] == "https://good.example"
+    assert "retry-after" in wrong_key.headers["access-control-expose-headers"]
 
 
 # The list.

@@ -155,6 +155,8 @@ def test_what_is_written_like_a_call_is_text_without_tools_and_with_none(api):
     forced = {"structured_outputs": {"choice": [text]}}
     assert answer(api, tool_choice="none", **forced) == (text, [], "stop")
     assert answer(api, tools=None, **forced) == (text, [], "stop")
+    shown = [api.ok(f"{PATH}/input_tokens", {**BODY, **more}) for more in ({"tool_choice": "none"}, {"tools": None})]
+    assert shown[0] == shown[1]
 
 
 def test_a_call_of_another_function_is_text(api):
