@@ -41,10 +41,10 @@ build/tokenizers/%/tokenizer.json:
 client-examples: $(VENV)/.installed-dev build/clients/langchain-openai/.installed build/clients/litellm/.installed  ## Run the examples of LangChain's and LiteLLM's clients, which are installed into build/clients, against a server.
 	$(BIN)/python -m pytest tests/serve/test_docs_examples.py -k example_of_a_client
 
-# Each has an environment of its own: they need different versions of openai.
+# Each has an environment of its own, since they need different versions of openai. LiteLLM offers tools with its extra only.
 build/clients/%/.installed: | $(BIN)/python
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet $*
+	$(@D)/bin/python -m pip install --quiet '$*$(if $(filter litellm,$*),[mcp])'
 	@touch $@
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.

@@ -35,7 +35,7 @@ def main() -> None:
     print("stream: ", *(chunk.content for chunk in model.stream([question])), sep="")
     print("by schema:", model.with_structured_output(Sum).invoke([question]).model_dump())
 
-    answer = model.bind_tools([add], tool_choice="add").invoke([question])
+    answer = model.bind_tools([add], tool_choice="add", strict=True).invoke([question])
     call = answer.tool_calls[0]
     result = add.invoke(call)
     print("tool call:", call["name"], call["args"], "=", result.content)

@@ -1,6 +1,6 @@
 """LiteLLM with a server of ours: chat, stream, structured output, a tool call, embeddings.
 
-Needs `pip install litellm`. Start `verax serve` first. VERAX_URL is its address if it is not the usual one.
+Needs `pip install 'litellm[mcp]'`. Start `verax serve` first. VERAX_URL is its address if it is not the usual one.
 """
 
 import json
