@@ -1,6 +1,7 @@
 """LiteLLM with a server of ours: chat, stream, structured output, a tool call, embeddings.
 
-Needs `pip install 'litellm[mcp]'`. Start `verax serve` first. VERAX_URL is its address if it is not the usual one.
+Needs `pip install 'litellm[mcp]'`. Start `verax serve` first. VERAX_URL is its address if it is not the usual one. With
+LITELLM_LOCAL_MODEL_COST_MAP=True in the environment, LiteLLM fetches no list of prices.
 """
 
 import json
