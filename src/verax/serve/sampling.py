@@ -21,7 +21,7 @@ Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Text = Annotated[str, Meta(min_length=1)]
 
-GUIDED = {
+FORM_ALIASES = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -193,7 +193,10 @@ def structured_output(request: GenerationRequest, other: dict[str, Any] | None) 
 
 
 def form_error(error: VeraxError, request: GenerationRequest) -> ApiError:
-    """The HTTP error of one of the engine's. One about the form of the answer names the request's own field."""
+    """The HTTP error of one of the engine's.
+
+    An error of the answer's form names the request's own field, which is "tools" if they have demanded the form.
+    """
     found = api_error(error)
     if (found.param or "").startswith("structured_outputs") and request.structured_outputs is None:
         found.param = next(iter(_forms(request)), "tools")
@@ -202,7 +205,11 @@ def form_error(error: VeraxError, request: GenerationRequest) -> ApiError:
 
 
 def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
-    """Forms that a request gives, by their fields."""
+    """Forms that a request gives, by their fields.
+
+    Raises:
+        ApiError: 400 for one that is missing or not supported.
+    """
     forms: dict[str, dict[str, Any]] = {}
     if request.structured_outputs is not None:
         given = {name: value for name, value in request.structured_outputs.items() if value is not None}
@@ -210,7 +217,7 @@ def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
             param = "structured_outputs.structural_tag"
             raise ApiError(400, f"{param}: it is not supported here; use tools", param=param)
         forms["structured_outputs"] = given
-    for old, name in GUIDED.items():
+    for old, name in FORM_ALIASES.items():
         if (value := getattr(request, old)) is not None:
             forms[old] = {name: value}
     format = request.response_format
