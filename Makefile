@@ -12,7 +12,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers fuzz-server openai-conformance lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers client-examples fuzz-server openai-conformance lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,15 @@ build/openai/.installed: Makefile | $(BIN)/python
 	tar -xzf build/openai/openai-$(OPENAI).tar.gz -C build/openai/source --strip-components=1
 	$(BIN)/python -m venv --clear build/openai/venv
 	build/openai/venv/bin/python -m pip install --quiet 'build/openai/openai-$(OPENAI).tar.gz[aiohttp]' pytest pytest-asyncio rich
+	@touch $@
+
+client-examples: $(VENV)/.installed-dev build/clients/langchain-openai/.installed build/clients/litellm/.installed  ## Run the examples of LangChain's and LiteLLM's clients, which are installed into build/clients, against a server.
+	$(BIN)/python -m pytest tests/serve/test_docs_examples.py -k example_of_a_client
+
+# Each has an environment of its own, since they need different versions of openai. LiteLLM offers tools with its extra only.
+build/clients/%/.installed: | $(BIN)/python
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet '$*$(if $(filter litellm,$*),[mcp])'
 	@touch $@
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.

@@ -63,6 +63,12 @@ def test_one_text_is_a_list_of_one_vector(embed, encoder):
     np.testing.assert_allclose(vectors_of(embed(input="the cat")), encoder.encode(["the cat"]), atol=2e-6)
 
 
+def test_equal_texts_have_equal_vectors_of_length_one(embed):
+    vectors = vectors_of(embed(input=["the cat sat"] * 5))
+    np.testing.assert_allclose(vectors, vectors[:1].repeat(5, 0), atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+
+
 def test_token_ids_give_the_vectors_of_their_text(embed, encoder):
     ids = [tokens for tokens, _ in encoder.tokenize(SENTENCES)]
     expected = encoder.encode(SENTENCES)
@@ -119,6 +125,7 @@ def test_long_texts_are_refused_or_cut_when_told(embed, encoder):
         (dict(input=[2**63]), "input"),
         (dict(input=["a cat"] * 9), "input"),
         (dict(input={"text": "a cat"}), "input"),
+        (dict(input=["a cat", {"content": [{"type": "text", "text": "a dog"}]}]), "input[1]"),
         (dict(input="a cat", dimensions=0), "dimensions"),
         (dict(input="a cat", dimensions=49), "dimensions"),
         (dict(input="a cat", dimensions=-(10**30)), "dimensions"),
