@@ -79,6 +79,7 @@ def test_depth_is_counted_outside_of_strings_and_only_in_depth():
     assert decode(Body, b'{"messages": [], "anything": "' + b"[{" * 1000 + b'"}')
     assert decode(Body, b'{"messages": [], "anything": "\\"' + b"[" * 1000 + b'"}')
     assert decode(Body, b'{"messages": [], "anything": [' + b"[],{}," * 1000 + b"[]]}")
+    assert decode(Body, b'{"messages": [], "anything": [' + (b"[" * 60 + b"]" * 60 + b",") * 1000 + b"[]]}")
     deepest = MAX_DEPTH - 1
     assert decode(Body, b'{"messages": [], "anything": ' + b"[" * deepest + b"]" * deepest + b"}")
 
