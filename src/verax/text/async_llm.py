@@ -111,6 +111,7 @@ class AsyncLLM:
         self._names = itertools.count()
         self._closing = False
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "verax-tokenizer")
+        self._long_texts = ThreadPoolExecutor(1, "verax-long-texts")
         self._thread = EngineThread(llm.engine, max_queued_tokens=max_queued_tokens)
         # The thread holds no reference to this object, so that dropping it ends the thread.
         weakref.finalize(self, self._thread.stop).atexit = False
@@ -223,15 +224,16 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, tokenised in a thread.
+        """Token ids of a text, tokenised in a thread. Texts that are too long for a prompt hold up no prompt.
 
         Raises:
             InvalidParameterError: if there is no tokenizer.
         """
         if self.tokenizer is None:
             raise InvalidParameterError(f"text: {NO_TOKENIZER}")
+        pool = self._pool if self.llm.engine.fits(text) else self._long_texts
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def abort(self, request_id: str) -> None:
         """Stop a request: its generator gives what is left, with `finish_reason` "abort". Unknown ids are ignored."""
@@ -250,7 +252,8 @@ class AsyncLLM:
         await asyncio.to_thread(thread.stop)
         thread.deliver()
         thread.fail_all(thread.error, "the engine was shut down")
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_texts):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(
         self,
@@ -338,6 +341,7 @@ class AsyncLLM:
                 if live.prompt is None:
                     tokens = items
                 elif self.tokenizer is not None:
+                    self.llm.engine.check_text(live.prompt)
                     tokens = self.tokenizer.encode(live.prompt, add_special_tokens=add_special_tokens)
         except BaseException as error:
             tokens = error
