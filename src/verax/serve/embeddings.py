@@ -46,6 +46,7 @@ class EmbeddingRequest(msgspec.Struct):
 
 def routes(server: Server) -> list[Route]:
     """Route of the embeddings. Its queue ends with the server."""
+    settings = server.settings
     queue: EmbeddingQueue | None = None
 
     async def embeddings(request: Request) -> Response:
@@ -56,11 +57,15 @@ def routes(server: Server) -> list[Route]:
         name = server.check_model(body.model, (server.encoder.name,))
         record = record_of(request)
         record.model = name
-        inputs = _inputs(body, server.settings.max_prompts)
+        inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
         _check_sizes(body, encoder)
         if queue is None:
-            queue = EmbeddingQueue(encoder)
+            queue = EmbeddingQueue(
+                encoder,
+                batch_size=settings.embedding_batch_size,
+                max_inputs=settings.max_queued_embedding_inputs,
+            )
         with queue.slots(len(inputs)):
             token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, body.truncate_prompt_tokens)
             vectors = await unless_disconnected(request, queue.embed(token_ids))
