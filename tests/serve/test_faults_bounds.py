@@ -1,8 +1,10 @@
 """Requests that ask for more work than a request may: each is one error, and nobody else waits for it."""
 
 import base64
+import concurrent.futures
 import io
 import json
+import threading
 
 import httpx
 import pytest
@@ -39,7 +41,7 @@ def data_uri(data, kind):
 
 def animation(frames):
     buffer = io.BytesIO()
-    pictures = [PIL.new("P", (8, 8), i % 256) for i in range(frames)]
+    pictures = [PIL.new("L", (8, 8), i % 256) for i in range(frames)]
     pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:])
     return buffer.getvalue()
 
@@ -59,7 +61,7 @@ def animation(frames):
         (COMPLETE, {"prompt": "a", "guided_choice": ["a" * i for i in range(1, 1000)]}, 400, "structured_outputs"),
         (COMPLETE, {"prompt": "a", "guided_regex": "(a{1000}){1000}"}, 400, "structured_outputs"),
         (COMPLETE, {"prompt": "a", "guided_regex": "(" * 30_000 + ")" * 30_000}, 400, "structured_outputs"),
-        (COMPLETE, {"prompt": "a", "guided_regex": "a" * 100_000}, 400, "structured_outputs.regex"),
+        (COMPLETE, {"prompt": "a", "guided_regex": "a" * 100_000}, 400, "structured_outputs"),
         (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_000}, 400, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 10_000}]}, 400, "messages"),
         (CHAT, {**ASKED, "stop": ["z" * 500_000] * 4}, 400, "stop"),
@@ -69,8 +71,6 @@ def animation(frames):
         (CHAT, {**ASKED, "chat_template_kwargs": {"a": "b" * 9_000_000}}, 413, "body"),
         (EMBED, {"input": ["a"] * 2049}, 400, "input"),
         (EMBED, {"input": "a " * 1_000_000}, 400, "input"),
-        (VIDEOS, {"prompt": "a", "input_reference": data_uri(bomb(20_000, 20_000), "png")}, 400, "input_reference"),
-        (VIDEOS, {"prompt": "a", "input_reference": data_uri(animation(10_000), "gif")}, 400, "input_reference"),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -81,6 +81,37 @@ def test_too_much_work_is_one_error(api, path, body, status, param):
     assert error["param"] == param or param is None
     assert len(error["message"]) < 1000
     assert api.post(CHAT, json={**ASKED, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [
+        (lambda: data_uri(bomb(20_000, 20_000), "png"), "pixels"),
+        (lambda: data_uri(animation(10_000), "gif"), "more than 512 frames"),
+    ],
+    ids=["pixels", "frames"],
+)
+def test_a_picture_that_would_grow_is_one_error(api, picture, says):
+    error = api.post(VIDEOS, json={"prompt": "a", "input_reference": picture()}).json()["error"]
+    assert error["param"] == "input_reference"
+    assert says in error["message"]
+
+
+def test_megabytes_of_text_are_not_tokenised_for_a_vector(api, served_encoder, monkeypatch):
+    tokenised, tokenize = [], served_encoder.tokenize
+
+    def watched(texts, **options):
+        tokenised.extend(map(len, texts))
+        return tokenize(texts, **options)
+
+    monkeypatch.setattr(served_encoder, "tokenize", watched)
+    long = "the cat " * 500_000
+    error = api.post(EMBED, json={"input": ["a", long]}).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert error["n_prompt_tokens"] > error["n_ctx"] == 16
+    cut = api.post(EMBED, json={"input": long, "truncate_prompt_tokens": -1}).json()
+    assert cut["usage"]["prompt_tokens"] == 16
+    assert max(tokenised) < 2000
 
 
 def test_as_many_texts_as_openai_takes_are_embedded(api):
@@ -122,3 +153,22 @@ def test_a_grammar_that_takes_too_long_ends_its_request_alone(api, monkeypatch, 
     assert "ambiguous" in error["message"]
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_nobody_waits_for_grammars_that_compile(api, monkeypatch):
+    done, compile_grammar = threading.Event(), grammar.GrammarCompiler.compile
+
+    def slow(self, wanted):
+        assert done.wait(60)
+        return compile_grammar(self, wanted)
+
+    monkeypatch.setattr(grammar.GrammarCompiler, "compile", slow)
+    formed = {"prompt": "abc", "max_tokens": 2, "guided_choice": ["a", "b"]}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        try:
+            waiting = [pool.submit(api.post, COMPLETE, json=formed) for _ in range(4)]
+            assert api.post(CHAT, json={**ASKED, "max_tokens": 1}).status_code == 200
+            assert not any(answer.done() for answer in waiting)
+        finally:
+            done.set()
+        assert [answer.result().status_code for answer in waiting] == [200] * 4

@@ -39,7 +39,7 @@ def test_a_setting_out_of_range_is_named(settings, says):
     [
         (["--max-videos", "0"], "--max-videos"),
         (["--video-ttl", "soon"], "--video-ttl"),
-        (["--video-ttl", "nan"], "video_ttl"),
+        (["--video-ttl", "inf"], "video_ttl"),
         (["--max-embedding-inputs", "9000"], "max_queued_embedding_inputs"),
     ],
 )

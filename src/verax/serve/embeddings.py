@@ -29,6 +29,10 @@ from verax.serve.sse import unless_disconnected
 __all__ = ["EmbeddingRequest", "routes"]
 
 
+_CHARACTERS = 64
+"""Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
+
+
 class EmbeddingRequest(msgspec.Struct):
     """Body of a request."""
 
@@ -129,25 +133,32 @@ def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, kept: int 
     """
     limit = kept if kept is not None and kept > 0 else encoder.max_length
     if isinstance(inputs[0], str):
+        texts, most = cast("list[str]", inputs), encoder.max_length * _CHARACTERS
+        longest = max(map(len, texts))
+        if kept is None and longest > most:
+            raise _too_long(f"{longest} characters", -(-longest // _CHARACTERS), limit)
         try:
-            found = encoder.tokenize(cast("list[str]", inputs), max_length=limit)
+            found = encoder.tokenize([text[:most] for text in texts], max_length=limit)
         except InvalidParameterError as error:
             raise _renamed(error, {"max_length": "truncate_prompt_tokens", "sentences": "input"}) from error
     else:
         found = [(ids[:limit], len(ids) - limit) for ids in cast("list[list[int]]", inputs)]
     if kept is None:
-        longest = max(found, key=lambda one: one[1])
-        if longest[1] > 0:
-            size = len(longest[0]) + longest[1]
-            raise ApiError(
-                400,
-                f"input: {size} tokens are more than the {limit} that the model reads; see truncate_prompt_tokens",
-                **{"param": "input", "code": "context_length_exceeded", "n_prompt_tokens": size, "n_ctx": limit},
-            )
+        ids, cut = max(found, key=lambda one: one[1])
+        if cut > 0:
+            raise _too_long(f"{len(ids) + cut} tokens", len(ids) + cut, limit)
     try:
         return encoder.check_tokens([ids for ids, _ in found])
     except InvalidParameterError as error:
         raise _renamed(error, {"token_ids": "input"}) from error
+
+
+def _too_long(what: str, size: int, limit: int) -> ApiError:
+    return ApiError(
+        400,
+        f"input: {what} are more than the {limit} tokens that the model reads; see truncate_prompt_tokens",
+        **{"param": "input", "code": "context_length_exceeded", "n_prompt_tokens": size, "n_ctx": limit},
+    )
 
 
 def _renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:
