@@ -12,6 +12,7 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax import Encoder, VideoPipeline
+from verax.serve import run
 from verax.serve.app import create_app
 from verax.serve.run import _Process, bind
 from verax.serve.server import Server
@@ -53,7 +54,12 @@ def running(server):
     """Base URL of a server's process, which runs in a thread."""
     started = threading.Event()
     process, listener = _Process(server, started.set), bind(server.settings)
-    thread = threading.Thread(target=asyncio.run, args=(process.serve(sockets=[listener]),))
+
+    def serve():
+        with asyncio.Runner(loop_factory=run.uvloop and run.uvloop.new_event_loop) as runner:
+            runner.run(process.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=serve)
     thread.start()
     try:
         assert started.wait(60)

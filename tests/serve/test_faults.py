@@ -359,6 +359,34 @@ def test_too_many_or_too_long_headers_are_cut_off(shared, headers):
     assert is_alive(shared)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            b"GET /\xff HTTP/1.1",
+            b"GET * HTTP/1.1",
+            b"OPTIONS * HTTP/1.1",
+            b"CONNECT a:80 HTTP/1.1",
+            b"GET  / HTTP/1.1",
+        ),
+        *(
+            b"GET http://[ HTTP/1.1",
+            b"GET //evil.example/ HTTP/1.1",
+            b"GET / HTTP/9.9",
+            b"\x16\x03\x01\x02",
+            b"PRI * HTTP/2.0",
+        ),
+    ],
+)
+def test_an_odd_request_line_is_one_error(shared, line):
+    url = str(shared.base_url).rstrip("/")
+    answer = sent(url, line + b"\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.splitlines()[0].split()[1] in (b"400", b"404", b"405")
+    assert json.loads(body)["error"]["type"] in ("invalid_request_error", "not_found_error")
+    assert is_alive(shared)
+
+
 def test_headers_that_never_end_have_a_limited_time(serve):
     with serve(slow_client_timeout=0.3) as url, client_of(url) as api:
         silent = sent(url)

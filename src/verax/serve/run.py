@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
-import uuid
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any, cast
 
-import h11
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verax.errors import InvalidParameterError
 from verax.serve.app import create_app
-from verax.serve.errors import ApiError
-from verax.serve.middleware import MAX_HEADER_BYTES
+from verax.serve.protocol import HttpProtocol
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
+
+try:
+    import uvloop
+except ImportError:  # it does not exist for Windows
+    uvloop = None
 
 __all__ = ["bind", "run"]
 
@@ -63,74 +64,16 @@ def run(server: Server, listener: socket.socket, on_start: Callable[[str], None]
         Exit status: 0, or 1 if the engine has failed.
     """
     process = _Process(server, on_start and (lambda: on_start(_url(server.settings, listener))))
+    # The models' objects live as long as the process. A collection that walks them takes longer than an engine step.
+    gc.collect()
+    gc.freeze()
     try:
-        asyncio.run(process.serve(sockets=[listener]))
+        with asyncio.Runner(loop_factory=uvloop and uvloop.new_event_loop) as runner:
+            runner.run(process.serve(sockets=[listener]))
     finally:
+        gc.unfreeze()
         listener.close()
     return process.status
-
-
-class _Http(H11Protocol):
-    """HTTP/1.1 whose own errors have the one shape, too, and whose clients have a limited time for their headers.
-
-    Args:
-        header_timeout: seconds from the connection, or the answer before, to the end of a request's headers.
-        options: arguments of `H11Protocol`.
-    """
-
-    def __init__(self, *, header_timeout: float, **options: Any):
-        super().__init__(**options)
-        self._header_timeout = header_timeout
-        self._header_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self._watch_headers()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_headers()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-
-    def _watch_headers(self) -> None:
-        """Run the timer while no answer is due."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
-        elif self._header_timer is None:
-            self._header_timer = self.loop.call_later(self._header_timeout, self._give_up)
-
-    def _give_up(self) -> None:
-        if self.transport.is_closing():
-            return
-        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:  # a request has begun
-            self._refuse(408, f"headers: they did not end within {self._header_timeout:g} s")
-        else:
-            self.transport.close()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
-
-    def _refuse(self, status: int, message: str) -> None:
-        body = msgspec.json.encode(ApiError(status, message).body())
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", uuid.uuid4().hex.encode()),
-            (b"connection", b"close"),
-        ]
-        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
-        self.transport.close()
 
 
 class _Process(uvicorn.Server):
@@ -141,13 +84,12 @@ class _Process(uvicorn.Server):
             uvicorn.Config(
                 create_app(server),
                 # uvicorn calls what it is given, though it declares a class.
-                http=cast(Any, partial(_Http, header_timeout=server.settings.slow_client_timeout)),
+                http=cast(Any, partial(HttpProtocol, header_timeout=server.settings.slow_client_timeout)),
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_graceful_shutdown=round(LAST_ANSWERS),
             )
         )
