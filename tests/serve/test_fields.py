@@ -59,6 +59,7 @@ def test_a_wrong_field_is_named(body, param):
         b"null",
         b"[]",
         b'"text"',
+        b'"' + b"[" * 1000 + b'"',
         b'{"messages": [], "temperature": NaN}',
         b'{"messages": [{"role": "\xff"}]}',
         b'{"messages": [{"role": "\\ud800"}]}',

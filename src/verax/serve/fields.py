@@ -100,7 +100,8 @@ def _check_depth(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = np.frombuffer(_STRING.sub(b"", body).translate(_ONE_KIND, _NO_BRACKETS), np.uint8)
-    if np.where(brackets == ord("["), 1, -1).cumsum().max() > MAX_DEPTH:
+    steps = np.where(brackets == ord("["), np.int8(1), np.int8(-1))
+    if steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
         raise ApiError(400, f"body: JSON nested deeper than {MAX_DEPTH} levels")
 
 
