@@ -9,9 +9,8 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,8 +81,9 @@ class GrammarMatcher:
         """
         for token in tokens:
             if self._after is None:
-                with self._bounded(MASK_SECONDS_PER_TOKEN):
-                    self._matcher.consume_token(token)
+                begin = time.thread_time()
+                self._matcher.consume_token(token)
+                self._check(begin, MASK_SECONDS_PER_TOKEN)
                 continue
             self._text = self._text[-len(self._after) :] + self._vocabulary.decode_bytes([token])
             if self._after in self._text:
@@ -96,14 +96,12 @@ class GrammarMatcher:
             StructuredOutputError: if that takes more work than a step may, or the answer has taken too much.
         """
         if self._after is None:
-            with self._bounded(0):
-                _fill(self._matcher, mask)
+            begin = time.thread_time()
+            _fill(self._matcher, mask)
+            self._check(begin)
 
-    @contextmanager
-    def _bounded(self, earned: float) -> Iterator[None]:
-        """Take the time of the block off the rest, after adding `earned` to it, and check for errors."""
-        begin = time.thread_time()
-        yield
+    def _check(self, begin: float, earned: float = 0.0) -> None:
+        """Add `earned` to the time that is left, take off what has passed since `begin`, and look for errors."""
         self._seconds = min(self._seconds + earned, MASK_SECONDS) - (time.thread_time() - begin)
         reason = _reason(self._matcher.get_error()) if self._matcher.is_error() else None
         if reason is None and self._seconds < 0:
