@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
-from verax import Encoder
+from tests.support.tiny_encoder import random_sentences
 from verax.serve.app import create_app
 from verax.serve.server import LazyModel, Server
 from verax.serve.settings import ServerSettings
@@ -15,16 +14,15 @@ from verax.serve.settings import ServerSettings
 SENTENCES = random_sentences(5, seed=3, most=12)
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    folder = tiny_encoder(tmp_path_factory.mktemp("encoder"))
-    sentence_files(folder, max_seq_length=16)
-    return Encoder(folder)
+@pytest.fixture
+def encoder(served_encoder):
+    return served_encoder
 
 
 @pytest.fixture(scope="module")
-def client(encoder):
-    server = Server(encoder=LazyModel("tiny", lambda: encoder), settings=ServerSettings(max_prompts=8))
+def client(served_encoder):
+    settings = ServerSettings(max_embedding_inputs=8)
+    server = Server(encoder=LazyModel("tiny", lambda: served_encoder), settings=settings)
     with TestClient(create_app(server), base_url="http://127.0.0.1") as client:
         yield client
 

@@ -57,7 +57,7 @@ def now():
 
 @pytest.fixture
 def jobs(pipeline, now):
-    jobs = VideoJobs(pipeline, ClipStore(), max_queued=2, max_jobs=4, ttl=60, clock=lambda: now[0])
+    jobs = VideoJobs(pipeline, ClipStore(1 << 20), max_queued=2, max_jobs=4, ttl=60, clock=lambda: now[0])
     yield jobs
     pipeline.may_go.release(100)
     jobs.close()

@@ -196,8 +196,12 @@ def check_room(server: Server, request: GenerationRequest) -> None:
     if n > min(server.settings.max_n, slots):
         most = min(server.settings.max_n, slots)
         raise ApiError(400, f"n: expected at most {most}, got {n}", param="n")
-    if isinstance(request.stop, list) and len(request.stop) > server.settings.max_stop:
-        raise ApiError(400, f"stop: expected at most {server.settings.max_stop}, got {len(request.stop)}", param="stop")
+    stop, most = [request.stop] if isinstance(request.stop, str) else request.stop or [], server.settings.max_stop
+    if len(stop) > most:
+        raise ApiError(400, f"stop: expected at most {most}, got {len(stop)}", param="stop")
+    longest, most = max(map(len, stop), default=0), server.settings.max_stop_length
+    if longest > most:
+        raise ApiError(400, f"stop: expected at most {most} characters, got {longest}", param="stop")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: it is for streams; set stream to true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
