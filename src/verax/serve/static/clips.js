@@ -36,7 +36,7 @@ class ClipsTab extends HTMLElement {
     const number = ([name, label, limits]) =>
       field(label, h("input", { type: "number", name, placeholder: "default", ...limits }));
     this.problem = h("p", { class: "error", role: "alert" });
-    this.form = h("form", { class: "clip-form", onsubmit: (event) => this.create(event) },
+    this.form = h("form", { class: "card clip-form", onsubmit: (event) => this.create(event) },
       field("Prompt", h("textarea", { name: "prompt", rows: 4, required: true,
         placeholder: "Such as: a red circle floats left over a blue to green gradient" })),
       field("First picture (optional)", this.picture), this.shownPicture,
