@@ -21,13 +21,10 @@ from playwright.sync_api import Page, sync_playwright
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "screenshots"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-COLOURS = 128
-"""Colours of a picture, which keep it well below 100 KB."""
-
 GAP = 16
 """Pixels between the parts of a picture that shows several tabs."""
 
-WIDE = {"width": 1120, "height": 760}
+WIDE = {"width": 1120, "height": 880}
 NARROW = {"width": 360, "height": 640}
 VARIANTS = {"light": (WIDE, "light"), "dark": (WIDE, "dark"), "narrow": (NARROW, "light")}
 
@@ -106,6 +103,7 @@ def take(name: str, pages: list[Page]) -> list[Image.Image]:
     tab, fill = PICTURES[name]
     for page in pages:
         navigate(page, tab)
+        page.mouse.move(0, 0)
     fill(pages)
     return [Image.open(io.BytesIO(page.screenshot())).convert("RGB") for page in pages]
 
@@ -121,7 +119,8 @@ def write(pictures: dict[str, list[Image.Image]], variants: list[str]) -> None:
     for name, shots in pictures.items():
         save(name, shots[variants.index("light")])
     dark = [shots[variants.index("dark")] for shots in pictures.values()]
-    save("dark", grid([shot.resize((shot.width // 2, shot.height // 2), Image.Resampling.LANCZOS) for shot in dark], 2))
+    half = [shot.resize((shot.width // 2, shot.height // 2), Image.Resampling.LANCZOS) for shot in dark]
+    save("dark", grid(half, 2), lossless=False)
     save("narrow", grid([shots[variants.index("narrow")] for shots in pictures.values()], 3))
 
 
@@ -135,9 +134,9 @@ def grid(shots: list[Image.Image], columns: int) -> Image.Image:
     return sheet
 
 
-def save(name: str, picture: Image.Image) -> None:
-    """Write a picture with few colours."""
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(FOLDER / f"{name}.png", optimize=True)
+def save(name: str, picture: Image.Image, lossless: bool = True) -> None:
+    """Write a picture."""
+    picture.save(FOLDER / f"{name}.webp", lossless=lossless, quality=80, method=6)
 
 
 def ask(page: Page, question: str) -> None:
@@ -148,14 +147,13 @@ def ask(page: Page, question: str) -> None:
 
 
 def chat(pages: list[Page]) -> None:
-    """Two questions that the built-in model can answer, and the tokens of the first answer."""
+    """Two questions that the built-in model can answer, and the tokens of the second answer."""
     for page in pages:
         ask(page, "What is 47 + 38?")
         ask(page, "Tell me a story about a brave fox.")
-        answer = page.get_by_role("article", name="Answer").first
+        answer = page.get_by_role("article", name="Answer").last
         answer.get_by_role("button", name="Token probabilities").click()
-        page.get_by_role("log").evaluate("log => { log.scrollTop = 0; }")
-        answer.locator(".token", has_text="8").first.hover()
+        answer.locator(".token", has_text="shy").first.hover()
 
 
 def tools(pages: list[Page]) -> None:
@@ -177,7 +175,6 @@ def tools(pages: list[Page]) -> None:
             opener.click()
         page.get_by_role("button", name=title, exact=True).click()
         page.locator(".code").wait_for()
-        page.mouse.move(0, 0)
     pages[0].wait_for_timeout(SETTLED)
 
 
@@ -193,7 +190,7 @@ def clips(pages: list[Page]) -> None:
         create(page, prompt)
         page.get_by_role("article", name=prompt).first.get_by_label("Download").wait_for()
     page.get_by_label("Steps").fill("250")
-    for _ in range(8):
+    for _ in range(3):
         create(page, "a green triangle drifts right across a background from white to blue")
     for other in pages:
         navigate(other, "Chat")
@@ -214,6 +211,7 @@ def sentences(pages: list[Page]) -> None:
     """The sentences that are there."""
     for page in pages:
         page.get_by_role("button", name="Compare").click()
+        page.mouse.move(0, 0)
         page.locator(".matrix").wait_for()
 
 
@@ -228,10 +226,11 @@ def server(pages: list[Page]) -> None:
               max_tokens: tokens, temperature: 0.7, ignore_eos: true }),
           }).then((answer) => answer.json());
           const animals = ["brave fox", "shy cat", "small bird", "happy dog", "old frog", "kind bear"];
-          for (const parallel of [1, 2, 4, 6, 10, 6, 3, 8, 12, 4, 2]) {
-            const tokens = (index) => 60 + 30 * (index % 4);
-            await Promise.all([...Array(parallel)].map((_, index) => story(animals[index % 6], tokens(index))));
-            await new Promise((resolve) => setTimeout(resolve, 1500));
+          for (const parallel of [1, 3, 6, 2, 12, 4]) {
+            const end = Date.now() + 7000;
+            await Promise.all([...Array(parallel)].map(async (_, index) => {
+              while (Date.now() < end) await story(animals[index % 6], 120 + 40 * (index % 4));
+            }));
           }
         }"""
     )
@@ -244,6 +243,7 @@ def reports(pages: list[Page]) -> None:
         page.get_by_label("Filter the reports").fill("text")
         page.locator(".files button", has_text=".md").first.click()
         page.locator(".report table").first.wait_for()
+        page.mouse.move(0, 0)
 
 
 PICTURES = {

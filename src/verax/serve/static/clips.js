@@ -94,7 +94,7 @@ class ClipsTab extends HTMLElement {
 
   show(jobs) {
     for (const id of this.cards.keys()) if (!jobs.some((job) => job.id === id)) this.drop(id);
-    for (const job of jobs) {
+    for (const job of jobs.toReversed()) { // the oldest one first: each goes before or behind those that are there
       const card = this.cards.get(job.id) ?? this.addCard(job);
       const place = active(job) ? this.queue : this.gallery;
       if (card.parentElement !== place) place[active(job) ? "append" : "prepend"](card);

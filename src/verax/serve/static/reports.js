@@ -57,7 +57,8 @@ class ReportsTab extends HTMLElement {
       const shown = await this.content(report.name, response);
       if (this.shown === report.name) {
         this.view.replaceChildren(h("h3", {}, report.name), shown);
-        this.view.scrollIntoView({ block: "nearest" });
+        const { top } = this.view.getBoundingClientRect();
+        if (top < 0 || top > innerHeight / 2) this.view.scrollIntoView();
       }
     } catch (error) {
       this.view.replaceChildren(h("p", { class: "error" }, error.message));

@@ -55,7 +55,7 @@ class SentencesTab extends HTMLElement {
       return h("li", {}, h("p", {}, lines[i]), h("ol", {}, others.slice(0, NEIGHBOURS).map(([value, j]) =>
         h("li", {},
           h("meter", { min: 0, max: 1, value: Math.max(0, value), "aria-label": `Similarity ${value.toFixed(2)}` }),
-          h("span", { class: "value" }, value.toFixed(2)), h("span", {}, lines[j])))));
+          h("span", { class: "stats" }, value.toFixed(2)), h("span", {}, lines[j])))));
     });
     this.result.replaceChildren(
       h("h3", {}, "Similarity"),

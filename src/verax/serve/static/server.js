@@ -33,7 +33,7 @@ class ServerTab extends HTMLElement {
     this.tiles = h("dl", { class: "tiles" });
     this.problem = h("p", { class: "error", role: "alert" });
     this.tabIndex = 0; // nothing in it takes the focus, and it is to scroll by keyboard
-    this.append(h("div", { class: "page" }, h("h2", {}, "Server"), this.problem, this.tiles,
+    this.append(h("div", { class: "page wide" }, h("h2", {}, "Server"), this.problem, this.tiles,
       h("div", { class: "charts" }, Object.values(this.charts))));
   }
 
