@@ -21,10 +21,13 @@ from playwright.sync_api import Page, sync_playwright
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "screenshots"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MAX_BYTES = 70_000
+"""Size of a picture above which it is saved with loss."""
+
 GAP = 16
 """Pixels between the parts of a picture that shows several tabs."""
 
-WIDE = {"width": 1120, "height": 880}
+WIDE = {"width": 1120, "height": 920}
 NARROW = {"width": 360, "height": 640}
 VARIANTS = {"light": (WIDE, "light"), "dark": (WIDE, "dark"), "narrow": (NARROW, "light")}
 
@@ -120,7 +123,7 @@ def write(pictures: dict[str, list[Image.Image]], variants: list[str]) -> None:
         save(name, shots[variants.index("light")])
     dark = [shots[variants.index("dark")] for shots in pictures.values()]
     half = [shot.resize((shot.width // 2, shot.height // 2), Image.Resampling.LANCZOS) for shot in dark]
-    save("dark", grid(half, 2), lossless=False)
+    save("dark", grid(half, 2))
     save("narrow", grid([shots[variants.index("narrow")] for shots in pictures.values()], 3))
 
 
@@ -134,9 +137,14 @@ def grid(shots: list[Image.Image], columns: int) -> Image.Image:
     return sheet
 
 
-def save(name: str, picture: Image.Image, lossless: bool = True) -> None:
-    """Write a picture."""
-    picture.save(FOLDER / f"{name}.webp", lossless=lossless, quality=80, method=6)
+def save(name: str, picture: Image.Image) -> None:
+    """Write a picture, without loss if it is small enough then."""
+    for options in ({"lossless": True}, {"quality": 85}, {"quality": 65}):
+        file = io.BytesIO()
+        picture.save(file, "WEBP", method=6, **options)
+        if len(file.getvalue()) <= MAX_BYTES:
+            break
+    (FOLDER / f"{name}.webp").write_bytes(file.getvalue())
 
 
 def ask(page: Page, question: str) -> None:
@@ -175,6 +183,7 @@ def tools(pages: list[Page]) -> None:
             opener.click()
         page.get_by_role("button", name=title, exact=True).click()
         page.locator(".code").wait_for()
+        page.mouse.move(0, 0)
     pages[0].wait_for_timeout(SETTLED)
 
 
