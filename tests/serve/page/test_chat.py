@@ -28,8 +28,8 @@ def test_an_answer_is_rendered_with_its_speed(page, fake):
     ask(page, "rich please")
     answer = finished(page)
     answer.get_by_role("heading", name="Two sums").wait_for()
-    assert answer.locator("span.k", has_text="def").count() == 1
-    assert answer.get_by_role("cell", name="42").count() == 2
+    expect(answer.locator("span.k", has_text="def")).to_have_count(1)
+    expect(answer.get_by_role("cell", name="42")).to_have_count(2)
     stats = answer.locator(".stats").inner_text()
     assert "first token" in stats
     assert "tokens/s" in stats
@@ -111,7 +111,7 @@ def test_the_end_of_an_answer_stays_in_sight_unless_the_reader_scrolls_up(page):
         ask(page, f"{kind} please")
         finished(page, count).locator(last).wait_for()
         assert log.evaluate(BELOW) <= 1
-    ask(page, "slow please")
+    ask(page, "slow enough to scroll")
     answers(page).last.get_by_text("word9").wait_for()
     log.evaluate("log => log.scrollTo(0, 0)")
     answers(page).last.get_by_text("word150").wait_for(timeout=30_000)

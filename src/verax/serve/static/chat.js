@@ -141,7 +141,7 @@ class ChatTab extends HTMLElement {
         h("button", { type: "button", onclick: () => this.say(null, text) }, text)))));
     if (focused && !this.log.contains(document.activeElement)) this.log.focus(); // its button is gone
     this.showSend();
-    this.following = true;
+    Object.assign(this, { following: true, lastTop: 0 });
     this.follow();
   }
 
@@ -244,7 +244,9 @@ class ChatTab extends HTMLElement {
 
   /** Stay at the end of the log as it grows, until the reader scrolls up. */
   follow() {
+    this.scrolled(); // the reader may have scrolled without an event as yet
     if (this.following) this.log.scrollTop = this.log.scrollHeight;
+    this.lastTop = this.log.scrollTop;
   }
 
   scrolled() {
