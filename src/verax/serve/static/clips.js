@@ -133,7 +133,7 @@ class ClipsTab extends HTMLElement {
       parts.push(h("div", { class: "progress" },
         h("progress", { max: 100, value: job.progress, "aria-label": "Progress" }),
         h("span", {}, label), iconButton("close", "Cancel", () => this.remove(job))));
-      if (job.status === "in_progress") this.showVariant(card, job, "preview");
+      if (job.progress > 0) this.showVariant(card, job, "preview");
     } else if (job.status === "failed") {
       parts.push(h("p", { class: "error" }, job.error?.message ?? "This clip failed."), h("div", { class: "buttons" },
         iconButton("trash", "Delete", () => this.remove(job))));
