@@ -1,4 +1,4 @@
-"""The examples of docs/server.md run against a server, and so do the dashboard's metrics and the load test."""
+"""The server examples of README.md and docs/server.md, the dashboard's metrics and the load test, against a server."""
 
 import ast
 import asyncio
@@ -24,7 +24,8 @@ pytest.importorskip("uvicorn")
 
 ROOT = Path(__file__).parents[2]
 OURS = "needs the server; tests/serve/test_docs_examples.py starts one and runs it"
-BLOCKS = [block for block in blocks(ROOT / "docs/server.md") if block.not_run == OURS]
+PAGES = ("README.md", "docs/server.md")
+BLOCKS = [block for page in PAGES for block in blocks(ROOT / page) if block.not_run == OURS]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +88,8 @@ def test_an_example_of_the_page_runs(block, target, monkeypatch, capsys):
         assert ('"stream": true' not in command) or done.stdout.rstrip().endswith("data: [DONE]")
 
 
-def test_the_page_has_examples_that_run():
-    assert [block.language for block in BLOCKS] == ["sh", "python", "sh"]
+def test_the_pages_have_examples_that_run():
+    assert [block.language for block in BLOCKS] == ["sh", "python", "sh", "python", "sh"]
 
 
 def python_with(package):

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from verax.cli.lines import checked, read_lines
 if TYPE_CHECKING:
     from verax.text.llm import LLM
     from verax.text.sampling_params import SamplingParams
+    from verax.text.structured_outputs import StructuredOutputs
 
 __all__ = ["generate"]
 
@@ -162,13 +163,15 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 def _form(
     json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: Path | None
-) -> dict[str, Any] | None:
-    """Fields of `StructuredOutputs`; None if the answer is free."""
+) -> StructuredOutputs | None:
+    """Form of the answer; None if it is free."""
+    from verax.text.structured_outputs import StructuredOutputs
+
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         json_schema = _read("--json-schema", Path(json_schema))
     text = None if grammar is None else _read("--grammar", grammar)
     form = options.given(json=json_schema, regex=regex, choice=choice or None, grammar=text)
-    return form or None
+    return StructuredOutputs(**form) if form else None
 
 
 def _read(option: str, path: Path) -> str:

@@ -28,8 +28,8 @@ def test_an_answer_is_rendered_with_its_speed(page, fake):
     ask(page, "rich please")
     answer = finished(page)
     answer.get_by_role("heading", name="Two sums").wait_for()
-    assert answer.locator("span.k", has_text="def").count() == 1
-    assert answer.get_by_role("cell", name="42").count() == 2
+    expect(answer.locator("span.k", has_text="def")).to_have_count(1)
+    expect(answer.get_by_role("cell", name="42")).to_have_count(2)
     stats = answer.locator(".stats").inner_text()
     assert "first token" in stats
     assert "tokens/s" in stats
@@ -100,6 +100,26 @@ def test_the_conversation_and_the_settings_are_sent(page, fake):
     assert body["model"] == "verax-text"
 
 
+BELOW = "log => Math.round(log.scrollHeight - log.scrollTop - log.clientHeight)"
+"""Pixels of the log below what is in sight."""
+
+
+def test_the_end_of_an_answer_stays_in_sight_unless_the_reader_scrolls_up(page):
+    log = page.get_by_role("log")
+    page.set_viewport_size({"width": 900, "height": 400})
+    for count, (kind, last) in enumerate({"rich": ".code", "tools": ".call input"}.items(), start=1):
+        ask(page, f"{kind} please")
+        finished(page, count).locator(last).wait_for()
+        assert log.evaluate(BELOW) <= 1
+    ask(page, "slow enough to scroll")
+    answers(page).last.get_by_text("word9").wait_for()
+    log.evaluate("log => log.scrollTo(0, 0)")
+    answers(page).last.get_by_text("word150").wait_for(timeout=30_000)
+    assert log.evaluate("log => log.scrollTop") == 0
+    page.get_by_role("button", name="Stop").click()
+    finished(page, 3)
+
+
 def test_thinking_is_folded(page):
     ask(page, "think first")
     answer = finished(page)
@@ -120,6 +140,7 @@ def test_a_tool_call_is_shown_and_its_result_goes_on(page, fake):
     function = {"name": "weather", "arguments": '{"city": "Paris"}'}
     assert call["tool_calls"] == [{"id": "call_1", "type": "function", "function": function}]
     assert result == {"role": "tool", "content": "sunny", "tool_call_id": "call_1"}
+    expect(page.get_by_label("Result of weather")).to_have_count(0)  # it is answered
 
 
 def test_token_probabilities_appear_at_the_pointer(page):

@@ -42,6 +42,21 @@ def test_a_clip_from_prompt_to_download(page, fake, tmp_path):
     card.wait_for(state="detached")
 
 
+def test_the_newest_clip_is_the_first_one_of_the_gallery_also_after_a_reload(page):
+    open_tab(page, "Clips")
+    for prompt in ("An old clip", "A new clip"):
+        page.get_by_label("Prompt").fill(prompt)
+        page.get_by_role("button", name="Create the clip").click()
+        page.get_by_role("article", name=prompt).get_by_label("Download").wait_for()
+    page.reload()
+    cards = page.locator(".gallery .prompt")
+    expect(cards.first).to_have_text("A new clip")
+    assert cards.all_inner_texts()[:2] == ["A new clip", "An old clip"]
+    for name in ("A new clip", "An old clip"):
+        page.get_by_role("article", name=name).get_by_label("Delete").click()
+        page.get_by_role("article", name=name).wait_for(state="detached")
+
+
 def test_sentences_are_compared(page):
     open_tab(page, "Sentences")
     page.get_by_label("One sentence on each line").fill("the cat sleeps\nthe cat is here\nrain tomorrow")
@@ -104,6 +119,17 @@ def test_no_tab_is_wider_than_a_narrow_screen(page, fake, tab):
         )
         == []
     )
+
+
+def test_what_is_opened_on_a_narrow_screen_is_in_sight_and_readable(page):
+    page.set_viewport_size({"width": 360, "height": 640})
+    open_tab(page, "Server")
+    page.get_by_role("img", name="Requests: running 3").wait_for()
+    texts = page.locator("line-chart text")
+    assert min(texts.evaluate_all("all => all.map(text => text.getBoundingClientRect().height)")) >= 9
+    open_tab(page, "Reports")
+    page.get_by_role("button", name="run/compare.md").click()
+    expect(page.get_by_role("heading", name="qwen3, bfloat16")).to_be_in_viewport()
 
 
 def fill_tab(page, tab):

@@ -2,17 +2,16 @@
 
 import { h, short, svg } from "./dom.js";
 
-const WIDTH = 480;
 const HEIGHT = 160;
 const LEFT = 44;
 const BOTTOM = 18;
 const TOP = 8;
 
 class LineChart extends HTMLElement {
-  /** `series` are names in the order of the colours; `unit` stands behind the values. */
-  init(title, series, { unit = "", top } = {}) {
-    Object.assign(this, { series, unit, top });
-    this.plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img" });
+  /** `series` are names in the order of the colours; `top` is the axis's end, or `least` the least of it. */
+  init(title, series, { unit = "", top, least = 0 } = {}) {
+    Object.assign(this, { series, unit, top, least });
+    this.plot = svg("svg", { role: "img" });
     this.legend = h("ul", { class: "legend" });
     this.plot.addEventListener("pointermove", (event) => this.point(event));
     this.plot.addEventListener("pointerleave", () => this.draw(this.rows));
@@ -25,15 +24,17 @@ class LineChart extends HTMLElement {
   /** Draw rows of [seconds ago, value of each series, …]; a value may be null. */
   draw(rows) {
     this.rows = rows;
+    this.width = this.plot.clientWidth || 400;
+    this.plot.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     const values = rows.flatMap(([, ...row]) => row.filter((value) => value != null));
-    this.limit = this.top ?? ceiling(Math.max(0, ...values));
+    this.limit = this.top ?? ceiling(Math.max(this.least, ...values));
     this.span = Math.max(60, ...rows.map(([ago]) => ago));
     const grid = [0, 0.5, 1].map((part) => {
       const y = this.y(part * this.limit);
-      return svg("g", {}, svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y, y2: y }),
+      return svg("g", {}, svg("line", { class: "grid", x1: LEFT, x2: this.width, y1: y, y2: y }),
         svg("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, short(part * this.limit)));
     });
-    const times = [[LEFT, `${Math.round(this.span)} s ago`, "start"], [WIDTH, "now", "end"]].map(([x, text, anchor]) =>
+    const times = [[LEFT, `${Math.round(this.span)} s ago`, "start"], [this.width, "now", "end"]].map(([x, text, anchor]) =>
       svg("text", { x, y: HEIGHT - 3, "text-anchor": anchor }, text));
     const lines = this.series.map((_, index) =>
       svg("path", { class: `line series-${index}`, d: this.path(rows, index) }));
@@ -56,7 +57,7 @@ class LineChart extends HTMLElement {
   }
 
   x(ago) {
-    return WIDTH - (ago / this.span) * (WIDTH - LEFT);
+    return this.width - (ago / this.span) * (this.width - LEFT);
   }
 
   y(value) {
@@ -76,7 +77,7 @@ class LineChart extends HTMLElement {
   point(event) {
     if (!this.rows.length) return;
     const box = this.plot.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * WIDTH;
+    const x = ((event.clientX - box.left) / box.width) * this.width;
     const distance = ([ago]) => Math.abs(this.x(ago) - x);
     const row = this.rows.reduce((best, one) => (distance(one) < distance(best) ? one : best));
     this.cursor.setAttribute("x1", this.x(row[0]));

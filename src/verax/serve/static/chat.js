@@ -42,7 +42,8 @@ class ChatTab extends HTMLElement {
     this.panelButton = iconButton("sliders", "Settings", () => this.toggle(this.panel, this.panelButton),
       { "aria-expanded": "false" });
     this.model = h("select", { "aria-label": "Model" });
-    this.log = h("div", { class: "log", role: "log", "aria-live": "polite", "aria-label": "Messages", tabindex: 0 });
+    this.log = h("div", { class: "log", role: "log", "aria-live": "polite", "aria-label": "Messages", tabindex: 0,
+      onscroll: () => this.scrolled() });
     this.box = h("textarea", { rows: 1, placeholder: "Write a message", "aria-label": "Message",
       oninput: () => this.fit(), onkeydown: (event) => this.key(event) });
     this.sendButton = h("button", { class: "send", "aria-label": "Send", title: "Send (Enter)" }, icon("send"));
@@ -140,12 +141,15 @@ class ChatTab extends HTMLElement {
         h("button", { type: "button", onclick: () => this.say(null, text) }, text)))));
     if (focused && !this.log.contains(document.activeElement)) this.log.focus(); // its button is gone
     this.showSend();
-    this.log.scrollTop = this.log.scrollHeight;
+    Object.assign(this, { following: true, lastTop: 0 });
+    this.follow();
   }
 
   update(node) {
-    const state = { running: this.running.has(node.id), siblings: siblings(this.conversation, node) };
+    const state = { running: this.running.has(node.id), siblings: siblings(this.conversation, node),
+      followed: this.conversation.leaf !== node.id };
     this.views.get(node.id)?.update(state);
+    this.follow();
   }
 
   actions(node) {
@@ -158,6 +162,7 @@ class ChatTab extends HTMLElement {
         this.show();
       },
       results: (texts) => this.toolResults(node, texts),
+      grown: () => this.follow(),
     };
   }
 
@@ -219,7 +224,7 @@ class ChatTab extends HTMLElement {
     await store.put(conversation);
     this.showList();
     const changed = () => {
-      this.follow(() => this.update(node));
+      this.update(node);
       if (performance.now() - saved < SAVE_EVERY) return;
       saved = performance.now();
       store.put(conversation);
@@ -237,11 +242,18 @@ class ChatTab extends HTMLElement {
     this.showSend();
   }
 
-  /** Change the log, and stay at its end if that is what was in sight. */
-  follow(change) {
-    const atEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 80;
-    change();
-    if (atEnd) this.log.scrollTop = this.log.scrollHeight;
+  /** Stay at the end of the log as it grows, until the reader scrolls up. */
+  follow() {
+    this.scrolled(); // the reader may have scrolled without an event as yet
+    if (this.following) this.log.scrollTop = this.log.scrollHeight;
+    this.lastTop = this.log.scrollTop;
+  }
+
+  scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.log;
+    if (scrollHeight - scrollTop - clientHeight < 80) this.following = true;
+    else if (scrollTop < this.lastTop) this.following = false;
+    this.lastTop = scrollTop;
   }
 
   /** Answers of a conversation that stream. */

@@ -36,7 +36,7 @@ class ClipsTab extends HTMLElement {
     const number = ([name, label, limits]) =>
       field(label, h("input", { type: "number", name, placeholder: "default", ...limits }));
     this.problem = h("p", { class: "error", role: "alert" });
-    this.form = h("form", { class: "clip-form", onsubmit: (event) => this.create(event) },
+    this.form = h("form", { class: "card clip-form", onsubmit: (event) => this.create(event) },
       field("Prompt", h("textarea", { name: "prompt", rows: 4, required: true,
         placeholder: "Such as: a red circle floats left over a blue to green gradient" })),
       field("First picture (optional)", this.picture), this.shownPicture,
@@ -94,7 +94,7 @@ class ClipsTab extends HTMLElement {
 
   show(jobs) {
     for (const id of this.cards.keys()) if (!jobs.some((job) => job.id === id)) this.drop(id);
-    for (const job of jobs) {
+    for (const job of jobs.toReversed()) { // the oldest one first: each goes before or behind those that are there
       const card = this.cards.get(job.id) ?? this.addCard(job);
       const place = active(job) ? this.queue : this.gallery;
       if (card.parentElement !== place) place[active(job) ? "append" : "prepend"](card);
@@ -133,7 +133,7 @@ class ClipsTab extends HTMLElement {
       parts.push(h("div", { class: "progress" },
         h("progress", { max: 100, value: job.progress, "aria-label": "Progress" }),
         h("span", {}, label), iconButton("close", "Cancel", () => this.remove(job))));
-      if (job.status === "in_progress") this.showVariant(card, job, "preview");
+      if (job.progress > 0) this.showVariant(card, job, "preview");
     } else if (job.status === "failed") {
       parts.push(h("p", { class: "error" }, job.error?.message ?? "This clip failed."), h("div", { class: "buttons" },
         iconButton("trash", "Delete", () => this.remove(job))));

@@ -107,7 +107,7 @@ export function short(number) {
   if (number >= 1e6) return `${(number / 1e6).toPrecision(3)}M`;
   if (number >= 1e4) return `${(number / 1e3).toPrecision(3)}k`;
   if (number >= 100 || Number.isInteger(number)) return String(Math.round(number));
-  return number.toPrecision(number < 1 ? 2 : 3);
+  return String(Number(number.toPrecision(number < 1 ? 2 : 3)));
 }
 
 /** Seconds in words. */

@@ -7,7 +7,7 @@ import { showMarkdown } from "./markdown.js";
 const RENDER_EVERY = 200; // ms between two renderings of an answer that streams
 
 class ChatMessage extends HTMLElement {
-  /** Build the parts. `actions` has the functions edit(text), retry(), go(sibling), results(texts). */
+  /** Build the parts. `actions` has the functions edit(text), retry(), go(sibling), results(texts), grown(). */
   init(node, actions) {
     this.node = node;
     this.actions = actions;
@@ -28,17 +28,17 @@ class ChatMessage extends HTMLElement {
     return this;
   }
 
-  /** Show the state of the message: whether it streams, and its versions. */
+  /** Show the state of the message: whether it streams, its versions, whether others follow it. */
   update(state = this.state) {
     this.state = state;
     const { node } = this;
-    const { running, siblings } = state;
+    const { running, siblings, followed } = state;
     this.running = running;
     this.setAttribute("aria-busy", String(running));
     this.showThinking();
     if (node.role === "assistant") this.render();
     else this.text.replaceChildren(h("div", { class: "plain" }, node.content));
-    if (!running) this.showCalls();
+    if (!running) this.showCalls(followed);
     this.problem.textContent = node.error ?? "";
     this.showStats();
     const buttons = `${running} ${siblings.map((one) => one.id)}`;
@@ -69,6 +69,7 @@ class ChatMessage extends HTMLElement {
     const began = performance.now();
     this.rendered = content;
     await showMarkdown(this.text, content);
+    this.actions.grown();
     // A long text takes longer to render: the page spends at most a third of its time on it.
     const pause = this.running ? Math.max(RENDER_EVERY, 2 * (performance.now() - began)) : 0;
     await new Promise((resolve) => setTimeout(resolve, pause));
@@ -76,10 +77,10 @@ class ChatMessage extends HTMLElement {
     if (this.node.content !== this.rendered) this.render();
   }
 
-  showCalls() {
+  showCalls(answered) {
     const { toolCalls } = this.node;
     if (!toolCalls.length) return;
-    const answers = toolCalls.map((call) =>
+    const answers = toolCalls.map((call) => answered ? null :
       h("input", { type: "text", placeholder: "Result of this call", "aria-label": `Result of ${call.name}` }));
     const send = (event) => {
       event.preventDefault();
@@ -88,7 +89,7 @@ class ChatMessage extends HTMLElement {
     this.calls.replaceChildren(h("form", { onsubmit: send },
       toolCalls.map((call, index) => h("div", { class: "call" },
         h("strong", {}, call.name), h("pre", { tabindex: 0 }, pretty(call.arguments)), answers[index])),
-      h("button", {}, toolCalls.length > 1 ? "Return the results" : "Return the result")));
+      answered ? null : h("button", {}, toolCalls.length > 1 ? "Return the results" : "Return the result")));
   }
 
   showStats() {

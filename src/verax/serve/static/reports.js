@@ -16,7 +16,7 @@ class ReportsTab extends HTMLElement {
     this.list = h("ul", { class: "files" });
     this.view = h("article", { class: "content report", "aria-live": "polite" });
     this.append(h("div", { class: "page wide" }, h("h2", {}, "Reports"),
-      h("div", { class: "split" }, h("div", {}, this.filter, this.list), this.view)));
+      h("div", { class: "split" }, h("div", { class: "list" }, this.filter, this.list), this.view)));
   }
 
   async load() {
@@ -35,7 +35,7 @@ class ReportsTab extends HTMLElement {
     const words = this.filter.value.toLowerCase();
     const found = (this.reports ?? []).filter(({ name }) => name.toLowerCase().includes(words));
     this.list.replaceChildren(...found.map((report) => {
-      const about = `${new Date(report.modified * 1000).toLocaleString()} · ${size(report.size)}`;
+      const about = `${DATE.format(report.modified * 1000)} · ${size(report.size)}`;
       const label = [h("span", { class: "name" }, report.name), h("small", {}, about)];
       if (report.name.endsWith(".html")) {
         return h("li", {}, h("a", { href: this.address(report), target: "_blank", rel: "noopener" }, label));
@@ -55,7 +55,11 @@ class ReportsTab extends HTMLElement {
     try {
       const response = await request(this.address(report));
       const shown = await this.content(report.name, response);
-      if (this.shown === report.name) this.view.replaceChildren(h("h3", {}, report.name), shown);
+      if (this.shown === report.name) {
+        this.view.replaceChildren(h("h3", {}, report.name), shown);
+        const { top } = this.view.getBoundingClientRect();
+        if (top < 0 || top > innerHeight / 2) this.view.scrollIntoView();
+      }
     } catch (error) {
       this.view.replaceChildren(h("p", { class: "error" }, error.message));
     }
@@ -70,6 +74,7 @@ class ReportsTab extends HTMLElement {
   }
 }
 
+const DATE = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
 const size = (bytes) => (bytes < 1024 ? `${bytes} B` : `${short(bytes / 1024)} KB`);
 
 customElements.define("reports-tab", ReportsTab);

@@ -11,16 +11,17 @@ const EXAMPLE = ["The cat is asleep on the sofa.", "A kitten naps on the couch."
 class SentencesTab extends HTMLElement {
   connectedCallback() {
     if (this.lines) return;
-    this.lines = h("textarea", { rows: 7, value: EXAMPLE });
+    this.lines = h("textarea", { rows: 8, value: EXAMPLE });
     this.problem = h("p", { class: "error", role: "alert" });
     this.result = h("div", { class: "result", "aria-live": "polite" });
     this.button = h("button", { class: "primary" }, "Compare");
-    this.append(h("div", { class: "page" }, h("h2", {}, "Sentences"),
-      h("form", { onsubmit: (event) => this.compare(event) },
-        field("One sentence on each line", this.lines,
-          `At most ${MAX_LINES} lines. The nearer two meanings, the nearer to 1.`),
-        this.button),
-      this.problem, this.result));
+    const form = h("form", { class: "card", onsubmit: (event) => this.compare(event) },
+      field("One sentence on each line", this.lines,
+        `At most ${MAX_LINES} lines. The nearer two meanings, the nearer to 1.`),
+      this.button, this.problem);
+    this.result.append(h("p", { class: "nothing" }, "The similarity of every two sentences appears here."));
+    this.append(h("div", { class: "page wide" }, h("h2", {}, "Sentences"),
+      h("div", { class: "split" }, form, this.result)));
   }
 
   async compare(event) {
@@ -54,7 +55,7 @@ class SentencesTab extends HTMLElement {
       return h("li", {}, h("p", {}, lines[i]), h("ol", {}, others.slice(0, NEIGHBOURS).map(([value, j]) =>
         h("li", {},
           h("meter", { min: 0, max: 1, value: Math.max(0, value), "aria-label": `Similarity ${value.toFixed(2)}` }),
-          h("span", { class: "value" }, value.toFixed(2)), h("span", {}, lines[j])))));
+          h("span", { class: "stats" }, value.toFixed(2)), h("span", {}, lines[j])))));
     });
     this.result.replaceChildren(
       h("h3", {}, "Similarity"),

@@ -24,7 +24,7 @@ class ServerTab extends HTMLElement {
     const chart = (...about) => document.createElement("line-chart").init(...about);
     this.charts = {
       throughput: chart("Throughput", ["generated", "prompt"], { unit: " tokens/s" }),
-      queue: chart("Requests", ["running", "waiting"]),
+      queue: chart("Requests", ["running", "waiting"], { least: 2 }),
       cache: chart("Cache use", ["KV cache", "prefix hits"], { unit: "%", top: 100 }),
       first: chart("Time to first token", ["median", "95%"], { unit: " ms" }),
       token: chart("Time between tokens", ["median", "95%"], { unit: " ms" }),
@@ -33,7 +33,7 @@ class ServerTab extends HTMLElement {
     this.tiles = h("dl", { class: "tiles" });
     this.problem = h("p", { class: "error", role: "alert" });
     this.tabIndex = 0; // nothing in it takes the focus, and it is to scroll by keyboard
-    this.append(h("div", { class: "page" }, h("h2", {}, "Server"), this.problem, this.tiles,
+    this.append(h("div", { class: "page wide" }, h("h2", {}, "Server"), this.problem, this.tiles,
       h("div", { class: "charts" }, Object.values(this.charts))));
   }
 
@@ -79,12 +79,14 @@ class ServerTab extends HTMLElement {
     charts.token.draw(latency("vllm:inter_token_latency_seconds", 1000));
     charts.whole.draw(latency("vllm:e2e_request_latency_seconds", 1));
     const { values } = now;
+    const hits = values["vllm:prefix_cache_hits_total"] / values["vllm:prefix_cache_queries_total"];
     const mean = values["vllm:time_to_first_token_seconds_sum"] / values["vllm:time_to_first_token_seconds_count"];
     this.tiles.replaceChildren(...[
       ["Requests served", short(values["vllm:request_success_total"] ?? 0)],
       ["Tokens generated", short(values["vllm:generation_tokens_total"] ?? 0)],
       ["Prompt tokens", short(values["vllm:prompt_tokens_total"] ?? 0)],
       ["First token, mean", mean ? duration(mean) : "–"],
+      ["Prefix cache hits", hits >= 0 ? `${short(100 * hits)}%` : "–"],
       ["Preemptions", short(values["vllm:num_preemptions_total"] ?? 0)],
     ].map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
   }
