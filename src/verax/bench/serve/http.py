@@ -37,14 +37,15 @@ class Target:
             raise InvalidParameterError(f"url: expected one such as http://127.0.0.1:8000/v1, got {url!r}")
         return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/"), api_key=api_key)
 
-    def head(self, method: str, path: str, length: int = 0) -> bytes:
+    def head(self, method: str, path: str, length: int = 0, *, request_id: str | None = None) -> bytes:
         """Request line and headers."""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.host}:{self.port}", "Connection: close"]
         lines += [f"Authorization: Bearer {self.api_key}"] if self.api_key else []
+        lines += [f"X-Request-Id: {request_id}"] if request_id else []
         lines += ["Content-Type: application/json", f"Content-Length: {length}"] if length else []
         return "\r\n".join([*lines, "", ""]).encode()
 
-    def completion(self, request: Request) -> bytes:
+    def completion(self, request: Request, request_id: str | None = None) -> bytes:
         """Whole HTTP request of a streamed, greedy completion of a fixed number of tokens."""
         fields = {
             "prompt": request.prompt,
@@ -55,7 +56,7 @@ class Target:
             "stream_options": {"include_usage": True},
         }
         body = msgspec.json.encode(fields | ({"model": self.model} if self.model else {}))
-        return self.head("POST", f"{self.path}/completions", len(body)) + body
+        return self.head("POST", f"{self.path}/completions", len(body), request_id=request_id) + body
 
 
 class Body:
