@@ -2,14 +2,20 @@
 
 import pytest
 
-from verax.bench.serve.llama_cpp import BUILT, VARIABLE, find_llama_server, llama_cpp_command
+from verax.bench.serve.llama_cpp import (
+    BUILT,
+    VARIABLE,
+    find_llama_server,
+    llama_cpp_command,
+    llama_server_version,
+)
 from verax.errors import MissingDependencyError
 
 
 def program(folder, name="llama-server"):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    path.write_text("#!/bin/sh\n")
+    path.write_text("#!/bin/sh\necho 'version: 0.5 (build 1)' >&2\n")
     path.chmod(0o755)
     return str(path)
 
@@ -47,3 +53,8 @@ def test_every_slot_has_room_for_the_longest_request(tmp_path):
     assert (options["--parallel"], options["--ctx-size"]) == ("32", str(32 * 96))
     assert options["--threads"] == options["--threads-batch"]
     assert words[-2:] == ["--port", "8123"]
+
+
+def test_the_version_is_the_one_that_the_program_prints(tmp_path):
+    assert llama_server_version(program(tmp_path)) == "0.5 (build 1)"
+    assert llama_server_version("/bin/true") == "unknown"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verax.errors import MissingDependencyError
 from verax.machine import num_cores
 
-__all__ = ["BUILT", "VARIABLE", "find_llama_server", "llama_cpp_command"]
+__all__ = ["BUILT", "VARIABLE", "find_llama_server", "llama_cpp_command", "llama_server_version"]
 
 PROGRAM = "llama-server"
 
@@ -38,6 +40,13 @@ def find_llama_server(given: str | None = None) -> str:
             f"llama-server, or give its path with --llama-server or {VARIABLE}"
         )
     return found
+
+
+def llama_server_version(program: str) -> str:
+    """Version that a `llama-server` prints, with its commit."""
+    printed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"version: (.+)", printed.stdout + printed.stderr)
+    return found[1] if found else "unknown"
 
 
 def llama_cpp_command(program: str, gguf: Path, *, slots: int, length: int) -> Callable[[int], Sequence[str]]:

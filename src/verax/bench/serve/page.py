@@ -27,7 +27,7 @@ def render(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"# Serve: {settings['model']}",
         "",
-        f"{settings['quantization'] or settings['dtype']}, at most {settings['max_num_seqs']} sequences in a step; "
+        f"{_precision(settings)}, at most {settings['max_num_seqs']} sequences in a step; "
         f"{_requests(traffic)}; {rounds(result)}. The client runs on the same machine. "
         "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
     ]
@@ -40,7 +40,14 @@ def slug(result: Mapping[str, Any]) -> list[str]:
     """Parts of the file name: the model and its precision, and the loads."""
     settings = result["settings"]
     model = str(settings["model"]).rstrip("/").rpartition("/")[2].removeprefix("the ")
-    return [model.lower(), settings["quantization"] or settings["dtype"], *(load.lower() for load in settings["loads"])]
+    precision = [settings["gguf"].lower(), "beside", "llama.cpp"] if settings["gguf"] else [_precision(settings)]
+    return [model.lower(), *precision, *(load.lower() for load in settings["loads"])]
+
+
+def _precision(settings: Mapping[str, Any]) -> str:
+    if settings["gguf"]:
+        return f"a GGUF file of {settings['gguf']}, which all sides read"
+    return settings["quantization"] or settings["dtype"]
 
 
 def _requests(traffic: Mapping[str, Any]) -> str:

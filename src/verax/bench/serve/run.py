@@ -13,13 +13,14 @@ import msgspec
 from verax.bench.harness import Benchmark
 from verax.bench.serve.case import run_case
 from verax.bench.serve.http import Target, fetch
-from verax.bench.serve.llama_cpp import find_llama_server, llama_cpp_command
+from verax.bench.serve.llama_cpp import find_llama_server, llama_cpp_command, llama_server_version
 from verax.bench.serve.load import Load
 from verax.bench.serve.models import served_model
 from verax.bench.serve.monitor import Monitor
 from verax.bench.serve.process import raise_open_files, started
 from verax.bench.serve.sides import AsyncSide, EngineOptions, OfflineSide, ServerSide, Side
 from verax.bench.serve.traffic import Traffic
+from verax.bench.text.run import GGUF_TYPES
 from verax.errors import InvalidParameterError, VeraxError
 
 __all__ = ["BASELINES", "bench_serve"]
@@ -52,6 +53,8 @@ def bench_serve(
 ) -> dict[str, Any]:
     """Load a server and, interleaved, other sides with the same requests; a report as JSON holds it.
 
+    Beside llama.cpp, all sides run the same GGUF file.
+
     Args:
         loads: a case each.
         make_traffic: the requests, of a vocabulary size.
@@ -71,7 +74,7 @@ def bench_serve(
         MissingDependencyError: without llama.cpp's server, if it is to run.
         VeraxError: if a server does not start or does not answer.
     """
-    engine = engine or EngineOptions()
+    asked = engine = engine or EngineOptions()
     if unknown := [name for name in against if name not in BASELINES]:
         raise InvalidParameterError(f"against: expected {', '.join(BASELINES)}, got {unknown[0]!r}")
     if url is not None and against and engine.model is None:
@@ -87,10 +90,13 @@ def bench_serve(
         stack = contextlib.AsyncExitStack()
         try:
             sides: dict[str, Side] = {}
+            gguf = None
             if "llama.cpp" in against:
+                gguf = GGUF_TYPES[engine.quantization or engine.dtype]
+                path = served.gguf(gguf)
+                engine = replace(engine, model=str(path), quantization=None)  # all sides read the same file
                 most = max(load.concurrency or engine.max_num_seqs for load in loads)
-                gguf = served.gguf(engine.quantization or engine.dtype)
-                command = llama_cpp_command(program, gguf, slots=most, length=traffic.longest)
+                command = llama_cpp_command(program, path, slots=most, length=traffic.longest)
                 sides["llama.cpp server"] = runner.run(_server(stack, command, traffic))
             if "offline" in against:
                 sides["offline"] = OfflineSide(engine, traffic)
@@ -122,17 +128,23 @@ def bench_serve(
         settings = {
             "model": served.name if url is None else ours.monitor.target.model,
             "url": url,
-            "dtype": engine.dtype,
-            "quantization": engine.quantization,
+            "shapes": shapes,
+            "against": list(against),
+            "dtype": asked.dtype,
+            "quantization": asked.quantization,
+            "gguf": gguf,
             "kv_cache_dtype": engine.kv_cache_dtype,
             "max_num_seqs": engine.max_num_seqs,
             "traffic": {name: getattr(traffic, name) for name in traffic.__dataclass_fields__},
             "loads": [load.name for load in loads],
+            "num_requests": [load.num_requests for load in loads],
+            "duration": [load.duration for load in loads],
             "goodput_ms": dict(goodput or {}),
             "runs": runs,
             "warmup": warmup,
         }
-        return benchmark.result(settings, cases=cases, server=watched)
+        versions = {"llama_server": llama_server_version(program)} if program else None
+        return benchmark.result(settings, versions, cases=cases, server=watched)
 
 
 async def _server(
