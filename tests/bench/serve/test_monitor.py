@@ -131,6 +131,17 @@ def test_a_server_without_metrics_is_loaded_all_the_same(monkeypatch):
     assert report == {"memory": None, "most_orphans": None, "looks": 0, "drain_s": None, "abandoned": None}
 
 
+@pytest.mark.parametrize(
+    ("page", "tokens"), [('{"count": 2, "tokens": [4, 5]}', [4, 5]), ('{"pieces": [4, 5]}', None), (None, None)]
+)
+def test_texts_become_tokens_if_the_server_has_vllms_page_for_it(page, tokens, monkeypatch):
+    async def main():
+        async with FakeServer(tokenized=page).serving() as target:
+            return await Monitor(target).tokenize("a b")
+
+    assert asyncio.run(main()) == tokens
+
+
 @pytest.mark.parametrize("text", ["", "# HELP a b\n", "a NaNa\n", "{} 3\n"])
 def test_pages_without_samples_have_no_values(text):
     assert module._sums(module._parsed(text)) == {}

@@ -73,7 +73,7 @@ def run_case(
     if engine is not None:
         case["added_ttft_ms"] = added_ttft(counted[chosen], counted[engine])
     last = taken[chosen][-1]
-    case["check"] = runner.run(check_answers(server.monitor.ask, last.answers, most=checks))
+    case["check"] = runner.run(check_answers(server.monitor.ask, server.monitor.tokenize, last.answers, most=checks))
     return case
 
 

@@ -52,6 +52,7 @@ class Target:
             "max_tokens": request.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "skip_special_tokens": False,  # the whole answer is compared
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -107,29 +108,31 @@ class Body:
         return b"".join(pieces)
 
 
-async def fetch(target: Target, path: str, *, timeout: float = 10.0) -> str:
-    """Text of a GET.
+async def fetch(target: Target, path: str, *, body: object = None, timeout: float = 10.0) -> str:
+    """Text of a GET, or of a POST.
 
     Args:
         target: its host, port and key.
         path: of the resource, from the root.
+        body: JSON of a POST; None for a GET.
         timeout: in seconds.
 
     Raises:
         VeraxError: if the server does not answer, or with another status than 200.
     """
     where = f"http://{target.host}:{target.port}{path}"
+    sent = b"" if body is None else msgspec.json.encode(body)
     try:
         async with asyncio.timeout(timeout):
             reader, writer = await asyncio.open_connection(target.host, target.port)
             try:
-                writer.write(target.head("GET", path))
-                body = Body()
-                text = body.feed(await reader.read())
+                writer.write(target.head("POST" if sent else "GET", path, len(sent)) + sent)
+                parts = Body()
+                text = parts.feed(await reader.read())
             finally:
                 writer.close()
     except (OSError, TimeoutError, ValueError) as error:
         raise VeraxError(f"{where}: {error or type(error).__name__}") from error
-    if body.status != 200:
-        raise VeraxError(f"{where}: status {body.status}: {text[:200].decode(errors='replace')}")
+    if parts.status != 200:
+        raise VeraxError(f"{where}: status {parts.status}: {text[:200].decode(errors='replace')}")
     return text.decode(errors="replace")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import psutil
 
 from verax.bench.serve.abandoned import GRACE, abort_times, read_ends
@@ -36,6 +37,10 @@ MEMORY = "process_resident_memory_bytes"
 
 POINTS = 61
 """Most values of the memory in a report, evenly spread over the time."""
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class Monitor:
@@ -77,6 +82,15 @@ class Monitor:
             self._disconnected.append(answer.ended)
             self._left[answer.request_id] = time.time() - (time.perf_counter() - answer.ended)
         return answer
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Token ids of a text by the server's `/tokenize`; None if it has none, or not as vLLM has it."""
+        body = {"prompt": text, "add_special_tokens": False}
+        try:
+            answer = msgspec.json.decode(await fetch(self.target, "/tokenize", body=body), type=_Tokens)
+        except (VeraxError, msgspec.MsgspecError):
+            return None
+        return answer.tokens
 
     async def watch(self) -> None:
         """Look at the server until cancelled."""

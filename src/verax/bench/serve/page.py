@@ -84,8 +84,8 @@ def _case(case: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
     return [
         *lines,
         f"- Of {check['checked']} answers asked for again without load, {check['identical']} were identical, "
-        f"{check['diverged']} parted at some token, {check['mixed']} were another request's, {check['failed']} "
-        f"failed; {check['distinct']} of the texts are distinct. {check['lost']} streams were lost, "
+        f"{check['diverged']} parted from them at some token, {check['mixed']} did not follow from their prompts, "
+        f"{check['failed']} failed; {check['distinct']} of the texts are distinct. {check['lost']} streams were lost, "
         f"{check['repeated_ids']} ids occurred twice.",
         f"- The client took {case['client_cores']:.2f} cores.",
     ]
