@@ -13,6 +13,7 @@ _PACKAGES = {
     "av": ("PyAV", "video"),
     "PIL": ("Pillow", "video"),
     "ftfy": ("ftfy", "video"),
+    "httptools": ("httptools", "server"),
     "llguidance": ("llguidance", "server"),
     "markdown_it": ("markdown-it-py", "server"),
     "python_multipart": ("python-multipart", "server"),

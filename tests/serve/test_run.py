@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from verax.errors import InvalidParameterError
+from verax.serve.middleware import MAX_HEADER_BYTES
 from verax.serve.run import bind, run
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
@@ -171,25 +172,27 @@ def test_an_engine_that_fails_fails_its_requests_and_ends_the_process(serve, ser
 
 
 def test_what_is_no_http_gets_the_one_error_shape(serve):
+    # The second is a head that has just become too long, and does not end.
+    endless = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
+    endless += b"x" * (MAX_HEADER_BYTES + 1 - len(endless))
+
     def client(url, llm):
         answers = []
-        for sent in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"x" * 300_000):
+        for sent in (b"nonsense\r\n\r\n", endless, b"GET /\xff HTTP/1.1\r\n\r\n"):
             address = urlsplit(url)
             with closing(socket.create_connection((address.hostname, address.port))) as connection:
-                connection.settimeout(10)
-                try:
-                    connection.sendall(sent)
-                    answers.append(b"".join(iter(lambda: connection.recv(65536), b"")))
-                except ConnectionError:
-                    answers.append(b"")
+                connection.settimeout(60)
+                connection.sendall(sent)
+                answers.append(b"".join(iter(lambda: connection.recv(65536), b"")))
         assert httpx.get(f"{url}/health").status_code == 200
         return answers
 
-    _, (nonsense, _) = serve(client)
-    head, _, body = nonsense.partition(b"\r\n\r\n")
-    assert b" 400 " in head
-    assert b"x-request-id" in head.lower()
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    _, answers = serve(client)
+    for answer, status in zip(answers, (400, 431, 400), strict=True):
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b" %d " % status in head
+        assert b"x-request-id" in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_an_address_in_use_is_an_error_that_names_the_port():

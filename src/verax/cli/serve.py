@@ -98,7 +98,7 @@ def serve(
     """
     from verax._optional import require_optional
 
-    for module in ("starlette", "uvicorn", "prometheus_client"):
+    for module in ("starlette", "uvicorn", "httptools", "prometheus_client"):
         require_optional(module)
     from verax.serve.logs import configure_logs
     from verax.serve.run import bind, run

@@ -58,8 +58,7 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
     values = _parse(body, kind) if isinstance(body, bytes) else body
     if not isinstance(values, Mapping):
         raise ApiError(400, "body: expected a JSON object")
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    for name in values.keys() - known:
+    for name in values.keys() - kind.__struct_encode_fields__:
         _report_unknown(name)
     # A null is an absent field, for required ones too.
     given = {name: value for name, value in values.items() if value is not None}

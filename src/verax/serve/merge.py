@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 __all__ = ["merged"]
@@ -17,6 +18,11 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
     The next item of a stream is fetched once the one before was taken. An error of one stream ends all. Closing the
     generator closes the streams.
     """
+    if len(streams) == 1:  # without a task for each item
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
     waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
     try:
         while waiting:

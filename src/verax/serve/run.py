@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
-import uuid
 from collections.abc import Callable
 from types import FrameType
 
-import h11
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verax.errors import InvalidParameterError
 from verax.serve.app import create_app
-from verax.serve.errors import ApiError
-from verax.serve.middleware import MAX_HEADER_BYTES
+from verax.serve.protocol import HttpProtocol
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
+
+try:
+    import uvloop
+except ImportError:  # it does not exist for Windows
+    uvloop = None
 
 __all__ = ["bind", "run"]
 
@@ -61,27 +62,16 @@ def run(server: Server, listener: socket.socket, on_start: Callable[[str], None]
         Exit status: 0, or 1 if the engine has failed.
     """
     process = _Process(server, on_start and (lambda: on_start(_url(server.settings, listener))))
+    # The models' objects live as long as the process. A collection that walks them takes longer than an engine step.
+    gc.collect()
+    gc.freeze()
     try:
-        asyncio.run(process.serve(sockets=[listener]))
+        with asyncio.Runner(loop_factory=uvloop and uvloop.new_event_loop) as runner:
+            runner.run(process.serve(sockets=[listener]))
     finally:
+        gc.unfreeze()
         listener.close()
     return process.status
-
-
-class _Http(H11Protocol):
-    """HTTP/1.1 whose own errors have the one shape, too."""
-
-    def send_400_response(self, msg: str) -> None:
-        body = msgspec.json.encode(ApiError(400, msg).body())
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", uuid.uuid4().hex.encode()),
-            (b"connection", b"close"),
-        ]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
-        self.transport.close()
 
 
 class _Process(uvicorn.Server):
@@ -91,13 +81,12 @@ class _Process(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(server),
-                http=_Http,
+                http=HttpProtocol,
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_graceful_shutdown=round(LAST_ANSWERS),
             )
         )
