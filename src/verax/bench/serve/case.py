@@ -133,7 +133,7 @@ class _Shown:
 
     def __init__(self, report: progress.Report):
         self._report = report
-        self._turns = (0, None)
+        self._turns: tuple[int, int | None] = (0, None)
 
     def turn(self, done: int, total: int, note: str) -> None:
         """Show that a side has had its turn."""

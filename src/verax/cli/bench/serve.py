@@ -90,8 +90,7 @@ def serve(
         str | None,
         typer.Option(
             help="Program of llama.cpp's server.",
-            envvar="VERAX_LLAMA_SERVER",
-            show_default="the one on PATH, or of make llama-server",
+            show_default="VERAX_LLAMA_SERVER, the one on PATH, or of make llama-server",
         ),
     ] = None,
     checks: Annotated[int, typer.Option(help="Answers to ask for again without load, and compare.", min=0)] = 8,
