@@ -98,7 +98,7 @@ def _latency(spread: Mapping[str, float] | None) -> str:
 
 
 def _ratio(name: str, ratio: float, spread: Sequence[float]) -> str:
-    return f"- {name}, output tokens per second: {ratio:.2f}x (P10-P90 of the rounds {spread[0]:.2f}-{spread[1]:.2f})."
+    return f"- {name}, output tokens per second: {ratio:.2f}x (P10-P90 of rounds {spread[0]:.2f}-{spread[1]:.2f})."
 
 
 def _added(added: Mapping[str, Any] | None) -> list[str]:
