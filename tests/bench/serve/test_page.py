@@ -22,9 +22,12 @@ def test_a_ratio_has_its_spread():
 
 def test_aborts_are_shown_with_the_longest_time_and_the_late_ones():
     found = {"clients": 200, "logged": 199, "late": 3, "p50_s": 0.002, "p99_s": 0.5, "most_s": 1.5}
+    found |= {"unread": 5, "unread_most_s": 2.0}
     text = "\n".join(page._server({**SERVER, "abandoned": {**found, "engine_aborts": 190, "ran_to_their_end": 7}}))
     assert "200 clients disconnected. The server's log has the end of 199 of their requests; 3 ended later" in text
     assert "(2 ms p50, 500 ms p99, 1500 ms at most)" in text
+    assert "5 of them left before the server had read their request." in text
+    assert "the last was dropped 2000 ms after the disconnection" in text
     assert "The engine counted 190 aborts. 7 abandoned requests ran to their end." in text
     assert page._server(SERVER) == []
 

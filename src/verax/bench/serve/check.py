@@ -15,8 +15,8 @@ __all__ = ["Tokenize", "check_answers"]
 Tokenize = Callable[[str], Awaitable[list[int] | None]]
 """Token ids of a text by the server; None if it cannot say."""
 
-MOST_TIES = 4
-"""Tokens of an answer that may differ by rounding. An answer of another request differs at almost every token."""
+MOST_TIES = 3
+"""Tokens of an answer that may differ by rounding. An answer to another prompt differs at many more."""
 
 
 async def check_answers(ask: Ask, tokenize: Tokenize, answers: Sequence[Answer], *, most: int) -> dict[str, Any]:

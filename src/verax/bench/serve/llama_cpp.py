@@ -20,7 +20,7 @@ VARIABLE = "VERAX_LLAMA_SERVER"
 """Environment variable with the program's path."""
 
 BUILT = Path("build/llama.cpp/bin") / PROGRAM
-"""Where `make llama-server` puts the program, from the repository's root."""
+"""Path of the program that `make llama-server` builds, from the repository's root."""
 
 
 def find_llama_server(given: str | None = None) -> str:

@@ -114,7 +114,7 @@ def _added(added: Mapping[str, Any] | None) -> list[str]:
 
 
 def _server(server: Mapping[str, Any]) -> list[str]:
-    """What was seen of the server: memory over time, and requests of clients that disconnected."""
+    """Lines on the server: memory over time, and requests of clients that disconnected."""
     return [*_memory(server["memory"]), *_aborts(server["abandoned"]), *_orphans(server)]
 
 
@@ -151,6 +151,11 @@ def _aborts(abandoned: Mapping[str, Any] | None) -> list[str]:
             times = (f"{1e3 * abandoned[key]:.0f} ms {name}" for key, name in ABORT_TIMES.items())
             text += f" ({', '.join(times)})"
         lines.append(f"{text}.")
+        if abandoned["unread"]:
+            lines.append(
+                f"- {abandoned['unread']} of them left before the server had read their request. They count from "
+                f"then on; the last was dropped {1e3 * abandoned['unread_most_s']:.0f} ms after the disconnection."
+            )
     if "engine_aborts" in abandoned:
         lines.append(
             f"- The engine counted {abandoned['engine_aborts']} aborts. {abandoned['ran_to_their_end']} abandoned "
