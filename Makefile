@@ -8,15 +8,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
-LLAMA_CPP := 0.3.36
 NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers llama-server lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers fuzz-server openai-conformance llama-server lint format bench docs clean
 
 help:  ## List the verbs.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
@@ -39,8 +38,25 @@ build/tokenizers/%/tokenizer.json:
 	  package/models/tokenizer_config.json package/models/tokenizer.json
 	@touch $@
 
+fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
+	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)
+
+openai-conformance: $(VENV)/.installed-dev build/openai/.installed  ## Run openai-python's own tests on verax serve.
+	$(BIN)/python -m tests.conformance.openai_sdk build/openai
+
+# The tests are in the source package only, and need packages that ours do not.
+OPENAI := 3.54.0
+build/openai/.installed: Makefile | $(BIN)/python
+	@mkdir -p build/openai/source
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary openai --dest build/openai openai==$(OPENAI)
+	tar -xzf build/openai/openai-$(OPENAI).tar.gz -C build/openai/source --strip-components=1
+	$(BIN)/python -m venv --clear build/openai/venv
+	build/openai/venv/bin/python -m pip install --quiet 'build/openai/openai-$(OPENAI).tar.gz[aiohttp]' pytest pytest-asyncio rich
+	@touch $@
+
 llama-server: build/llama.cpp/bin/llama-server  ## Build llama.cpp's server, which `verax bench serve --against llama.cpp` runs; needs cmake and ninja.
 
+LLAMA_CPP := 0.3.36
 build/llama.cpp/bin/llama-server: | $(BIN)/python
 	@mkdir -p build/llama.cpp
 	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama.cpp llama-cpp-python==$(LLAMA_CPP)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
+from verax.serve.answers import TextCompletion
 from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
@@ -22,7 +23,7 @@ from verax.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from verax.serve.merge import merged
 from verax.serve.record import RequestRecord, record_of
 from verax.serve.routing import api_routes
-from verax.serve.sampling import Count, GenerationRequest, sampling_params
+from verax.serve.sampling import Count, GenerationRequest, Refused, sampling_params
 from verax.serve.server import Server
 from verax.serve.sse import DONE, data_event, unless_disconnected
 from verax.serve.usage import SYSTEM_FINGERPRINT, Usage
@@ -41,7 +42,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Refused = None
     add_special_tokens: bool | None = None
 
 
@@ -77,7 +78,15 @@ def routes(server: Server) -> list[Route]:
             return server.stream(run.chunks())
         return JsonResponse(await unless_disconnected(http, run.whole()))
 
-    return api_routes("/completions", complete, body=CompletionRequest, summary="Complete prompts.")
+    return api_routes(
+        "/completions",
+        complete,
+        body=CompletionRequest,
+        answer=TextCompletion,
+        streams=True,
+        queued=True,
+        summary="Complete prompts.",
+    )
 
 
 def prompts_of(given: str | Sequence[Any], most: int, name: str = "prompt") -> list[str | list[int]]:
@@ -144,12 +153,16 @@ class CompletionRun:
 
     async def parts(self) -> AsyncGenerator[_Part, None]:
         """New parts of all choices. Closing the generator aborts the requests."""
-        async with aclosing(merged(self._streams)) as outputs:
-            async for prompt, output in outputs:
-                self._note(prompt, output)
-                for sample in output.outputs:
-                    if part := await self._part(prompt, sample, output):
-                        yield part
+        try:
+            async with aclosing(merged(self._streams)) as outputs:
+                async for prompt, output in outputs:
+                    self._note(prompt, output)
+                    for sample in output.outputs:
+                        if part := await self._part(prompt, sample, output):
+                            yield part
+        finally:
+            usage = self.usage
+            self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
     async def whole(self) -> dict[str, Any]:
         """Body of the answer."""
@@ -172,23 +185,21 @@ class CompletionRun:
                 if each_usage or last_usage:
                     body["usage"] = self.usage.body() if each_usage else None
                 yield data_event(body)
-        if last_usage:
-            yield data_event({**self._head, "choices": [], "usage": self.usage.body()})
-        yield DONE
+        usage = data_event({**self._head, "choices": [], "usage": self.usage.body()}) if last_usage else b""
+        yield usage + DONE
 
     def _sample(self) -> _Sample:
         wanted = self._request.logprobs
         return _Sample(None if wanted is None else CompletionLogprobs(wanted))
 
     def _note(self, prompt: int, output: RequestOutput) -> None:
-        self._usages[prompt].add(output)
+        usage = self._usages[prompt]
+        usage.add(output)
         if self._dropped:
-            self._usages[prompt].completion_tokens = 0
-        self._outputs[prompt] = output
-        usage = self.usage
+            usage.completion_tokens = 0
         if usage.completion_tokens:
             self._record.first_token()
-        self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        self._outputs[prompt] = output
 
     async def _part(self, prompt: int, new: CompletionOutput, output: RequestOutput) -> _Part | None:
         """New part of a choice; None if no text is certain yet."""

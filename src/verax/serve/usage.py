@@ -35,7 +35,8 @@ class Usage:
         """Count what is new in one prompt's answers."""
         self.prompt_tokens = len(output.prompt_token_ids)
         self.cached_tokens = output.num_cached_tokens
-        self.completion_tokens += sum(len(part.token_ids) for part in output.outputs)
+        for part in output.outputs:
+            self.completion_tokens += len(part.token_ids)
         self.metrics = output.metrics
 
     def body(self) -> dict[str, Any]:
