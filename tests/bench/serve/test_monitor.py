@@ -94,7 +94,7 @@ def test_each_abandoned_request_has_its_end_in_the_servers_log_or_is_late(tmp_pa
             await asyncio.gather(*(monitor.ask(Request(number, (5,), 40, leave_after=2)) for number in range(3)))
             soon, slow, _ = monitor._left.items()
             lines = [(soon[0], soon[1] + 0.25), (slow[0], slow[1] + 1.5), ("somebody-else", soon[1])]
-            started.log.write_text("".join(log_line(name, when) for name, when in lines))
+            started.log.write_text("".join(log_line(name, when, 9.0) for name, when in lines))
             return monitor.report()["abandoned"]
 
     found = asyncio.run(main())
