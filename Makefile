@@ -12,10 +12,10 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers client-examples lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers client-examples fuzz-server openai-conformance lint format bench docs clean
 
 help:  ## List the verbs.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
@@ -45,6 +45,22 @@ client-examples: $(VENV)/.installed-dev build/clients/langchain-openai/.installe
 build/clients/%/.installed: | $(BIN)/python
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet '$*$(if $(filter litellm,$*),[mcp])'
+	@touch $@
+
+fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
+	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)
+
+openai-conformance: $(VENV)/.installed-dev build/openai/.installed  ## Run openai-python's own tests on verax serve.
+	$(BIN)/python -m tests.conformance.openai_sdk build/openai
+
+# The tests are in the source package only, and need packages that ours do not.
+OPENAI := 3.54.0
+build/openai/.installed: Makefile | $(BIN)/python
+	@mkdir -p build/openai/source
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary openai --dest build/openai openai==$(OPENAI)
+	tar -xzf build/openai/openai-$(OPENAI).tar.gz -C build/openai/source --strip-components=1
+	$(BIN)/python -m venv --clear build/openai/venv
+	build/openai/venv/bin/python -m pip install --quiet 'build/openai/openai-$(OPENAI).tar.gz[aiohttp]' pytest pytest-asyncio rich
 	@touch $@
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.

@@ -4,11 +4,15 @@ import json
 
 import pytest
 
+from tests.serve.conftest import Api
 from tests.support.chat_run import ScriptedRun, call, running
+from verax.errors import QueueFullError
 from verax.serve import messages
+from verax.serve.app import create_app
 from verax.serve.errors import ApiError
 from verax.serve.fields import decode
 from verax.serve.messages_request import MessagesRequest, chat_of
+from verax.serve.server import Server
 from verax.text.parsing import Delta
 
 PATH = "/v1/messages"
@@ -230,6 +234,43 @@ def test_wrong_fields_are_named_in_anthropics_shape(api, fields, named, stream):
     assert response.status_code == 400, body
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
     assert body["error"]["message"].startswith(named)
+
+
+def raises(error):
+    async def run_chat(server, request, record=None):
+        raise error
+
+    return run_chat
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "settings", "raised", "status", "kind"),
+    [
+        ("POST", PATH, {"api_keys": ("secret",)}, None, 401, "authentication_error"),
+        ("POST", PATH, {"allowed_hosts": ("other.example",), "host": "0.0.0.0"}, None, 403, "permission_error"),
+        ("POST", f"{PATH}/batches", {}, None, 404, "not_found_error"),
+        ("GET", "/messages", {}, None, 405, "invalid_request_error"),
+        ("POST", PATH, {"max_body_bytes": 10}, None, 413, "request_too_large"),
+        ("POST", "/messages", {}, QueueFullError("the queue is full"), 429, "rate_limit_error"),
+        ("POST", PATH, {}, RuntimeError("a secret"), 500, "api_error"),
+        ("POST", PATH, {}, ApiError(503, "the server is shutting down"), 503, "overloaded_error"),
+    ],
+)
+def test_every_error_has_anthropics_shape(make_api, monkeypatch, method, path, settings, raised, status, kind):
+    monkeypatch.setattr(messages, "run_chat", raises(raised))
+    response = make_api(**settings).call(method, path, json=BODY, headers={"x-request-id": "r1"})
+    assert response.status_code == status
+    body = response.json()
+    assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", kind, "r1")
+    assert set(body["error"]) == {"type", "message"}
+    assert "secret" not in response.text
+    assert response.headers["request-id"] == "r1"
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+def test_a_server_that_ends_refuses_in_anthropics_shape():
+    response = Api(create_app(Server(draining=True))).post(PATH, BODY)
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "overloaded_error")
 
 
 def test_another_model_is_not_found(api):

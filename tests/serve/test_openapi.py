@@ -1,24 +1,80 @@
-"""`/openapi.json` describes every route of the API."""
+"""`/openapi.json` describes every route of the API, and answers are what it says."""
 
 import json
 
+import pytest
 
-def test_every_path_of_the_api_is_described_with_its_body_and_errors(api):
-    made = api.get("/openapi.json").json()
+from verax.serve.routing import ApiRoute
+
+
+@pytest.fixture(scope="module")
+def made(api):
+    return api.get("/openapi.json").json()
+
+
+def resolved(made, schema):
+    reference = schema.get("$ref")
+    return made["components"]["schemas"][reference.rpartition("/")[2]] if reference else schema
+
+
+def test_the_description_is_valid_by_the_schema_of_openapi_3_1(made):
+    schemathesis = pytest.importorskip("schemathesis")
     assert made["openapi"].startswith("3.1")
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/health"):
-        assert path in made["paths"]
-    chat = made["paths"]["/v1/chat/completions"]["post"]
-    assert chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatRequest")
-    assert "429" in chat["responses"]
-    properties = made["components"]["schemas"]["ChatRequest"]["properties"]
-    assert {"messages", "n", "tools", "response_format", "structured_outputs", "top_k"} <= set(properties)
-    identifiers = [operation["operationId"] for path in made["paths"].values() for operation in path.values()]
-    assert len(set(identifiers)) == len(identifiers)
+    schemathesis.openapi.from_dict(made).validate()
 
 
-def test_every_reference_leads_somewhere(api):
-    made = api.get("/openapi.json").json()
+def test_every_route_but_the_pages_is_described(api, made):
+    paths = {route.path_format for route in api.app.routes if isinstance(route, ApiRoute)}
+    assert set(made["paths"]) == paths
+    others = {route.path for route in api.app.routes} - {
+        route.path for route in api.app.routes if isinstance(route, ApiRoute)
+    }
+    assert all(
+        path.startswith(("/page/", "/static/")) or path in ("/", "/openapi.json", "/v1/stream") for path in others
+    )
+
+
+def test_every_operation_has_a_name_of_its_own_an_answer_and_errors(made):
+    operations = [(path, operation) for path, methods in made["paths"].items() for operation in methods.values()]
+    names = [operation["operationId"] for _, operation in operations]
+    assert len(set(names)) == len(names)
+    for path, operation in operations:
+        answers = operation["responses"]
+        assert answers["200"]["content"], path
+        assert {"401", "404", "500", "503"} <= set(answers)
+        assert {"400", "413", "415"} <= set(answers) or "requestBody" not in operation
+        for status in set(answers) - {"200", "206"}:
+            error = resolved(made, answers[status]["content"]["application/json"]["schema"])
+            assert ("request_id" in error["properties"]) == ("/messages" in path)
+
+
+def test_bodies_have_the_fields_that_are_taken(made):
+    def fields(path, kind="application/json"):
+        return resolved(made, made["paths"][path]["post"]["requestBody"]["content"][kind]["schema"])["properties"]
+
+    assert {"messages", "n", "tools", "response_format", "structured_outputs", "top_k"} <= set(
+        fields("/v1/chat/completions")
+    )
+    assert fields("/v1/chat/completions")["function_call"]["type"] == "null"  # refused
+    item = fields("/v1/responses")["input"]["anyOf"][1]["items"]["anyOf"]
+    assert {"arguments", "call_id"} <= set(resolved(made, item[1])["properties"])
+    form = fields("/v1/videos", "multipart/form-data")
+    assert set(form) == set(fields("/v1/videos"))
+    assert form["input_reference"]["anyOf"][0] == {"type": "string", "format": "binary"}
+    assert form["fps"] == {"type": "integer", "minimum": 1, "maximum": 120}
+
+
+def test_parameters_and_streams_are_described(made):
+    listing = made["paths"]["/v1/videos"]["get"]["parameters"]
+    assert {parameter["name"] for parameter in listing} == {"limit", "after", "order"}
+    content = made["paths"]["/v1/videos/{name}/content"]["get"]
+    assert [parameter["in"] for parameter in content["parameters"]] == ["path", "query", "header"]
+    assert "video/mp4" in content["responses"]["200"]["content"]
+    for path in ("chat/completions", "completions", "responses", "messages"):
+        assert "text/event-stream" in made["paths"][f"/v1/{path}"]["post"]["responses"]["200"]["content"]
+
+
+def test_every_reference_leads_somewhere(made):
     text = json.dumps(made)
     for reference in {part.split('"')[0] for part in text.split('"$ref": "')[1:]}:
         assert reference.removeprefix("#/components/schemas/") in made["components"]["schemas"]

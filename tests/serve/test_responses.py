@@ -195,9 +195,12 @@ def test_wrong_fields_are_named(api, fields, param, stream):
 def test_openais_client(make_api, monkeypatch):
     openai = pytest.importorskip("openai")
     with running(make_api().app) as address:
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        options = {"base_url": f"{address}/v1", "api_key": "none", "max_retries": 0}
+        client = openai.OpenAI(**options, _strict_response_validation=True)
         answer = client.responses.create(model="tiny", **BODY)
         assert answer.status in ("completed", "incomplete")
+        counted = client.responses.input_tokens.count(model="tiny", input=BODY["input"])
+        assert counted.input_tokens == answer.usage.input_tokens
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(model="tiny", previous_response_id="resp_1", **BODY)
         scripted(monkeypatch, ScriptedRun(DELTAS, "tool_calls"))

@@ -80,7 +80,8 @@ def idle(llm):
 
 def test_openais_client_is_served(serve):
     def client(url, llm):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as api:
+        strict = {"max_retries": 0, "_strict_response_validation": True}
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", **strict) as api:
             options = {"messages": LONG["messages"], "max_tokens": 10, "seed": 1, "temperature": 1.0}
             whole = api.chat.completions.create(model="tiny", **options)
             chunks = list(api.chat.completions.create(model="tiny", stream=True, **options))

@@ -70,10 +70,10 @@ def test_they_can_be_copied_and_sent_to_other_processes():
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_a_generation_config_gives_defaults_that_overrides_replace():
+def test_a_generation_config_gives_defaults():
     config = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 3, "min_p": None}
-    params = SamplingParams.from_generation_config(config, top_k=5, max_tokens=9)
-    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.95, 5, 9)
+    params = SamplingParams.from_generation_config(config)
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.95, 20, 16)
     assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6}).greedy
 
 

@@ -10,19 +10,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from verax.serve.answers import ChatCompletion, InputTokens
 from verax.serve.chat_request import ChatRequest
-from verax.serve.chat_run import ChatAnswer, ChatEvent, ChatRun, render_chat, run_chat
+from verax.serve.chat_run import ChatAnswer, ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
 from verax.serve.logprobs import prompt_logprobs
 from verax.serve.record import record_of
-from verax.serve.routing import api_routes
+from verax.serve.resume import ID_PATTERN
+from verax.serve.routing import Parameter, api_routes
 from verax.serve.server import Server
 from verax.serve.sse import DONE, data_event, unless_disconnected
 from verax.serve.usage import SYSTEM_FINGERPRINT
 from verax.text.parsing.deltas import Delta, ToolCallDelta
 
 __all__ = ["routes"]
+
+CONVERSATION_ID = Parameter(
+    "X-Conversation-Id",
+    {"type": "string", "pattern": f"^{ID_PATTERN}$"},
+    "header",
+    "keeps a stream running while its page is reloaded",
+)
 
 
 def routes(server: Server) -> list[Route]:
@@ -39,14 +48,27 @@ def routes(server: Server) -> list[Route]:
 
     async def count(http: Request) -> Response:
         request = await read_body(http, ChatRequest)
-        server.text_model(request.model)
-        prompt = await render_chat(server, request)
-        tokens = await server.engine.encode(prompt, add_special_tokens=False)
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
+        tokens = await unless_disconnected(http, count_tokens(server, request))
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     return [
-        *api_routes("/chat/completions", complete, body=ChatRequest, summary="Answer a conversation."),
-        *api_routes("/chat/completions/input_tokens", count, body=ChatRequest, summary="Count a chat's tokens."),
+        *api_routes(
+            "/chat/completions",
+            complete,
+            body=ChatRequest,
+            answer=ChatCompletion,
+            parameters=(CONVERSATION_ID,),
+            streams=True,
+            queued=True,
+            summary="Answer a conversation.",
+        ),
+        *api_routes(
+            "/chat/completions/input_tokens",
+            count,
+            body=ChatRequest,
+            answer=InputTokens,
+            summary="Count a chat's tokens.",
+        ),
     ]
 
 

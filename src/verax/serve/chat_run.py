@@ -23,7 +23,7 @@ from verax.text.parsing.answer import AnswerParser, parser_for
 from verax.text.parsing.deltas import Delta, WholeAnswer, join
 from verax.text.parsing.tool_grammar import tool_grammar
 
-__all__ = ["ChatAnswer", "ChatEvent", "ChatRun", "render_chat", "run_chat"]
+__all__ = ["ChatAnswer", "ChatEvent", "ChatRun", "count_tokens", "render_chat", "run_chat"]
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,18 @@ async def render_chat(server: Server, request: ChatRequest) -> str:
     """
     options = template_options(request)
     return await server.engine.render(template_messages(request.messages), tools=_tools(request), **options)
+
+
+async def count_tokens(server: Server, request: ChatRequest) -> int:
+    """Number of tokens of a chat's prompt.
+
+    Raises:
+        ApiError: 400, naming the field; 404 for another model.
+        VeraxError: for what the template refuses.
+    """
+    server.text_model(request.model)
+    prompt = await render_chat(server, request)
+    return len(await server.engine.encode(prompt, add_special_tokens=False))
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError, StructuredOutputError
+from verax.serve.answers import TextCompletion
 from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
@@ -22,7 +23,7 @@ from verax.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from verax.serve.merge import merged
 from verax.serve.record import RequestRecord, record_of
 from verax.serve.routing import api_routes
-from verax.serve.sampling import Count, GenerationRequest, form_error, sampling_params
+from verax.serve.sampling import Count, GenerationRequest, Refused, form_error, sampling_params
 from verax.serve.server import Server
 from verax.serve.sse import DONE, data_event, unless_disconnected
 from verax.serve.usage import SYSTEM_FINGERPRINT, Usage
@@ -41,7 +42,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Refused = None
     add_special_tokens: bool | None = None
 
 
@@ -77,7 +78,15 @@ def routes(server: Server) -> list[Route]:
             return server.stream(run.chunks())
         return JsonResponse(await unless_disconnected(http, run.whole()))
 
-    return api_routes("/completions", complete, body=CompletionRequest, summary="Complete prompts.")
+    return api_routes(
+        "/completions",
+        complete,
+        body=CompletionRequest,
+        answer=TextCompletion,
+        streams=True,
+        queued=True,
+        summary="Complete prompts.",
+    )
 
 
 def prompts_of(given: str | Sequence[Any], most: int, name: str = "prompt") -> list[str | list[int]]:
@@ -153,6 +162,9 @@ class CompletionRun:
                             yield part
         except (InvalidParameterError, StructuredOutputError) as error:
             raise form_error(error, self._request) from error
+        finally:
+            usage = self.usage
+            self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
     async def whole(self) -> dict[str, Any]:
         """Body of the answer."""
@@ -175,9 +187,8 @@ class CompletionRun:
                 if part.finish_reason is not None:
                     body |= self._timings()
                 yield data_event(body)
-        if last_usage:
-            yield data_event({**self._head, "choices": [], "usage": self.usage.body(), **self._timings()})
-        yield DONE
+        usage = {**self._head, "choices": [], "usage": self.usage.body(), **self._timings()}
+        yield (data_event(usage) if last_usage else b"") + DONE
 
     def _timings(self) -> dict[str, Any]:
         """Times of a single prompt. Several prompts are answered at once, so that their times have no sum."""
@@ -188,14 +199,13 @@ class CompletionRun:
         return _Sample(None if wanted is None else CompletionLogprobs(wanted))
 
     def _note(self, prompt: int, output: RequestOutput) -> None:
-        self._usages[prompt].add(output)
+        usage = self._usages[prompt]
+        usage.add(output)
         if self._dropped:
-            self._usages[prompt].completion_tokens = 0
-        self._outputs[prompt] = output
-        usage = self.usage
+            usage.completion_tokens = 0
         if usage.completion_tokens:
             self._record.first_token()
-        self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        self._outputs[prompt] = output
 
     async def _part(self, prompt: int, new: CompletionOutput, output: RequestOutput) -> _Part | None:
         """New part of a choice; None if no text is certain yet."""

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from verax.embed.encoder import Encoder
 from verax.errors import InvalidParameterError
+from verax.serve.answers import EmbeddingList
 from verax.serve.embedding_queue import EmbeddingQueue
 from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
@@ -86,7 +87,14 @@ def routes(server: Server) -> list[Route]:
             queue = None
 
     server.contexts.append(running)
-    return api_routes("/embeddings", embeddings, body=EmbeddingRequest)
+    return api_routes(
+        "/embeddings",
+        embeddings,
+        body=EmbeddingRequest,
+        answer=EmbeddingList,
+        queued=True,
+        summary="Vectors of texts.",
+    )
 
 
 def _inputs(body: EmbeddingRequest, most: int) -> list[str] | list[list[int]]:

@@ -1,4 +1,7 @@
-"""Errors of the HTTP API, all in OpenAI's one shape: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors of the HTTP API in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+The paths of Anthropic's API have that one's: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ExceptionHandler
+from starlette.types import ExceptionHandler, Scope
 
 from verax.errors import (
     ContextLengthError,
@@ -23,8 +26,17 @@ from verax.errors import (
     VeraxError,
 )
 from verax.serve.json_response import JsonResponse
+from verax.serve.record import record_in
 
-__all__ = ["EXCEPTION_HANDLERS", "ApiError", "api_error", "context_error"]
+__all__ = [
+    "EXCEPTION_HANDLERS",
+    "ApiError",
+    "anthropic_error",
+    "api_error",
+    "context_error",
+    "error_response",
+    "is_anthropic",
+]
 
 RETRY_AFTER = 1
 """Seconds after which a client may try again, in the answers 429 and 503."""
@@ -38,6 +50,23 @@ _TYPES = {
     501: "not_implemented_error",
     503: "unavailable_error",
 }
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_FIELDS = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "structured_outputs": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""Fields of Anthropic's API by their names in a chat."""
+
+_ANTHROPIC_PATH = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*): ")
 
 _log = logging.getLogger("verax.serve")
@@ -83,10 +112,6 @@ class ApiError(Exception):
         shape = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**shape, **self.extra}}
 
-    def response(self) -> JsonResponse:
-        """The error as an answer."""
-        return JsonResponse(self.body(), self.status, self.headers)
-
 
 def api_error(error: BaseException) -> ApiError:
     """The HTTP error of any exception. One that is no error of ours or of the client's is logged, and becomes a 500."""
@@ -131,9 +156,30 @@ def context_error(error: ContextLengthError, param: str) -> ApiError:
     )
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """True if a request is for a path of Anthropic's API."""
+    return _ANTHROPIC_PATH.fullmatch(scope["path"]) is not None
+
+
+def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The error object in Anthropic's shape. The message begins with the field's name in that API."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = error.message
+    if error.param in _ANTHROPIC_FIELDS:
+        message = message.replace(error.param, _ANTHROPIC_FIELDS[error.param], 1)
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def error_response(error: BaseException, scope: Scope) -> JsonResponse:
+    """Answer to a request that failed, in the shape of the API that the request is for."""
+    found = api_error(error)
+    body = anthropic_error(found, record_in(scope).request_id) if is_anthropic(scope) else found.body()
+    return JsonResponse(body, found.status, found.headers)
+
+
 async def _handle(request: Request, error: Exception) -> Response:
-    return api_error(error).response()
+    return error_response(error, request.scope)
 
 
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = dict.fromkeys((ApiError, VeraxError, HTTPException), _handle)
-"""Starlette's exception handlers: every error leaves in the one shape."""
+"""Starlette's exception handlers: every error leaves in the shape of its API."""

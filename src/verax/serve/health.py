@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from verax.serve.answers import Health
 from verax.serve.errors import ApiError
 from verax.serve.json_response import JsonResponse
 from verax.serve.routing import api_route
@@ -24,4 +25,4 @@ def routes(server: Server) -> list[Route]:
             raise ApiError(503, "the engine has stopped", code="engine_dead")
         return JsonResponse({"status": "ok"})
 
-    return [api_route("/health", health, ("GET",), summary="True while requests are taken.")]
+    return [api_route("/health", health, ("GET",), answer=Health, summary="200 while requests are taken.")]

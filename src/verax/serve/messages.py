@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -10,11 +10,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from verax.errors import VeraxError
-from verax.serve.chat_run import ChatEvent, ChatRun, render_chat, run_chat
-from verax.serve.errors import ApiError, api_error
+from verax.serve.answers import MessageObject, MessageTokens
+from verax.serve.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
+from verax.serve.errors import anthropic_error
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
 from verax.serve.messages_request import CountTokensRequest, MessagesRequest, chat_of
@@ -24,93 +23,47 @@ from verax.serve.routing import api_routes
 from verax.serve.server import Server
 from verax.serve.sse import named_event, unless_disconnected
 
-__all__ = ["error_body", "routes"]
-
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-"""Anthropic's names of errors by their status."""
+__all__ = ["routes"]
 
 NO_SIGNATURE = ""
 """Signature of reasoning, which clients expect: only the API that signed a thought could check one."""
-
-_FIELDS = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "structured_outputs": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-}
-"""Fields by their names in a chat."""
 
 
 def routes(server: Server) -> list[Route]:
     """Routes of messages."""
 
     async def create(http: Request) -> Response:
-        request = await read_body(http, MessagesRequest)
-        run = await unless_disconnected(http, run_chat(server, chat_of(request), record_of(http)))
+        request, record = await read_body(http, MessagesRequest), record_of(http)
+        run = await unless_disconnected(http, run_chat(server, chat_of(request), record))
         if request.stream:
-            return server.stream(_events(run), error_event=lambda error: named_event("error", error_body(error)))
+            return server.stream(
+                _events(run),
+                error_event=lambda error: named_event("error", anthropic_error(error, record.request_id)),
+            )
         return JsonResponse(await unless_disconnected(http, _whole(run)))
 
     async def count(http: Request) -> Response:
         request = await read_body(http, CountTokensRequest)
-        server.text_model(request.model)
-        prompt = await unless_disconnected(http, render_chat(server, chat_of(request)))
-        tokens = await server.engine.encode(prompt, add_special_tokens=False)
-        return JsonResponse({"input_tokens": len(tokens)})
+        return JsonResponse({"input_tokens": await unless_disconnected(http, count_tokens(server, chat_of(request)))})
 
     return [
-        *api_routes("/messages", _in_shape(create), body=MessagesRequest, summary="Answer, as Anthropic's API does."),
         *api_routes(
-            "/messages/count_tokens", _in_shape(count), body=CountTokensRequest, summary="Count a message's tokens."
+            "/messages",
+            create,
+            body=MessagesRequest,
+            answer=MessageObject,
+            streams=True,
+            queued=True,
+            summary="Answer, as Anthropic's API does.",
+        ),
+        *api_routes(
+            "/messages/count_tokens",
+            count,
+            body=CountTokensRequest,
+            answer=MessageTokens,
+            summary="Count a message's tokens.",
         ),
     ]
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """The error object in Anthropic's shape. The message begins with the field's name."""
-    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = error.message
-    if error.param in _FIELDS:
-        message = message.replace(error.param, _FIELDS[error.param], 1)
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-class _Answer(Response):
-    """Another answer, whose errors have Anthropic's shape."""
-
-    def __init__(self, answer: Response):
-        self._answer = answer
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._answer(scope, receive, send)
-        except (ApiError, VeraxError) as error:
-            await _error_response(error)(scope, receive, send)
-
-
-def _error_response(error: Exception) -> Response:
-    found = api_error(error)
-    return JsonResponse(error_body(found), found.status, found.headers)
-
-
-def _in_shape(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint whose errors have Anthropic's shape."""
-
-    async def guarded(http: Request) -> Response:
-        try:
-            return _Answer(await endpoint(http))
-        except (ApiError, VeraxError) as error:
-            return _error_response(error)
-
-    return guarded
 
 
 async def _whole(run: ChatRun) -> dict[str, Any]:

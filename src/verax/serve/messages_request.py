@@ -11,7 +11,7 @@ from msgspec import Meta
 from verax.serve.chat_request import ChatRequest
 from verax.serve.errors import ApiError
 from verax.serve.fields import decode
-from verax.serve.sampling import MAX_INT, Positive, Text
+from verax.serve.sampling import MAX_INT, Positive, Refused, Text
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "chat_of"]
 
@@ -121,8 +121,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    mcp_servers: Any = None
-    container: Any = None
+    mcp_servers: Refused = None
+    container: Refused = None
 
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")

@@ -39,7 +39,7 @@ def routes(server: Server) -> list[Route]:
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    return [api_route("/metrics", metrics, ("GET",), summary="Metrics for Prometheus.")]
+    return [api_route("/metrics", metrics, ("GET",), media=("text/plain",), summary="Metrics for Prometheus.")]
 
 
 class TextMetrics:

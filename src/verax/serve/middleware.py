@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verax.serve.errors import ApiError, api_error
+from verax.serve.errors import ApiError, error_response, is_anthropic
 from verax.serve.logs import ACCESS
 from verax.serve.record import RequestRecord
 from verax.serve.sse import ClientDisconnectedError
@@ -56,7 +56,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                if is_anthropic(scope):
+                    headers["request-id"] = record.request_id  # the name that Anthropic's clients read
             await send(message)
 
         counted = scope["path"] not in _ALWAYS_SERVED
@@ -70,7 +73,7 @@ class RequestLog:
         except ClientDisconnectedError:
             status = CLIENT_CLOSED
         except Exception as error:
-            answer = api_error(error).response()
+            answer = error_response(error, scope)
             if status:
                 raise  # the answer has begun: the connection is closed
             await answer(scope, receive, send_with_id)
@@ -111,7 +114,7 @@ class BodyLimit:
         too_long = ApiError(413, f"body: longer than {limit} bytes", param="body", headers={"Connection": "close"})
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:
-            await too_long.response()(scope, receive, send)
+            await error_response(too_long, scope)(scope, receive, send)
             return
         read = 0
 

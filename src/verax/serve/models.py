@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from verax.serve.answers import ModelList, ModelObject
 from verax.serve.errors import ApiError
 from verax.serve.json_response import JsonResponse
 from verax.serve.routing import api_routes
@@ -32,8 +33,8 @@ def routes(server: Server) -> list[Route]:
         raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
 
     return [
-        *api_routes("/models", list_models, ("GET",), summary="List the models."),
-        *api_routes("/models/{name:path}", get_model, ("GET",), summary="Describe a model."),
+        *api_routes("/models", list_models, ("GET",), answer=ModelList, summary="List the models."),
+        *api_routes("/models/{name:path}", get_model, ("GET",), answer=ModelObject, summary="Describe a model."),
     ]
 
 

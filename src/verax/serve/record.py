@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Scope
 
-__all__ = ["RequestRecord", "record_of"]
+__all__ = ["RequestRecord", "record_in", "record_of"]
 
 _KEY = "verax.record"
 
@@ -32,11 +33,16 @@ class RequestRecord:
         if self.ttft is None:
             self.ttft = time.perf_counter() - self.begin
 
-    def attach(self, scope: Any) -> None:
+    def attach(self, scope: Scope) -> None:
         """Make the record that of a request."""
         scope[_KEY] = self
 
 
 def record_of(request: Request) -> RequestRecord:
     """Record of a request."""
-    return request.scope[_KEY]
+    return record_in(request.scope)
+
+
+def record_in(scope: Scope) -> RequestRecord:
+    """Record of the request of a scope."""
+    return scope[_KEY]

@@ -13,13 +13,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import VeraxError
-from verax.serve.chat_run import ChatEvent, ChatRun, run_chat
+from verax.serve.answers import InputTokens, ResponseObject
+from verax.serve.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.errors import ApiError, api_error
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
 from verax.serve.parts import Part, PartStep, PartTracker
 from verax.serve.record import record_of
-from verax.serve.responses_request import ResponsesRequest, chat_of
+from verax.serve.responses_request import INPUT_ITEMS, ResponsesRequest, chat_of
 from verax.serve.routing import api_routes
 from verax.serve.server import Server
 from verax.serve.sse import named_event, unless_disconnected
@@ -54,7 +55,33 @@ def routes(server: Server) -> list[Route]:
         except (ApiError, VeraxError) as error:
             raise _renamed(api_error(error)) from error
 
-    return api_routes("/responses", create, body=ResponsesRequest, summary="Answer, as OpenAI's responses do.")
+    async def count(http: Request) -> Response:
+        request = await read_body(http, ResponsesRequest)
+        try:
+            tokens = await unless_disconnected(http, count_tokens(server, chat_of(request)))
+        except (ApiError, VeraxError) as error:
+            raise _renamed(api_error(error)) from error
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    return [
+        *api_routes(
+            "/responses",
+            create,
+            body=ResponsesRequest,
+            parts=INPUT_ITEMS,
+            answer=ResponseObject,
+            streams=True,
+            queued=True,
+            summary="Answer, as OpenAI's responses do.",
+        ),
+        *api_routes(
+            "/responses/input_tokens",
+            count,
+            body=ResponsesRequest,
+            answer=InputTokens,
+            summary="Count the tokens of a response's input.",
+        ),
+    ]
 
 
 def _renamed(error: ApiError) -> ApiError:

@@ -11,9 +11,9 @@ from msgspec import Meta
 from verax.serve.chat_request import ChatRequest
 from verax.serve.errors import ApiError
 from verax.serve.fields import decode
-from verax.serve.sampling import Positive
+from verax.serve.sampling import Positive, Refused
 
-__all__ = ["LOGPROBS", "ResponsesRequest", "chat_of"]
+__all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponsesRequest", "chat_of"]
 
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that asks for log-probabilities."""
@@ -33,12 +33,12 @@ class InputText(msgspec.Struct, kw_only=True):
     refusal: str | None = None
 
 
-class InputMessage(msgspec.Struct, kw_only=True):
+class ResponseMessage(msgspec.Struct, kw_only=True):
     """Message of the conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText]
-    type: str = "message"
+    type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
 
@@ -46,7 +46,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
 class InputCall(msgspec.Struct, kw_only=True):
     """Call of a function in an earlier response."""
 
-    type: str
+    type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
@@ -57,7 +57,7 @@ class InputCall(msgspec.Struct, kw_only=True):
 class InputCallOutput(msgspec.Struct, kw_only=True):
     """Result of a call."""
 
-    type: str
+    type: Literal["function_call_output"]
     call_id: str
     output: str | list[InputText]
     id: str | None = None
@@ -74,7 +74,7 @@ class ReasoningText(msgspec.Struct, kw_only=True):
 class InputReasoning(msgspec.Struct, kw_only=True):
     """Reasoning of an earlier response."""
 
-    type: str
+    type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
     id: str | None = None
@@ -83,12 +83,23 @@ class InputReasoning(msgspec.Struct, kw_only=True):
 
 
 _ITEMS: dict[str, type[msgspec.Struct]] = {
-    "message": InputMessage,
+    "message": ResponseMessage,
     "function_call": InputCall,
     "function_call_output": InputCallOutput,
     "reasoning": InputReasoning,
 }
 """Kinds of input items."""
+
+INPUT_ITEMS = tuple(_ITEMS.values())
+
+InputItem = Annotated[
+    dict[str, Any],
+    Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_ITEMS]}),
+]
+"""Item whose kind its `type` tells: a message may lack it."""
+
+Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
+"""Switch of what needs a server that keeps responses."""
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
@@ -142,7 +153,7 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of `/v1/responses`."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Positive | None = None
@@ -156,19 +167,19 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
+    include: list[Annotated[str, Meta(extra_json_schema={"enum": sorted(_INCLUDE)})]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    max_tool_calls: int | None = None
+    store: Off | None = None
+    background: Off | None = None
+    previous_response_id: Refused = None
+    conversation: Refused = None
+    prompt: Refused = None
+    max_tool_calls: Refused = None
 
 
 def chat_of(request: ResponsesRequest) -> ChatRequest:
@@ -269,9 +280,9 @@ def _append(made: list[dict[str, Any]], item: msgspec.Struct, where: str) -> Non
             thoughts = item.content or item.summary or []
             answer = _answer(made, ("content", "tool_calls", "reasoning_content"))
             answer["reasoning_content"] = "\n".join(thought.text for thought in thoughts)
-        case InputMessage(role="assistant"):
+        case ResponseMessage(role="assistant"):
             _answer(made, ("content", "tool_calls"))["content"] = _joined(item.content, f"{where}.content")
-        case InputMessage():
+        case ResponseMessage():
             made.append({"role": item.role, "content": _joined(item.content, f"{where}.content")})
 
 

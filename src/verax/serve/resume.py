@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["RunningStreams"]
+__all__ = ["ID_PATTERN", "RunningStreams"]
 
-_ID = re.compile(r"[A-Za-z0-9_-]{16,128}")
+ID_PATTERN = "[A-Za-z0-9_-]{16,128}"
+"""Regular expression of an id."""
+
+_ID = re.compile(ID_PATTERN)
 
 
 @dataclass

@@ -87,6 +87,7 @@ class _Process(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=round(LAST_ANSWERS),
             )
         )

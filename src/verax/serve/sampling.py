@@ -12,7 +12,15 @@ from verax.serve.errors import ApiError, api_error
 from verax.serve.server import Server
 from verax.text.sampling_params import SamplingParams
 
-__all__ = ["GenerationRequest", "ResponseFormat", "StreamOptions", "check_room", "form_error", "sampling_params"]
+__all__ = [
+    "GenerationRequest",
+    "Refused",
+    "ResponseFormat",
+    "StreamOptions",
+    "check_room",
+    "form_error",
+    "sampling_params",
+]
 
 MAX_INT = 2**31 - 1
 
@@ -20,6 +28,27 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Text = Annotated[str, Meta(min_length=1)]
+Refused = Annotated[Any, Meta(description="Not supported: a value is refused.", extra_json_schema={"type": "null"})]
+"""Field that is known, and refused with an error that names it."""
+
+TokenKey = Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,9}$"})]
+"""Token id as a key of a JSON object."""
+
+Form = Annotated[
+    dict[str, Any],
+    Meta(
+        extra_json_schema={
+            "properties": {
+                "json": {"type": ["object", "string", "null"]},
+                "regex": {"type": ["string", "null"]},
+                "choice": {"type": ["array", "null"], "items": {"type": "string"}},
+                "grammar": {"type": ["string", "null"]},
+                "json_object": {"type": ["boolean", "null"]},
+            }
+        }
+    ),
+]
+"""Fields of `StructuredOutputs`, which checks them."""
 
 FORM_ALIASES = {
     "guided_json": "json",
@@ -73,7 +102,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -89,20 +118,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    structured_outputs: dict[str, Any] | None = None
+    priority: Annotated[int, Meta(extra_json_schema={"const": 0})] | None = None
+    structured_outputs: Form | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
     grammar: str | None = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    thinking_token_budget: Any = None
-    chat_template: Any = None
-    functions: Any = None
-    function_call: Any = None
+    bad_words: Refused = None
+    allowed_token_ids: Refused = None
+    thinking_token_budget: Refused = None
+    chat_template: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
 
 
 _SAME_NAME = (

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from verax.serve.errors import ApiError
+from verax.serve.errors import ApiError, error_response
 
 if TYPE_CHECKING:
     from verax.serve.server import Server
@@ -49,7 +49,7 @@ class Security:
             if not _is_public(scope):
                 self._check_key(headers)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
-from verax.serve.chat_request import ChatMessage, ChatRequest
+from verax.serve.answers import DetokenizedText, TokenIds
+from verax.serve.chat_request import ChatMessage, ChatRequest, ToolDefinition
 from verax.serve.chat_run import render_chat
 from verax.serve.errors import ApiError
 from verax.serve.fields import decode, read_body
@@ -37,7 +38,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: list[ToolDefinition] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -88,8 +89,16 @@ def routes(server: Server) -> list[Route]:
         return JsonResponse({"prompt": await asyncio.to_thread(decode_all)})
 
     return [
-        *api_routes("/tokenize", tokenize, body=TokenizeRequest, summary="Token ids of a text or a chat."),
-        *api_routes("/detokenize", detokenize, body=DetokenizeRequest, summary="The text of token ids."),
+        *api_routes(
+            "/tokenize", tokenize, body=TokenizeRequest, answer=TokenIds, summary="Token ids of a text or a chat."
+        ),
+        *api_routes(
+            "/detokenize",
+            detokenize,
+            body=DetokenizeRequest,
+            answer=DetokenizedText,
+            summary="The text of token ids.",
+        ),
     ]
 
 

@@ -6,11 +6,12 @@ import math
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from jaxtyping import UInt8
+from msgspec import Meta
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
@@ -28,6 +29,7 @@ MAX_PROMPT = 32_768
 
 MAX_STEPS = 250
 MAX_FPS = 120
+MIN_SHIFT = 0.01
 MAX_SCALE = 100.0
 """Largest `guidance_scale` and `flow_shift`: beyond, the arithmetic overflows."""
 
@@ -56,20 +58,25 @@ class ImageReference(msgspec.Struct):
     file_id: str | None = None
 
 
+def _within(least: float, most: float | None = None) -> Meta:
+    """Bounds for the description of the API. `resolve` checks them, with messages that say what fits the model."""
+    return Meta(extra_json_schema={"minimum": least} | ({} if most is None else {"maximum": most}))
+
+
 class VideoCreate(msgspec.Struct):
     """Body of a request, as OpenAI's, vLLM-Omni's and SGLang's servers take it."""
 
-    prompt: str
+    prompt: Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_PROMPT})]
     model: str | None = None
     seconds: str | int | float | None = None
-    size: str | None = None
+    size: Annotated[str, Meta(extra_json_schema={"pattern": f"^{_SIZE.pattern}$"})] | None = None
     """`"WIDTHxHEIGHT"` in pixels."""
-    num_frames: int | None = None
-    fps: int | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    flow_shift: float | None = None
-    negative_prompt: str | None = None
+    num_frames: Annotated[int, _within(1)] | None = None
+    fps: Annotated[int, _within(1, MAX_FPS)] | None = None
+    num_inference_steps: Annotated[int, _within(1, MAX_STEPS)] | None = None
+    guidance_scale: Annotated[float, _within(0, MAX_SCALE)] | None = None
+    flow_shift: Annotated[float, _within(MIN_SHIFT, MAX_SCALE)] | None = None
+    negative_prompt: Annotated[str, Meta(extra_json_schema={"maxLength": MAX_PROMPT})] | None = None
     seed: int | None = None
     input_reference: str | ImageReference | None = None
     """A data URI, or an object with one; in a form also a file."""
@@ -201,7 +208,7 @@ def _check_numbers(body: VideoCreate) -> None:
         "fps": (1, MAX_FPS),
         "num_inference_steps": (1, MAX_STEPS),
         "guidance_scale": (0, MAX_SCALE),
-        "flow_shift": (0.01, MAX_SCALE),
+        "flow_shift": (MIN_SHIFT, MAX_SCALE),
     }
     for name, (least, most) in limits.items():
         value = getattr(body, name)

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from verax.serve.answers import VideoDeleted, VideoList, VideoObject
 from verax.serve.errors import ApiError
 from verax.serve.json_response import JsonResponse
 from verax.serve.media.process import MediaDecoder
 from verax.serve.media.store import VARIANTS, ClipStore
 from verax.serve.record import record_of
-from verax.serve.routing import api_routes
+from verax.serve.routing import Parameter, api_routes
 from verax.serve.server import Server
 from verax.serve.sse import DONE, EventStream, named_event, unless_disconnected
 from verax.serve.video_fields import VideoCreate, read_create, resolve
@@ -32,6 +33,18 @@ POLL_AFTER_MS = 1000
 
 _LISTED = 100
 """Clips of one page of the list."""
+
+_ORDERS = ("desc", "asc")
+
+LIST_PARAMETERS = (
+    Parameter("limit", {"type": "integer", "minimum": 1, "maximum": _LISTED, "default": 20}),
+    Parameter("after", {"type": "string"}, description="id of the clip before the page"),
+    Parameter("order", {"enum": _ORDERS, "default": "desc"}),
+)
+CONTENT_PARAMETERS = (
+    Parameter("variant", {"enum": [*VARIANTS, "preview"], "default": "video"}),
+    Parameter("Range", {"type": "string"}, "header", "one range of bytes"),
+)
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
@@ -73,7 +86,7 @@ class VideoService:
         jobs = self._jobs.newest_last() if self._jobs is not None else []
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         limit = request.query_params.get("limit", "20")
-        if order not in ("asc", "desc"):
+        if order not in _ORDERS:
             raise ApiError(400, f"order: expected asc or desc, got {order[:20]!r}", param="order")
         if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= _LISTED:
             raise ApiError(400, f"limit: expected 1 to {_LISTED}, got {limit[:20]!r}", param="limit")
@@ -163,12 +176,32 @@ def routes(server: Server) -> list[Route]:
     service = VideoService(server)
     server.contexts.append(service.running)
     return [
-        *api_routes("/videos", service.create, body=VideoCreate),
-        *api_routes("/videos", service.list, ("GET",)),
-        *api_routes("/videos/{name}", service.get, ("GET",)),
-        *api_routes("/videos/{name}", service.delete, ("DELETE",)),
-        *api_routes("/videos/{name}/content", service.content, ("GET",)),
-        *api_routes("/videos/{name}/events", service.events, ("GET",)),
+        *api_routes(
+            "/videos",
+            service.create,
+            body=VideoCreate,
+            files=("input_reference",),
+            answer=VideoObject,
+            queued=True,
+            summary="Queue a clip.",
+        ),
+        *api_routes(
+            "/videos", service.list, ("GET",), parameters=LIST_PARAMETERS, answer=VideoList, summary="List the clips."
+        ),
+        *api_routes("/videos/{name}", service.get, ("GET",), answer=VideoObject, summary="Describe a clip."),
+        *api_routes(
+            "/videos/{name}", service.delete, ("DELETE",), answer=VideoDeleted, summary="Cancel or remove a clip."
+        ),
+        *api_routes(
+            "/videos/{name}/content",
+            service.content,
+            ("GET",),
+            parameters=CONTENT_PARAMETERS,
+            media=tuple(dict.fromkeys(kind for _, kind in VARIANTS.values())),
+            ranges=True,
+            summary="Download a clip, or a part of it.",
+        ),
+        *api_routes("/videos/{name}/events", service.events, ("GET",), streams=True, summary="Watch a clip."),
     ]
 
 

@@ -7,6 +7,8 @@ import sys
 import time
 from collections import abc
 from collections.abc import Generator, Mapping
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -168,7 +170,11 @@ class LLM:
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""
-        return SamplingParams.from_generation_config(self._generation_config, **overrides)
+        return replace(self._recommended, **overrides)
+
+    @cached_property
+    def _recommended(self) -> SamplingParams:
+        return SamplingParams.from_generation_config(self._generation_config)
 
     def generate(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -135,23 +135,20 @@ class SamplingParams:
         return self.temperature == 0
 
     @classmethod
-    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
-        """Parameters that a generation_config.json recommends, `overrides` first. `do_sample: false` is greedy.
+    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
+        """Parameters that a generation_config.json recommends. `do_sample: false` is greedy.
 
         Raises:
             CheckpointError: for a value of the file that is out of range, with its name.
-            InvalidParameterError: for an override that is out of range.
         """
         values = {name: config[name] for name in _GENERATION_CONFIG if config.get(name) is not None}
         where = getattr(config, "where", "generation_config.json")
         if read_value(config, "do_sample", bool, True, where=where) is False:
             values["temperature"] = 0.0
-        values = {name: value for name, value in values.items() if name not in overrides}
         try:
-            recommended = cls(**values)
+            return cls(**values)
         except InvalidParameterError as error:
             raise CheckpointError(f"{where}: {error}") from error
-        return replace(recommended, **overrides)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -218,11 +215,13 @@ def _as_tuple(name: str, given: Any, what: str) -> tuple[Any, ...]:
 
 def _is_whole(value: object) -> TypeGuard[int]:
     """A whole number of any library; True and False are none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def _is_real(value: object) -> TypeGuard[float]:
     """A finite number of any library that a float can hold; True and False are none."""
+    if type(value) is float:
+        return math.isfinite(value)
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:

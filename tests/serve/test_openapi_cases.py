@@ -1,0 +1,51 @@
+"""Random requests that fit the description, and some that do not: none fails on the server, and the answers fit.
+
+`make fuzz-server` sends thousands to a server of the built-in models.
+"""
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+
+from schemathesis import GenerationMode  # noqa: E402
+from schemathesis.specs.openapi import checks  # noqa: E402
+
+import tests.conformance.fuzz_hooks  # noqa: E402, F401  (it registers the hooks)
+from tests.support.chat_run import running  # noqa: E402
+
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+PATHS = [
+    *("/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/completions", "/v1/responses"),
+    *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
+    *("/v1/embeddings", "/v1/videos"),
+]
+
+
+@pytest.fixture(scope="module")
+def described(make_api):
+    with running(make_api(any_model_name=True).app) as address:
+        yield schemathesis.openapi.from_url(f"{address}/openapi.json")
+
+
+@pytest.mark.parametrize(("mode", "number"), [(GenerationMode.POSITIVE, 20), (GenerationMode.NEGATIVE, 10)])
+@pytest.mark.parametrize("path", PATHS)
+def test_no_request_fails_on_the_server(described, path, mode, number):
+    @settings(
+        max_examples=number,
+        phases=[Phase.generate],
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=described[path]["POST"].as_strategy(generation_mode=mode))
+    def send(case):
+        case.call_and_validate(checks=CHECKS)
+
+    send()
