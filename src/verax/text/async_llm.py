@@ -16,13 +16,13 @@ from typing import Any, Unpack
 
 from verax.errors import InvalidParameterError, QueueFullError
 from verax.models import CausalLMConfig
-from verax.text.engine import NO_TOKENIZER
 from verax.text.engine_config import EngineConfig, EngineOptions
 from verax.text.engine_thread import EngineThread, Observer, dead
 from verax.text.grammar import MAX_COMPILING
 from verax.text.llm import LLM
 from verax.text.outputs import RequestOutput
 from verax.text.prompts import Message, Prompt, content
+from verax.text.request_limits import NO_TOKENIZER
 from verax.text.request_stream import LiveRequest, RequestStream
 from verax.text.sampling_params import SamplingParams
 from verax.text.stats import EngineStats
@@ -234,7 +234,7 @@ class AsyncLLM:
         """
         if self.tokenizer is None:
             raise InvalidParameterError(f"text: {NO_TOKENIZER}")
-        pool = self._pool if self.llm.engine.fits(text) else self._long_texts
+        pool = self._pool if self.llm.engine.limits.fits(text) else self._long_texts
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
@@ -345,7 +345,7 @@ class AsyncLLM:
                 if live.prompt is None:
                     tokens = items
                 elif self.tokenizer is not None:
-                    self.llm.engine.check_text(live.prompt)
+                    self.llm.engine.limits.check_text(live.prompt)
                     tokens = self.tokenizer.encode(live.prompt, add_special_tokens=add_special_tokens)
         except BaseException as error:
             tokens = error

@@ -13,27 +13,19 @@ from collections import abc
 
 import numpy as np
 
-from verax.errors import (
-    ContextLengthError,
-    InvalidParameterError,
-    RequestRefusedError,
-    StructuredOutputError,
-    VeraxError,
-)
+from verax.errors import InvalidParameterError, StructuredOutputError, VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.grammar import Grammar, GrammarCompiler
-from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from verax.text.output_builder import OutputBuilder
+from verax.text.outputs import FinishReason, RequestOutput
+from verax.text.request_limits import NO_TOKENIZER, RequestLimits
 from verax.text.runner import ModelRunner, PendingStep
 from verax.text.sampling_params import SamplingParams
-from verax.text.scheduler import Chunk, Scheduler
+from verax.text.scheduler import Scheduler
 from verax.text.sequence import Request, Sequence
-from verax.text.slots import MAX_BANNED
-from verax.text.step import Logprobs
 from verax.text.tokenizer import Tokenizer
 
-__all__ = ["NO_TOKENIZER", "Engine"]
-
-NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -48,6 +40,8 @@ class Engine:
         self.eos_token_ids = frozenset(runner.eos_token_ids)
         self.vocab_size = vocab_size
         self.max_model_len = runner.config.max_model_len
+        self.limits = RequestLimits(self.max_model_len, vocab_size, self.eos_token_ids, tokenizer)
+        self.outputs = OutputBuilder(tokenizer)
         self._compiler = tokenizer and GrammarCompiler(
             tokenizer, vocab_size=vocab_size, eos_token_ids=runner.eos_token_ids
         )
@@ -106,10 +100,10 @@ class Engine:
         elif self.tokenizer is None:
             raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
         else:
-            self.check_text(text)
+            self.limits.check_text(text)
             tokens = tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         answers = [()] * params.n if output_token_ids is None else [tuple(answer) for answer in output_token_ids]
-        self._check(tokens, params, stream, answers)
+        self.limits.check(tokens, params, stream=stream, answers=answers)
         grammar = grammar or self.compile_grammar(params)
         if request_id is None:
             request_id = f"request-{next(self._names)}"
@@ -158,7 +152,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatch one step and read the one before it: an output for each request that got a token, or ended."""
         moved = dict.fromkeys([*self.advance(), *self._ended])
-        return [self.pop_output(request) if request.finished else self.output(request) for request in moved]
+        return [self.pop_output(request) if request.finished else self.outputs.of(request) for request in moved]
 
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
@@ -188,61 +182,9 @@ class Engine:
             )
         return self._compiler.compile(params.form)
 
-    def fits(self, text: str) -> bool:
-        """False for a text that is longer than the context whatever its tokens are."""
-        return self.tokenizer is None or len(text) <= self.max_model_len * self.tokenizer.max_token_length
-
-    def check_text(self, text: str) -> None:
-        """Refuse a prompt that cannot fit before it is tokenised, which takes seconds a megabyte.
-
-        Raises:
-            ContextLengthError: with the least number of tokens that it can have.
-        """
-        if self.tokenizer is not None and not self.fits(text):
-            raise ContextLengthError(
-                f"prompt: {len(text)} characters do not fit into a context of {self.max_model_len} tokens "
-                "(max_model_len); shorten the prompt or raise max_model_len",
-                -(-len(text) // self.tokenizer.max_token_length),
-                self.max_model_len,
-            )
-
     def check(self) -> None:
         """Assert the invariants of scheduler and blocks."""
         self.scheduler.check()
-
-    def _check(
-        self, tokens: tuple[int, ...], params: SamplingParams, stream: bool, answers: abc.Sequence[tuple[int, ...]]
-    ) -> None:
-        if not tokens:
-            raise RequestRefusedError("prompt: it is empty; at least one token is needed")
-        if len(tokens) >= self.max_model_len:
-            raise ContextLengthError(
-                f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
-                "(max_model_len); shorten the prompt or raise max_model_len",
-                len(tokens),
-                self.max_model_len,
-            )
-        if len(answers) != params.n:
-            raise InvalidParameterError(
-                f"output_token_ids: expected an answer for each of {params.n}, got {len(answers)}"
-            )
-        named = {
-            "logit_bias": tuple(params.logit_bias or ()),
-            "stop_token_ids": params.stop_tokens,
-            "output_token_ids": tuple(itertools.chain.from_iterable(answers)),
-        }
-        for name, ids in {"prompt": tokens, **named}.items():
-            outside = [token for token in ids if not 0 <= token < self.vocab_size]
-            if outside:
-                raise RequestRefusedError(
-                    f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}"
-                )
-        if params.min_tokens and len({*params.stop_tokens, *self.eos_token_ids}) > MAX_BANNED:
-            raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
-        if params.stop and self.tokenizer is None:
-            raise InvalidParameterError(f"stop: {NO_TOKENIZER}, so there is no text to find a stop string in")
-        if stream and self.tokenizer is None:
-            raise InvalidParameterError(f"stream: {NO_TOKENIZER}, so there is no text; use generate with token ids")
 
     def _replay(self, sequence: Sequence, answer: tuple[int, ...]) -> None:
         """Append an answer so far as if it had been sampled and shown."""
@@ -264,7 +206,7 @@ class Engine:
         for row, chunk in enumerate(pending.schedule.chunks):
             sequence = chunk.sequence
             if chunk.sequence.request.params.prompt_logprobs is not None and not sequence.finished:
-                self._add_prompt_logprobs(pending, row)
+                self.outputs.add_prompt_logprobs(pending, row)
             if not chunk.sample:
                 continue
             sequence.num_pending -= 1
@@ -276,7 +218,7 @@ class Engine:
                 self.num_prompt_tokens += len(request.prompt_token_ids)
             self.num_generated_tokens += 1
             if request.params.logprobs is not None:
-                entry = self._logprobs(pending.output.logprobs, row, request.params.logprobs)
+                entry = self.outputs.logprobs(pending.output.logprobs, row, request.params.logprobs)
                 sequence.logprobs.append(entry)
                 sequence.cumulative_logprob += entry[int(tokens[row])].logprob
             self._append(sequence, int(tokens[row]))
@@ -336,7 +278,7 @@ class Engine:
 
     def pop_output(self, request: Request) -> RequestOutput:
         """Remove a finished request from the engine; its output."""
-        output = self.output(request)
+        output = self.outputs.of(request)
         self.remove(request)
         return output
 
@@ -361,72 +303,6 @@ class Engine:
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
-
-    def text(self, sequence: Sequence) -> str:
-        """The sequence's text; its terminating token is not part of it, unless asked for."""
-        if self.tokenizer is None:
-            return ""
-        params = sequence.request.params
-        if sequence.detokenizer is not None and (params.stop or sequence.finished):
-            if sequence.finished:
-                sequence.detokenizer.finish()
-            return sequence.detokenizer.text
-        tokens = sequence.output_tokens
-        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
-            tokens = tokens[:-1]
-        return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-
-    def output(self, request: Request) -> RequestOutput:
-        """Output of a request so far."""
-        params = request.params
-        outputs = [
-            CompletionOutput(
-                index=sequence.index,
-                text=self.text(sequence),
-                token_ids=tuple(sequence.output_tokens),
-                cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
-                logprobs=None if params.logprobs is None else list(sequence.logprobs),
-                finish_reason=sequence.finish_reason,
-                stop_reason=sequence.stop_reason,
-            )
-            for sequence in request.sequences
-        ]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=request.prompt_logprobs,
-            outputs=outputs,
-            finished=request.finished,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            metrics=request.metrics,
-            error=None if request.error is None else str(request.error),
-        )
-
-    def _logprobs(self, logprobs: Logprobs, row: int, num_top: int) -> dict[int, Logprob]:
-        """Log-probabilities of one row as vLLM orders them: the chosen token, then the `num_top` best others."""
-        values, ids = np.asarray(logprobs.values)[row], np.asarray(logprobs.ids)[row]
-        entry = {int(ids[0]): self._logprob(ids[0], values[0], int(np.asarray(logprobs.ranks)[row]))}
-        for rank in range(1, min(num_top, len(ids) - 1) + 1):
-            entry.setdefault(int(ids[rank]), self._logprob(ids[rank], values[rank], rank))
-        return entry
-
-    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.decode([int(token)], skip_special_tokens=False)
-        return Logprob(float(value), rank, text)
-
-    def _add_prompt_logprobs(self, pending: PendingStep, row: int) -> None:
-        chunk: Chunk = pending.schedule.chunks[row]
-        request, scores = chunk.sequence.request, pending.output.prompt_logprobs
-        if chunk.sequence.index != 0 or scores is None:
-            return
-        found: list[dict[int, Logprob] | None] = request.prompt_logprobs or [None] * len(request.prompt_token_ids)
-        request.prompt_logprobs = found
-        offset, wanted = pending.token_offsets[row], request.params.prompt_logprobs or 0
-        for i in range(chunk.count):
-            follower = chunk.start + i + 1
-            if follower < len(request.prompt_token_ids):
-                found[follower] = self._logprobs(scores, offset + i, wanted)
 
 
 def _seed_of(seed: int, index: int) -> int:

@@ -215,7 +215,7 @@ class EngineThread:
                 del self._served[request.request_id]
                 self.engine.remove(request)
                 if self.observers:
-                    self._outbox.append(partial(self._observe, self.engine.output(request)))
+                    self._outbox.append(partial(self._observe, self.engine.outputs.of(request)))
         if news:
             self._outbox.append(partial(self._receive, news))
 
@@ -230,7 +230,7 @@ class EngineThread:
             text = "" if detokenizer is None else detokenizer.delta()
         else:
             live.shown[sequence.index] = ENDED
-            text = self.engine.text(sequence) if detokenizer is None else detokenizer.finish()
+            text = self.engine.outputs.text(sequence) if detokenizer is None else detokenizer.finish()
         wants_logprobs = live.params.logprobs is not None
         return CompletionOutput(
             sequence.index,

@@ -22,10 +22,11 @@ from verax.loading import load_causal_lm
 from verax.models import DTYPES, CausalLM
 from verax.models.causal_lm import check_causal_lm
 from verax.text.block_manager import BlockManager
-from verax.text.engine import NO_TOKENIZER, Engine
+from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig, EngineOptions
 from verax.text.outputs import RequestOutput
 from verax.text.prompts import Message, Prompt, batch_of, content
+from verax.text.request_limits import NO_TOKENIZER
 from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
