@@ -12,7 +12,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers fuzz-server openai-conformance lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,27 @@ build/openai/.installed: Makefile | $(BIN)/python
 	$(BIN)/python -m venv --clear build/openai/venv
 	build/openai/venv/bin/python -m pip install --quiet 'build/openai/openai-$(OPENAI).tar.gz[aiohttp]' pytest pytest-asyncio rich
 	@touch $@
+
+client-examples: $(VENV)/.installed-dev build/clients/langchain-openai/.installed build/clients/litellm/.installed  ## Run the examples of LangChain's and LiteLLM's clients, which are installed into build/clients, against a server.
+	$(BIN)/python -m pytest tests/serve/test_docs_examples.py -k example_of_a_client
+
+# Each has an environment of its own, since they need different versions of openai. LiteLLM offers tools with its extra only.
+build/clients/%/.installed: | $(BIN)/python
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet '$*$(if $(filter litellm,$*),[mcp])'
+	@touch $@
+
+llama-server: build/llama.cpp/bin/llama-server  ## Build llama.cpp's server, which `verax bench serve --against llama.cpp` runs; needs cmake and ninja.
+
+LLAMA_CPP := 0.3.36
+build/llama.cpp/bin/llama-server: | $(BIN)/python
+	@mkdir -p build/llama.cpp
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama.cpp llama-cpp-python==$(LLAMA_CPP)
+	tar -xzf build/llama.cpp/llama_cpp_python-$(LLAMA_CPP).tar.gz -C build/llama.cpp
+	cmake -S build/llama.cpp/llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp -B build/llama.cpp -G Ninja \
+	  -D CMAKE_BUILD_TYPE=Release -D BUILD_SHARED_LIBS=OFF -D GGML_NATIVE=ON -D LLAMA_CURL=OFF -D LLAMA_OPENSSL=OFF \
+	  -D LLAMA_BUILD_UI=OFF -D LLAMA_USE_PREBUILT_UI=OFF -D LLAMA_BUILD_TESTS=OFF -D LLAMA_BUILD_EXAMPLES=OFF
+	cmake --build build/llama.cpp --target llama-server
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.
 	$(BIN)/ruff check

@@ -1,13 +1,20 @@
-"""One tiny engine, the application over it in this process, and helpers for both."""
+"""One tiny engine of each kind, the application over them in this process and over HTTP, and helpers for both."""
 
 import asyncio
 import json
+import signal
+import threading
+from contextlib import contextmanager
 
 import httpx
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny_encoder import sentence_files, tiny_encoder
+from verax import Encoder, VideoPipeline
+from verax.serve import run
 from verax.serve.app import create_app
+from verax.serve.run import _Process, bind
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
 from verax.text.async_llm import AsyncLLM
@@ -28,6 +35,46 @@ def engine(served_llm):
     llm = AsyncLLM.from_llm(served_llm, max_queued_requests=16)
     yield llm
     asyncio.run(llm.shutdown())
+
+
+@pytest.fixture(scope="session")
+def served_encoder(tmp_path_factory):
+    folder = tiny_encoder(tmp_path_factory.mktemp("encoder"))
+    sentence_files(folder, max_seq_length=16)
+    return Encoder(folder)
+
+
+@pytest.fixture(scope="session")
+def served_pipeline():
+    return VideoPipeline.from_pretrained(show_progress=False)
+
+
+@contextmanager
+def running(server):
+    """Base URL of a server's process, which runs in a thread."""
+    started = threading.Event()
+    process, listener = _Process(server, started.set), bind(server.settings)
+
+    def serve():
+        with asyncio.Runner(loop_factory=run.uvloop and run.uvloop.new_event_loop) as runner:
+            runner.run(process.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        process.handle_exit(signal.SIGTERM, None)
+        thread.join(60)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def http():
+    """`running`, for tests that need real connections."""
+    return running
 
 
 class Api:

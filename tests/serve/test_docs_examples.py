@@ -1,6 +1,8 @@
 """The server examples of README.md and docs/server.md, the dashboard's metrics and the load test, against a server."""
 
+import ast
 import asyncio
+import importlib.util
 import json
 import re
 import shutil
@@ -90,16 +92,35 @@ def test_the_pages_have_examples_that_run():
     assert [block.language for block in BLOCKS] == ["sh", "python", "sh", "python", "sh"]
 
 
-def test_the_example_for_openai_python_runs(target):
-    pytest.importorskip("openai")
-    environment = {"VERAX_URL": f"http://127.0.0.1:{target.port}/v1", "PATH": ""}
-    script = ROOT / "examples/server_clients/openai_client.py"
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+def python_with(package):
+    """Interpreter that has a client's package: this one, or that of `make client-examples`."""
+    if importlib.util.find_spec(package.replace("-", "_")) is not None:
+        return sys.executable
+    own = ROOT / "build/clients" / package / "bin/python"
+    if not own.exists():
+        pytest.skip(f"{package} is not installed: `make client-examples` installs it into build/clients")
+    return str(own)
+
+
+@pytest.mark.parametrize(
+    ("client", "package"), [("openai", "openai"), ("langchain", "langchain-openai"), ("litellm", "litellm")]
+)
+def test_the_example_of_a_client_runs(client, package, target):
+    script = ROOT / "examples/server_clients" / f"{client}_client.py"
+    command = [python_with(package), str(script)]
+    # LiteLLM fetches a list of prices otherwise.
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": ""}
+    environment = {"VERAX_URL": f"http://127.0.0.1:{target.port}/v1", **quiet}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    answer, stream, by_schema = done.stdout.splitlines()[-3:]
-    assert "85" in answer
-    assert stream.removeprefix("stream: ") == answer.removeprefix("answer: ")
-    assert set(json.loads(by_schema.removeprefix("by schema: ").replace("'", '"'))) == {"sum"}
+    shown = dict(re.findall(r"^([a-z ]+): (.*)$", done.stdout, re.MULTILINE))
+    assert "85" in shown["answer"]
+    assert shown["stream"] == shown["answer"]
+    assert all(isinstance(number, int) for number in ast.literal_eval(shown["by schema"]).values())
+    name, arguments, total = re.fullmatch(r"(\w+) (\{.*\}) = (\d+)", shown["tool call"]).groups()
+    assert (name, sum(ast.literal_eval(arguments).values())) == ("add", int(total))
+    assert shown["after it"]
+    assert re.fullmatch(r"\d+ numbers", shown["embedding"])
 
 
 def metric_names(text):

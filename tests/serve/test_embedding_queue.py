@@ -102,7 +102,7 @@ def test_places_are_bounded_and_given_back(queue):
 
 
 def test_closing_fails_those_who_wait(encoder):
-    queue = EmbeddingQueue(encoder, batch_size=1)
+    queue = EmbeddingQueue(encoder, batch_size=1, max_inputs=8)
 
     async def main():
         tasks = [asyncio.create_task(queue.embed([[i]])) for i in (1, 2)]

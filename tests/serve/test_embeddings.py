@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
-from verax import Encoder
+from tests.support.tiny_encoder import random_sentences
 from verax.serve.app import create_app
 from verax.serve.server import LazyModel, Server
 from verax.serve.settings import ServerSettings
@@ -15,16 +14,15 @@ from verax.serve.settings import ServerSettings
 SENTENCES = random_sentences(5, seed=3, most=12)
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    folder = tiny_encoder(tmp_path_factory.mktemp("encoder"))
-    sentence_files(folder, max_seq_length=16)
-    return Encoder(folder)
+@pytest.fixture
+def encoder(served_encoder):
+    return served_encoder
 
 
 @pytest.fixture(scope="module")
-def client(encoder):
-    server = Server(encoder=LazyModel("tiny", lambda: encoder), settings=ServerSettings(max_prompts=8))
+def client(served_encoder):
+    settings = ServerSettings(max_embedding_inputs=8)
+    server = Server(encoder=LazyModel("tiny", lambda: served_encoder), settings=settings)
     with TestClient(create_app(server), base_url="http://127.0.0.1") as client:
         yield client
 
@@ -61,6 +59,12 @@ def test_texts_give_the_vectors_of_the_encoder_and_their_tokens_are_counted(embe
 
 def test_one_text_is_a_list_of_one_vector(embed, encoder):
     np.testing.assert_allclose(vectors_of(embed(input="the cat")), encoder.encode(["the cat"]), atol=2e-6)
+
+
+def test_equal_texts_have_equal_vectors_of_length_one(embed):
+    vectors = vectors_of(embed(input=["the cat sat"] * 5))
+    np.testing.assert_allclose(vectors, vectors[:1].repeat(5, 0), atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
 def test_token_ids_give_the_vectors_of_their_text(embed, encoder):
@@ -119,6 +123,7 @@ def test_long_texts_are_refused_or_cut_when_told(embed, encoder):
         (dict(input=[2**63]), "input"),
         (dict(input=["a cat"] * 9), "input"),
         (dict(input={"text": "a cat"}), "input"),
+        (dict(input=["a cat", {"content": [{"type": "text", "text": "a dog"}]}]), "input[1]"),
         (dict(input="a cat", dimensions=0), "dimensions"),
         (dict(input="a cat", dimensions=49), "dimensions"),
         (dict(input="a cat", dimensions=-(10**30)), "dimensions"),

@@ -59,6 +59,7 @@ def test_a_wrong_field_is_named(body, param):
         b"null",
         b"[]",
         b'"text"',
+        b'"' + b"[" * 1000 + b'"',
         b'{"messages": [], "temperature": NaN}',
         b'{"messages": [{"role": "\xff"}]}',
         b'{"messages": [{"role": "\\ud800"}]}',
@@ -75,10 +76,16 @@ def test_what_is_no_json_object_of_bounded_depth_is_refused(body):
     assert caught.value.message.startswith(f"{caught.value.param or 'body'}: ")
 
 
+def test_bytes_that_are_no_utf_8_are_called_so():
+    with pytest.raises(ApiError, match=r"^body: it is not UTF-8: invalid byte at 14"):
+        decode(Body, b'{"messages": "\xff"}')
+
+
 def test_depth_is_counted_outside_of_strings_and_only_in_depth():
     assert decode(Body, b'{"messages": [], "anything": "' + b"[{" * 1000 + b'"}')
     assert decode(Body, b'{"messages": [], "anything": "\\"' + b"[" * 1000 + b'"}')
     assert decode(Body, b'{"messages": [], "anything": [' + b"[],{}," * 1000 + b"[]]}")
+    assert decode(Body, b'{"messages": [], "anything": [' + (b"[" * 60 + b"]" * 60 + b",") * 1000 + b"[]]}")
     deepest = MAX_DEPTH - 1
     assert decode(Body, b'{"messages": [], "anything": ' + b"[" * deepest + b"]" * deepest + b"}")
 

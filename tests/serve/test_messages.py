@@ -62,7 +62,7 @@ def whole_of(stream):
                 if delta["type"] == "input_json_delta":
                     inputs[data["index"]] = inputs.get(data["index"], "") + delta["partial_json"]
                 else:
-                    key = {"text_delta": "text", "thinking_delta": "thinking"}[delta["type"]]
+                    key = delta["type"].removesuffix("_delta")
                     block[key] += delta[key]
             case "content_block_stop":
                 if inputs.get(data["index"]):
@@ -112,7 +112,15 @@ def test_reasoning_text_and_calls_are_blocks_whole_and_streamed(api, monkeypatch
     assert whole["usage"] == {
         "input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 5,
     }  # fmt: skip
-    assert whole_of(streamed(api, BODY)) == whole
+    stream = streamed(api, BODY)
+    assert whole_of(stream) == whole
+    kinds = [data["delta"]["type"] for name, data in stream if name == "content_block_delta" and data["index"] == 0]
+    assert kinds == ["thinking_delta", "thinking_delta", "signature_delta"]
+
+
+def test_fields_without_a_meaning_here_are_accepted(api):
+    thinking = {"type": "enabled", "budget_tokens": 4}
+    api.ok(PATH, {**BODY, "metadata": {"user_id": "u"}, "top_k": 40, "thinking": thinking, "service_tier": "auto"})
 
 
 @pytest.mark.parametrize(
@@ -202,6 +210,9 @@ def test_a_last_message_of_the_assistant_is_continued():
         ({"max_tokens": 0}, "max_tokens: "),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}]}]},
+         "messages[0].content[0].content[0].type: "),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "messages[0].content[0].type: "),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},

@@ -57,7 +57,7 @@ def now():
 
 @pytest.fixture
 def jobs(pipeline, now):
-    jobs = VideoJobs(pipeline, ClipStore(), max_queued=2, max_jobs=4, ttl=60, clock=lambda: now[0])
+    jobs = VideoJobs(pipeline, ClipStore(1 << 20), max_queued=2, max_jobs=4, ttl=60, clock=lambda: now[0])
     yield jobs
     pipeline.may_go.release(100)
     jobs.close()
@@ -87,8 +87,12 @@ def test_progress_rises_to_99_and_then_to_100(jobs, pipeline):
     pipeline.may_go.release(2)
     until(jobs, job, lambda job: job.progress == 47)
     assert job.preview is not None
+    seen = []
+    job.watchers.add(lambda: seen.append((job.status, job.progress)))  # on the queue's thread, at each change
     pipeline.may_go.release(2)
     until(jobs, job, lambda job: job.ended)
+    assert [state for state in seen if state[1] > 99] == [("completed", 100)]
+    assert [progress for _, progress in seen] == sorted(progress for _, progress in seen)
     assert (job.status, job.progress, job.completed_at, job.expires_at) == ("completed", 100, 1000, 1060)
     assert jobs.store.path(job.id, "video").is_file()
 

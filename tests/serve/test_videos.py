@@ -10,7 +10,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.support.pictures import bomb, saved
-from verax import VideoPipeline
 from verax.serve import app as app_module
 from verax.serve import videos
 from verax.serve.app import create_app
@@ -29,14 +28,16 @@ def data_uri(data, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-@pytest.fixture(scope="module")
-def pipeline():
-    return VideoPipeline.from_pretrained(show_progress=False)
+@pytest.fixture
+def pipeline(served_pipeline):
+    return served_pipeline
 
 
 @pytest.fixture(scope="module")
-def client(pipeline):
-    server = Server(videos=LazyModel("clips", lambda: pipeline), settings=ServerSettings(max_video_body_bytes=1 << 20))
+def client(served_pipeline):
+    server = Server(
+        videos=LazyModel("clips", lambda: served_pipeline), settings=ServerSettings(max_video_body_bytes=1 << 20)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app_module, "ROUTE_MODULES", (videos,))
         app = create_app(server)

@@ -31,6 +31,8 @@ class FakeServer:
     """True to go on counting the requests of clients that disconnected."""
     pause: float = 0.0
     """Seconds between two tokens."""
+    tokenized: str | None = None
+    """Answer of `/tokenize`; None for a server without it."""
     running: int = 0
     most: int = 0
     aborted: int = 0
@@ -51,11 +53,16 @@ class FakeServer:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             self.heads.append(head)
             line = head.partition("\r\n")[0]
-            if "POST" in line:
+            if "POST" in line and "/completions" in line:
                 length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
                 await self._complete(json.loads(await reader.readexactly(length)), writer)
             else:
-                pages = {"/metrics": self._metrics(), "/v1/models": '{"data": [{"id": "fake"}]}', "/health": ""}
+                pages = {
+                    "/tokenize": self.tokenized,
+                    "/metrics": self._metrics(),
+                    "/v1/models": '{"data": [{"id": "fake"}]}',
+                    "/health": "",
+                }
                 page = pages.get(line.split()[1])
                 status = "404 Not Found" if page is None else "200 OK"
                 body = (page or "").encode()

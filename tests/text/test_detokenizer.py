@@ -234,6 +234,19 @@ def test_a_stop_string_may_end_within_a_token(byte_level):
         assert (found[-1], running.text, running.delta()) == ("iv", text, text)
 
 
+@settings(max_examples=200, deadline=None)
+@given(stops=st.lists(st.text("ab ", min_size=1, max_size=6), min_size=1, max_size=3), data=st.data())
+def test_just_what_may_become_a_stop_string_is_held_back(byte_level, stops, data):
+    ids = byte_level.encode(data.draw(st.text("ab ", max_size=30)))
+    running, shown = IncrementalDetokenizer(byte_level, stop=tuple(stops)), ""
+    for token in ids:
+        if running.append(token) is not None:
+            break
+        shown += running.delta()
+        ends = [i for i in range(len(running.text) + 1) if any(stop.startswith(running.text[i:]) for stop in stops)]
+        assert shown == running.text[: ends[0]]
+
+
 def test_a_stopped_text_does_not_go_on(byte_level):
     running = IncrementalDetokenizer(byte_level, stop=("x",))
     assert running.append(byte_level.encode("x")[0]) == "x"

@@ -284,6 +284,17 @@ def test_a_grammar_that_fails_ends_its_request_alone(formed, monkeypatch, method
     formed.engine.check()
 
 
+def test_an_answer_has_a_limited_time_in_its_grammar(formed, monkeypatch):
+    params = SamplingParams(seed=1, max_tokens=40, structured_outputs={"regex": "[a-z]{30}"})
+    assert len(formed.generate("abc", params, use_tqdm=False)[0].outputs[0].text) == 30
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 1e-9)
+    with pytest.raises(StructuredOutputError, match="its masks take too long"):
+        formed.generate("abc", params, use_tqdm=False)
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 1e9)
+    assert len(formed.generate("abc", params, use_tqdm=False)[0].outputs[0].text) == 30
+    formed.engine.check()
+
+
 def test_generate_and_stream_raise_the_error_of_a_grammar_that_fails(formed, monkeypatch):
     def fail(*_):
         raise StructuredOutputError("structured_outputs: too complex")

@@ -27,7 +27,19 @@ BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers")
 NAMES = ("section", "operation", "case", "name")
 """Keys that name an entry of a list, as far as it has them."""
 
-SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_cpp_python")
+SAME = (
+    "cpu",
+    "cores",
+    "platform",
+    "devices",
+    "python",
+    "jax",
+    "jaxlib",
+    "torch",
+    "transformers",
+    "llama_cpp_python",
+    "llama_server",
+)
 """Facts of the machine that have to agree, or the difference may be theirs."""
 
 

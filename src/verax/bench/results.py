@@ -43,6 +43,7 @@ MACHINE_FACTS = (
     "diffusers",
     "transformers",
     "llama_cpp_python",
+    "llama_server",
 )
 """Facts of the machine that a page repeats."""
 

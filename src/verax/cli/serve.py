@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import options
+from verax.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from verax.serve.server import Server
@@ -70,13 +71,39 @@ def serve(
     max_queued_tokens: Annotated[
         int | None, typer.Option(help="Most prompt tokens that wait; more get 429.", min=1, rich_help_panel=_LIMITS)
     ] = None,
+    max_embedding_inputs: Annotated[
+        int, typer.Option(help="Most texts of a request for embeddings.", min=1, rich_help_panel=_LIMITS)
+    ] = ServerSettings.max_embedding_inputs,
+    max_queued_embedding_inputs: Annotated[
+        int,
+        typer.Option(help="Most texts that wait or run for embeddings; more get 429.", min=1, rich_help_panel=_LIMITS),
+    ] = ServerSettings.max_queued_embedding_inputs,
+    embedding_batch_size: Annotated[
+        int, typer.Option(help="Texts that the encoder reads at once.", min=1, rich_help_panel=_LIMITS)
+    ] = ServerSettings.embedding_batch_size,
+    max_queued_videos: Annotated[
+        int, typer.Option(help="Most clips that wait to be made; more get 429.", min=1, rich_help_panel=_LIMITS)
+    ] = ServerSettings.max_queued_videos,
+    max_videos: Annotated[
+        int, typer.Option(help="Most clips that are kept; more get 429.", min=1, rich_help_panel=_LIMITS)
+    ] = ServerSettings.max_videos,
+    max_video_storage_bytes: Annotated[
+        int, typer.Option(help="Most bytes on disk of all clips; more get 429.", min=1, rich_help_panel=_LIMITS)
+    ] = ServerSettings.max_video_storage_bytes,
+    video_ttl: Annotated[
+        float, typer.Option(help="Seconds for which a finished clip is kept.", min=1, rich_help_panel=_LIMITS)
+    ] = ServerSettings.video_ttl,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have, once the server is to end.", min=0)
-    ] = 30.0,
+    ] = ServerSettings.shutdown_timeout,
     slow_client_timeout: Annotated[
         float,
-        typer.Option(help="Seconds for which a client may not read its stream.", min=0.1, rich_help_panel=_LIMITS),
-    ] = 30.0,
+        typer.Option(
+            help="Seconds for which a client may leave its stream unread, and that it has to send its headers.",
+            min=0.1,
+            rich_help_panel=_LIMITS,
+        ),
+    ] = ServerSettings.slow_client_timeout,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
     disable_page: Annotated[bool, typer.Option("--disable-page", help="Serve the API alone.")] = False,
@@ -103,7 +130,6 @@ def serve(
     from verax.serve.logs import configure_logs
     from verax.serve.run import bind, run
     from verax.serve.server import LazyModel, Server
-    from verax.serve.settings import ServerSettings
     from verax.text.async_llm import AsyncLLM
 
     settings = ServerSettings(
@@ -113,6 +139,13 @@ def serve(
         any_model_name=any_model_name,
         allowed_hosts=tuple(allowed_hosts or ()),
         allowed_origins=tuple(allowed_origins or ()),
+        max_embedding_inputs=max_embedding_inputs,
+        max_queued_embedding_inputs=max_queued_embedding_inputs,
+        embedding_batch_size=embedding_batch_size,
+        max_queued_videos=max_queued_videos,
+        max_videos=max_videos,
+        max_video_storage_bytes=max_video_storage_bytes,
+        video_ttl=video_ttl,
         shutdown_timeout=shutdown_timeout,
         slow_client_timeout=slow_client_timeout,
         log_format=log_format,

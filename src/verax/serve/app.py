@@ -53,7 +53,7 @@ def create_app(server: Server) -> Starlette:
                 allow_origins=list(server.settings.allowed_origins),
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id"],
+                expose_headers=["x-request-id", "retry-after"],
             )
         )
     layers += [Middleware(Security, server), Middleware(BodyLimit, server)]

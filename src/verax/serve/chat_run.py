@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from verax.errors import ContextLengthError, QueueFullError
+from verax.errors import ContextLengthError, InvalidParameterError, QueueFullError, StructuredOutputError
 from verax.serve.chat_request import ChatRequest, NamedToolChoice, template_messages, template_options
 from verax.serve.errors import ApiError, context_error
 from verax.serve.logprobs import chat_logprobs
 from verax.serve.record import RequestRecord
-from verax.serve.sampling import check_room, sampling_params
+from verax.serve.sampling import check_room, form_error, sampling_params
 from verax.serve.server import Server
 from verax.serve.usage import Usage
 from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
@@ -96,6 +96,7 @@ class ChatRun:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
         self._server = server
+        self._request = request
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
         self._samples = [_Sample(parser) for parser in parsers]
         self._outputs = outputs
@@ -119,6 +120,8 @@ class ChatRun:
             await self._count_reasoning()
         except ContextLengthError as error:
             raise context_error(error, "messages") from error
+        except (InvalidParameterError, StructuredOutputError) as error:
+            raise form_error(error, self._request) from error
         finally:
             await self._outputs.aclose()
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, StructuredOutputError
 from verax.serve.answers import TextCompletion
 from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
@@ -23,7 +23,7 @@ from verax.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from verax.serve.merge import merged
 from verax.serve.record import RequestRecord, record_of
 from verax.serve.routing import api_routes
-from verax.serve.sampling import Count, GenerationRequest, Refused, sampling_params
+from verax.serve.sampling import Count, GenerationRequest, Refused, form_error, sampling_params
 from verax.serve.server import Server
 from verax.serve.sse import DONE, data_event, unless_disconnected
 from verax.serve.usage import SYSTEM_FINGERPRINT, Usage
@@ -160,6 +160,8 @@ class CompletionRun:
                     for sample in output.outputs:
                         if part := await self._part(prompt, sample, output):
                             yield part
+        except (InvalidParameterError, StructuredOutputError) as error:
+            raise form_error(error, self._request) from error
         finally:
             usage = self.usage
             self._record.prompt_tokens, self._record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
@@ -169,10 +171,8 @@ class CompletionRun:
         found: list[list[_Part]] = [[] for _ in self._samples]
         async for part in self.parts():
             found[part.index].append(part)
-        body = {**self._head, "choices": [self._joined(parts) for parts in found], "usage": self.usage.body()}
-        if len(self._usages) == 1:
-            body["timings"] = self._usages[0].timings()
-        return body
+        choices = [self._joined(parts) for parts in found]
+        return {**self._head, "choices": choices, "usage": self.usage.body(), **self._timings()}
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Events of a stream, the last one included."""
@@ -184,9 +184,15 @@ class CompletionRun:
                 body = {**self._head, "choices": [self._choice(part)]}
                 if each_usage or last_usage:
                     body["usage"] = self.usage.body() if each_usage else None
+                if part.finish_reason is not None:
+                    body |= self._timings()
                 yield data_event(body)
-        usage = data_event({**self._head, "choices": [], "usage": self.usage.body()}) if last_usage else b""
-        yield usage + DONE
+        last = {**self._head, "choices": [], "usage": self.usage.body(), **self._timings()}
+        yield (data_event(last) if last_usage else b"") + DONE
+
+    def _timings(self) -> dict[str, Any]:
+        """Times of a single prompt. Several prompts are answered at once, so that their times have no sum."""
+        return {"timings": self._usages[0].timings()} if len(self._usages) == 1 else {}
 
     def _sample(self) -> _Sample:
         wanted = self._request.logprobs

@@ -46,7 +46,7 @@ class EmbeddingQueue:
         max_inputs: sentences that may wait and run at once.
     """
 
-    def __init__(self, encoder: Encoder, *, batch_size: int = 32, max_inputs: int = 2048):
+    def __init__(self, encoder: Encoder, *, batch_size: int, max_inputs: int):
         self.encoder = encoder
         self._batch_size = batch_size
         self._max_inputs = max_inputs

@@ -30,6 +30,10 @@ from verax.serve.sse import unless_disconnected
 __all__ = ["EmbeddingRequest", "routes"]
 
 
+_CHARACTERS = 64
+"""Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
+
+
 class EmbeddingRequest(msgspec.Struct):
     """Body of a request."""
 
@@ -47,6 +51,7 @@ class EmbeddingRequest(msgspec.Struct):
 
 def routes(server: Server) -> list[Route]:
     """Route of the embeddings. Its queue ends with the server."""
+    settings = server.settings
     queue: EmbeddingQueue | None = None
 
     async def embeddings(request: Request) -> Response:
@@ -57,11 +62,15 @@ def routes(server: Server) -> list[Route]:
         name = server.check_model(body.model, (server.encoder.name,))
         record = record_of(request)
         record.model = name
-        inputs = _inputs(body, server.settings.max_prompts)
+        inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
         _check_sizes(body, encoder)
         if queue is None:
-            queue = EmbeddingQueue(encoder)
+            queue = EmbeddingQueue(
+                encoder,
+                batch_size=settings.embedding_batch_size,
+                max_inputs=settings.max_queued_embedding_inputs,
+            )
         with queue.slots(len(inputs)):
             token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, body.truncate_prompt_tokens)
             vectors = await unless_disconnected(request, queue.embed(token_ids))
@@ -132,25 +141,32 @@ def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, kept: int 
     """
     limit = kept if kept is not None and kept > 0 else encoder.max_length
     if isinstance(inputs[0], str):
+        texts, most = cast("list[str]", inputs), encoder.max_length * _CHARACTERS
+        longest = max(map(len, texts))
+        if kept is None and longest > most:
+            raise _too_long(f"{longest} characters", -(-longest // _CHARACTERS), limit)
         try:
-            found = encoder.tokenize(cast("list[str]", inputs), max_length=limit)
+            found = encoder.tokenize([text[:most] for text in texts], max_length=limit)
         except InvalidParameterError as error:
             raise _renamed(error, {"max_length": "truncate_prompt_tokens", "sentences": "input"}) from error
     else:
         found = [(ids[:limit], len(ids) - limit) for ids in cast("list[list[int]]", inputs)]
     if kept is None:
-        longest = max(found, key=lambda one: one[1])
-        if longest[1] > 0:
-            size = len(longest[0]) + longest[1]
-            raise ApiError(
-                400,
-                f"input: {size} tokens are more than the {limit} that the model reads; see truncate_prompt_tokens",
-                **{"param": "input", "code": "context_length_exceeded", "n_prompt_tokens": size, "n_ctx": limit},
-            )
+        ids, cut = max(found, key=lambda one: one[1])
+        if cut > 0:
+            raise _too_long(f"{len(ids) + cut} tokens", len(ids) + cut, limit)
     try:
         return encoder.check_tokens([ids for ids, _ in found])
     except InvalidParameterError as error:
         raise _renamed(error, {"token_ids": "input"}) from error
+
+
+def _too_long(what: str, size: int, limit: int) -> ApiError:
+    return ApiError(
+        400,
+        f"input: {what} are more than the {limit} tokens that the model reads; see truncate_prompt_tokens",
+        **{"param": "input", "code": "context_length_exceeded", "n_prompt_tokens": size, "n_ctx": limit},
+    )
 
 
 def _renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 
 from verax.serve.errors import ApiError
@@ -95,15 +96,13 @@ def _parse(body: bytes, kind: type[msgspec.Struct] | None) -> Any:
 
 
 def _check_depth(body: bytes) -> None:
-    """Check the depth without recursion: innermost pairs of brackets are removed, a level at a time."""
+    """Check the depth in one pass, without recursion. Brackets that do not match are left to the parser."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    brackets = _STRING.sub(b"", body).translate(_ONE_KIND, _NO_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"")
-        if not brackets:
-            return
-    raise ApiError(400, f"body: JSON nested deeper than {MAX_DEPTH} levels, or with brackets that do not match")
+    brackets = np.frombuffer(_STRING.sub(b"", body).translate(_ONE_KIND, _NO_BRACKETS), np.uint8)
+    steps = np.where(brackets == ord("["), np.int8(1), np.int8(-1))
+    if steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
+        raise ApiError(400, f"body: JSON nested deeper than {MAX_DEPTH} levels")
 
 
 def _out_of_range(body: bytes, kind: type[msgspec.Struct] | None, error: Exception) -> ApiError:

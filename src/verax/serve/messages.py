@@ -25,6 +25,9 @@ from verax.serve.sse import named_event, unless_disconnected
 
 __all__ = ["routes"]
 
+NO_SIGNATURE = ""
+"""Signature of reasoning, which clients expect: only the API that signed a thought could check one."""
+
 
 def routes(server: Server) -> list[Route]:
     """Routes of messages."""
@@ -84,6 +87,8 @@ async def _events(run: ChatRun) -> AsyncGenerator[bytes, None]:
                 yield _event("ping")
             last = event
             for step in tracker.steps(event):
+                if step.step == "end" and step.part.kind == "reasoning":
+                    yield _delta_event(step.part, type="signature_delta", signature=NO_SIGNATURE)
                 yield _block_event(step)
     assert last is not None
     yield _event("message_delta", delta=_stop(last), usage=_usage(run))
@@ -106,7 +111,11 @@ def _block_event(step: PartStep) -> bytes:
         "reasoning": ("thinking_delta", "thinking"),
         "tool_call": ("input_json_delta", "partial_json"),
     }[part.kind]
-    return _event("content_block_delta", index=part.index, delta={"type": kind, name: step.text})
+    return _delta_event(part, **{"type": kind, name: step.text})
+
+
+def _delta_event(part: Part, **delta: str) -> bytes:
+    return _event("content_block_delta", index=part.index, delta=delta)
 
 
 def _message(run: ChatRun) -> dict[str, Any]:
@@ -125,8 +134,7 @@ def _block(part: Part, *, empty: bool = False) -> dict[str, Any]:
         case "text":
             return {"type": "text", "text": text, "citations": None}
         case "reasoning":
-            # Only the API that signed a thought could check its signature.
-            return {"type": "thinking", "thinking": text, "signature": ""}
+            return {"type": "thinking", "thinking": text, "signature": NO_SIGNATURE}
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(text)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -28,6 +29,9 @@ _ALWAYS_SERVED = ("/health", "/metrics")
 
 MAX_HEADER_BYTES = 16 << 10
 """Bytes of a request's headers."""
+
+MIN_BODY_RATE = 10 << 10
+"""Bytes of a body that each second beyond the server's `slow_client_timeout` needs."""
 
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client went away before the answer, as in nginx."""
@@ -98,7 +102,7 @@ class RequestLog:
 
 
 class BodyLimit:
-    """Refuses bodies that are too long, without reading them to their end."""
+    """Refuses bodies that are too long or come too slowly, without reading them to their end."""
 
     def __init__(self, app: ASGIApp, server: Server):
         self._app = app
@@ -116,11 +120,20 @@ class BodyLimit:
         if length.isdigit() and int(length) > limit:
             await error_response(too_long, scope)(scope, receive, send)
             return
-        read = 0
+        read, complete, begin = 0, False, asyncio.get_running_loop().time()
+        patience = self._settings.slow_client_timeout
 
         async def receive_bounded() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, complete
+            if complete:  # the client may wait for its answer as long as it likes
+                return await receive()
+            try:
+                async with asyncio.timeout_at(begin + patience + read / MIN_BODY_RATE):
+                    message = await receive()
+            except TimeoutError:
+                problem = f"body: {read} bytes came in {patience:g} s or more, which is too slow"
+                raise ApiError(408, problem, param="body", headers={"Connection": "close"}) from None
+            complete = message["type"] != "http.request" or not message.get("more_body")
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
                 if read > limit:

@@ -7,7 +7,9 @@ import gc
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
@@ -81,7 +83,8 @@ class _Process(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(server),
-                http=HttpProtocol,
+                # uvicorn calls what it is given, though it declares a class.
+                http=cast(Any, partial(HttpProtocol, header_timeout=server.settings.slow_client_timeout)),
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -7,11 +7,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from verax.serve.errors import ApiError
+from verax.errors import InvalidParameterError, VeraxError
+from verax.serve.errors import ApiError, api_error
 from verax.serve.server import Server
 from verax.text.sampling_params import SamplingParams
 
-__all__ = ["GenerationRequest", "Refused", "ResponseFormat", "StreamOptions", "check_room", "sampling_params"]
+__all__ = [
+    "GenerationRequest",
+    "Refused",
+    "ResponseFormat",
+    "StreamOptions",
+    "check_room",
+    "form_error",
+    "sampling_params",
+]
 
 MAX_INT = 2**31 - 1
 
@@ -41,8 +50,15 @@ Form = Annotated[
 ]
 """Fields of `StructuredOutputs`, which checks them."""
 
-GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's old names of the forms of structured output."""
+FORM_ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""Other names of the forms of structured output: vLLM's old ones, and llama.cpp's."""
 
 REFUSED = ("bad_words", "allowed_token_ids", "thinking_token_budget", "chat_template", "functions", "function_call")
 """Fields that would change the answer and that this server does not have."""
@@ -58,10 +74,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """JSON schema of an answer."""
+    """JSON schema of an answer. The name has no meaning here."""
 
-    name: str
     schema: dict[str, Any]
+    name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
@@ -71,6 +87,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """Schema of a JSON object, as llama.cpp's clients give it."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -106,6 +124,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
     bad_words: Refused = None
     allowed_token_ids: Refused = None
     thinking_token_budget: Refused = None
@@ -144,7 +164,6 @@ def sampling_params(
 
     Raises:
         ApiError: 400, naming the field.
-        InvalidParameterError: the same.
     """
     check_room(server, request)
     values = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
@@ -156,7 +175,10 @@ def sampling_params(
     if form is not None:
         values["structured_outputs"] = form if after is None else {"after": after, **form}
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, **overrides}
-    return server.engine.llm.default_sampling_params(**values)
+    try:
+        return server.engine.llm.default_sampling_params(**values)
+    except InvalidParameterError as error:
+        raise form_error(error, request) from error
 
 
 def check_room(server: Server, request: GenerationRequest) -> None:
@@ -174,8 +196,12 @@ def check_room(server: Server, request: GenerationRequest) -> None:
     if n > min(server.settings.max_n, slots):
         most = min(server.settings.max_n, slots)
         raise ApiError(400, f"n: expected at most {most}, got {n}", param="n")
-    if isinstance(request.stop, list) and len(request.stop) > server.settings.max_stop:
-        raise ApiError(400, f"stop: expected at most {server.settings.max_stop}, got {len(request.stop)}", param="stop")
+    stop, most = [request.stop] if isinstance(request.stop, str) else request.stop or [], server.settings.max_stop
+    if len(stop) > most:
+        raise ApiError(400, f"stop: expected at most {most}, got {len(stop)}", param="stop")
+    longest, most = max(map(len, stop), default=0), server.settings.max_stop_length
+    if longest > most:
+        raise ApiError(400, f"stop: expected at most {most} characters, got {longest}", param="stop")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: it is for streams; set stream to true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -192,14 +218,39 @@ def structured_output(request: GenerationRequest, other: dict[str, Any] | None) 
     Raises:
         ApiError: 400 for several forms, or one that is not supported.
     """
-    forms: dict[str, dict[str, Any]] = {} if other is None else {"tool_choice": other}
+    forms = {**({} if other is None else {"tool_choice": other}), **_forms(request)}
+    if len(forms) > 1:
+        first, second = list(forms)[:2]
+        raise ApiError(400, f"{second}: it cannot be combined with {first}", param=second)
+    return next(iter(forms.values()), None)
+
+
+def form_error(error: VeraxError, request: GenerationRequest) -> ApiError:
+    """The HTTP error of one of the engine's.
+
+    An error of the answer's form names the request's own field, which is "tools" if they have demanded the form.
+    """
+    found = api_error(error)
+    if (found.param or "").startswith("structured_outputs") and request.structured_outputs is None:
+        found.param = next(iter(_forms(request)), "tools")
+        found.message = f"{found.param}: {found.message.partition(': ')[2]}"
+    return found
+
+
+def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
+    """Forms that a request gives, by their fields.
+
+    Raises:
+        ApiError: 400 for one that is missing or not supported.
+    """
+    forms: dict[str, dict[str, Any]] = {}
     if request.structured_outputs is not None:
         given = {name: value for name, value in request.structured_outputs.items() if value is not None}
         if "structural_tag" in given:
             param = "structured_outputs.structural_tag"
             raise ApiError(400, f"{param}: it is not supported here; use tools", param=param)
         forms["structured_outputs"] = given
-    for old, name in GUIDED.items():
+    for old, name in FORM_ALIASES.items():
         if (value := getattr(request, old)) is not None:
             forms[old] = {name: value}
     format = request.response_format
@@ -209,11 +260,8 @@ def structured_output(request: GenerationRequest, other: dict[str, Any] | None) 
             raise ApiError(400, f"{param}: it is missing", param=param)
         forms["response_format"] = {"json": format.json_schema.schema}
     elif format is not None and format.type == "json_object":
-        forms["response_format"] = {"json_object": True}
-    if len(forms) > 1:
-        first, second = list(forms)[:2]
-        raise ApiError(400, f"{second}: it cannot be combined with {first}", param=second)
-    return next(iter(forms.values()), None)
+        forms["response_format"] = {"json_object": True} if format.schema is None else {"json": format.schema}
+    return forms
 
 
 def _token_id(key: str) -> int:

@@ -37,12 +37,29 @@ class ServerSettings:
     """Answers to one prompt."""
     max_stop: int = 16
     """Stop strings of a request."""
+    max_stop_length: int = 1024
+    """Characters of a stop string: each token is compared with as many characters before it."""
     max_prompts: int = 256
     """Prompts of a request."""
+    max_embedding_inputs: int = 2048
+    """Texts of a request for embeddings: OpenAI's limit."""
+    max_queued_embedding_inputs: int = 8192
+    """Texts of all requests for embeddings that may wait and run at once."""
+    embedding_batch_size: int = 32
+    """Texts that the encoder reads at once."""
+    max_queued_videos: int = 16
+    """Clips that may wait to be made."""
+    max_videos: int = 1000
+    """Clips that are kept, made or not."""
+    max_video_storage_bytes: int = 1 << 30
+    """Bytes on disk of all clips together."""
+    video_ttl: float = 3600.0
+    """Seconds for which a finished clip is kept."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests have to finish, once the server is to end."""
     slow_client_timeout: float = 30.0
-    """Seconds for which a client may leave its stream unread before the request is aborted."""
+    """Seconds for which a client may leave its stream unread before the request is aborted, or take for its headers, or
+    for its body beside a second for each `middleware.MIN_BODY_RATE` bytes."""
     ping_interval: float = 15.0
     """Seconds of silence after which a stream sends a comment, so that proxies keep it open."""
     log_format: str = "text"
@@ -65,7 +82,13 @@ class ServerSettings:
             value = getattr(self, field.name)
             if field.type == "float" and not (math.isfinite(value) and value >= 0):
                 raise InvalidParameterError(f"{field.name}: expected seconds, 0 or more, got {value}")
-            if field.name.startswith("max_") and value < 1:
+            if (field.name.startswith("max_") or field.name == "embedding_batch_size") and value < 1:
                 raise InvalidParameterError(f"{field.name}: expected at least 1, got {value}")
-        if not self.ping_interval:
-            raise InvalidParameterError("ping_interval: expected more than 0 seconds")
+        for name in ("ping_interval", "slow_client_timeout", "video_ttl"):
+            if not getattr(self, name):
+                raise InvalidParameterError(f"{name}: expected more than 0 seconds")
+        if self.max_queued_embedding_inputs < self.max_embedding_inputs:
+            raise InvalidParameterError(
+                f"max_queued_embedding_inputs: expected at least max_embedding_inputs, which is "
+                f"{self.max_embedding_inputs}, got {self.max_queued_embedding_inputs}"
+            )

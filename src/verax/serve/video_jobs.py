@@ -85,9 +85,9 @@ class VideoJobs:
         pipeline: VideoPipeline,
         store: ClipStore,
         *,
-        max_queued: int = 16,
-        max_jobs: int = 1000,
-        ttl: float = 3600.0,
+        max_queued: int,
+        max_jobs: int,
+        ttl: float,
         clock: Callable[[], float] = time.time,
     ):
         self.pipeline = pipeline

@@ -161,7 +161,14 @@ class VideoService:
             if self._jobs is None:
                 assert self._server.videos is not None
                 pipeline = await self._server.videos.get()
-                self._jobs = VideoJobs(pipeline, ClipStore())
+                settings = self._server.settings
+                self._jobs = VideoJobs(
+                    pipeline,
+                    ClipStore(settings.max_video_storage_bytes),
+                    max_queued=settings.max_queued_videos,
+                    max_jobs=settings.max_videos,
+                    ttl=settings.video_ttl,
+                )
         return self._jobs
 
     def _job(self, request: Request) -> tuple[VideoJobs, VideoJob]:

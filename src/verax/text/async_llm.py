@@ -19,6 +19,7 @@ from verax.models import CausalLMConfig
 from verax.text.engine import NO_TOKENIZER
 from verax.text.engine_config import EngineConfig, EngineOptions
 from verax.text.engine_thread import EngineThread, Observer, dead
+from verax.text.grammar import MAX_COMPILING
 from verax.text.llm import LLM
 from verax.text.outputs import RequestOutput
 from verax.text.prompts import Message, Prompt, content
@@ -111,6 +112,9 @@ class AsyncLLM:
         self._names = itertools.count()
         self._closing = False
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "verax-tokenizer")
+        # Work that may take seconds has threads of its own, so that no other prompt waits for it.
+        self._grammars = ThreadPoolExecutor(MAX_COMPILING, "verax-grammars")
+        self._long_texts = ThreadPoolExecutor(1, "verax-long-texts")
         self._thread = EngineThread(llm.engine, max_queued_tokens=max_queued_tokens)
         # The thread holds no reference to this object, so that dropping it ends the thread.
         weakref.finalize(self, self._thread.stop).atexit = False
@@ -223,15 +227,16 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, tokenised in a thread.
+        """Token ids of a text, tokenised in a thread. Texts that are too long for a prompt hold up no prompt.
 
         Raises:
             InvalidParameterError: if there is no tokenizer.
         """
         if self.tokenizer is None:
             raise InvalidParameterError(f"text: {NO_TOKENIZER}")
+        pool = self._pool if self.llm.engine.fits(text) else self._long_texts
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def abort(self, request_id: str) -> None:
         """Stop a request: its generator gives what is left, with `finish_reason` "abort". Unknown ids are ignored."""
@@ -250,7 +255,8 @@ class AsyncLLM:
         await asyncio.to_thread(thread.stop)
         thread.deliver()
         thread.fail_all(thread.error, "the engine was shut down")
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._grammars, self._long_texts):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(
         self,
@@ -290,7 +296,8 @@ class AsyncLLM:
         self._join_queue(live, 0 if is_chat or isinstance(items, str) else len(items))
         if is_chat or isinstance(items, str) or params.form is not None:
             special = add_special_tokens and not is_chat
-            self._pool.submit(self._prepare, live, items, is_chat=is_chat, add_special_tokens=special)
+            pool = self._pool if params.form is None else self._grammars
+            pool.submit(self._prepare, live, items, is_chat=is_chat, add_special_tokens=special)
         else:
             self._thread.add(live, items)
         return RequestStream(live, self._thread.abort)
@@ -338,6 +345,7 @@ class AsyncLLM:
                 if live.prompt is None:
                     tokens = items
                 elif self.tokenizer is not None:
+                    self.llm.engine.check_text(live.prompt)
                     tokens = self.tokenizer.encode(live.prompt, add_special_tokens=add_special_tokens)
         except BaseException as error:
             tokens = error

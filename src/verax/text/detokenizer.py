@@ -159,11 +159,14 @@ class IncrementalDetokenizer:
 
     def _held_back(self) -> int:
         """Number of characters of the longest suffix of the text that is a prefix of a stop string."""
-        longest = max(len(stop) for stop in self._stop) - 1
-        for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
-                return length
-        return 0
+        held = 0
+        for stop in self._stop:
+            at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
+            while 0 <= at < len(self.text) - held:
+                if stop.startswith(self.text[at:]):
+                    held = len(self.text) - at
+                at = self.text.find(stop[0], at + 1)
+        return held
 
 
 def _without_undecided(text: str) -> str:

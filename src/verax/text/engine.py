@@ -106,6 +106,7 @@ class Engine:
         elif self.tokenizer is None:
             raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
         else:
+            self.check_text(text)
             tokens = tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         answers = [()] * params.n if output_token_ids is None else [tuple(answer) for answer in output_token_ids]
         self._check(tokens, params, stream, answers)
@@ -186,6 +187,24 @@ class Engine:
                 "structured_outputs: this engine was started without them; pass LLM(..., structured_outputs=True)"
             )
         return self._compiler.compile(params.form)
+
+    def fits(self, text: str) -> bool:
+        """False for a text that is longer than the context whatever its tokens are."""
+        return self.tokenizer is None or len(text) <= self.max_model_len * self.tokenizer.max_token_length
+
+    def check_text(self, text: str) -> None:
+        """Refuse a prompt that cannot fit before it is tokenised, which takes seconds a megabyte.
+
+        Raises:
+            ContextLengthError: with the least number of tokens that it can have.
+        """
+        if self.tokenizer is not None and not self.fits(text):
+            raise ContextLengthError(
+                f"prompt: {len(text)} characters do not fit into a context of {self.max_model_len} tokens "
+                "(max_model_len); shorten the prompt or raise max_model_len",
+                -(-len(text) // self.tokenizer.max_token_length),
+                self.max_model_len,
+            )
 
     def check(self) -> None:
         """Assert the invariants of scheduler and blocks."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -25,6 +26,12 @@ __all__ = ["Grammar", "GrammarCompiler", "GrammarMatcher", "mask_width"]
 
 COMPILE_SECONDS = 2.0
 """Longest compilation: nearly every form takes milliseconds."""
+
+MASK_SECONDS = 0.5
+"""Processor time of a sequence in its grammar beyond `MASK_SECONDS_PER_TOKEN`: its first masks cost the most."""
+
+MASK_SECONDS_PER_TOKEN = 0.002
+"""Processor time of a token in the grammar. JSON takes 10 to 100 us; an ambiguous grammar takes longer each step."""
 
 COMPILE_STACK = 128 << 20
 """Bytes of stack of a compiling thread: the library recurses into rules, and an overflow would end the process."""
@@ -63,17 +70,20 @@ class GrammarMatcher:
         """Text that must be generated first; None once it was."""
         self._text = b""
         """End of the text so far, long enough to find `_after` in."""
+        self._seconds = MASK_SECONDS
+        """Processor time that is left. The thread that asks for masks serves all other sequences, too."""
 
     def append(self, tokens: Iterable[int]) -> None:
         """Go on by tokens of the answer.
 
         Raises:
-            StructuredOutputError: if the grammar does not allow them.
+            StructuredOutputError: if the grammar does not allow them, or the answer has taken too much work.
         """
         for token in tokens:
             if self._after is None:
+                begin = time.thread_time()
                 self._matcher.consume_token(token)
-                self._check()
+                self._check(begin, MASK_SECONDS_PER_TOKEN)
                 continue
             self._text = self._text[-len(self._after) :] + self._vocabulary.decode_bytes([token])
             if self._after in self._text:
@@ -83,15 +93,20 @@ class GrammarMatcher:
         """Set the bits of the tokens that may come next, and clear the others.
 
         Raises:
-            StructuredOutputError: if that takes more work than a step may.
+            StructuredOutputError: if that takes more work than a step may, or the answer has taken too much.
         """
         if self._after is None:
+            begin = time.thread_time()
             _fill(self._matcher, mask)
-            self._check()
+            self._check(begin)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            reason = _reason(self._matcher.get_error())
+    def _check(self, begin: float, earned: float = 0.0) -> None:
+        """Add `earned` to the time that is left, take off what has passed since `begin`, and look for errors."""
+        self._seconds = min(self._seconds + earned, MASK_SECONDS) - (time.thread_time() - begin)
+        reason = _reason(self._matcher.get_error()) if self._matcher.is_error() else None
+        if reason is None and self._seconds < 0:
+            reason = "the grammar is too ambiguous, or its masks take too long; give a simpler one"
+        if reason is not None:
             raise StructuredOutputError(f"structured_outputs: the answer cannot go on: {reason}")
 
 

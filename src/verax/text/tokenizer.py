@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -99,6 +100,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def max_token_length(self) -> int:
+        """Most characters that a token stands for, up to those of its spelling in the vocabulary."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def to_json(self) -> str:
         """Text of a tokenizer.json, with the tokens that were added to it."""

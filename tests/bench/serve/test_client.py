@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 
 import pytest
 
@@ -125,6 +126,14 @@ def test_a_page_is_fetched_or_its_status_is_an_error():
         return page
 
     assert "vllm:num_requests_running{" in asyncio.run(main())
+
+
+def test_each_request_has_an_id_of_its_own_in_its_headers():
+    server = FakeServer()
+    answers = ask_fake(server, Request(0, PROMPT, 2), Request(0, PROMPT, 2))
+    sent = [re.search(r"X-Request-Id: (\w+)\r\n", head)[1] for head in server.heads]
+    assert sent == [answer.request_id for answer in answers]
+    assert len(set(sent)) == 2
 
 
 def test_connections_are_closed_behind_answers():

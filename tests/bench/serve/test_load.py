@@ -54,8 +54,18 @@ def test_an_open_loop_sends_at_the_times_of_its_run_however_slow_the_answers():
     assert recorder.most > 1
 
 
+def test_each_answer_is_told():
+    told = []
+    for load in (
+        Load("a", concurrency=2, num_requests=5),
+        Load("a", arrivals=lambda number: itertools.repeat(0.0), num_requests=3),
+    ):
+        asyncio.run(run_load(Recorder().ask, load, Traffic(100).requests(), on_answer=lambda: told.append(1)))
+    assert len(told) == 5 + 3
+
+
 def test_a_duration_ends_a_loop_and_answers_in_flight_are_waited_for():
-    closed = run(Load("a", concurrency=3, duration=0.0))
+    closed = run(Load("a", concurrency=3, duration=1e-9))
     assert len(closed.answers) == 3
     opened = run(Load("a", arrivals=lambda number: iter([0.0, 0.001, 5.0]), duration=0.01))
     assert len(opened.answers) == 2
@@ -68,8 +78,10 @@ def test_a_duration_ends_a_loop_and_answers_in_flight_are_waited_for():
         {"concurrency": 1, "arrivals": itertools.repeat, "num_requests": 1},
         {"concurrency": 0, "num_requests": 1},
         {"concurrency": 1},
+        {"concurrency": 1, "duration": 0.0},
+        {"concurrency": 1, "duration": float("nan")},
     ],
 )
 def test_a_load_without_a_loop_or_an_end_is_refused(wrong):
-    with pytest.raises(InvalidParameterError, match=r"^(concurrency|num_requests): expected"):
+    with pytest.raises(InvalidParameterError, match=r"^(concurrency|num_requests|duration): expected"):
         Load("a", **wrong)

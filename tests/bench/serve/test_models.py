@@ -48,7 +48,7 @@ def test_shapes_stand_for_a_model_and_are_known(shapes, tmp_path):
 
 def test_the_gguf_file_has_the_vocabulary_of_the_folder():
     with served_model(None, None, "bfloat16") as served:
-        path = served.gguf("bfloat16")
+        path = served.gguf("BF16")
         ours = Tokenizer.from_checkpoint(Checkpoint.open(path))
         theirs = Tokenizer.from_folder(builtin.text_model())
         for words in ("Once upon a time, there was a fox. 12 + 30 =", "Grüße\n\n  x"):
@@ -56,7 +56,7 @@ def test_the_gguf_file_has_the_vocabulary_of_the_folder():
             assert ours.decode(ours.encode(words)) == words
         assert 2 in ours.eos_token_ids
         with served_model(str(path), None, "bfloat16") as again:
-            assert again.gguf("bfloat16") == path
+            assert again.gguf("BF16") == path
 
 
 def test_a_gguf_file_is_not_made_of_another_kind_of_tokenizer(tmp_path):
@@ -66,4 +66,4 @@ def test_a_gguf_file_is_not_made_of_another_kind_of_tokenizer(tmp_path):
         served_model(str(folder), None, "float32") as served,
         pytest.raises(Exception, match="a tokenizer of type WordLevel cannot be written"),
     ):
-        served.gguf("float32")
+        served.gguf("F32")

@@ -21,13 +21,15 @@ def test_a_server_is_ready_in_the_block_and_gone_behind_it(tmp_path, monkeypatch
     (tmp_path / "health").write_text("ready")
 
     async def main():
-        async with started(page) as (target, process):
-            text = await fetch(target, "/health")
-            running = process.is_running()
-        return text, running, process
+        async with started(page) as server:
+            text = await fetch(server.target, "/health")
+            running = server.process.is_running()
+            logged = server.log.read_text()
+        return text, running, logged, server.process
 
-    text, running, process = asyncio.run(main())
+    text, running, logged, process = asyncio.run(main())
     assert (text, running) == ("ready", True)
+    assert "GET /health" in logged
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 

@@ -127,7 +127,7 @@ def test_a_server_that_is_not_there_is_one_error():
 
 
 def test_without_llama_server_the_error_says_where_it_is_from():
-    with pytest.raises(MissingDependencyError, match=r"no program '/nowhere/llama-server'; build the target"):
+    with pytest.raises(MissingDependencyError, match=r"no program '/nowhere/llama-server'; build it with"):
         bench_serve(
             [Load("1", concurrency=1, num_requests=1)],
             traffic,
@@ -172,6 +172,10 @@ def test_the_command_loads_a_server_and_prints_json(monkeypatch, capsys, server)
         (["--concurrency", "0"], "concurrency: expected at least 1"),
         (["--request-rate", "-1"], "request_rate: expected more than 0"),
         (["--goodput", "p99:1"], "goodput: expected"),
+        (["--concurrency", "1.5"], "expected whole numbers, got 1.5"),
+        (["--duration", "0"], "duration: expected more than 0 seconds"),
+        (["--disconnect", "20"], "disconnect: expected a share from 0 to 1"),
+        (["--against", "llama.cpp", "--llama-server", "/nowhere/llama-server"], "build it with make llama-server"),
         (["--against", "vllm"], "against: expected"),
     ],
 )

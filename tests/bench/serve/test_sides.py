@@ -35,7 +35,7 @@ def test_the_command_line_of_the_server_has_the_options_of_the_engine():
     assert words[1:5] == ["-m", "verax", "serve", "folder"]
     assert " ".join(words[5:]) == (
         "--dtype bfloat16 --quantization int8 --kv-cache-dtype auto --max-num-seqs 8 --max-model-len 96 "
-        "--host 127.0.0.1 --port 8123"
+        "--log-format json --host 127.0.0.1 --port 8123"
     )
     assert EngineOptions().command(1)[4] == "--dtype"
 

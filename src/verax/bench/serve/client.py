@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,9 @@ class Answer:
     """Time of each event with a piece of the answer."""
     text: str = ""
     id: str | None = None
+    """Id of the completion."""
+    request_id: str = ""
+    """Id of the request, which the client chose and the server's log repeats."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     left: bool = False
@@ -176,12 +180,13 @@ async def ask(target: Target, request: Request) -> Answer:
     """Send a request and read its answer. A failure is a part of the answer, not an exception."""
     loop = asyncio.get_running_loop()
     finished = loop.create_future()
-    answer = Answer(request, time.perf_counter())
+    answer = Answer(request, time.perf_counter(), request_id=uuid.uuid4().hex)
+    message = target.completion(request, answer.request_id)
     done = lambda: None if finished.done() else finished.set_result(None)
     transport = None
     try:
         async with asyncio.timeout(TIMEOUT):
-            transport, _ = await _connect(target, lambda: _Stream(answer, target.completion(request), done), request)
+            transport, _ = await _connect(target, lambda: _Stream(answer, message, done), request)
             await finished
     except TimeoutError:
         answer.error = "timeout"

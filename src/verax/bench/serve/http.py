@@ -37,25 +37,27 @@ class Target:
             raise InvalidParameterError(f"url: expected one such as http://127.0.0.1:8000/v1, got {url!r}")
         return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/"), api_key=api_key)
 
-    def head(self, method: str, path: str, length: int = 0) -> bytes:
+    def head(self, method: str, path: str, length: int = 0, *, request_id: str | None = None) -> bytes:
         """Request line and headers."""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self.host}:{self.port}", "Connection: close"]
         lines += [f"Authorization: Bearer {self.api_key}"] if self.api_key else []
+        lines += [f"X-Request-Id: {request_id}"] if request_id else []
         lines += ["Content-Type: application/json", f"Content-Length: {length}"] if length else []
         return "\r\n".join([*lines, "", ""]).encode()
 
-    def completion(self, request: Request) -> bytes:
+    def completion(self, request: Request, request_id: str | None = None) -> bytes:
         """Whole HTTP request of a streamed, greedy completion of a fixed number of tokens."""
         fields = {
             "prompt": request.prompt,
             "max_tokens": request.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "skip_special_tokens": False,  # the whole answer is compared
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         body = msgspec.json.encode(fields | ({"model": self.model} if self.model else {}))
-        return self.head("POST", f"{self.path}/completions", len(body)) + body
+        return self.head("POST", f"{self.path}/completions", len(body), request_id=request_id) + body
 
 
 class Body:
@@ -106,29 +108,31 @@ class Body:
         return b"".join(pieces)
 
 
-async def fetch(target: Target, path: str, *, timeout: float = 10.0) -> str:
-    """Text of a GET.
+async def fetch(target: Target, path: str, *, body: object = None, timeout: float = 10.0) -> str:
+    """Text of a GET, or of a POST.
 
     Args:
         target: its host, port and key.
         path: of the resource, from the root.
+        body: JSON of a POST; None for a GET.
         timeout: in seconds.
 
     Raises:
         VeraxError: if the server does not answer, or with another status than 200.
     """
     where = f"http://{target.host}:{target.port}{path}"
+    sent = b"" if body is None else msgspec.json.encode(body)
     try:
         async with asyncio.timeout(timeout):
             reader, writer = await asyncio.open_connection(target.host, target.port)
             try:
-                writer.write(target.head("GET", path))
-                body = Body()
-                text = body.feed(await reader.read())
+                writer.write(target.head("POST" if sent else "GET", path, len(sent)) + sent)
+                parts = Body()
+                text = parts.feed(await reader.read())
             finally:
                 writer.close()
     except (OSError, TimeoutError, ValueError) as error:
         raise VeraxError(f"{where}: {error or type(error).__name__}") from error
-    if body.status != 200:
-        raise VeraxError(f"{where}: status {body.status}: {text[:200].decode(errors='replace')}")
+    if parts.status != 200:
+        raise VeraxError(f"{where}: status {parts.status}: {text[:200].decode(errors='replace')}")
     return text.decode(errors="replace")

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from verax.bench.serve.client import Answer
 from verax.bench.serve.traffic import Request
@@ -40,6 +41,8 @@ class Load:
             raise InvalidParameterError("concurrency: expected either a concurrency or a request rate")
         if self.concurrency is not None and self.concurrency < 1:
             raise InvalidParameterError(f"concurrency: expected at least 1, got {self.concurrency}")
+        if self.duration is not None and not 0 < self.duration < float("inf"):
+            raise InvalidParameterError(f"duration: expected more than 0 seconds, got {self.duration}")
         if self.num_requests is None and self.duration is None:
             raise InvalidParameterError("num_requests: expected a number of requests or a duration")
 
@@ -52,7 +55,14 @@ class Run:
     seconds: float
 
 
-async def run_load(ask: Ask, load: Load, requests: Iterator[Request], *, number: int = 0) -> Run:
+async def run_load(
+    ask: Ask,
+    load: Load,
+    requests: Iterator[Request],
+    *,
+    number: int = 0,
+    on_answer: Callable[[], None] | None = None,
+) -> Run:
     """Send requests until their number or the time is reached, and wait for all answers.
 
     Args:
@@ -60,15 +70,17 @@ async def run_load(ask: Ask, load: Load, requests: Iterator[Request], *, number:
         load: the loop.
         requests: taken one by one.
         number: of the run, which decides on the times of arrival.
+        on_answer: function that is called after each answer.
     """
+    send = ask if on_answer is None else partial(_counted, ask, on_answer)
     begin = time.perf_counter()
     deadline = None if load.duration is None else begin + load.duration
     requests = itertools.islice(requests, load.num_requests)
     if load.arrivals is not None:
-        answers = await _open_loop(ask, requests, load.arrivals(number), begin, deadline)
+        answers = await _open_loop(send, requests, load.arrivals(number), begin, deadline)
     else:
         assert load.concurrency is not None
-        answers = await _closed_loop(ask, requests, load.concurrency, deadline)
+        answers = await _closed_loop(send, requests, load.concurrency, deadline)
     answers.sort(key=lambda answer: answer.request.number)
     return Run(tuple(answers), time.perf_counter() - begin)
 
@@ -103,3 +115,9 @@ async def _open_loop(
 
 async def _asked(ask: Ask, request: Request) -> Answer:
     return await ask(request)
+
+
+async def _counted(ask: Ask, on_answer: Callable[[], None], request: Request) -> Answer:
+    answer = await ask(request)
+    on_answer()
+    return answer

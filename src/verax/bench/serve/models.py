@@ -11,7 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from verax import builtin, checkpoint
-from verax.bench.text.run import GGUF_TYPES, SHAPES, checkpoint_folder
+from verax.bench.text.run import SHAPES, checkpoint_folder
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
 
@@ -34,18 +34,17 @@ class ServedModel:
         """Tokens of the vocabulary."""
         return causal_lm(checkpoint.Checkpoint.open(self.path).config)[1].vocab_size
 
-    def gguf(self, precision: str) -> Path:
+    def gguf(self, kind: str) -> Path:
         """GGUF file for llama.cpp: the checkpoint itself if it is one, or else its weights and its vocabulary.
 
         Args:
-            precision: our `quantization` or else our `dtype`.
+            kind: type of the matrices, one of `GGUF_TYPES`.
         """
         from verax.bench.text.gguf_writer import write_gguf
 
         opened = checkpoint.Checkpoint.open(self.path)
         if opened.metadata:
             return self.path
-        kind = GGUF_TYPES[precision]
         return write_gguf(opened, self.scratch / f"{kind}.gguf", kind, vocabulary=self.path / "tokenizer.json")
 
 

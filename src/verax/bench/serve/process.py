@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import psutil
 from verax.bench.serve.http import Target, fetch
 from verax.errors import VeraxError
 
-__all__ = ["raise_open_files", "started"]
+__all__ = ["StartedServer", "raise_open_files", "started"]
 
 START = 900.0
 """Seconds until a server has to be healthy: the first start of a large model compiles for minutes."""
@@ -27,6 +28,16 @@ STOP = 30.0
 
 LOG_LINES = 12
 """Last lines of a failed server's output that its error repeats."""
+
+
+@dataclass(frozen=True)
+class StartedServer:
+    """A server of the benchmark's own."""
+
+    target: Target
+    process: psutil.Process
+    log: Path
+    """File of what it prints, which is gone after its end."""
 
 
 def raise_open_files() -> None:
@@ -41,10 +52,8 @@ def raise_open_files() -> None:
 
 
 @contextlib.asynccontextmanager
-async def started(
-    command: Callable[[int], Sequence[str]], *, health: str = "/health"
-) -> AsyncIterator[tuple[Target, psutil.Process]]:
-    """A server that runs while the block does: its target and its process.
+async def started(command: Callable[[int], Sequence[str]], *, health: str = "/health") -> AsyncIterator[StartedServer]:
+    """A server that runs while the block does.
 
     Args:
         command: its command line, given a port.
@@ -62,7 +71,7 @@ async def started(
         try:
             target = Target("127.0.0.1", port)
             await _ready(target, health, process, words[0], log)
-            yield target, psutil.Process(process.pid)
+            yield StartedServer(target, psutil.Process(process.pid), log)
         finally:
             _stop(process)
 

@@ -6,23 +6,21 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from verax import progress
 from verax.bench.harness import Benchmark
-from verax.bench.serve.check import check_answers
+from verax.bench.serve.case import run_case
 from verax.bench.serve.http import Target, fetch
-from verax.bench.serve.load import Load, Run
+from verax.bench.serve.llama_cpp import find_llama_server, llama_cpp_command, llama_server_version
+from verax.bench.serve.load import Load
 from verax.bench.serve.models import served_model
 from verax.bench.serve.monitor import Monitor
 from verax.bench.serve.process import raise_open_files, started
 from verax.bench.serve.sides import AsyncSide, EngineOptions, OfflineSide, ServerSide, Side
-from verax.bench.serve.summary import summarise
 from verax.bench.serve.traffic import Traffic
-from verax.bench.timing import Samples, interleave
+from verax.bench.text.run import GGUF_TYPES
 from verax.errors import InvalidParameterError, VeraxError
 
 __all__ = ["BASELINES", "bench_serve"]
@@ -31,6 +29,7 @@ BASELINES = ("offline", "async", "llama.cpp")
 """Sides beside the server: `LLM.generate`, `AsyncLLM`, and llama.cpp's server with the same weights."""
 
 OURS = "verax serve"
+ENGINE = "AsyncLLM"
 
 RUNS_OF_A_CASE = 1000
 """Difference of the run numbers of two cases. No two runs have the same prompts, which a server may have kept."""
@@ -50,9 +49,11 @@ def bench_serve(
     against: Sequence[str] = (),
     goodput: Mapping[str, float] | None = None,
     checks: int = 8,
-    llama_server: str = "llama-server",
+    llama_server: str | None = None,
 ) -> dict[str, Any]:
     """Load a server and, interleaved, other sides with the same requests; a report as JSON holds it.
+
+    Beside llama.cpp, all sides run the same GGUF file.
 
     Args:
         loads: a case each.
@@ -66,19 +67,21 @@ def bench_serve(
         against: names out of `BASELINES`.
         goodput: `goodput_limits`.
         checks: answers of each case that are compared with those of the server without load.
-        llama_server: program of llama.cpp's server.
+        llama_server: program of llama.cpp's server; looked for if None.
 
     Raises:
         InvalidParameterError: for options that do not go together.
+        MissingDependencyError: without llama.cpp's server, if it is to run.
         VeraxError: if a server does not start or does not answer.
     """
-    engine = engine or EngineOptions()
+    asked = engine = engine or EngineOptions()
     if unknown := [name for name in against if name not in BASELINES]:
         raise InvalidParameterError(f"against: expected {', '.join(BASELINES)}, got {unknown[0]!r}")
     if url is not None and against and engine.model is None:
         raise InvalidParameterError("model: with a url, the other sides need the model of that server")
     if url is not None and vocab_size is None and engine.model is None:
         raise InvalidParameterError("vocab_size: with a url, give its model's vocabulary size, or the model itself")
+    program = find_llama_server(llama_server) if "llama.cpp" in against else ""
     raise_open_files()
     benchmark = Benchmark("serve")
     with served_model(engine.model, shapes, engine.dtype) as served, asyncio.Runner() as runner:
@@ -87,28 +90,30 @@ def bench_serve(
         stack = contextlib.AsyncExitStack()
         try:
             sides: dict[str, Side] = {}
+            gguf = None
             if "llama.cpp" in against:
-                from verax.bench.serve.llama_cpp import llama_cpp_command
-
+                gguf = GGUF_TYPES[engine.quantization or engine.dtype]
+                path = served.gguf(gguf)
+                engine = replace(engine, model=str(path), quantization=None)  # all sides read the same file
                 most = max(load.concurrency or engine.max_num_seqs for load in loads)
-                gguf = served.gguf(engine.quantization or engine.dtype)
-                command = llama_cpp_command(llama_server, gguf, slots=most, length=traffic.longest)
+                command = llama_cpp_command(program, path, slots=most, length=traffic.longest)
                 sides["llama.cpp server"] = runner.run(_server(stack, command, traffic))
             if "offline" in against:
                 sides["offline"] = OfflineSide(engine, traffic)
             if "async" in against:
-                sides["AsyncLLM"] = runner.run(_async_side(stack, engine, traffic))
+                sides[ENGINE] = runner.run(_async_side(stack, engine, traffic))
             if url is None:
                 name, ours = OURS, runner.run(_server(stack, engine.command, traffic))
             else:
                 name, ours = "server", runner.run(_given(Target.of(url, api_key=api_key), traffic))
             sides[name] = ours
             cases = [
-                _case(
+                run_case(
                     runner,
                     load,
                     sides,
                     name,
+                    engine=ENGINE if ENGINE in sides else None,
                     first=number * RUNS_OF_A_CASE,
                     runs=runs,
                     warmup=warmup,
@@ -123,70 +128,39 @@ def bench_serve(
         settings = {
             "model": served.name if url is None else ours.monitor.target.model,
             "url": url,
-            "dtype": engine.dtype,
-            "quantization": engine.quantization,
+            "shapes": shapes,
+            "against": list(against),
+            "dtype": asked.dtype,
+            "quantization": asked.quantization,
+            "gguf": gguf,
             "kv_cache_dtype": engine.kv_cache_dtype,
             "max_num_seqs": engine.max_num_seqs,
             "traffic": {name: getattr(traffic, name) for name in traffic.__dataclass_fields__},
             "loads": [load.name for load in loads],
+            "num_requests": [load.num_requests for load in loads],
+            "duration": [load.duration for load in loads],
             "goodput_ms": dict(goodput or {}),
             "runs": runs,
             "warmup": warmup,
         }
-        return benchmark.result(settings, cases=cases, server=watched)
-
-
-def _case(
-    runner: asyncio.Runner,
-    load: Load,
-    sides: Mapping[str, Side],
-    chosen: str,
-    *,
-    first: int,
-    runs: int,
-    warmup: int,
-    goodput: Mapping[str, float] | None,
-    checks: int,
-) -> dict[str, Any]:
-    """Run a load on all sides in turn, from the run with the number `first`; then check answers of the server."""
-    taken: dict[str, list[Run]] = {name: [] for name in sides}
-    server = sides[chosen]
-    assert isinstance(server, ServerSide)
-    cpu = server.client_cpu_s
-
-    def run(name: str) -> None:
-        taken[name].append(runner.run(sides[name].run(load, first + len(taken[name]))))
-
-    with progress.bar(load.name) as report:
-        samples = interleave({name: partial(run, name) for name in sides}, runs=runs, warmup=warmup, report=report)
-    runner.run(server.monitor.drained())
-    last = taken[chosen][-1]
-    return {
-        "name": load.name,
-        "sides": {name: _side(samples[name], taken[name], goodput) for name in sides},
-        "ratios": {
-            f"{chosen} / {name}": samples[chosen].ratio_to(side) for name, side in samples.items() if name != chosen
-        },
-        "client_cores": (server.client_cpu_s - cpu) / sum(run.seconds for run in taken[chosen]),
-        "check": runner.run(check_answers(server.monitor.ask, last.answers, most=checks)),
-    }
-
-
-def _side(samples: Samples, runs: Sequence[Run], goodput: Mapping[str, float] | None) -> dict[str, Any]:
-    counted = runs[len(runs) - len(samples.seconds) :]
-    report = summarise(counted, goodput)
-    return samples.to_dict(report["output_tokens"] / len(counted)) | report
+        versions = {"llama_server": llama_server_version(program)} if program else None
+        return benchmark.result(settings, versions, cases=cases, server=watched)
 
 
 async def _server(
     stack: contextlib.AsyncExitStack, command: Callable[[int], Sequence[str]], traffic: Traffic
 ) -> ServerSide:
-    target, process = await stack.enter_async_context(started(command))
-    return ServerSide(Monitor(await _named(target), process), traffic)
+    server = await stack.enter_async_context(started(command))
+    return await _watched(Monitor(await _named(server.target), server), traffic)
 
 
 async def _given(target: Target, traffic: Traffic) -> ServerSide:
-    return ServerSide(Monitor(await _named(target)), traffic)
+    return await _watched(Monitor(await _named(target)), traffic)
+
+
+async def _watched(monitor: Monitor, traffic: Traffic) -> ServerSide:
+    await monitor.look()  # the totals before any load
+    return ServerSide(monitor, traffic)
 
 
 async def _named(target: Target) -> Target:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,11 +35,11 @@ class EngineOptions:
     max_model_len: int | None = None
 
     def command(self, port: int) -> list[str]:
-        """Command line of `verax serve`."""
+        """Command line of `verax serve`. Its log says when each request ended."""
         words = [sys.executable, "-m", "verax", "serve", *([self.model] if self.model else [])]
         for name, value in self.keywords().items():
             words += [f"--{name.replace('_', '-')}", str(value)]
-        return [*words, "--host", "127.0.0.1", "--port", str(port)]
+        return [*words, "--log-format", "json", "--host", "127.0.0.1", "--port", str(port)]
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of `LLM`, but for the model."""
@@ -49,8 +50,8 @@ class EngineOptions:
 class Side(Protocol):
     """Something that answers the requests of a load."""
 
-    async def run(self, load: Load, number: int) -> Run:
-        """Put a load on it: the run's number decides on its prompts."""
+    async def run(self, load: Load, number: int, on_answer: Callable[[], None] | None = None) -> Run:
+        """Put a load on it: the run's number decides on its prompts. `on_answer` is called after each answer."""
         ...
 
 
@@ -62,12 +63,13 @@ class ServerSide:
         self.client_cpu_s = 0.0
         """Processor seconds of this process while the server was loaded."""
 
-    async def run(self, load: Load, number: int) -> Run:
+    async def run(self, load: Load, number: int, on_answer: Callable[[], None] | None = None) -> Run:
         """Put a load on the server."""
         watching = asyncio.create_task(self.monitor.watch())
         begin = time.process_time()
         try:
-            return await run_load(self.monitor.ask, load, self._traffic.requests(number), number=number)
+            requests = self._traffic.requests(number)
+            return await run_load(self.monitor.ask, load, requests, number=number, on_answer=on_answer)
         finally:
             self.client_cpu_s += time.process_time() - begin
             watching.cancel()
@@ -84,7 +86,7 @@ class OfflineSide:
         self._traffic = traffic
         self._llm = LLM(engine.model, **engine.keywords())
 
-    async def run(self, load: Load, number: int) -> Run:
+    async def run(self, load: Load, number: int, on_answer: Callable[[], None] | None = None) -> Run:
         """Generate all answers of a closed loop.
 
         Raises:
@@ -96,9 +98,12 @@ class OfflineSide:
             )
         begin = time.perf_counter()
         requests = list(itertools.islice(self._traffic.requests(number), load.num_requests))
-        answers = []
+        answers: list[Answer] = []
         for first in range(0, len(requests), load.concurrency):
-            answers += self._generate(requests[first : first + load.concurrency])
+            for answer in self._generate(requests[first : first + load.concurrency]):
+                answers.append(answer)
+                if on_answer is not None:
+                    on_answer()
         return Run(tuple(answers), time.perf_counter() - begin)
 
     def _generate(self, requests: list[Request]) -> list[Answer]:
@@ -121,9 +126,10 @@ class AsyncSide:
     def __init__(self, llm: AsyncLLM, traffic: Traffic):
         self._llm, self._traffic = llm, traffic
 
-    async def run(self, load: Load, number: int) -> Run:
+    async def run(self, load: Load, number: int, on_answer: Callable[[], None] | None = None) -> Run:
         """Put a load on the engine."""
-        return await run_load(self._ask, load, self._traffic.requests(number), number=number)
+        requests = self._traffic.requests(number)
+        return await run_load(self._ask, load, requests, number=number, on_answer=on_answer)
 
     async def _ask(self, request: Request) -> Answer:
         answer = Answer(request, time.perf_counter(), prompt_tokens=len(request.prompt))
@@ -133,7 +139,9 @@ class AsyncSide:
                 if request.leave_after is not None and len(answer.events) >= request.leave_after:
                     answer.left = True
                     break
-                answer.events.append(time.perf_counter())
+                # A part without text, such as half a character, is no event over HTTP either.
+                if any(sample.text or sample.finish_reason for sample in output.outputs):
+                    answer.events.append(time.perf_counter())
                 for sample in output.outputs:
                     pieces.append(sample.text)
                     answer.completion_tokens += len(sample.token_ids)

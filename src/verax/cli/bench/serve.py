@@ -86,7 +86,13 @@ def serve(
         str | None,
         typer.Option(help="offline (LLM.generate), async (AsyncLLM), llama.cpp or some with commas: run them too."),
     ] = None,
-    llama_server: Annotated[str, typer.Option(help="Program of llama.cpp's server.")] = "llama-server",
+    llama_server: Annotated[
+        str | None,
+        typer.Option(
+            help="Program of llama.cpp's server.",
+            show_default="VERAX_LLAMA_SERVER, the one on PATH, or of make llama-server",
+        ),
+    ] = None,
     checks: Annotated[int, typer.Option(help="Answers to ask for again without load, and compare.", min=0)] = 8,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 3,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
@@ -131,7 +137,10 @@ def serve(
                 Load(f"{rate:g} requests per second", arrivals=arrivals, num_requests=count, duration=duration)
             )
     else:
-        for streams in map(int, _numbers("--concurrency", concurrency or CONCURRENCY)):
+        for number in _numbers("--concurrency", concurrency or CONCURRENCY):
+            if not number.is_integer():
+                raise typer.BadParameter(f"--concurrency: expected whole numbers, got {number:g}")
+            streams = int(number)
             count = num_requests or (None if duration else max(2 * streams, FEWEST_REQUESTS))
             loads.append(
                 Load(
@@ -152,6 +161,7 @@ def serve(
         disconnect=disconnect,
         seed=seed,
     )
+    traffic(1 << 30)  # wrong lengths and shares are an error before a server starts
     most = max(load.concurrency or 64 for load in loads)
     result = bench_serve(
         loads,

@@ -52,7 +52,7 @@ class ClipStore:
         MissingDependencyError: if PyAV or Pillow is not installed.
     """
 
-    def __init__(self, max_bytes: int = 1 << 30):
+    def __init__(self, max_bytes: int):
         require_optional("av")
         require_optional("PIL.Image")
         self.max_bytes = max_bytes

@@ -1,0 +1,174 @@
+"""Requests that ask for more work than a request may: each is one error, and nobody else waits for it."""
+
+import base64
+import concurrent.futures
+import io
+import json
+import threading
+
+import httpx
+import pytest
+
+from tests.support.pictures import bomb
+from verax.serve.server import LazyModel, Server
+from verax.serve.settings import ServerSettings
+from verax.text import grammar
+from verax.text.async_llm import AsyncLLM
+
+PIL = pytest.importorskip("PIL.Image")
+pytest.importorskip("av")
+
+ASKED = {"messages": [{"role": "user", "content": "abc"}], "ignore_eos": True}
+CHAT, COMPLETE, EMBED, VIDEOS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/videos"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def api(http, served_llm, served_encoder, served_pipeline):
+    server = Server(
+        llm=AsyncLLM.from_llm(served_llm),
+        encoder=LazyModel("sentences", lambda: served_encoder),
+        videos=LazyModel("clips", lambda: served_pipeline),
+        settings=ServerSettings(port=0),
+    )
+    with http(server) as url, httpx.Client(base_url=url, timeout=120) as client:
+        yield client
+
+
+def data_uri(data, kind):
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def animation(frames):
+    buffer = io.BytesIO()
+    pictures = [PIL.new("L", (8, 8), i % 256) for i in range(frames)]
+    pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:])
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        (COMPLETE, {"prompt": "a" * 5_000_000}, 400, "prompt"),
+        (COMPLETE, {"prompt": [1] * 2_000_000}, 400, "prompt"),
+        (COMPLETE, {"prompt": ["a"] * 257}, 400, "prompt"),
+        (COMPLETE, {"prompt": ["a"] * 256, "n": 8}, 429, None),
+        (COMPLETE, {"prompt": "a", "n": 128}, 400, "n"),
+        (COMPLETE, {"prompt": "a", "stop": "z" * 1025}, 400, "stop"),
+        (COMPLETE, {"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
+        (COMPLETE, {"prompt": "a", "stop_token_ids": [1] * 100_000}, 400, "stop_token_ids"),
+        (COMPLETE, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(100_000)), 1)}, 400, "logit_bias"),
+        (COMPLETE, {"prompt": "a", "guided_choice": ["a" * i for i in range(1, 1000)]}, 400, "structured_outputs"),
+        (COMPLETE, {"prompt": "a", "guided_regex": "(a{1000}){1000}"}, 400, "structured_outputs"),
+        (COMPLETE, {"prompt": "a", "guided_regex": "(" * 30_000 + ")" * 30_000}, 400, "structured_outputs"),
+        (COMPLETE, {"prompt": "a", "guided_regex": "a" * 100_000}, 400, "structured_outputs"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_000}, 400, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 10_000}]}, 400, "messages"),
+        (CHAT, {**ASKED, "stop": ["z" * 500_000] * 4}, 400, "stop"),
+        (CHAT, {**ASKED, "tools": [TOOL] * 10_000, "tool_choice": "required"}, 400, None),
+        (CHAT, {**ASKED, "chat_template_kwargs": {f"a{i}": 1 for i in range(65)}}, 400, "chat_template_kwargs"),
+        (CHAT, {**ASKED, "chat_template_kwargs": {"__class__": 1}}, 400, "chat_template_kwargs"),
+        (CHAT, {**ASKED, "chat_template_kwargs": {"a": "b" * 9_000_000}}, 413, "body"),
+        (EMBED, {"input": ["a"] * 2049}, 400, "input"),
+        (EMBED, {"input": "a " * 1_000_000}, 400, "input"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_too_much_work_is_one_error(api, path, body, status, param):
+    response = api.post(path, json=body)
+    assert response.status_code == status, response.text[:500]
+    error = response.json()["error"]
+    assert error["param"] == param or param is None
+    assert len(error["message"]) < 1000
+    assert api.post(CHAT, json={**ASKED, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [
+        (lambda: data_uri(bomb(20_000, 20_000), "png"), "pixels"),
+        (lambda: data_uri(animation(10_000), "gif"), "more than 512 frames"),
+    ],
+    ids=["pixels", "frames"],
+)
+def test_a_picture_that_would_grow_is_one_error(api, picture, says):
+    error = api.post(VIDEOS, json={"prompt": "a", "input_reference": picture()}).json()["error"]
+    assert error["param"] == "input_reference"
+    assert says in error["message"]
+
+
+def test_megabytes_of_text_are_not_tokenised_for_a_vector(api, served_encoder, monkeypatch):
+    tokenised, tokenize = [], served_encoder.tokenize
+
+    def watched(texts, **options):
+        tokenised.extend(map(len, texts))
+        return tokenize(texts, **options)
+
+    monkeypatch.setattr(served_encoder, "tokenize", watched)
+    long = "the cat " * 500_000
+    error = api.post(EMBED, json={"input": ["a", long]}).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert error["n_prompt_tokens"] > error["n_ctx"] == 16
+    cut = api.post(EMBED, json={"input": long, "truncate_prompt_tokens": -1}).json()
+    assert cut["usage"]["prompt_tokens"] == 16
+    assert max(tokenised) < 2000
+
+
+def test_as_many_texts_as_openai_takes_are_embedded(api):
+    found = api.post(EMBED, json={"input": ["a"] * 2048}).json()["data"]
+    assert [one["index"] for one in found] == list(range(2048))
+
+
+def test_a_prompt_of_megabytes_is_refused_without_being_tokenised(api, served_llm, monkeypatch):
+    tokenised = []
+    encode = type(served_llm.tokenizer).encode
+    monkeypatch.setattr(
+        type(served_llm.tokenizer),
+        "encode",
+        lambda self, text, **options: tokenised.append(len(text)) or encode(self, text, **options),
+    )
+    long = "a" * 1_000_000
+    for path, body in {CHAT: {"messages": [{"role": "user", "content": long}]}, COMPLETE: {"prompt": long}}.items():
+        error = api.post(path, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["n_prompt_tokens"] > error["n_ctx"] == 128
+    assert not tokenised
+    assert api.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] > 128
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(api, monkeypatch, stream):
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 1e-9)
+    monkeypatch.setattr(grammar, "MASK_SECONDS_PER_TOKEN", 0)
+    form = {"max_tokens": 50, "structured_outputs": {"grammar": 'start: s\ns: s s | "a" | "b" | "ab"'}}
+    with api.stream("POST", COMPLETE, json={"prompt": "abc", "max_tokens": 100, "stream": True}) as other:
+        lines = other.iter_lines()
+        next(lines)
+        response = api.post(COMPLETE, json={"prompt": "abc", "stream": stream, **form})
+        rest = [line for line in lines if line]
+    # The first mask fails, so that a stream, too, has its real status.
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert "ambiguous" in error["message"]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_nobody_waits_for_grammars_that_compile(api, monkeypatch):
+    done, compile_grammar = threading.Event(), grammar.GrammarCompiler.compile
+
+    def slow(self, wanted):
+        assert done.wait(60)
+        return compile_grammar(self, wanted)
+
+    monkeypatch.setattr(grammar.GrammarCompiler, "compile", slow)
+    formed = {"prompt": "abc", "max_tokens": 2, "guided_choice": ["a", "b"]}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        try:
+            waiting = [pool.submit(api.post, COMPLETE, json=formed) for _ in range(4)]
+            assert api.post(CHAT, json={**ASKED, "max_tokens": 1}).status_code == 200
+            assert not any(answer.done() for answer in waiting)
+        finally:
+            done.set()
+        assert [answer.result().status_code for answer in waiting] == [200] * 4

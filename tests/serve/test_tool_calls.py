@@ -1,0 +1,245 @@
+"""Tool calls over HTTP, from the request to the parsed answer and back, in each syntax that templates have.
+
+The model has random weights. Grammars make it call, and a grammar with one choice makes it say a given text.
+"""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.serve.conftest import Api
+from tests.support.tiny import tiny_checkpoint
+from verax.serve.app import create_app
+from verax.serve.server import Server
+from verax.text.async_llm import AsyncLLM
+from verax.text.llm import LLM
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Rain?"}]
+
+_BEFORE = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}"""
+_AFTER = """{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TEMPLATES = {
+    "hermes": """<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>""",
+    "qwen3_coder": """{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\n' }}{{- value | string }}
+{{- '\n</parameter>\n' }}{%- endfor %}{{- '</function>\n</tool_call>' }}""",
+    "llama3_json": """{{- '{"name": "' + call.function.name + '", ' }}
+{{- '"parameters": ' }}{{- call.function.arguments | tojson }}{{- "}" }}""",
+    "none": "",
+}
+"""Text of a call in each syntax."""
+
+DAYS = {"type": "integer", "enum": [1, 2]}
+
+
+def function(name, **more):
+    schema = {"type": "object", "properties": {"days": DAYS}, "required": ["days"], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+TOOLS = [function("rain"), function("wind")]
+BODY = {"messages": USER, "tools": TOOLS, "max_tokens": 200, "temperature": 1.0, "seed": 5}
+NAMED = {"type": "function", "function": {"name": "wind"}}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("tools") / "tiny")
+    sizes = {"max_model_len": 384, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 32}
+    return LLM(folder, dtype="float32", use_tqdm=False, structured_outputs=True, **sizes)
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def api(request, llm):
+    """Server of a model whose template has calls in a syntax."""
+    template = _BEFORE + TEMPLATES[request.param] + _AFTER
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.tokenizer, "_chat_templates", {"default": template})
+        engine = AsyncLLM.from_llm(llm)
+        api = Api(create_app(Server(llm=engine)))
+        api.syntax = request.param
+        yield api
+        asyncio.run(engine.shutdown())
+
+
+def written(syntax, name, days):
+    """A call as a model writes it."""
+    if syntax == "qwen3_coder":
+        return f"<tool_call>\n<function={name}>\n<parameter=days>\n{days}\n</parameter>\n</function>\n</tool_call>"
+    key = "arguments" if syntax == "hermes" else "parameters"
+    text = json.dumps({"name": name, key: {"days": days}})
+    return f"<tool_call>\n{text}\n</tool_call>" if syntax == "hermes" else text
+
+
+def joined(chunks):
+    """Message and finish reason that the chunks of a stream make together, as clients join them."""
+    message, calls, reason = {"role": "assistant", "content": ""}, [], None
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        message["content"] += choice["delta"].get("content", "")
+        for part in choice["delta"].get("tool_calls", ()):
+            if "id" in part:
+                assert part["index"] == len(calls)
+                assert part["type"] == "function"
+                calls.append({"id": part["id"], "type": "function", "function": dict(part["function"])})
+            else:
+                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        reason = choice["finish_reason"]
+    return {**message, "tool_calls": calls}, reason
+
+
+def answer(api, **fields):
+    """Text, calls and finish reason of an answer, which is the same whole and streamed."""
+    body = {**BODY, **fields}
+    (choice,) = api.ok(PATH, body)["choices"]
+    message = choice["message"]
+    calls = message.get("tool_calls", [])
+    assert "tool_calls" not in message or calls
+    streamed, reason = joined(api.stream(PATH, body))
+    assert [call["function"] for call in streamed["tool_calls"]] == [call["function"] for call in calls]
+    assert (streamed["content"], reason) == (message["content"] or "", choice["finish_reason"])
+    assert message["content"] is None or message["content"] or not calls
+    ids = [call["id"] for call in (*calls, *streamed["tool_calls"])]
+    assert len(set(ids)) == len(ids)
+    return message["content"], [_read(call["function"]) for call in calls], choice["finish_reason"]
+
+
+def _read(function):
+    return function["name"], json.loads(function["arguments"])
+
+
+def says(api, *calls, text=""):
+    """Fields that make the model say a text and calls."""
+    between = "; " if api.syntax in ("llama3_json", "none") else "\n"
+    return {"structured_outputs": {"choice": [text + between.join(written(api.syntax, *call) for call in calls)]}}
+
+
+def test_a_demanded_call_is_made_and_nothing_else(api):
+    content, calls, reason = answer(api, tool_choice="required", parallel_tool_calls=False)
+    ((name, arguments),) = calls
+    assert (content, reason) == (None, "tool_calls")
+    assert name in ("rain", "wind")
+    assert arguments["days"] in (1, 2)
+
+
+def test_a_named_function_is_called(api):
+    _, calls, reason = answer(api, tool_choice=NAMED)
+    assert {name for name, _ in calls} == {"wind"}
+    assert reason in ("tool_calls", "length")
+
+
+def test_several_calls_stand_in_one_answer(api):
+    content, calls, reason = answer(api, **says(api, ("rain", 2), ("wind", 1)))
+    assert (content, reason) == (None, "tool_calls")
+    assert calls == [("rain", {"days": 2}), ("wind", {"days": 1})]
+
+
+def test_the_model_may_answer_in_words_or_with_a_call_behind_them(api):
+    assert answer(api, structured_outputs={"choice": ["Rain."]}) == ("Rain.", [], "stop")
+    if api.syntax in ("hermes", "qwen3_coder"):
+        found = answer(api, **says(api, ("rain", 1), text="I look.\n"))
+        assert found == ("I look.", [("rain", {"days": 1})], "tool_calls")
+
+
+def test_what_is_written_like_a_call_is_text_without_tools_and_with_none(api):
+    text = written(api.syntax, "rain", 1)
+    forced = {"structured_outputs": {"choice": [text]}}
+    assert answer(api, tool_choice="none", **forced) == (text, [], "stop")
+    assert answer(api, tools=None, **forced) == (text, [], "stop")
+    shown = [api.ok(f"{PATH}/input_tokens", {**BODY, **more}) for more in ({"tool_choice": "none"}, {"tools": None})]
+    assert shown[0] == shown[1]
+
+
+def test_a_call_of_another_function_is_text(api):
+    text = written(api.syntax, "snow", 1)
+    assert answer(api, structured_outputs={"choice": [text]}) == (text, [], "stop")
+
+
+def test_strict_functions_have_a_grammar_of_their_own(api):
+    strict = [function("rain", strict=True)]
+    error = api.refused(PATH, {**BODY, "tools": strict, "structured_outputs": {"choice": ["no"]}})
+    assert error["param"] == "structured_outputs"
+    answer(api, tools=strict, max_tokens=20)
+
+
+def test_a_call_that_was_cut_short_says_so(api):
+    (choice,) = api.ok(PATH, {**BODY, **says(api, ("rain", 2)), "max_tokens": 30})["choices"]
+    calls = choice["message"].get("tool_calls", [])
+    assert choice["finish_reason"] == "length"
+    for call in calls:
+        assert call["function"]["name"] == "rain"
+
+
+def prompt_of(api, messages, **fields):
+    """Prompt that a conversation becomes, read back from its tokens."""
+    tokens = api.ok("/tokenize", {"messages": messages, **fields})["tokens"]
+    return api.ok("/detokenize", {"tokens": tokens})["prompt"]
+
+
+def test_a_call_and_its_result_go_back_into_the_conversation(api):
+    called = api.ok(PATH, {**BODY, **says(api, ("rain", 2))})["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "5 mm"}
+    messages = [*USER, called, result]
+    prompt = prompt_of(api, messages, tools=TOOLS)
+    assert prompt.startswith("<|im_start|>system\nrain wind ")
+    assert "<|im_start|>tool\n5 mm<|im_end|>" in prompt
+    if api.syntax != "none":
+        assert written(api.syntax, "rain", 2) in prompt
+    content, calls, _ = answer(api, messages=messages, structured_outputs={"choice": ["It rains."]})
+    assert (content, calls) == ("It rains.", [])
+    again, _ = joined(api.stream(PATH, {**BODY, "messages": messages, **says(api, ("wind", 1))}))
+    assert [_read(call["function"]) for call in again["tool_calls"]] == [("wind", {"days": 1})]
+
+
+def test_tools_count_as_input(api):
+    count = [api.ok(f"{PATH}/input_tokens", {"messages": USER, **more})["input_tokens"] for more in ({}, BODY)]
+    assert count[0] < count[1]
+    assert count[1] == api.ok(PATH, {**BODY, "max_tokens": 1})["usage"]["prompt_tokens"]
+
+
+def test_the_other_apis_give_the_same_calls(api):
+    (choice,) = api.ok(PATH, {**BODY, "tool_choice": NAMED, "parallel_tool_calls": False})["choices"]
+    expected = _read(choice["message"]["tool_calls"][0]["function"])
+    shared = {"temperature": 0}
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    response = {"input": "Rain?", "tools": tools, "tool_choice": {"type": "function", "name": "wind"}, **shared}
+    (item,) = api.ok("/v1/responses", {**response, "parallel_tool_calls": False})["output"]
+    assert item["type"] == "function_call"
+    assert item["name"] == expected[0]
+    tools = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+    choice = {"type": "tool", "name": "wind", "disable_parallel_tool_use": True}
+    message = {"messages": USER, "max_tokens": 200, "tools": tools, "tool_choice": choice, **shared}
+    (block,) = api.ok("/v1/messages", message)["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "wind", json.loads(item["arguments"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "snow"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
+        ({"tools": [*TOOLS, function("rain")]}, "tools[2]"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+         "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+         "messages[1].tool_calls[0].function"),
+        ({"messages": [*USER, {"role": "tool", "tool_call_id": "a"}]}, "messages[1].content"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("api", ["hermes"], indirect=True)
+def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
+    for stream in (False, True):
+        assert api.refused(PATH, {**BODY, "stream": stream, **change})["param"] == param
