@@ -50,7 +50,7 @@ def llama_server_version(program: str) -> str:
 
 
 def llama_cpp_command(program: str, gguf: Path, *, slots: int, length: int) -> Callable[[int], Sequence[str]]:
-    """Command line of a server for a GGUF file, given a port, with the options that were fastest on two CPU cores.
+    """Command line of a server for a GGUF file, given a port: all cores, flash attention, and a slot for each request.
 
     Args:
         program: path of `llama-server`.
