@@ -42,6 +42,7 @@ def test_the_request_is_a_greedy_stream_of_a_fixed_length():
             "max_tokens": 5,
             "temperature": 0,
             "ignore_eos": True,
+            "skip_special_tokens": False,
             "stream": True,
             "stream_options": {"include_usage": True},
             "model": "fake",
