@@ -452,6 +452,9 @@ def test_a_shutdown_without_time_aborts_what_runs(llm):
             assert join(await drain(on_its_way))[0]["finish_reason"] == "abort"
         except EngineDeadError as error:
             assert "shut down" in str(error)  # noqa: PT017
+        for late in (served.encode("a text"), served.render([{"role": "user", "content": "a text"}])):
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await late
 
     asyncio.run(main())
     assert not llm.has_unfinished_requests

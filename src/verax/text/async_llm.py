@@ -222,7 +222,12 @@ class AsyncLLM:
         tools: abc.Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> str:
-        """The prompt of a conversation, by the checkpoint's chat template. It is rendered in a thread."""
+        """The prompt of a conversation, by the checkpoint's chat template. It is rendered in a thread.
+
+        Raises:
+            EngineDeadError: if the engine has failed or was shut down.
+        """
+        self._check_running()
         call = partial(self.llm.render, messages, tools=tools, **template_options)
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
@@ -231,9 +236,11 @@ class AsyncLLM:
 
         Raises:
             InvalidParameterError: if there is no tokenizer.
+            EngineDeadError: if the engine has failed or was shut down.
         """
         if self.tokenizer is None:
             raise InvalidParameterError(f"text: {NO_TOKENIZER}")
+        self._check_running()
         pool = self._pool if self.llm.engine.limits.fits(text) else self._long_texts
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(pool, call)
@@ -268,8 +275,7 @@ class AsyncLLM:
         *,
         whole: bool,
     ) -> RequestStream:
-        if not self.is_running:
-            raise dead("the engine has failed" if self.error else "the engine was shut down", self.error)
+        self._check_running()
         params = sampling_params or self.llm.default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {params!r}")
@@ -301,6 +307,10 @@ class AsyncLLM:
         else:
             self._thread.add(live, items)
         return RequestStream(live, self._thread.abort)
+
+    def _check_running(self) -> None:
+        if not self.is_running:
+            raise dead("the engine has failed" if self.error else "the engine was shut down", self.error)
 
     def _bind_loop(self) -> None:
         """Serve the running event loop from now on."""
