@@ -69,8 +69,8 @@ async def _fuzz(groups: list[str], seed: int) -> tuple[int, list[str]]:
         return [sys.executable, "-m", "verax", "serve", "--host", "127.0.0.1", "--port", str(port), *LIMITS]
 
     cases, failed = 0, []
-    async with started(command) as (target, _):
-        url = f"http://127.0.0.1:{target.port}"
+    async with started(command) as server:
+        url = f"http://127.0.0.1:{server.target.port}"
         clip = _clip(url)
         for group in groups:
             number, passed = _run(url, group, seed, clip)

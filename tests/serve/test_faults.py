@@ -226,10 +226,16 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_again(serve, served_llm, m
 
 
 def test_full_queues_of_clips_and_sentences_are_429s(serve, served_pipeline, served_encoder, monkeypatch):
-    may_go = threading.Event()
+    may_go, encoding = threading.Event(), threading.Event()
     generate, encode = served_pipeline.generate, served_encoder.encode_tokens
     monkeypatch.setattr(type(served_pipeline), "generate", lambda self, request: may_go.wait(60) and generate(request))
-    monkeypatch.setattr(served_encoder, "encode_tokens", lambda *a, **b: may_go.wait(60) and encode(*a, **b))
+
+    def encode_later(*tokens, **options):
+        encoding.set()
+        assert may_go.wait(60)
+        return encode(*tokens, **options)
+
+    monkeypatch.setattr(served_encoder, "encode_tokens", encode_later)
     limits = {"max_queued_videos": 1, "max_embedding_inputs": 3, "max_queued_embedding_inputs": 3}
     with serve(**limits) as url, client_of(url) as api, concurrent.futures.ThreadPoolExecutor() as pool:
         try:
@@ -238,11 +244,10 @@ def test_full_queues_of_clips_and_sentences_are_429s(serve, served_pipeline, ser
                 time.sleep(0.01)
             assert api.post("/v1/videos", json=CLIP).status_code == 200
             waiting = pool.submit(api.post, "/v1/embeddings", json={"input": ["a", "the", "cat"]})
+            assert encoding.wait(60)
             refused = {"/v1/videos": CLIP, "/v1/embeddings": {"input": "a"}}
             for path, body in refused.items():
                 answer = api.post(path, json=body)
-                while answer.status_code == 200:  # the queue was quicker than the request that is to fill it
-                    answer = api.post(path, json=body)
                 assert error_of(answer, 429)["code"] == "queue_full"
                 assert answer.headers["retry-after"]
         finally:

@@ -5,6 +5,7 @@ import concurrent.futures
 import io
 import json
 import threading
+import time
 
 import httpx
 import pytest
@@ -80,7 +81,17 @@ def test_too_much_work_is_one_error(api, path, body, status, param):
     error = response.json()["error"]
     assert error["param"] == param or param is None
     assert len(error["message"]) < 1000
-    assert api.post(CHAT, json={**ASKED, "max_tokens": 1}).status_code == 200
+    assert after_the_queue(api).status_code == 200
+
+
+def after_the_queue(api):
+    """A short answer, as soon as what was refused in part has left the queue."""
+    for _ in range(1000):
+        answer = api.post(CHAT, json={**ASKED, "max_tokens": 1})
+        if answer.status_code != 429:
+            break
+        time.sleep(0.01)
+    return answer
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def routes():
     found = {}
     for module in app_module.ROUTE_MODULES:
         for route in module.routes(server):
-            if isinstance(route, ApiRoute) and route.body is not None:
-                found[route.path.removeprefix("/v1")] = route.body
+            if isinstance(route, ApiRoute) and route.described.body is not None:
+                found[route.path.removeprefix("/v1")] = route.described.body
     return found
 
 
