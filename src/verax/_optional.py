@@ -1,4 +1,4 @@
-"""Imports of the packages that the extras `video` and `server` add, at the place where they are used."""
+"""Imports of the packages that the extras `video`, `server` and `otel` add, at the place where they are used."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _PACKAGES = {
     "llguidance": ("llguidance", "server"),
     "markdown_it": ("markdown-it-py", "server"),
     "python_multipart": ("python-multipart", "server"),
+    "opentelemetry": ("opentelemetry-exporter-otlp-proto-http", "otel"),
     "nh3": ("nh3", "server"),
     "prometheus_client": ("prometheus-client", "server"),
     "pygments": ("Pygments", "server"),

@@ -106,6 +106,10 @@ def serve(
     ] = ServerSettings.slow_client_timeout,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="URL of an OpenTelemetry collector that gets a span of each request, by OTLP over HTTP."),
+    ] = None,
     disable_page: Annotated[bool, typer.Option("--disable-page", help="Serve the API alone.")] = False,
     reports: Annotated[
         Path | None, typer.Option(help="Folder of reports of verax compare and verax bench, which the page shows.")
@@ -130,6 +134,7 @@ def serve(
     from verax.serve.logs import configure_logs
     from verax.serve.run import bind, run
     from verax.serve.server import LazyModel, Server
+    from verax.serve.tracing import RequestTracer
     from verax.text.async_llm import AsyncLLM
 
     settings = ServerSettings(
@@ -154,6 +159,7 @@ def serve(
         reports=reports,
     )
     configure_logs(log_format)
+    tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
     listener = bind(settings)  # before minutes of loading
     llm = AsyncLLM(
         model,
@@ -176,6 +182,7 @@ def serve(
         encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, lambda: _encoder(embedding_model)),
         videos=LazyModel(video_model or BUILT_IN_VIDEO, lambda: _pipeline(video_model)),
         settings=settings,
+        tracer=tracer,
     )
     if status := run(server, listener, lambda url: _announce(server, url)):
         raise typer.Exit(status)

@@ -84,6 +84,8 @@ class RequestLog:
         finally:
             self._server.num_requests -= counted
             self._write(scope, record, status or CLIENT_CLOSED)
+            if counted and self._server.tracer is not None:
+                self._server.tracer.record(scope, record, status or CLIENT_CLOSED)
 
     def _write(self, scope: Scope, record: RequestRecord, status: int) -> None:
         line: dict[str, Any] = {

@@ -17,6 +17,7 @@ from verax.serve.sse import EventStream
 
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
+    from verax.serve.tracing import RequestTracer
     from verax.text.async_llm import AsyncLLM
     from verax.text.parsing.chat_format import ChatFormat
     from verax.video.pipeline import VideoPipeline
@@ -73,6 +74,7 @@ class Server:
         draining: True once the server is to end: new requests get 503.
         num_requests: number of requests that are being served.
         streams: answers that go on while their page is reloaded.
+        tracer: tracer of the requests, or None.
     """
 
     llm: AsyncLLM | None = None
@@ -84,10 +86,13 @@ class Server:
     draining: bool = False
     num_requests: int = 0
     streams: RunningStreams = field(default_factory=RunningStreams)
+    tracer: RequestTracer | None = None
     contexts: list[Callable[[], AbstractAsyncContextManager[Any]]] = field(default_factory=list)
     """Context managers that are open while the server runs. Route modules add theirs: workers, folders."""
 
     def __post_init__(self) -> None:
+        if self.tracer is not None:
+            self.contexts.append(self.tracer.running)
         if self.llm is not None and not self.served_names:
             raise InvalidParameterError("served_names: at least one name is needed")
 
