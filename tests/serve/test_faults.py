@@ -1,6 +1,7 @@
 """Faults over real connections: each costs one request one error, leaves nothing behind, and the server goes on."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -253,6 +254,30 @@ def test_full_queues_of_clips_and_sentences_are_429s(serve, served_pipeline, ser
         finally:
             may_go.set()
         assert waiting.result().status_code == 200
+        assert is_alive(api)
+
+
+def test_bodies_of_clips_that_are_read_at_once_are_bounded(serve):
+    head = b"POST /v1/videos HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 1000\r\n\r\n{"
+
+    def create_until(status, body):
+        answer = api.post("/v1/videos", json=body)
+        while answer.status_code != status:
+            time.sleep(0.02)
+            answer = api.post("/v1/videos", json=body)
+        return answer
+
+    with serve(slow_client_timeout=100.0) as url, client_of(url) as api, contextlib.ExitStack() as uploads:
+        address = urlsplit(url)
+        for _ in range(videos.MAX_UPLOADS):
+            upload = uploads.enter_context(closing(socket.create_connection((address.hostname, address.port))))
+            upload.sendall(head)
+        refused = error_of(create_until(429, {"prompt": 1}), 429)
+        assert refused["code"] == "queue_full"
+        assert "are being uploaded" in refused["message"]
+        uploads.close()
+        assert create_until(200, CLIP).json()["object"] == "video"
         assert is_alive(api)
 
 

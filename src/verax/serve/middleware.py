@@ -10,6 +10,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verax.serve.errors import ApiError, error_response, is_anthropic
@@ -74,7 +75,7 @@ class RequestLog:
             if counted and self._server.draining:
                 raise ApiError(503, "the server is shutting down; try again later", code="draining")
             await self._app(scope, receive, send_with_id)
-        except ClientDisconnectedError:
+        except (ClientDisconnectedError, ClientDisconnect):  # before the answer, or within the request's body
             status = CLIENT_CLOSED
         except Exception as error:
             answer = error_response(error, scope)

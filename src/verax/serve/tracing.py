@@ -7,11 +7,11 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
-from verax import __version__
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 from verax.serve.record import RequestRecord
@@ -41,7 +41,7 @@ class RequestTracer:
         name = os.environ.get("OTEL_SERVICE_NAME", "verax")
         self._provider = TracerProvider(resource=Resource.create({"service.name": name}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("verax.serve", __version__)
+        self._tracer = self._provider.get_tracer("verax.serve", version("verax"))
         self._propagator = TraceContextTextMapPropagator()
 
     @classmethod

@@ -6,14 +6,15 @@ import asyncio
 import base64
 import os
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from verax.errors import QueueFullError
 from verax.serve.answers import VideoDeleted, VideoList, VideoObject
 from verax.serve.errors import ApiError
 from verax.serve.json_response import JsonResponse
@@ -30,6 +31,9 @@ __all__ = ["VideoService", "routes"]
 
 POLL_AFTER_MS = 1000
 """Milliseconds after which a client is to ask again for a clip that is not ready."""
+
+MAX_UPLOADS = 8
+"""Requests for clips whose bodies are read at once: a body may have 64 MiB, and is held in memory."""
 
 _LISTED = 100
 """Clips of one page of the list."""
@@ -57,6 +61,7 @@ class VideoService:
         self._decoder = MediaDecoder()
         self._jobs: VideoJobs | None = None
         self._starting = asyncio.Lock()
+        self._num_uploads = 0
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -70,7 +75,8 @@ class VideoService:
         """Put a clip into the queue."""
         if self._server.videos is None:
             raise ApiError(404, "model: no video model is served here", param="model", code="model_not_found")
-        body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
+        with self._uploading():
+            body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
         model = self._server.check_model(body.model, (self._server.videos.name,))
         record_of(request).model = model
         jobs = await self._queue()
@@ -155,6 +161,23 @@ class VideoService:
             ping_interval=settings.ping_interval,
             slow_client_timeout=settings.slow_client_timeout,
         )
+
+    @contextmanager
+    def _uploading(self) -> Iterator[None]:
+        """Count a body that is being read.
+
+        Raises:
+            QueueFullError: if as many are as may be, or the queue is full already.
+        """
+        if self._jobs is not None:
+            self._jobs.check_room()
+        if self._num_uploads >= MAX_UPLOADS:
+            raise QueueFullError(f"{MAX_UPLOADS} clips are being uploaded, as many as may; try again later")
+        self._num_uploads += 1
+        try:
+            yield
+        finally:
+            self._num_uploads -= 1
 
     async def _queue(self) -> VideoJobs:
         async with self._starting:
