@@ -87,7 +87,9 @@ class EngineThread:
 
     def abort(self, live: LiveRequest) -> None:
         """End a request early, after it was marked as aborted or closed. Any thread may."""
-        self._inbox.put(partial(self._abort, live))
+        # A stream may be dropped at the end of the program, when the thread has ended and modules are torn down.
+        if not self.stopped:
+            self._inbox.put(partial(self._abort, live))
 
     def stop(self) -> None:
         """Abort what is left, end the thread, and wait for that. Any thread may."""
