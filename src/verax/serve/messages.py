@@ -67,11 +67,9 @@ def routes(server: Server) -> list[Route]:
 
 
 async def _whole(run: ChatRun) -> dict[str, Any]:
-    tracker, last = PartTracker(), None
+    tracker = PartTracker()
     async with aclosing(run.events()) as events:
-        async for last in events:
-            for _ in tracker.steps(last):
-                pass
+        last = await tracker.read(events)
     assert last is not None
     return {**_message(run), "content": [_block(part) for part in tracker.parts], **_stop(last), "usage": _usage(run)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,6 +64,14 @@ class PartTracker:
                 yield from self._add("tool_call", call.arguments)
         if event.finish_reason is not None:
             yield from self._end()
+
+    async def read(self, events: AsyncIterable[ChatEvent]) -> ChatEvent | None:
+        """Take all events of an answer, without their steps; the last event."""
+        last = None
+        async for last in events:
+            for _ in self.steps(last):
+                pass
+        return last
 
     def _add(
         self, kind: Literal["reasoning", "text", "tool_call"], text: str, logprobs: tuple[dict[str, Any], ...] = ()

@@ -106,11 +106,8 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """Body of the answer."""
-        last = None
         async with aclosing(self._run.events()) as events:
-            async for last in events:
-                for _ in self._tracker.steps(last):
-                    pass
+            last = await self._tracker.read(events)
         return self._response(_status(last))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
