@@ -12,9 +12,8 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax import Encoder, VideoPipeline
-from verax.serve import run
 from verax.serve.app import create_app
-from verax.serve.run import _Process, bind
+from verax.serve.run import _Process, bind, new_runner
 from verax.serve.server import Server
 from verax.serve.settings import ServerSettings
 from verax.text.async_llm import AsyncLLM
@@ -56,7 +55,7 @@ def running(server):
     process, listener = _Process(server, started.set), bind(server.settings)
 
     def serve():
-        with asyncio.Runner(loop_factory=run.uvloop and run.uvloop.new_event_loop) as runner:
+        with new_runner() as runner:
             runner.run(process.serve(sockets=[listener]))
 
     thread = threading.Thread(target=serve)

@@ -24,7 +24,7 @@ try:
 except ImportError:  # it does not exist for Windows
     uvloop = None
 
-__all__ = ["bind", "run"]
+__all__ = ["bind", "new_runner", "run"]
 
 LAST_ANSWERS = 2.0
 """Seconds for the last bytes of answers to be sent, once nothing runs any more."""
@@ -68,12 +68,17 @@ def run(server: Server, listener: socket.socket, on_start: Callable[[str], None]
     gc.collect()
     gc.freeze()
     try:
-        with asyncio.Runner(loop_factory=uvloop and uvloop.new_event_loop) as runner:
+        with new_runner() as runner:
             runner.run(process.serve(sockets=[listener]))
     finally:
         gc.unfreeze()
         listener.close()
     return process.status
+
+
+def new_runner() -> asyncio.Runner:
+    """Runner of a server's event loop: uvloop's, where that exists."""
+    return asyncio.Runner(loop_factory=uvloop and uvloop.new_event_loop)
 
 
 class _Process(uvicorn.Server):
