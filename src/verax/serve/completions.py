@@ -187,8 +187,9 @@ class CompletionRun:
                 if part.finish_reason is not None:
                     body |= self._timings()
                 yield data_event(body)
-        last = {**self._head, "choices": [], "usage": self.usage.body(), **self._timings()}
-        yield (data_event(last) if last_usage else b"") + DONE
+        if last_usage:
+            yield data_event({**self._head, "choices": [], "usage": self.usage.body(), **self._timings()})
+        yield DONE
 
     def _timings(self) -> dict[str, Any]:
         """Times of a single prompt. Several prompts are answered at once, so that their times have no sum."""
