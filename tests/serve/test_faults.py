@@ -442,7 +442,7 @@ def test_a_slow_body_has_a_limited_time(serve, monkeypatch):
         except httpx.TransportError:
             dripped = None  # the server has closed while the client still sends
         assert dripped in (408, None)
-        # What comes quickly enough may take longer than the timeout in all.
+        # A body that comes quickly enough may take longer than the timeout in all.
         monkeypatch.setattr(middleware, "MIN_BODY_RATE", 1)
         pieces = (piece for seconds, piece in ((0, body[:-1]), (1.5, body[-1:])) if time.sleep(seconds) is None)
         assert api.post("/v1/chat/completions", content=pieces, headers=JSON).status_code == 200
