@@ -24,6 +24,11 @@ struct Singles {
   // Cells of CHUNK columns, each with `depth` values below each other.
   static Chunk of_rows(const Element* const* rows, int64_t at) { return load_chunk(rows[0] + at); }
   static void of_chunk(float* to, const Chunk& values) { store_chunk(to, values); }
+  // Cells of F32::lanes columns, of two values below each other.
+  static void of_pair(float* to, int64_t stride, F32 first, F32 second) {
+    store(to, first);
+    store(to + stride, second);
+  }
 };
 
 #if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
@@ -46,6 +51,12 @@ struct Pairs {
   }
   static void of_chunk(float* to, const Chunk& values) {
     store_bf16_chunk(reinterpret_cast<bf16*>(to), to_bf16_chunk(values));
+  }
+  static void of_pair(float* to, int64_t, F32 first, F32 second) {
+    const __m256i low = reinterpret_cast<const __m256i&>(static_cast<const __m256bh&>(_mm512_cvtneps_pbh(first.v)));
+    const __m256i high = reinterpret_cast<const __m256i&>(static_cast<const __m256bh&>(_mm512_cvtneps_pbh(second.v)));
+    const __m512i above = _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16);
+    _mm512_storeu_si512(to, _mm512_or_si512(_mm512_cvtepu16_epi32(low), above));
   }
 };
 using Bf16Cells = Pairs;
