@@ -87,6 +87,16 @@ def test_quantised_weights_can_be_loaded_as_floats(kind, wide, tmp_path):
     np.testing.assert_array_equal(model.model.embed_tokens.weight[...], reference(path, EMBEDDINGS))
 
 
+def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
+    files.write(folder, tmp_path / "a.gguf", "Q8_0")
+    opened = Checkpoint.open(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match=r"weight: Q8_0 blocks .*quantization='dequantize'"):
+        checkpoint.save(load_causal_lm(opened, dtype="float32"), tmp_path / "saved", config=opened.config)
+    floats = load_causal_lm(opened, dtype="float32", quantization="dequantize")
+    checkpoint.save(floats, tmp_path / "saved", config=opened.config)
+    np.testing.assert_array_equal(Checkpoint.open(tmp_path / "saved").read(UP), reference(tmp_path / "a.gguf", UP))
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_float_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
     options = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False} if family == "llama" else {}
