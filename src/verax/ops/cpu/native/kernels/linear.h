@@ -50,9 +50,9 @@ struct LinearTask {
   const void* scales;  // [N, 1] or [N, K / group] but for int4, null for floats
   bool half_scales;    // float16, else float32
   int64_t group;       // inputs that share a scale: 32, 64, 128, or 0 for all of them
-  BlockKind block;     // of blocks
   void* packed;        // x as the level's chunks: linear_packed_bytes(M, K), aligned to a cache line
   float* y;
+  BlockKind block;  // of blocks
 };
 
 // static: an inline function that two levels share would be one symbol, at either's instruction set.
