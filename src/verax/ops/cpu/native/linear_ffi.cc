@@ -20,7 +20,8 @@ namespace ffi = ::xla::ffi;
 constexpr int64_t PIECE = 256 * 1024;
 
 // Products of the same x with several weights, which differ in N alone, and in their kind of blocks. One round of work
-// for all of them: to hand work to the other threads and to wait for the last piece costs as much as reading a megabyte.
+// for all of them: to hand work to the other threads and to wait for the last piece costs as much as reading a
+// megabyte.
 void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
   LinearTask& first = tasks.front();
   const int64_t total = std::accumulate(tasks.begin(), tasks.end(), int64_t{0},

@@ -9,7 +9,8 @@
 namespace verax {
 
 // W is float32, bfloat16, of 8-bit integers with a scale for each row, or of blocks, whose weights are rounded to
-// bfloat16 where the processor multiplies these. x is float32 beside float32, and bfloat16 beside the others. Products are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
+// bfloat16 where the processor multiplies these. x is float32 beside float32, and bfloat16 beside the others. Products
+// are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
 struct GemmTask {
   Weights kind;
   int64_t M, N, K;

@@ -77,7 +77,8 @@ static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k
 // Enough at every level: float32 where there is no bfloat16 dot product, integers with their scales behind them.
 static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32 * 32) * 4; }
 
-// The kernels take as many rows of W at a time, and int4 and blocks are laid out in as many: pieces of work are multiples of it.
+// The kernels take as many rows of W at a time, and int4 and blocks are laid out in as many: pieces of work are
+// multiples of it.
 constexpr int64_t LINEAR_STEP = 16;
 
 // Fill `packed` from `x`.
