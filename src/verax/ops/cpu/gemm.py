@@ -71,7 +71,7 @@ def _product(x: Float[Array, "M D"], weight: Weight, bias: Float[Array, "F"] | N
     if isinstance(weight, QuantizedWeight):
         matrix, scales = weight.values, weight.scales[:, 0]
     elif isinstance(weight, BlockQuantizedWeight):
-        matrix, kind = jnp.asarray(weight.words), BLOCK_KINDS[weight.kind].number
+        matrix, kind = weight.words, BLOCK_KINDS[weight.kind].number
     else:
         matrix = weight
     x = x.astype(jnp.float32 if matrix.dtype == jnp.float32 else jnp.bfloat16)

@@ -58,7 +58,7 @@ def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, 
         elif isinstance(weight, BlockQuantizedWeight):
             kinds = [BLOCK_KINDS[one.kind].number for one in weights]
             handler, attributes = "verax_linear_blocks", {"kinds": np.asarray(kinds, np.int64)}
-            arrays.append(jnp.asarray(weight.words))
+            arrays.append(weight.words)
         else:
             arrays.append(weight)
     return tuple(library.call_many(handler, results, x, *arrays, **attributes))
