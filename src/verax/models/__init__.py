@@ -57,6 +57,7 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen2": (Qwen3ForCausalLM, Qwen3Config),
     "llama": (Qwen3ForCausalLM, Qwen3Config),
+    "mistral": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_5": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
