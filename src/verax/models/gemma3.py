@@ -89,11 +89,15 @@ class Gemma3Config:
         check_multiple(text, **{name: fields[name] for name in ("num_attention_heads", "num_key_value_heads")})
         if fields["head_dim"] % 2:
             raise UnsupportedModelError(f"{where}: head_dim {fields['head_dim']} is odd; rotary positions need pairs")
+        window = read_value(text, "sliding_window", Size, None)
         rotary = ops.RotaryConfig.from_hf(text) if family == "gemma2" else _rotary(text, GLOBAL, "rope_theta")
         local = rotary if family == "gemma2" else _rotary(text, SLIDING, "rope_local_base_freq")
         return cls(
             **fields,
-            layer_types=_layer_types(text, fields["num_hidden_layers"], fields.get("sliding_window")),
+            layer_types=_layer_types(text, fields["num_hidden_layers"], window),
+            sliding_window=window,
+            attn_logit_softcapping=read_value(text, "attn_logit_softcapping", Positive, None),
+            final_logit_softcapping=read_value(text, "final_logit_softcapping", Positive, None),
             rotary=rotary,
             local_rotary=local,
             qk_norm=family != "gemma2",
@@ -142,7 +146,7 @@ _GEMMA3 = MappingProxyType(
 _READ = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "query_pre_attn_scalar"),
-    *("tie_word_embeddings", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_bias"),
+    *("tie_word_embeddings", "attention_bias"),
 )
 
 
@@ -238,12 +242,21 @@ class DecoderLayer(nnx.Module):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
+class ScaledEmbedding(Embedding):
+    """Embedding whose rows are multiplied by the square root of their size."""
+
+    def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        # The factor is rounded to the weights' dtype: these models were trained with 25.25 where sqrt(640) is 25.298.
+        scale = jnp.asarray(self.weight.shape[-1] ** 0.5, self.weight[...].dtype)
+        return super().__call__(tokens) * scale.astype(jnp.float32)
+
+
 class Decoder(nnx.Module):
-    """Scaled token embedding, the layers, and the final norm."""
+    """Token embedding, the layers, and the final norm."""
 
     def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = _norm(config, dtype)
 
@@ -251,9 +264,7 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
         config = self.config
-        # The factor is of the weights' dtype: bfloat16 models were trained with 25.25 where sqrt(640) is 25.298.
-        scale = jnp.asarray(config.hidden_size**0.5, self.embed_tokens.weight[...].dtype)
-        x = self.embed_tokens(tokens) * scale.astype(jnp.float32)
+        x = self.embed_tokens(tokens)
         rotary = {
             GLOBAL: ops.rotary_tables(positions, config.rotary, config.head_dim),
             SLIDING: ops.rotary_tables(positions, config.local_rotary, config.head_dim),
