@@ -11,7 +11,13 @@ from jax.typing import DTypeLike
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import read_value
 from verax.models.bert import BertConfig, BertModel
-from verax.models.causal_lm import CausalLM, CausalLMConfig, RecurrentConfig, check_causal_lm_class
+from verax.models.causal_lm import (
+    CausalLM,
+    CausalLMConfig,
+    RecurrentConfig,
+    SlidingWindowConfig,
+    check_causal_lm_class,
+)
 from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from verax.models.lam import LamConfig, LamModel
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -37,6 +43,7 @@ __all__ = [
     "RecurrentConfig",
     "RecurrentLayer",
     "RunRecurrent",
+    "SlidingWindowConfig",
     "causal_attention",
     "causal_lm",
     "encoder",
@@ -50,6 +57,7 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen2": (Qwen3ForCausalLM, Qwen3Config),
     "llama": (Qwen3ForCausalLM, Qwen3Config),
+    "mistral": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_5": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
