@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "kernels/gemm.h"
@@ -17,27 +18,49 @@ namespace verax {
 constexpr int64_t GEMM_ROWS = 192, GEMM_COLUMNS = 384;
 constexpr int64_t GEMM_PIECES = 4;  // for each thread, at least
 
+// x of all products in tiles of 16 rows, shared over the threads; where each product finds its own is noted in it.
+template <typename Pool>
+void pack_gemms(Pool& pool, std::vector<GemmTask>& tasks, std::optional<SharedScratch>& packed) {
+  std::vector<int64_t> begins{0};  // of each task's tiles
+  for (const GemmTask& t : tasks) begins.push_back(begins.back() + (t.M + GEMM_TILE_ROWS - 1) / GEMM_TILE_ROWS);
+  const int64_t tile = GEMM_TILE_ROWS * tasks.front().K * 2;
+  packed.emplace(begins.back() * tile);
+  for (size_t i = 0; i < tasks.size(); ++i) tasks[i].packed = static_cast<char*>(packed->data()) + begins[i] * tile;
+  const auto pack = VERAX_KERNEL(gemm_pack);
+  parallel_for(pool, begins.back(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const size_t t = std::upper_bound(begins.begin(), begins.end(), i) - begins.begin() - 1;
+      pack(tasks[t], i - begins[t], i - begins[t] + 1);
+    }
+  });
+}
+
 // One round of work for all products, which share K and the kind of weight.
 template <typename Pool>
-void run_gemms(Pool& pool, const std::vector<GemmTask>& tasks) {
+void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
+  tasks.erase(std::remove_if(tasks.begin(), tasks.end(), [](const GemmTask& t) { return t.M == 0 || t.N == 0; }),
+              tasks.end());
+  if (tasks.empty()) return;
   const auto pieces = [](int64_t size, int64_t most) { return (size + most - 1) / most; };
+  const bool tiles = gemm_has_tiles(tasks.front());
+  std::optional<SharedScratch> packed;
+  if (tiles) pack_gemms(pool, tasks, packed);
+  const int64_t step = tiles ? 2 * GEMM_TILE_ROWS : 1, strip = tiles ? 2 * GEMM_TILE_ROWS : GEMM_STRIP;
+  const int64_t wanted = pieces(GEMM_PIECES * pool.num_threads(), static_cast<int64_t>(tasks.size()));
   struct Piece {
     const GemmTask* task;
     GemmBlock block;
   };
   std::vector<Piece> work;
   int64_t most = 0;
-  const int64_t wanted = pieces(GEMM_PIECES * pool.num_threads(), std::max<int64_t>(1, tasks.size()));
   for (const GemmTask& t : tasks) {
-    if (t.M == 0 || t.N == 0) continue;
-    const int64_t down = pieces(t.M, GEMM_ROWS), rows = pieces(t.M, down);
+    const int64_t rows = pieces(pieces(t.M, pieces(t.M, GEMM_ROWS)), step) * step, down = pieces(t.M, rows);
     const int64_t across = std::max(pieces(t.N, GEMM_COLUMNS), pieces(wanted, down));
-    const int64_t columns = pieces(pieces(t.N, across), GEMM_STRIP) * GEMM_STRIP;
+    const int64_t columns = pieces(pieces(t.N, across), strip) * strip;
     most = std::max(most, rows);
     // Blocks of the same columns follow each other: that part of W then comes from a cache.
     for (int64_t n = 0; n < t.N; n += columns) {
-      for (int64_t i = 0; i < down; ++i) {
-        const int64_t m = i * rows;
+      for (int64_t m = 0; m < t.M; m += rows) {
         work.push_back({&t, {m, std::min(rows, t.M - m), n, std::min(columns, t.N - n)}});
       }
     }
