@@ -95,22 +95,22 @@ def test_float32_logits_are_those_of_transformers(family, tmp_path):
 
 
 def engine(folder, **options):
-    sizes = dict(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256)
+    sizes = dict(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128)
     return LLM(folder, use_tqdm=False, **{"dtype": "float32", **sizes, **options})
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "qwen3_5_moe"])
-def test_128_greedy_tokens_are_those_of_transformers(family, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_64_greedy_tokens_are_those_of_transformers(family, tmp_path):
     theirs = reference(family, tmp_path)
     prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
     expected = []
     for prompt in prompts:
         out = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0
         )
         expected.append(tuple(out[0, len(prompt) :].tolist()))
     # min_new_tokens of transformers forbids the end of text; a bias does that here.
-    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True, logit_bias={1: -100.0})
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logit_bias={1: -100.0})
     outputs = engine(tmp_path).generate(prompts, greedy, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == expected
 
