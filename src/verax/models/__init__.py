@@ -22,6 +22,7 @@ from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from verax.models.lam import LamConfig, LamModel
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
+from verax.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent, causal_attention
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "LamModel",
     "Qwen3Config",
     "Qwen3ForCausalLM",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
     "Qwen35Config",
     "Qwen35ForCausalLM",
     "RecurrentConfig",
@@ -58,8 +61,11 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen2": (Qwen3ForCausalLM, Qwen3Config),
     "llama": (Qwen3ForCausalLM, Qwen3Config),
     "mistral": (Qwen3ForCausalLM, Qwen3Config),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
     "qwen3_5": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
+    "qwen3_5_moe": (Qwen35ForCausalLM, Qwen35Config),
+    "qwen3_5_moe_text": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
     "gemma3": (Gemma3ForCausalLM, Gemma3Config),
     "gemma3_text": (Gemma3ForCausalLM, Gemma3Config),

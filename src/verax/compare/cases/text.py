@@ -50,6 +50,17 @@ RANDOM_TEXT = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 512,
 }
+RANDOM_MOE = {
+    **RANDOM_TEXT,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 40,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
 RANDOM_BERT = {
     "model_type": "bert",
     "architectures": ["BertModel"],
@@ -63,6 +74,8 @@ RANDOM_BERT = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
 }
+RANDOM = {"tiny": RANDOM_TEXT, "moe": RANDOM_MOE}
+"""Configurations of random language models, by size: dense, and one of experts."""
 VARIANTS = {"hierarchical": "B", "local": "C"}
 """The published rules of LAM, and what its PyTorch form calls them."""
 
@@ -71,7 +84,14 @@ NOTHING = Inputs()
 """Given: all is random."""
 
 
-def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
+def text_case(
+    model: str | Path | None,
+    scratch: Path,
+    *,
+    inputs: Inputs = NOTHING,
+    tokens: int | None = None,
+    size: str = "tiny",
+) -> Case:
     """A language model in transformers and in verax: logits of every position.
 
     Args:
@@ -80,15 +100,18 @@ def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHI
         inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
             tokens if there are neither.
         tokens: how many of these, in each of two rows.
+        size: a random model's: `tiny`, or `moe` with experts.
 
     Raises:
         CheckpointError: if the model cannot be read.
-        InvalidParameterError: for inputs that it does not take.
+        InvalidParameterError: for inputs that it does not take, or an unknown size.
         MissingDependencyError: without torch or transformers.
     """
     lib = transformers()
+    if size not in RANDOM:
+        raise InvalidParameterError(f"size: expected {' or '.join(RANDOM)}, got {size!r}")
     if model == "random":
-        model = _random_folder(RANDOM_TEXT, scratch, causal_lm)
+        model = _random_folder(RANDOM[size], scratch, causal_lm)
     opened = Checkpoint.open(builtin.text_model() if model is None else model)
     if opened.folder.is_file():
         raise InvalidParameterError(f"model: transformers reads folders, not {opened.folder.name}")
