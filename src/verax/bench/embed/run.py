@@ -19,6 +19,7 @@ from verax.bench.harness import Benchmark, product_weights
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
 from verax.embed.encoder import Encoder
+from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.train.encoder.paraphrases import pairs
@@ -61,7 +62,7 @@ def bench_embed(
         sentences: how many texts.
         batch_size: of both sides.
         runs: counted rounds. With `warmup` rounds before them.
-        against: `"transformers"` for its BertModel in batches that are sorted by length, pooled by the mean.
+        against: `"transformers"` for its model in batches that are sorted by length, pooled as ours.
         dtype: of both sides.
     """
     unknown = [name for name in against if name != "transformers"]
@@ -70,12 +71,12 @@ def bench_embed(
     texts, benchmark = _texts(sentences), Benchmark("embed")
     with _folder(model) as folder:
         encoder = Encoder(folder, dtype=dtype)
-        weights = product_weights(checkpoint.Checkpoint.open(folder), tables="embeddings")
+        weights = product_weights(checkpoint.Checkpoint.open(folder), tables="embed")
         lengths = encoder.token_counts(texts)
         sides: dict[str, Callable[[], np.ndarray]] = {}
         versions: dict[str, Any] = {}
         if "transformers" in against:
-            theirs = _TransformersLoop(folder, dtype, encoder.max_length)
+            theirs = _TransformersLoop(folder, dtype, encoder.settings)
             versions = theirs.versions()
             sides["transformers"] = lambda: theirs.encode(texts, batch_size)
         sides["verax"] = lambda: encoder.encode(texts, batch_size=batch_size, show_progress=False)
@@ -118,7 +119,7 @@ def bench_embed(
 class _TransformersLoop:
     """`SentenceTransformer.encode`, without that library: sorted, tokenised, padded, run, pooled, normalised."""
 
-    def __init__(self, folder: Path, dtype: str, max_length: int):
+    def __init__(self, folder: Path, dtype: str, settings: EncoderSettings):
         try:
             import torch
             import transformers
@@ -126,13 +127,13 @@ class _TransformersLoop:
             raise MissingDependencyError(
                 "comparing with transformers needs it and torch: pip install 'verax[parity]'"
             ) from error
-        self._torch, self._max_length = torch, max_length
+        self._torch, self._settings = torch, settings
         self._versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(num_cores())
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
         model: Any = transformers.AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype))
         self._model: Any = model.to(self._device).eval()
 
@@ -149,15 +150,21 @@ class _TransformersLoop:
             for begin in range(0, len(order), batch_size):
                 chosen = [texts[i] for i in order[begin : begin + batch_size]]
                 inputs = self._tokenizer(
-                    chosen, padding=True, truncation=True, max_length=self._max_length, return_tensors="pt"
+                    chosen, padding=True, truncation=True, max_length=self._settings.max_length, return_tensors="pt"
                 )
                 ids, mask = inputs["input_ids"].to(self._device), inputs["attention_mask"].to(self._device)
                 hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
-                weights = mask[..., None].to(hidden.dtype)
-                pooled = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
-                found.append(torch.nn.functional.normalize(pooled).float().cpu())
+                found.append(torch.nn.functional.normalize(self._pooled(hidden, mask)).float().cpu())
         vectors = torch.cat(found).numpy()
         return vectors[np.argsort(order)]
+
+    def _pooled(self, hidden: Any, mask: Any) -> Any:
+        if self._settings.pooling == "cls":
+            return hidden[:, 0]
+        if self._settings.pooling == "lasttoken":
+            return hidden[self._torch.arange(len(hidden)), mask.sum(1) - 1]
+        weights = mask[..., None].to(hidden.dtype)
+        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
 
 
 def _texts(count: int) -> list[str]:
