@@ -233,10 +233,12 @@ def test_the_default_prompt_of_the_files_is_used_unless_another_is_named(tmp_pat
 
 
 def test_an_unknown_prompt_is_named_with_those_that_there_are(prompted, encoder):
-    with pytest.raises(InvalidParameterError, match="there is no prompt 'other', but query, passage, topic"):
+    with pytest.raises(InvalidParameterError, match="there is no prompt 'other'; there are query, passage, topic"):
         prompted.encode("the cat", prompt_name="other")
-    with pytest.raises(InvalidParameterError, match="there is no prompt 'query', but none"):
+    with pytest.raises(InvalidParameterError, match="there is no prompt 'query'; the checkpoint has none"):
         encoder.encode("the cat", prompt_name="query")
+    with pytest.raises(InvalidParameterError, match="prompt: expected texts, got 3"):
+        encoder.encode("the cat", prompt=3)
 
 
 def test_fewer_dimensions_are_the_first_ones_of_length_one(folder, encoder):

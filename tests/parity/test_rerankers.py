@@ -47,8 +47,6 @@ FAMILIES = {
     "modernbert-mean": lambda folder: modernbert(folder, "mean"),
 }
 
-families = pytest.mark.parametrize("family", FAMILIES)
-
 
 def logits(model, folder, query, max_length=LONGEST):
     """As sentence-transformers' CrossEncoder: padded batches of pairs, the longer text cut first."""
@@ -62,20 +60,20 @@ def logits(model, folder, query, max_length=LONGEST):
         return model(**inputs).logits[:, 0].float()
 
 
-@families
-@pytest.mark.parametrize("query", QUERIES, ids=["short", "long"])
-def test_scores_are_the_sigmoid_of_transformers_logits(family, query, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_the_sigmoid_of_transformers_logits(family, tmp_path):
     theirs = filled(FAMILIES[family](tmp_path))
     theirs.save_pretrained(tmp_path)
     reranker = Reranker(tmp_path, max_length=LONGEST)
-    ours = reranker.score(query, DOCUMENTS, batch_size=8)
-    assert reranker.truncated > 0
-    expected = logits(theirs, tmp_path, query)
-    assert expected.std() > 0.1
-    np.testing.assert_allclose(ours, torch.sigmoid(expected).numpy(), atol=1e-6)
+    for query in QUERIES:  # a short one, and one that loses its end
+        ours = reranker.score(query, DOCUMENTS)
+        assert reranker.truncated > 0
+        expected = logits(theirs, tmp_path, query)
+        assert expected.std() > 0.1
+        np.testing.assert_allclose(ours, torch.sigmoid(expected).numpy(), atol=2e-6)
 
 
-@families
+@pytest.mark.parametrize("family", ["bert", "modernbert-mean"])
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
     rounded = filled(FAMILIES[family](tmp_path)).to(torch.bfloat16)
     rounded.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
@@ -86,8 +84,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, 
     assert np.linalg.norm(ours - truth) <= 1.1 * np.linalg.norm(theirs - truth)
 
 
-@pytest.mark.parametrize("instruction", [None, "the document is about a fox"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("instruction", "tied"), [(None, True), ("the document is about a fox", False)])
 def test_a_language_model_gives_the_probability_of_yes_as_on_its_model_card(instruction, tied, tmp_path):
     assert qwen_tokenizer(tmp_path) <= QWEN["vocab_size"]
     sizes = {**QWEN, "max_position_embeddings": 1024, "tie_word_embeddings": tied}
@@ -95,7 +92,7 @@ def test_a_language_model_gives_the_probability_of_yes_as_on_its_model_card(inst
     theirs.save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
     prefix, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
-    max_length = len(prefix) + len(suffix) + 240
+    max_length = len(prefix) + len(suffix) + 200
     told = instruction or "Given a web search query, retrieve relevant passages that answer the query"
     pairs = [f"<Instruct>: {told}\n<Query>: {QUERIES[0]}\n<Document>: {document}" for document in DOCUMENTS]
     inputs = tokenizer(
@@ -111,5 +108,5 @@ def test_a_language_model_gives_the_probability_of_yes_as_on_its_model_card(inst
     expected = torch.stack([last[:, no], last[:, yes]], dim=1).log_softmax(dim=1)[:, 1].exp().numpy()
     assert expected.std() > 0.005
     reranker = Reranker(tmp_path, max_length=max_length)
-    np.testing.assert_allclose(reranker.score(QUERIES[0], DOCUMENTS, instruction=instruction), expected, atol=1e-6)
+    np.testing.assert_allclose(reranker.score(QUERIES[0], DOCUMENTS, instruction=instruction), expected, atol=2e-6)
     assert reranker.truncated > 0

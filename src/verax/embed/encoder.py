@@ -86,10 +86,10 @@ class Encoder:
         self._dimensions = self.check_dimensions(dimensions)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.truncate(self.settings.max_length)
-        dtypes = dict(dtype=models.DTYPES[dtype])
+        weights = models.DTYPES[dtype]
         with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = load_model(opened, model_class, config, **dtypes, progress=report)
-        dense = [load_model(*layer, **dtypes) for layer in zip(layers, [Dense] * len(layers), sizes, strict=True)]
+            loaded = load_model(opened, model_class, config, dtype=weights, progress=report)
+        dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
         pooling = self.settings.pooling
 
         def encode(
@@ -180,7 +180,7 @@ class Encoder:
         """
         check_batch_size(batch_size)
         dimensions = self.check_dimensions(dimensions)
-        before = self.settings.prompt(prompt_name) if prompt is None else prompt
+        before = self.settings.prompt(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
         texts = check_texts([sentences] if isinstance(sentences, str) else sentences, "sentences")
         skipped = self._prompt_length(before)
         self.truncated = 0

@@ -96,8 +96,8 @@ class EncoderSettings:
         if name is None:
             return ""
         if name not in self.prompts:
-            known = ", ".join(self.prompts) or "none; prompt takes a text"
-            raise InvalidParameterError(f"prompt_name: there is no prompt {name!r}, but {known}")
+            known = f"there are {', '.join(self.prompts)}" if self.prompts else "the checkpoint has none"
+            raise InvalidParameterError(f"prompt_name: there is no prompt {name!r}; {known}, and prompt takes a text")
         return self.prompts[name]
 
     @property
