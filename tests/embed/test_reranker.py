@@ -111,7 +111,9 @@ def test_a_model_without_a_classifier_lacks_its_weights(tmp_path):
 
 def test_a_language_model_without_the_answers_is_no_reranker(tmp_path):
     with pytest.raises(UnsupportedModelError, match="its tokenizer lacks one of the tokens yes, no"):
-        Reranker(tiny_checkpoint(tmp_path))
+        Reranker(tiny_checkpoint(tmp_path / "qwen3"))
+    with pytest.raises(UnsupportedModelError, match="model_type 'qwen2': the only language model that ranks"):
+        Reranker(tiny_checkpoint(tmp_path / "qwen2", family="qwen2"))
 
 
 @pytest.mark.parametrize(

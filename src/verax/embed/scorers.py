@@ -63,7 +63,7 @@ def scorer_of(opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None) 
 
     Raises:
         CheckpointError: if a file is damaged.
-        UnsupportedModelError: if it is neither a cross-encoder of one label nor a language model.
+        UnsupportedModelError: if it is neither a cross-encoder of one label nor Qwen3-Reranker.
         InvalidParameterError: for a `max_length` that makes no sense.
     """
     names = read_value(opened.config, "architectures", tuple[str, ...], ())
@@ -72,6 +72,12 @@ def scorer_of(opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None) 
         raise UnsupportedModelError(
             f"{file_of(opened.config)}: architectures {', '.join(names) or 'are missing'}: no reranker; expected "
             "...ForSequenceClassification or ...ForCausalLM"
+        )
+    kind = read_value(opened.config, "model_type", str, None)
+    if generates and kind != "qwen3":
+        # Others were trained with prompts and answers of their own: their scores would be wrong, and look right.
+        raise UnsupportedModelError(
+            f"{file_of(opened.config)}: model_type {kind!r}: the only language model that ranks here is Qwen3-Reranker"
         )
     model_class, config = (causal_lm if generates else cross_encoder)(opened.config)
     make = YesOrNo if generates else CrossEncoder
