@@ -25,7 +25,7 @@ TIMEOUT = 300
 PATHS = [
     *("/v1/chat/completions", "/v1/chat/completions/input_tokens", "/v1/completions", "/v1/responses"),
     *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"),
-    *("/v1/embeddings", "/v1/videos"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/videos"),
 ]
 
 

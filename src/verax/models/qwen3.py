@@ -236,8 +236,8 @@ class Qwen3ForCausalLM(nnx.Module):
     ignored_weights = (r"rotary_emb\.inv_freq$",)
     """Patterns of keys that old checkpoints hold and no model needs."""
 
-    key_aliases: tuple[tuple[str, str], ...] = ()
-    """No second published layout."""
+    key_aliases = ((r"^model\.", ""),)
+    """Other keys of the same weights: those of embedding models, which have the decoder alone."""
 
     tied_weights = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""

@@ -215,6 +215,7 @@ def embeddings(
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
     against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
     dtype: options.Dtype = "float32",
+    shapes: Annotated[str, typer.Option(help="Shapes of random weights: minilm, modernbert or qwen3.")] = "minilm",
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
@@ -225,6 +226,8 @@ def embeddings(
         verax bench embed --against transformers
 
         verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
+
+        verax bench embed --shapes modernbert --sentences 128 --against transformers
     """
     from verax.bench.embed.run import bench_embed
 
@@ -236,6 +239,7 @@ def embeddings(
         warmup=warmup,
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
+        shapes=shapes,
     )
     show(result, output, as_json)
 
