@@ -141,6 +141,10 @@ def read_config(
     for name, wanted in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim), ("expert_count", 0)):
         if given(name, wanted) != wanted:
             raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {wanted} is")
+    if kind not in _GEMMA and given("attention.sliding_window"):
+        raise UnsupportedModelError(
+            f"{kind}.attention.sliding_window {given('attention.sliding_window')} is not supported"
+        )
     return {
         "model_type": _MODEL_TYPES[kind],
         "vocab_size": shapes["model.embed_tokens.weight"][0],
@@ -152,7 +156,6 @@ def read_config(
         "head_dim": head_dim,
         "rms_norm_eps": metadata[f"{kind}.attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": needed("context_length"),
-        "use_sliding_window": bool(given("attention.sliding_window")),
         "tie_word_embeddings": "lm_head.weight" not in shapes,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in shapes,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
