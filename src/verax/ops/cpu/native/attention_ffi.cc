@@ -16,7 +16,7 @@ bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
-// What becomes of scores: attributes that all handlers have.
+// Attributes that all handlers have: scale, window and cap of the scores.
 struct Scores {
   int64_t window;
   float scale, soft_cap;
