@@ -129,10 +129,9 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
             "needs a token a step"
         )
     states = max_num_seqs * per_state
-    layers = layers_by_window(model, config.max_model_len or longest)
-    page = (model.num_key_value_heads, block_size, model.head_dim)
-    block_sizes = tuple(2 * len(group) * page_bytes(page, cache_dtype) for group in layers.values())
-    plan = CachePlan(tuple(layers), block_sizes, block_size, batched)
+    layers = _layers_by_window(model, config.max_model_len or longest)
+    sizes = tuple(block_bytes(model, block_size, cache_dtype, len(group)) for group in layers.values())
+    plan = CachePlan(tuple(layers), sizes, block_size, batched)
     affordable = plan.longest(memory - states, longest)
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
     needed = -(-context // block_size)
@@ -151,21 +150,12 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
     )
 
 
-def layers_by_window(model: CausalLMConfig, max_model_len: int) -> dict[int | None, tuple[int, ...]]:
-    """Layers that attend, by their sliding window, those without one first. A window of the whole context is none."""
-    layers: dict[int | None, tuple[int, ...]] = {}
-    for layer, (state, window) in enumerate(zip(layer_states(model, 1), sliding_windows(model), strict=True)):
-        if state is None:
-            kind = None if window is None or window >= max_model_len else window
-            layers[kind] = (*layers.get(kind, ()), layer)
-    return dict(sorted(layers.items(), key=lambda item: item[0] or 0))
-
-
-def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike) -> int:
-    """Bytes of one block over all layers that attend, keys and values."""
-    attending = sum(state is None for state in layer_states(model, 1))
+def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, num_layers: int | None = None) -> int:
+    """Bytes of one block, keys and values, over that many layers; over all that attend if None."""
+    if num_layers is None:
+        num_layers = sum(state is None for state in layer_states(model, 1))
     page = (model.num_key_value_heads, block_size, model.head_dim)
-    return 2 * attending * page_bytes(page, dtype)
+    return 2 * num_layers * page_bytes(page, dtype)
 
 
 def state_bytes(model: CausalLMConfig) -> int:
@@ -179,6 +169,16 @@ def layer_states(model: CausalLMConfig, num_seqs: int) -> list[Any]:
     if not has_recurrent_layers(model):
         return [None for _ in layers]
     return jax.eval_shape(lambda: [model.new_state(layer, num_seqs) for layer in layers])
+
+
+def _layers_by_window(model: CausalLMConfig, max_model_len: int) -> dict[int | None, tuple[int, ...]]:
+    """Layers that attend, by their sliding window, those without one first. A window of the whole context is none."""
+    layers: dict[int | None, tuple[int, ...]] = {}
+    for layer, (state, window) in enumerate(zip(layer_states(model, 1), sliding_windows(model), strict=True)):
+        if state is None:
+            kind = None if window is None or window >= max_model_len else window
+            layers[kind] = (*layers.get(kind, ()), layer)
+    return dict(sorted(layers.items(), key=lambda item: item[0] or 0))
 
 
 def _cache_memory() -> int:
