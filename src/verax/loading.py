@@ -32,7 +32,7 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.models import CausalLM, causal_lm
 from verax.nn import Linear
 
-__all__ = ["QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
+__all__ = ["DEQUANTIZE", "QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
 
 M = TypeVar("M")
 
@@ -44,6 +44,9 @@ Progress = Callable[[int, int], None]
 
 QUANTIZATIONS: dict[str, Precision] = {"int8": (8, None), "int4": (4, 32)}
 """Precisions by the names that users give."""
+
+DEQUANTIZE = "dequantize"
+"""Name that stands for none of them: weights that are quantised in the checkpoint become floats."""
 
 
 def load_model(
@@ -64,7 +67,8 @@ def load_model(
         config: the model's configuration.
         dtype: dtype of what is not quantised, except for variables that the model makes in a dtype of their own.
         quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
-            head is one of them: a tied one becomes a quantised copy of the embeddings.
+            head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
+            `dtype` of those that are quantised already.
         mesh: devices to divide the weights over by the model's partition rules; the default device if None.
         progress: called with (bytes done, bytes in all) after each weight.
 
@@ -74,16 +78,29 @@ def load_model(
         UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
-    if quantization is not None and precision is None:
-        raise InvalidParameterError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+    dequantize = quantization == DEQUANTIZE
+    if quantization is not None and precision is None and not dequantize:
+        names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
+        raise InvalidParameterError(f"quantization: expected one of {names}, got {quantization!r}")
     tied = getattr(model_class, "tied_weights", {}) if getattr(config, "tie_word_embeddings", False) else {}
     if precision is not None:
         if opened.packed:
-            raise CheckpointError(f"{opened.folder}: it is quantised already; load it without quantization")
+            raise CheckpointError(
+                f"{opened.folder}: it is quantised already; load it without quantization, or as floats with "
+                f"quantization={DEQUANTIZE!r}"
+            )
         if tied:
             config = replace(config, tie_word_embeddings=False)
     abstract = nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
-    return load_weights(abstract, opened, tied_weights=tied, precision=precision, mesh=mesh, progress=progress)
+    return load_weights(
+        abstract,
+        opened,
+        tied_weights=tied,
+        precision=precision,
+        dequantize=dequantize,
+        mesh=mesh,
+        progress=progress,
+    )
 
 
 def load_causal_lm(
@@ -113,6 +130,7 @@ def load_weights(
     *,
     tied_weights: Mapping[str, str] = MappingProxyType({}),
     precision: Precision | None = None,
+    dequantize: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> M:
@@ -124,6 +142,7 @@ def load_weights(
         tied_weights: keys whose weights the checkpoint has under another key. If it has the first key too, that weight
             is ignored.
         precision: bits and group size to quantise every linear layer to.
+        dequantize: True to make floats of weights that are quantised in the checkpoint.
         mesh, progress: as in `load_model`.
 
     Raises:
@@ -149,6 +168,7 @@ def load_weights(
         aliases=aliases,
         stacks=stacks,
         quantize=lambda name: precision if name in linear else None,
+        dequantize=dequantize,
         progress=progress,
     )
 

@@ -25,6 +25,7 @@ from verax.ops.quantized import quantize as quantize_weight
 __all__ = ["load_module", "partition"]
 
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
+_dequantize = jax.jit(lambda weight: weight.dequantize())
 
 M = TypeVar("M", bound=nnx.Module)
 QUANTIZED_AT_ONCE = 1 << 22
@@ -47,6 +48,7 @@ def load_module(
     aliases: Mapping[str, str] = MappingProxyType({}),
     stacks: Mapping[str, StackedKeys] = MappingProxyType({}),
     quantize: Callable[[str], tuple[int, int | None] | None] = lambda name: None,
+    dequantize: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> M:
     """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights; return the filled module.
@@ -68,6 +70,7 @@ def load_module(
             place.
         quantize: function from a key to the bits and the group size with which its weight is quantised while loading,
             or to None for a weight that is not quantised.
+        dequantize: True to load weights that are quantised in the checkpoint as floats.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
@@ -85,7 +88,7 @@ def load_module(
     dtypes = {name: _fitting_dtype(keys[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
     places = {name: _sharding(name, leaf.shape, rules, mesh) for name, (_, leaf) in flat.items()}
     precisions = {name: quantize(name) for name in flat}
-    if mesh is not None and (checkpoint.packed or any(precisions.values())):
+    if mesh is not None and ((checkpoint.packed and not dequantize) or any(precisions.values())):
         raise InvalidParameterError("mesh: quantised weights are not divided over devices yet")
 
     total = sum(map(checkpoint.size, every))
@@ -99,6 +102,8 @@ def load_module(
             loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], memory)
         else:
             weight = checkpoint.read(source)
+            if dequantize and not isinstance(weight, np.ndarray):
+                weight = np.asarray(_dequantize(weight))
             if not isinstance(weight, np.ndarray):
                 weight = jax.tree.map(lambda part: jax.device_put(memory.copy(part, part.dtype)), weight)
             elif precision is not None:

@@ -128,7 +128,10 @@ def operations(
     size_out: Annotated[int, typer.Option(help="Outputs of the linear operation.", min=1)] = 11008,
     rows: Annotated[str, typer.Option(help="Rows of the input, one case each.")] = "1,2,4,8,16,32,128",
     weights: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128; all if left out.")
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, or a GGUF type Q4_K; all if left out."
+        ),
     ] = None,
     only: Annotated[str | None, typer.Option(help="linear, grouped, attention or conv; all if left out.")] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
@@ -212,6 +215,7 @@ def embeddings(
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
     against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
     dtype: options.Dtype = "float32",
+    shapes: Annotated[str, typer.Option(help="Shapes of random weights: minilm, modernbert or qwen3.")] = "minilm",
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
@@ -222,6 +226,8 @@ def embeddings(
         verax bench embed --against transformers
 
         verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
+
+        verax bench embed --shapes modernbert --sentences 128 --against transformers
     """
     from verax.bench.embed.run import bench_embed
 
@@ -233,6 +239,7 @@ def embeddings(
         warmup=warmup,
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
+        shapes=shapes,
     )
     show(result, output, as_json)
 

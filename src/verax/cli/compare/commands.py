@@ -217,12 +217,19 @@ def _kind(model: str) -> str:
     if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir():
         return "video"
     own = folder / "config.json"
-    config = read_json(own) if own.is_file() else Checkpoint.open(model).config
+    if own.is_file():
+        config = read_json(own)
+    else:
+        opened = Checkpoint.open(model)
+        folder, config = opened.folder, opened.config
     if "_class_name" in config:
         return "video"
-    try:
+    if (folder / "modules.json").is_file():  # sentence-transformers': it may be a language model's too
         encoder(config)
-    except UnsupportedModelError:
+        return "embed"
+    try:
         causal_lm(config)
-        return "text"
-    return "embed"
+    except UnsupportedModelError:
+        encoder(config)
+        return "embed"
+    return "text"

@@ -14,13 +14,14 @@ from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.random_weights import random_weights
 from verax.compare.case import Case, Side
+from verax.compare.cases.encoders import EncoderReference
 from verax.compare.inputs import Inputs
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.recorder import Watch
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
 from verax.loading import load_causal_lm, load_model
-from verax.models import causal_lm, encoder
+from verax.models import causal_lm, encoder, hidden_states
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["embed_case", "text_case", "transformers"]
@@ -149,7 +150,7 @@ def _logits(model: Any, tokens: Any) -> Any:
 
 
 def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
-    """A text encoder, BERT in transformers or LAM in its PyTorch form, and in verax: hidden states.
+    """A text encoder, in transformers or LAM in its PyTorch form, and in verax: hidden states.
 
     Of LAM's rule `gated`, which is verax's own and the built-in model's, there is no PyTorch form: its weights are
     compared under the published rule `hierarchical`.
@@ -170,29 +171,21 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     name = _name(model, opened)
     if opened.config.get("model_type") == "lam":
         return _lam_case(opened, name, inputs, tokens)
-    lib = transformers()
+    kind = str(opened.config.get("model_type"))
     model_class, config = encoder(opened.config)
+    theirs = EncoderReference(transformers(), opened.folder, config, kind)
     most = config.max_position_embeddings
     rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
-    # Sentence and padding see themselves only, as ours has it, so that there is a right answer for padding too.
-    seen = rows.real[:, None, :, None] == rows.real[:, None, None, :]
-    masked = np.where(seen, 0.0, np.finfo(np.float32).min / 2).astype(np.float32)
-
-    def theirs(model: Any, ids: Any, masked: Any) -> Any:
-        return model(input_ids=ids, attention_mask=masked.to(model.dtype)).last_hidden_state
 
     def reference(dtype: str) -> Side:
-        loaded: Any = lib.AutoModel.from_pretrained(
-            opened.folder, dtype=getattr(torch(), dtype), attn_implementation="eager", add_pooling_layer=False
-        )
-        return Side(loaded.eval(), (rows.ids, masked), call=theirs, inputs=(r"attention\.output\.dense$",))
+        return Side(theirs.load(dtype), theirs.arguments(rows.ids, rows.real), call=theirs.call, inputs=theirs.inputs)
 
     def ours(dtype: str) -> Side:
         loaded = load_model(opened, model_class, config, dtype=dtype)
-        return Side(loaded, (rows.ids, rows.lengths), inputs=(r"attention\.output\.dense$",))
+        return Side(loaded, (rows.ids, rows.lengths), call=hidden_states, inputs=theirs.inputs)
 
-    about = {"model": name, "architecture": "BertModel", **rows.about}
-    return Case("BertModel and transformers", reference, ours, judge=rows.pooled, about=about)
+    about = {"model": name, "architecture": model_class.__name__, **rows.about}
+    return Case(f"{model_class.__name__} and transformers", reference, ours, judge=rows.pooled, about=about)
 
 
 def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None) -> Case:

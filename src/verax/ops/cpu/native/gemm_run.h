@@ -16,6 +16,7 @@ namespace verax {
 // Most rows and columns of a block. More rows share a strip of W, more columns the copy of x: packing takes some 4% of
 // the time at these sizes. What a block reads and writes at a time stays in a second cache level of 1 MB.
 constexpr int64_t GEMM_ROWS = 192, GEMM_COLUMNS = 384;
+constexpr int64_t GEMM_ROWS_OF_BLOCKS = 512;  // in tiles: W takes as long to unpack as a third of these to multiply
 constexpr int64_t GEMM_PIECES = 4;  // for each thread, at least
 
 // x of all products in tiles of 16 rows, shared over the threads; where each product finds its own is noted in it.
@@ -51,10 +52,11 @@ void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
     const GemmTask* task;
     GemmBlock block;
   };
+  const int64_t most_rows = tiles && tasks.front().kind == Weights::blocks ? GEMM_ROWS_OF_BLOCKS : GEMM_ROWS;
   std::vector<Piece> work;
   int64_t most = 0;
   for (const GemmTask& t : tasks) {
-    const int64_t rows = pieces(pieces(t.M, pieces(t.M, GEMM_ROWS)), step) * step, down = pieces(t.M, rows);
+    const int64_t rows = pieces(pieces(t.M, pieces(t.M, most_rows)), step) * step, down = pieces(t.M, rows);
     const int64_t across = std::max(pieces(t.N, GEMM_COLUMNS), pieces(wanted, down));
     const int64_t columns = pieces(pieces(t.N, across), strip) * strip;
     most = std::max(most, rows);

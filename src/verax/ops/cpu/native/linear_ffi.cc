@@ -15,7 +15,7 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// Products of the same x with several weights, which differ in N alone.
+// Products of the same x with several weights, which differ in N alone, and in their kind of blocks.
 void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
   const LinearTask& first = tasks.front();
   if (first.M == 0) return;
@@ -112,6 +112,31 @@ ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
   return ffi::Error::Success();
 }
 
+// `kinds`: BlockKind of each weight.
+ffi::Error linear_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+                         ffi::RemainingRets results, ffi::Span<const int64_t> kinds) {
+  std::vector<LinearTask> tasks;
+  if (weights.size() == 0 || results.size() != weights.size() || kinds.size() != weights.size()) {
+    return ffi::Error::InvalidArgument("linear_blocks: expected a kind and a result for each weight, one or more");
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto words = weights.get<ffi::Buffer<ffi::U32>>(i);
+    auto task = begin_task(x, results, i);
+    if (!words || !task) return words ? task.error() : words.error();
+    task->kind = Weights::blocks, task->block = static_cast<BlockKind>(kinds[i]);
+    task->weights = words->untyped_data();
+    const BlockShape shape = block_shape(task->block);
+    if (shape.unit == 0) return ffi::Error::InvalidArgument("linear_blocks: unknown kind");
+    const int64_t units = (task->K + shape.unit - 1) / shape.unit;
+    if (!is(words->dimensions(), {(task->N + 15) / 16, units, shape.words, 16})) {
+      return ffi::Error::InvalidArgument("linear_blocks: the words do not fit x and y");
+    }
+    tasks.push_back(*task);
+  }
+  run(pool, tasks);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace verax
 
@@ -129,3 +154,11 @@ VERAX_HANDLER(verax_linear_quantized, verax::linear_quantized,
                   .RemainingArgs()
                   .RemainingRets()
                   .Attr<int64_t>("group"));
+
+VERAX_HANDLER(verax_linear_blocks, verax::linear_blocks,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .RemainingArgs()
+                  .RemainingRets()
+                  .Attr<xla::ffi::Span<const int64_t>>("kinds"));
