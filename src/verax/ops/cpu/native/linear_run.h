@@ -14,8 +14,8 @@ namespace verax {
 // Bytes of weight that a thread takes at a time: some ten microseconds of memory traffic.
 constexpr int64_t LINEAR_PIECE = 256 * 1024;
 
-// Products whose x is packed, with weights of one K and one kind, but for that of blocks. One round of work for all of them: to hand work to the
-// other threads and to wait for the last piece costs as much as reading a megabyte.
+// Products whose x is packed, with weights of one K and one kind, but for that of blocks. One round of work for all of
+// them: to hand work to the other threads and to wait for the last piece costs as much as reading a megabyte.
 template <typename Pool>
 void run_linear(Pool& pool, const std::vector<LinearTask>& tasks) {
   int64_t total = 0;
