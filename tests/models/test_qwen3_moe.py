@@ -57,6 +57,11 @@ def test_the_width_of_dense_layers_is_needed_only_where_there_are_some():
     assert causal_lm(outer)[1].experts.num_experts == 4
 
 
+def test_a_window_is_that_of_every_layer():
+    read = causal_lm(tiny_config("qwen3_moe", **MOE, use_sliding_window=True, sliding_window=8, max_window_layers=2))[1]
+    assert read.sliding_windows == (8, 8)
+
+
 def test_the_router_takes_the_largest_probabilities_over_all_experts():
     scores = jnp.asarray([[0.5, 2.0, -1.0, 1.0]])
     exact = np.exp(scores) / np.exp(scores).sum()
@@ -75,7 +80,7 @@ def test_the_router_takes_the_largest_probabilities_over_all_experts():
         ({"num_experts_per_tok": 5}, CheckpointError, "num_experts_per_tok 5 is more than num_experts 4"),
         ({"num_experts": "many"}, CheckpointError, "num_experts: expected a whole number"),
         ({"decoder_sparse_step": 0}, CheckpointError, "decoder_sparse_step"),
-        ({"use_sliding_window": True}, UnsupportedModelError, "use_sliding_window"),
+        ({"layer_types": ["linear_attention"] * 2}, UnsupportedModelError, "layers of type linear_attention"),
     ],
 )
 def test_what_makes_no_model_is_refused_by_name(changes, error, message):

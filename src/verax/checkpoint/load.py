@@ -99,7 +99,7 @@ def load_module(
         source, shape, precision = keys[name][0], flat[name][1].shape, precisions[name]
         if name in stacks or (precision is not None and len(shape) == 3):
             stack = Stack(checkpoint, shape, stacks.get(name) or source)
-            loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], memory)
+            loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], dequantize, memory)
         else:
             weight = checkpoint.read(source)
             if dequantize and not isinstance(weight, np.ndarray):
@@ -168,6 +168,7 @@ def _place_stack(
     dtype: np.dtype[Any],
     precision: tuple[int, int | None] | None,
     sharding: NamedSharding | None,
+    dequantize: bool,
     memory: HostMemory,
 ) -> jax.Array | QuantizedWeight:
     """Copy a stack to its device or devices, matrix by matrix; quantised if the file has it so, or by `precision`."""
@@ -179,6 +180,8 @@ def _place_stack(
     structure = None
     for i in range(stack.shape[0]):
         matrix: Any = stack.read(i)
+        if dequantize and not isinstance(matrix, np.ndarray):
+            matrix = np.asarray(_dequantize(matrix))
         if precision is not None:
             matrix = _quantized(name, matrix, dtype, *precision, HostMemory())
         arrays, kind = jax.tree.flatten(matrix)
@@ -199,7 +202,7 @@ def _part_of_stack(stack: Stack, index: tuple[slice, ...], dtype: np.dtype[Any])
     parts = []
     for i in range(*index[0].indices(stack.shape[0])):
         matrix = stack.read(i)
-        assert isinstance(matrix, np.ndarray)
+        matrix = matrix if isinstance(matrix, np.ndarray) else np.asarray(_dequantize(matrix))
         parts.append(matrix[index[1:]].astype(dtype))
         stack.release(i)
     return np.stack(parts)
