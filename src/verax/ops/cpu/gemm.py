@@ -43,7 +43,8 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
 def _kind(weight: Any) -> str | None:
     """Dtype of a weight that the kernel takes."""
     if isinstance(weight, QuantizedWeight):
-        return "int8" if weight.bits == 8 and weight.group_size is None else None
+        plain = weight.values.dtype == jnp.int8 and weight.zeros is None and weight.order is None
+        return "int8" if plain and weight.group_size is None else None
     return str(weight.dtype) if weight.dtype in (jnp.float32, jnp.bfloat16) else None
 
 
