@@ -76,6 +76,26 @@ def test_it_runs_where_rows_are_many_and_the_kernel_takes_the_weight():
         assert ops.linear.select(x, ops.quantize(w, 8, 32)).name == "native"
 
 
+@pytest.mark.skipif(not library.has("bf16_tiles"), reason="this machine has no AMX")
+def test_it_runs_from_few_bfloat16_rows_on_where_tiles_are_multiplied():
+    with library.use_level("amx"):
+        assert chosen(5, 64, 48) == chosen(127, 64, 48) == chosen(24, 64, 48, "float32") == "native_gemm"
+        assert chosen(128, 64, 48) == "reference"
+        assert chosen(4, 64, 48) == chosen(11, 64, 48, "float32") == chosen(128, 64, 48, "int8") == "native"
+
+
+@pytest.mark.skipif(not library.has("bf16_tiles"), reason="this machine has no AMX")
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_tiles_give_what_rows_give(kind):
+    # Rows that W is read in place for (64) and more, with a last tile that is not full; two pieces of K (1,024).
+    for m, k, n in ((5, 64, 16), (50, 1056, 48), (70, 1056, 80)):
+        x, w, bias = arrays(m, k, n, kind)
+        with library.use_level("avx512_bf16"):
+            expected = np.asarray(native(x, w, bias))
+        with library.use_level("amx"):
+            np.testing.assert_allclose(native(x, w, bias), expected, rtol=1e-5, atol=1e-3)
+
+
 def test_it_runs_only_where_it_is_faster():
     with library.use_level("portable"):
         assert chosen(33, 64, 48) == "reference"

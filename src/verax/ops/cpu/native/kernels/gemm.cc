@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "cells.h"
+#include "gemm_tiles.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -135,7 +136,16 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
 
 }  // namespace
 
+void gemm_pack([[maybe_unused]] const GemmTask& t, [[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {
+#if defined(__AMX_BF16__)
+  pack_tiles(t, begin, end);
+#endif
+}
+
 void gemm_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
+#if defined(__AMX_BF16__)
+  if (t.packed) return multiply_block_by_tiles(t, block, scratch);
+#endif
   switch (t.kind) {
     case Weights::f32: return multiply_block<F32Cells>(t, block, scratch);
     case Weights::bf16: return multiply_block<Bf16Cells>(t, block, scratch);
