@@ -33,8 +33,9 @@ LAYOUTS = {
     "mxfp4": (mxfp4, {**COMPRESSED, "format": "mxfp4-pack-quantized"}),
 }
 SKIPPED = ("v_proj",)  # modules_to_not_convert, or ignored, by each method's name for it
-TOLERANCE = 0.02
-"""Relative error of logits by rounding inputs to bfloat16, or to 8 bits beside 4-bit weights."""
+ROUNDED, INTEGERS = 0.01, 0.03
+"""Relative error of logits with inputs that are rounded to bfloat16, or to 8 bits beside 4-bit weights. Zero points are
+anywhere here: weights are not centred, so that errors of the inputs count more than beside real ones."""
 
 
 def theirs(folder, config, floats, tokens):
@@ -57,8 +58,8 @@ def test_logits_are_those_of_the_weights_in_float32(tmp_path, name):
     with ops.use_implementations(linear="reference"):
         reference = np.asarray(ours.logits(ours(jnp.asarray(tokens))))
     got = np.asarray(ours.logits(ours(jnp.asarray(tokens))))
-    assert np.linalg.norm(reference - expected) < 0.5 * TOLERANCE * np.linalg.norm(expected)
-    assert np.linalg.norm(got - expected) < TOLERANCE * np.linalg.norm(expected)
+    assert np.linalg.norm(reference - expected) < ROUNDED * np.linalg.norm(expected)
+    assert np.linalg.norm(got - expected) < INTEGERS * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("name", ["gptq, asymmetric", "awq", "fp8, blocks"])
