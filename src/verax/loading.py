@@ -6,6 +6,8 @@ A module's path is its key in the checkpoint. Where published layouts differ fro
 - `key_aliases: tuple[tuple[str, str], ...]`: (pattern, replacement) pairs, which turn a key of the model into another
   layout's key;
 - `tied_weights: Mapping[str, str]`: keys whose weights are another key's where `config.tie_word_embeddings` is set;
+- `stacked_weights`: (pattern, replacements) pairs of stacks that a checkpoint may have as single matrices, see
+  `verax.checkpoint.stacks`;
 - `partition_rules`: (pattern, partition) pairs, which divide the weights over a mesh.
 
 All of them are optional.
@@ -25,11 +27,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
+from verax.checkpoint.stacks import StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
 from verax.nn import Linear
 
-__all__ = ["QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
+__all__ = ["DEQUANTIZE", "QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
 
 M = TypeVar("M")
 
@@ -41,6 +44,9 @@ Progress = Callable[[int, int], None]
 
 QUANTIZATIONS: dict[str, Precision] = {"int8": (8, None), "int4": (4, 32)}
 """Precisions by the names that users give."""
+
+DEQUANTIZE = "dequantize"
+"""Name that stands for none of them: weights that are quantised in the checkpoint become floats."""
 
 
 def load_model(
@@ -61,7 +67,8 @@ def load_model(
         config: the model's configuration.
         dtype: dtype of what is not quantised, except for variables that the model makes in a dtype of their own.
         quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
-            head is one of them: a tied one becomes a quantised copy of the embeddings.
+            head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
+            `dtype` of those that are quantised already.
         mesh: devices to divide the weights over by the model's partition rules; the default device if None.
         progress: called with (bytes done, bytes in all) after each weight.
 
@@ -71,16 +78,29 @@ def load_model(
         UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
-    if quantization is not None and precision is None:
-        raise InvalidParameterError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+    dequantize = quantization == DEQUANTIZE
+    if quantization is not None and precision is None and not dequantize:
+        names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
+        raise InvalidParameterError(f"quantization: expected one of {names}, got {quantization!r}")
     tied = getattr(model_class, "tied_weights", {}) if getattr(config, "tie_word_embeddings", False) else {}
     if precision is not None:
         if opened.packed:
-            raise CheckpointError(f"{opened.folder}: it is quantised already; load it without quantization")
+            raise CheckpointError(
+                f"{opened.folder}: it is quantised already; load it without quantization, or as floats with "
+                f"quantization={DEQUANTIZE!r}"
+            )
         if tied:
             config = replace(config, tie_word_embeddings=False)
     abstract = nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
-    return load_weights(abstract, opened, tied_weights=tied, precision=precision, mesh=mesh, progress=progress)
+    return load_weights(
+        abstract,
+        opened,
+        tied_weights=tied,
+        precision=precision,
+        dequantize=dequantize,
+        mesh=mesh,
+        progress=progress,
+    )
 
 
 def load_causal_lm(
@@ -110,6 +130,7 @@ def load_weights(
     *,
     tied_weights: Mapping[str, str] = MappingProxyType({}),
     precision: Precision | None = None,
+    dequantize: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> M:
@@ -121,6 +142,7 @@ def load_weights(
         tied_weights: keys whose weights the checkpoint has under another key. If it has the first key too, that weight
             is ignored.
         precision: bits and group size to quantise every linear layer to.
+        dequantize: True to make floats of weights that are quantised in the checkpoint.
         mesh, progress: as in `load_model`.
 
     Raises:
@@ -132,6 +154,8 @@ def load_weights(
     linear = {
         ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
     }
+    aliases, stacks, stacked = _sources(model, opened, tied_weights)
+    linear |= stacked
     if precision is not None and not linear:
         raise UnsupportedModelError(f"{type(model).__name__} has no verax.nn.Linear to quantise: load it unquantised")
     return load_module(
@@ -141,20 +165,37 @@ def load_weights(
         mesh=mesh,
         rules=() if mesh is None else getattr(model, "partition_rules", ()),
         ignore=(*getattr(model, "ignored_weights", ()), *(rf"^{re.escape(key)}$" for key in tied_weights)),
-        aliases=_aliases(model, opened, tied_weights),
+        aliases=aliases,
+        stacks=stacks,
         quantize=lambda name: precision if name in linear else None,
+        dequantize=dequantize,
         progress=progress,
     )
 
 
-def _aliases(model: Any, opened: Checkpoint, tied_weights: Mapping[str, str]) -> dict[str, str]:
-    """The checkpoint's keys by the model's own, where the two differ."""
-    present, found = set(opened.names()), {}
-    for path, _ in nnx.to_flat_state(nnx.state(model)):
-        name = ".".join(map(str, path))
-        key = tied_weights.get(name, name)
+def _sources(
+    model: Any, opened: Checkpoint, tied_weights: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, StackedKeys], set[str]]:
+    """The checkpoint's keys by the model's own, where the two differ.
+
+    Returns:
+        Keys of weights; keys of the matrices of those stacks that the checkpoint has so; names of all stacks.
+    """
+    present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
+    stacked = set[str]()
+
+    def find(key: str) -> str:
         others = (re.sub(pattern, replacement, key) for pattern, replacement in getattr(model, "key_aliases", ()))
-        source = key if key in present else next((other for other in others if other in present), key)
-        if source != name:
-            found[name] = source
-    return found
+        return key if key in present else next((other for other in others if other in present), key)
+
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        name = ".".join(map(str, path))
+        source = find(tied_weights.get(name, name))
+        matrices = stacked_keys(name, leaf.shape, getattr(model, "stacked_weights", ()))
+        if matrices is not None:
+            stacked.add(name)
+        if matrices is not None and source not in present:
+            stacks[name] = [tuple(map(find, keys)) for keys in matrices]
+        elif source != name:
+            aliases[name] = source
+    return aliases, stacks, stacked

@@ -16,6 +16,7 @@ from verax.checkpoint.resolve import resolve
 from verax.errors import CheckpointError
 from verax.fields import read_value
 from verax.files import read_json
+from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["Checkpoint"]
@@ -66,7 +67,7 @@ class QuantizedEntry(Protocol):
         """The keys that are read for it."""
         ...
 
-    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight:
+    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
         """A copy, with the arrays that `read_raw` gives."""
         ...
 
@@ -144,7 +145,7 @@ class Checkpoint:
         """Dtype, shape and place of an unquantised weight."""
         return self._file(name).tensors[name]
 
-    def read(self, name: str) -> np.ndarray | QuantizedWeight:
+    def read(self, name: str) -> np.ndarray | QuantizedWeight | BlockQuantizedWeight:
         """A read-only view of a weight, mapped from its file; a copy if it is quantised."""
         return self.packed[name].read(self.read_raw) if name in self.packed else self.read_raw(name)
 

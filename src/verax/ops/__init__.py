@@ -13,8 +13,10 @@ from verax.ops._dispatch import (
 from verax.ops._example import Example
 from verax.ops._target import Target, target, use_target
 from verax.ops.attention import attention
+from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
+from verax.ops.grouped import grouped_linear
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
 from verax.ops.linear import linear, multi_linear
 from verax.ops.norm import layer_norm, rms_norm
@@ -31,12 +33,15 @@ import verax.ops.cpu.delta  # isort: skip
 import verax.ops.cpu.hierarchical  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.gemm  # isort: skip  (after linear: it is preferred where both take a call)
+import verax.ops.cpu.grouped  # isort: skip
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # noqa: F401  # isort: skip
 
 __all__ = [
+    "BLOCK_KINDS",
+    "BlockQuantizedWeight",
     "Example",
     "Implementation",
     "Operation",
@@ -56,6 +61,7 @@ __all__ = [
     "dplr_delta_rule",
     "gated_delta_product",
     "gated_delta_rule",
+    "grouped_linear",
     "hierarchical",
     "hierarchical_delta_rule",
     "hierarchical_gated_delta_rule",

@@ -42,20 +42,23 @@ class QuantizedWeight:
     of 16, so that a register of values has a row in each lane: nothing is added up across lanes, and a group's scales
     are one register. Bits 4j to 4j + 3 of `values[n, b, 2 c + h]` are row `16 n + c`, input `8 b + 2 j + h`, plus 8;
     `scales[n, g, c]` is that row's. A last block that is not full is filled up with zeros (code 8).
+
+    A stack `[E, F, D]` (of `ops.grouped_linear`) has one more axis in front of all arrays. Under `vmap` and `scan` it
+    is its E weights.
     """
 
-    values: Int8[Array, "F D"] | Float[Array, "F D"] | UInt16[Array, "blocks eighths 32"]
+    values: Int8[Array, "*E F D"] | Float[Array, "*E F D"] | UInt16[Array, "*E blocks eighths 32"]
     """Integers, or with 8 bits also float8_e4m3fn."""
-    scales: Float[Array, "F g"] | Float[Array, "blocks g 16"]
+    scales: Float[Array, "*E F g"] | Float[Array, "*E blocks g 16"]
     """One for each group of a row; float32 or, to read less, float16."""
     size_out: int
     size_in: int
     group_size: int | None
     """Inputs that share a scale: 32, 64 or 128; None for a whole row (8 bits only)."""
     bits: int
-    zeros: Int8[Array, "F g"] | Int8[Array, "blocks g 16"] | None = None
+    zeros: Int8[Array, "*E F g"] | Int8[Array, "*E blocks g 16"] | None = None
     """Integer that stands for 0, laid out as the scales are; None if it is 0 everywhere."""
-    order: Int32[Array, "D"] | None = None
+    order: Int32[Array, "*E D"] | None = None
     """Input that each column multiplies; None if it is the column's own number."""
 
     @staticmethod
@@ -97,9 +100,9 @@ class QuantizedWeight:
         return QuantizedWeight(values, by_lanes(scales), F, D, group_size, bits, zeros, order)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """`(F, D)`, as of the array that this stands for."""
-        return self.size_out, self.size_in
+    def shape(self) -> tuple[int, ...]:
+        """`(F, D)`, or `(E, F, D)` of a stack, as of the array that this stands for."""
+        return *self.values.shape[: -2 if self.bits == 8 else -3], self.size_out, self.size_in
 
     @property
     def nbytes(self) -> int:
@@ -110,6 +113,11 @@ class QuantizedWeight:
     def is_float(self) -> bool:
         """True if the values are 8-bit floats."""
         return jnp.issubdtype(self.values.dtype, jnp.floating)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is of integers without zero points, whose columns are in the order of the inputs."""
+        return not self.is_float and self.zeros is None and self.order is None
 
     def integers(self) -> Int8[Array, "F D"]:
         """Values of a weight of integers, unpacked."""
@@ -136,13 +144,13 @@ class QuantizedWeight:
         if zeros is None:
             return self.integers().astype(jnp.bfloat16)
         grouped = self.integers().reshape(*zeros.shape, -1).astype(jnp.int16) - zeros[:, :, None].astype(jnp.int16)
-        return grouped.reshape(self.shape).astype(jnp.bfloat16)
+        return grouped.reshape(self.size_out, self.size_in).astype(jnp.bfloat16)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "F D"]:
         """Array of floats, in the order of the inputs: value times scale in float32, rounded to `dtype`."""
         scales = self.row_scales().astype(jnp.float32)
         grouped = self.unscaled().reshape(*scales.shape, -1).astype(jnp.float32)
-        weight = (grouped * scales[:, :, None]).reshape(self.shape).astype(dtype)
+        weight = (grouped * scales[:, :, None]).reshape(self.size_out, self.size_in).astype(dtype)
         return weight if self.order is None else weight[:, jnp.argsort(self.order)]
 
     def _of_rows(self, array: Array) -> Array:

@@ -69,7 +69,8 @@ class LLM:
             model: a folder with config.json and safetensors, a GGUF file, a hub id, or None for the built-in model.
             dtype: `"bfloat16"` or `"float32"`, of weights, matmul inputs and cache; the rest is float32 in both.
             quantization: `"int8"` (a scale a row) or `"int4"` (a scale for 32 inputs): quantise the linear layers, the
-                output head among them, while loading. Checkpoints that are quantised already load without it.
+                output head among them, while loading. Checkpoints that are quantised already, as GGUF files are, run
+                as they are; `"dequantize"` makes floats in `dtype` of their weights.
             revision: branch, tag or commit of a hub id.
             skip_tokenizer_init: serve token ids without a tokenizer. Prompts are token ids then, and texts are empty.
             use_tqdm: progress bars while loading and compiling, if stderr is a terminal.
@@ -147,7 +148,12 @@ class LLM:
         sizes = plan_sizes(model.config, model.dtype, config)
         runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids))
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
-        blocks = BlockManager(sizes.num_blocks, sizes.block_size, enable_prefix_caching=caching)
+        blocks = BlockManager(
+            [group.num_blocks for group in sizes.groups],
+            sizes.block_size,
+            windows=[group.window for group in sizes.groups],
+            enable_prefix_caching=caching,
+        )
         scheduler = Scheduler(
             blocks, max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens
         )
@@ -166,8 +172,12 @@ class LLM:
     def kv_cache(self) -> str:
         """The key/value cache in words: its dtype, tokens and bytes."""
         runner, config = self.engine.runner, self.engine.runner.config
-        tokens = (config.num_blocks - 1) * config.block_size  # block 0 is padding's
-        return f"{jnp.dtype(config.cache_dtype).name}, {tokens:,} tokens in {runner.cache_bytes / 1e9:.2f} GB"
+        parts = [
+            f"{(group.num_blocks - 1) * config.block_size:,} tokens"  # block 0 is padding's
+            + ("" if group.window is None else f" of windows of {group.window:,}")
+            for group in config.groups
+        ]
+        return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {runner.cache_bytes / 1e9:.2f} GB"
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""

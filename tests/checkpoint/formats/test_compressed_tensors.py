@@ -130,7 +130,7 @@ def test_a_weight_with_zero_points_is_not_written_without_them(tmp_path):
     zeros = jnp.ones((5, 2), jnp.int8)
     integers, scales = jnp.ones((5, 64), jnp.int8), jnp.ones((5, 2), jnp.float16)
     model.up.weight.set_value(QuantizedWeight.from_integers(integers, scales, 4, 32, zeros))
-    with pytest.raises(CheckpointError, match=r"up\.weight: only symmetric integers can be written"):
+    with pytest.raises(CheckpointError, match=r"up\.weight: only symmetric integers can be saved"):
         checkpoint.save(model, tmp_path, config={})
 
 

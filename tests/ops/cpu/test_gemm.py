@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.cpu import for_each_level, needs_library
+from tests.support.gguf import random_blocks
 from verax import ops
 from verax.ops.cpu import library
 
@@ -49,6 +50,19 @@ def test_every_shape_is_exact_to_rounding(level, kind, m, k, n):
     with library.use_level(level):
         np.testing.assert_allclose(native(x, w, bias), exact(x, w, bias), rtol=1e-5, atol=3e-6 * k)
         np.testing.assert_allclose(native(x, w), exact(x, w), rtol=1e-5, atol=3e-6 * k)
+
+
+@for_each_level
+@pytest.mark.parametrize("kind", ops.BLOCK_KINDS)
+def test_blocks_of_gguf_files_are_unpacked_on_the_way(level, kind):
+    # Pieces of K (384 or 192) end within super-blocks of 256.
+    w = ops.BlockQuantizedWeight.from_blocks(kind, random_blocks(kind, 80, 768))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 768)), jnp.bfloat16)
+    with library.use_level(level):
+        rounded = jnp.bfloat16 if library.has("bf16_dot") else jnp.float32
+        weights = np.asarray(w.dequantize(rounded), np.float64)
+        size = np.abs(np.asarray(x, np.float64)) @ np.abs(weights).T
+        assert np.all(np.abs(native(x, w) - np.asarray(x, np.float64) @ weights.T) <= 1e-5 * size)
 
 
 @for_each_level

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +18,12 @@ from verax import ops
 from verax.bench.case import Case
 from verax.bench.ops.sides import operation_case, torch_tensor
 from verax.checkpoint.host_memory import HostMemory
+from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 
-__all__ = ["WEIGHTS", "linear_cases"]
+__all__ = ["WEIGHTS", "in_turn", "linear_cases", "quantized_as"]
 
-WEIGHTS: dict[str, tuple[int, int | None] | None] = {
+WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
     "float32": None,
     "bfloat16": None,
     "int8": (8, None),
@@ -31,9 +33,10 @@ WEIGHTS: dict[str, tuple[int, int | None] | None] = {
     "int4-128": (4, 128),
     "int4-128-zeros": (4, 128),
     "float8-128": (8, 128),
+    **{kind: kind for kind in ops.BLOCK_KINDS},
 }
-"""Kinds of weight by name; of quantised ones, the bits and how many inputs share a scale. With zero points, as AWQ has
-them, or of 8-bit floats, as FP8 checkpoints have them, where the name says so."""
+"""Kinds of weight by name; of quantised ones, bits and inputs that share a scale, or the format of blocks. With zero
+points, as AWQ has them, or of 8-bit floats, as FP8 checkpoints have them, where the name says so."""
 
 COLD = 256 << 20
 """Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
@@ -49,11 +52,14 @@ def linear_cases(
         rows: of the input; one case each.
         weights: names out of `WEIGHTS`.
         torch: the module, or None.
+
+    Raises:
+        InvalidParameterError: if blocks of one of them do not divide `size_in`.
     """
     rng = np.random.default_rng(0)
     dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
     for kind in weights:
-        weight = _weight(dense, kind)
+        weight = quantized_as(dense, kind)
         held = [_as_loaded(weight) for _ in range(_num_copies(weight.nbytes))]
         dtype = "float32" if kind == "float32" else "bfloat16"
         theirs = [] if torch is None else [torch_tensor(torch, dense, dtype)]
@@ -62,13 +68,13 @@ def linear_cases(
             x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
             sides = _implementations(x, held)
             if torch is not None:
-                sides["torch"] = _in_turn(partial(torch.nn.functional.linear, torch_tensor(torch, x, dtype)), theirs)
+                sides["torch"] = in_turn(partial(torch.nn.functional.linear, torch_tensor(torch, x, dtype)), theirs)
             products = 2 * count * size_out * size_in
             chosen = ops.linear.select(x, weight).name
             yield operation_case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
 
 
-def _in_turn(run: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], object]:
+def in_turn(run: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], object]:
     """A call with the next of the weights, round and round."""
     turn = itertools.cycle(weights)
     return lambda: run(next(turn))
@@ -91,15 +97,27 @@ def _implementations(x: jax.Array, weights: Sequence[Any]) -> dict[str, Callable
         forced = impl.is_reference or (name == "native" and impl.runs_on(ops.target()) and library.available())
         if forced or impl.supports(x, weights[0]):
             run = partial(jax.jit(impl.function), x)
-            sides[name] = _in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
+            sides[name] = in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
     return sides
 
 
-def _weight(dense: jax.Array, kind: str) -> Any:
+def quantized_as(dense: jax.Array, kind: str) -> Any:
+    """A weight as a kind out of `WEIGHTS`."""
     scheme = WEIGHTS[kind]
     if scheme is None:
         return dense.astype(kind)
+    if isinstance(scheme, str):
+        return _random_blocks(scheme, *dense.shape)
     weight = jax.jit(ops.quantize, static_argnums=(1, 2))(dense, *scheme)
     if kind.endswith("zeros"):
         return replace(weight, zeros=jnp.ones(weight.scales.shape, jnp.int8))
     return replace(weight, values=dense.astype(jnp.float8_e4m3fn)) if kind.startswith("float8") else weight
+
+
+def _random_blocks(kind: str, size_out: int, size_in: int) -> ops.BlockQuantizedWeight:
+    """A weight of arbitrary blocks. Their bytes are below 64, so that every float16 number among them is finite."""
+    size, size_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    if size_in % size:
+        raise InvalidParameterError(f"size_in: expected a multiple of {size} for {kind}, got {size_in}")
+    shape = (size_out, size_in // size * size_bytes)
+    return ops.BlockQuantizedWeight.from_blocks(kind, np.random.default_rng(0).integers(0, 64, shape, np.uint8))

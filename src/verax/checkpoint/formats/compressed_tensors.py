@@ -14,7 +14,7 @@ https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -151,14 +151,8 @@ def _zero_points(F: int, groups: int, words: tuple[int, int]) -> list[tuple[Any,
 
 
 def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
-    """The arrays that stand for the weight `key` in a file, pack-quantized.
-
-    Raises:
-        CheckpointError: for a weight that is not of symmetric integers.
-    """
-    if weight.is_float or weight.zeros is not None or weight.order is not None:
-        raise CheckpointError(f"{key}: only symmetric integers can be written, in the order of the inputs")
-    F, D = weight.shape
+    """The arrays that stand for the weight `key` in a file, pack-quantized."""
+    F, D = weight.size_out, weight.size_in
     codes = (np.asarray(weight.integers()).astype(np.int16) + (1 << (weight.bits - 1))).astype(np.uint8)
     if weight.bits == 4:
         codes = np.pad(codes, ((0, 0), (0, -D % 8)))
@@ -172,8 +166,12 @@ def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
     }
 
 
-def quantization_config(weights: Iterable[QuantizedWeight]) -> dict[str, Any]:
+def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str] = ()) -> dict[str, Any]:
     """config.json's `quantization_config` for a model whose linear layers are all quantised alike.
+
+    Args:
+        weights: the quantised weights.
+        ignore: paths of the layers that are not.
 
     Raises:
         CheckpointError: if they are not quantised alike.
@@ -196,5 +194,5 @@ def quantization_config(weights: Iterable[QuantizedWeight]) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
-        "ignore": [],
+        "ignore": list(ignore),
     }

@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: config.json's contents from its metadata, weights by the keys of Hugging Face folders.
 
-Q8_0 and Q4_0 matrices stay as they are: 32 inputs share a float16 scale, which is a `QuantizedWeight`. Other block
-types are dequantised while they are read. Embeddings are floats; a tied output head is the quantised copy of them.
+Matrices of the block types that `ops.linear` multiplies, the embeddings among them, stay as they are
+(`BlockQuantizedWeight`). Other block types are dequantised while they are read.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gguf
-import jax
 import numpy as np
 
 from verax.checkpoint.formats.gguf.file import DTYPES, GGUFFile
-from verax.checkpoint.formats.gguf.layout import ROPE_DIVISORS, read_config, restored, rotated, tensor_key
+from verax.checkpoint.formats.gguf.layout import (
+    ROPE_DIVISORS,
+    norm_offset,
+    read_config,
+    restored,
+    rotated,
+    tensor_key,
+)
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError
-from verax.ops.quantized import QuantizedWeight
+from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 
 __all__ = ["GGUFWeight", "GGUFWeights"]
-
-_BITS = {"Q8_0": 8, "Q4_0": 4}
-_GROUP = 32
-_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SCALE_BYTES = 2
-
-_lay_out = jax.jit(QuantizedWeight.from_integers, static_argnums=(2, 3))
 
 
 class GGUFWeight(NamedTuple):
@@ -35,11 +34,10 @@ class GGUFWeight(NamedTuple):
     file: GGUFWeights
     key: str
     shape: tuple[int, int]
-    bits: int
 
     @property
     def kind(self) -> str:
-        """Q8_0 or Q4_0."""
+        """A name out of `BLOCK_KINDS`."""
         return self.file.kind(self.key)
 
     @property
@@ -47,18 +45,9 @@ class GGUFWeight(NamedTuple):
         """The keys that are read for it."""
         return (self.key,)
 
-    def read(self, read_raw: object) -> QuantizedWeight:
+    def read(self, read_raw: object) -> BlockQuantizedWeight:
         """Copy it out of the file, exactly: integers and scales as they are, in our order."""
-        F, D = self.shape
-        blocks = self.file.rows(self.key).reshape(F, D // _GROUP, -1)
-        scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view(np.float16)[..., 0]
-        values = blocks[..., _SCALE_BYTES:]
-        if self.bits == 8:
-            integers = np.ascontiguousarray(values).view(np.int8)
-        else:  # a block's first half is in the low bits
-            codes = np.concatenate([values & 15, values >> 4], axis=-1)
-            integers = codes.view(np.int8) - np.int8(8)
-        return _lay_out(integers.reshape(F, D), scales, self.bits, _GROUP)
+        return BlockQuantizedWeight.from_blocks(self.kind, self.file.rows(self.key))
 
 
 class GGUFWeights:
@@ -74,21 +63,20 @@ class GGUFWeights:
         self.path = path
         self.file = GGUFFile(path)
         self.metadata = self.file.metadata
-        self._names = {tensor_key(name): name for name in self.file.tensors if name != ROPE_DIVISORS}
+        self._architecture = str(self.metadata.get("general.architecture"))
+        self._names = {
+            tensor_key(name, self._architecture): name for name in self.file.tensors if name != ROPE_DIVISORS
+        }
         shapes = {key: self.file.tensors[name].shape for key, name in self._names.items()}
         try:
             self.config = read_config(self.metadata, shapes, self._divisors())
         except KeyError as error:
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is no language model") from error
-        embeddings = self.file.tensors[self._names[_EMBEDDINGS]].kind
-        if _HEAD not in self._names and embeddings in _BITS:
-            self._names[_HEAD] = self._names[_EMBEDDINGS]
-            self.config["tie_word_embeddings"] = False
         self.tensors = {key: self._info(name) for key, name in self._names.items()}
         self.packed = {
-            key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]), _BITS[tensor.kind])
+            key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]))
             for key, tensor in ((key, self.file.tensors[name]) for key, name in self._names.items())
-            if tensor.kind in _BITS and len(tensor.shape) == 2 and key != _EMBEDDINGS
+            if tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2
         }
 
     def kind(self, key: str) -> str:
@@ -96,10 +84,12 @@ class GGUFWeights:
         return self.file.tensors[self._names[key]].kind
 
     def read(self, key: str) -> np.ndarray:
-        """A tensor as floats: a view where the file has them in our order, else a copy."""
+        """A tensor as floats: a view where the file has them as they are here, else a copy."""
         tensor, rows = self.file.tensors[self._names[key]], self.rows(key)
         if tensor.kind in DTYPES:
-            return rows.view(DTYPES[tensor.kind]).reshape(tensor.shape)
+            weight = rows.view(DTYPES[tensor.kind]).reshape(tensor.shape)
+            offset = norm_offset(key, self._architecture)
+            return weight - offset if offset else weight
         return gguf.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind]).reshape(tensor.shape)
 
     def rows(self, key: str) -> np.ndarray:

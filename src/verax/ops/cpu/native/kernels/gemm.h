@@ -8,8 +8,9 @@
 
 namespace verax {
 
-// W is float32, bfloat16 or of 8-bit integers with a scale for each row. x is float32 beside float32, and bfloat16
-// beside the others. Products are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
+// W is float32, bfloat16, of 8-bit integers with a scale for each row, or of blocks, whose weights are rounded to
+// bfloat16 where the processor multiplies these. x is float32 beside float32, and bfloat16 beside the others. Products
+// are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
 struct GemmTask {
   Weights kind;
   int64_t M, N, K;
@@ -18,6 +19,7 @@ struct GemmTask {
   const float* bias;    // null, or [N]
   float* y;
   void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
+  BlockKind block;  // of blocks
 };
 
 // Rows [m, m + rows) and columns [n, n + columns) of y.

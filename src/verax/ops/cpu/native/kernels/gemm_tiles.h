@@ -14,6 +14,7 @@
 
 #include <immintrin.h>
 
+#include "blocks.h"
 #include "cells.h"
 #include "gemm.h"
 
@@ -140,8 +141,29 @@ inline void finish_tile(const GemmTask& t, const float* sums, int64_t m, int64_t
   }
 }
 
+// The same as `copy_strip` of blocks, which have the rows of W in their lanes.
+template <class Format>
+void unpack_strip(char* to, const GemmTask& t, int64_t n, int64_t columns, int64_t k, int64_t values) {
+  const int64_t units = (t.K + Format::UNIT - 1) / Format::UNIT;
+  for (int64_t i = 0; i < columns; i += BLOCK) {
+    const auto* words = static_cast<const uint32_t*>(t.weight) + (n + i) / BLOCK * units * Format::WORDS * BLOCK;
+    for (int64_t at = 0; at < values; at += CHUNK) {
+      const auto* unit = words + (k + at) / Format::UNIT * Format::WORDS * BLOCK;
+      F32 pairs[SIDE];
+      unpack_chunk<Format>(unit, static_cast<int>((k + at) % Format::UNIT / CHUNK),
+                           [&](int h, F32 even, F32 odd) { pairs[h / 2] = Pairs::joined(even, odd); });
+      transpose(pairs);
+      char* place = to + at / CHUNK * columns * ROW_BYTES + i * ROW_BYTES;
+      for (int64_t r = 0; r < SIDE; ++r) store(reinterpret_cast<float*>(place + r * ROW_BYTES), pairs[r]);
+    }
+  }
+}
+
 // `values` of W rows from the k-th on, as tiles: the strip's, one after the other, for each 32 of K.
 inline void copy_strip(char* to, const GemmTask& t, int64_t n, int64_t columns, int64_t k, int64_t values) {
+  if (t.kind == Weights::blocks) {
+    return with_format(t.block, [&](auto format) { unpack_strip<decltype(format)>(to, t, n, columns, k, values); });
+  }
   const int64_t step = columns * 64;
   for (int64_t i = 0; i < columns; ++i) {
     for (int64_t at = 0; at < values; at += 32) {
