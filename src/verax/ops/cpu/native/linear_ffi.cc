@@ -103,14 +103,14 @@ ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
       fits = fits && (zeros->element_count() == 0 || is(zeros->dimensions(), {blocks, groups, 16}));
       task.zeros = zeros->element_count() ? zeros->typed_data() : nullptr;
     }
-    if (!fits) return ffi::Error::InvalidArgument("linear_quantized: the values, scales or zero points do not fit x and y");
+    if (!fits) return ffi::Error::InvalidArgument("linear_quantized: values, scales or zero points do not fit x and y");
     if (i > 0 && task.kind != tasks[0].kind) {
       return ffi::Error::InvalidArgument("linear_quantized: weights of two kinds");
     }
     tasks.push_back(task);
   }
   if (tasks.empty() || results.size() != tasks.size() || weights.size() != 3 * tasks.size()) {
-    return ffi::Error::InvalidArgument("linear_quantized: expected values, scales and zero points for each result, one or more");
+    return ffi::Error::InvalidArgument("linear_quantized: expected values, scales, zero points for each of the results");
   }
   run(pool, tasks);
   return ffi::Error::Success();

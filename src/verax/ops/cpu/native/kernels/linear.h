@@ -53,7 +53,7 @@ struct LinearTask {
   int64_t group;       // inputs that share a scale: 32, 64, 128, or 0 for all of them
   void* packed;        // x as the level's chunks: linear_packed_bytes(M, K), aligned to a cache line
   float* y;
-  BlockKind block;  // of blocks
+  BlockKind block;      // of blocks
   const int8_t* zeros;  // of int4: integers that stand for 0, -8..7, one for each scale; null if all are 0
 };
 
