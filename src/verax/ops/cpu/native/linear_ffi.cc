@@ -110,7 +110,7 @@ ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
     tasks.push_back(task);
   }
   if (tasks.empty() || results.size() != tasks.size() || weights.size() != 3 * tasks.size()) {
-    return ffi::Error::InvalidArgument("linear_quantized: expected values, scales, zero points for each of the results");
+    return ffi::Error::InvalidArgument("linear_quantized: expected values, scales, zero points for each result");
   }
   run(pool, tasks);
   return ffi::Error::Success();
