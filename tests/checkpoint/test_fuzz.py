@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from tests.checkpoint.formats.test_pth import archive, dictionary, tensor
 from tests.support import gguf as gguf_files
 from tests.support.mutate import mutate_bytes, mutate_json
+from tests.support.packing import awq, float8, gptq, mxfp4
 from tests.support.tiny import tiny_checkpoint
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf.weights import GGUFWeights
@@ -86,6 +87,12 @@ def describe_gguf(path):
     opened = Checkpoint.open(path)
     for name in opened.names():
         opened.shape(name), opened.kind(name), opened.size(name)
+
+
+def describe_weights(folder, changed=None):
+    opened = Checkpoint.open(folder)
+    for name in opened.names():
+        opened.shape(name), opened.kind(name), opened.size(name), opened.place(name)
 
 
 def describe_tensors(file):
@@ -163,6 +170,27 @@ def test_damaged_safetensors_headers_are_refused_or_read(tmp_path):
     save_file({"a.b": np.arange(6, dtype=np.int16).reshape(2, 3), "c": np.ones(5, np.float32)}, path)
     head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
     assert 100 < fuzz_file(lambda path: describe_tensors(SafetensorsFile(path)), path, range(300), head) <= 300
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
+QUANTIZED = {
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "modules_to_not_convert": None}),
+    "fp8": (float8, {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["lm_head"]}),
+    "mxfp4": (mxfp4, {**COMPRESSED, "format": "mxfp4-pack-quantized", "ignore": ["lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_damaged_quantised_checkpoints_are_refused_or_read(name, tmp_path):
+    pack, scheme = QUANTIZED[name]
+    path = tmp_path / "model.safetensors"
+    save_file({f"up.{last}": array for last, array in pack(np.random.default_rng(0), 40, 96)[0].items()}, path)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": scheme}))
+    assert not refused(describe_weights, tmp_path)
+    assert 10 < fuzz_folder(describe_weights, tmp_path, range(150)) < 150
+    head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert 50 < fuzz_file(lambda path: describe_weights(path.parent), path, range(150), head) <= 150
 
 
 def test_damaged_gguf_files_are_refused_or_read(tmp_path):

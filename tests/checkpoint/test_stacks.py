@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.packing import awq, float8, gptq
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import checkpoint
 from verax.checkpoint import Checkpoint
@@ -92,6 +93,40 @@ def test_packed_matrices_whose_rows_fill_no_whole_block_are_put_together(tmp_pat
     assert stack.shape == (4, 48, 64)
     expert = [packed[f"model.layers.1.mlp.experts.2.{name}.weight"].dequantize() for name in ("gate_proj", "up_proj")]
     np.testing.assert_array_equal(jax.tree.map(lambda part: part[2], stack).dequantize(), np.concatenate(expert))
+
+
+def packed_experts(folder, target, pack, scheme):
+    """A copy of a checkpoint with its experts packed, and their float weights by key."""
+    opened, rng = Checkpoint.open(folder), np.random.default_rng(0)
+    arrays, floats = {}, {}
+    for name in opened.names():
+        weight = np.asarray(opened.read(name))
+        if re.search(r"experts\.\d+\.", name):
+            parts, floats[name] = pack(rng, *weight.shape)
+            arrays |= {f"{name.removesuffix('.weight')}.{last}": part for last, part in parts.items()}
+        else:
+            arrays[name] = weight
+    checkpoint.save(arrays, target, config={**opened.config, "quantization_config": scheme})
+    return floats
+
+
+@pytest.mark.parametrize(
+    ("pack", "scheme"),
+    [(awq, {"quant_method": "awq"}), (float8, {"quant_method": "fp8", "weight_block_size": [128, 128]})],
+)
+def test_packed_experts_of_published_layouts_are_put_together(folders, tmp_path, pack, scheme):
+    floats = packed_experts(folders[1], tmp_path, pack, scheme)
+    stack = weights(load_causal_lm(Checkpoint.open(tmp_path), dtype="float32"))[STACK]
+    keys = [f"{STACK.removesuffix('.gate_up_proj')}.2.{name}.weight" for name in ("gate_proj", "up_proj")]
+    expected = np.concatenate([floats[key] for key in keys])
+    np.testing.assert_allclose(jax.tree.map(lambda part: part[2], stack).dequantize(), expected, rtol=1e-6)
+
+
+def test_an_experts_matrices_in_several_orders_of_inputs_are_refused(folders, tmp_path):
+    pack = lambda rng, F, D: gptq(rng, F, D, act_order=D == 64)
+    packed_experts(folders[1], tmp_path, pack, {"quant_method": "gptq"})
+    with pytest.raises(CheckpointError, match="take their inputs in several orders"):
+        load_causal_lm(Checkpoint.open(tmp_path), dtype="float32")
 
 
 def changed(folder, target, change):

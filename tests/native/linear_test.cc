@@ -26,9 +26,10 @@ struct Case {
   int64_t N, K, group;
   bool half_scales;
   std::vector<uint8_t> bytes, scales;
+  std::vector<int8_t> zeros;
   std::vector<double> exact;  // [N, K]
 
-  Case(Weights kind, int64_t N, int64_t K, int64_t group, bool half_scales)
+  Case(Weights kind, int64_t N, int64_t K, int64_t group, bool half_scales, bool asymmetric = false)
       : kind(kind), N(N), K(K), group(group), half_scales(half_scales), exact(N * K) {
     LinearTask t{};
     t.kind = kind, t.K = K;
@@ -52,6 +53,7 @@ struct Case {
     }
     const int64_t groups = group ? K / group : 1;
     scales.resize(rows * groups * (half_scales ? 2 : 4));
+    if (asymmetric) zeros.assign(rows * groups, 0);
     for (int64_t n = 0; n < N; ++n) {
       for (int64_t g = 0; g < groups; ++g) {  // powers of two, of which float16 is easily written
         const int exponent = static_cast<int>((n + g) % 5) - 2;
@@ -60,6 +62,7 @@ struct Case {
         const int64_t at = kind == Weights::int4 ? (n / 16 * groups + g) * 16 + n % 16 : n * groups + g;
         std::memcpy(&scales[at * (half_scales ? 2 : 4)], half_scales ? (const void*)&half : &scale,
                     half_scales ? 2 : 4);
+        if (asymmetric) zeros[at] = static_cast<int8_t>((3 * n + 5 * g) % 16 - 8);
       }
       for (int64_t k = 0; k < K; ++k) {
         const double scale = std::ldexp(1.0, static_cast<int>((n + (group ? k / group : 0)) % 5) - 2);
@@ -67,12 +70,18 @@ struct Case {
           const int value = std::clamp(static_cast<int>(values[n * K + k] * 50), -127, 127);
           bytes[n * row + k] = static_cast<uint8_t>(value);
           exact[n * K + k] = value * scale;
+        } else if (kind == Weights::float8) {
+          // Every number but NaN, in turn: a sign, four bits of exponent with an offset of 7, three of fraction.
+          const int code = static_cast<int>((n * K + k) * 37 % 127), sign = (n + k) % 2 ? -1 : 1;
+          bytes[n * row + k] = static_cast<uint8_t>(sign < 0 ? code | 128 : code);
+          const double size = code < 8 ? std::ldexp(code, -9) : std::ldexp(8 + code % 8, code / 8 - 10);
+          exact[n * K + k] = sign * size * scale;
         } else {
           const int value = std::clamp(static_cast<int>(std::floor(values[n * K + k] * 4)), -8, 7);
           uint8_t* word = &bytes[n / 16 * 16 * row + k / 8 * 64 + n % 16 * 4 + k % 2 * 2];
           const int shift = static_cast<int>(k % 8 / 2 * 4);
           word[shift / 8] = static_cast<uint8_t>(word[shift / 8] | (value + 8) << shift % 8);
-          exact[n * K + k] = value * scale;
+          exact[n * K + k] = (value - (asymmetric ? (3 * n + 5 * (k / group)) % 16 - 8 : 0)) * scale;
         }
       }
     }
@@ -82,7 +91,7 @@ struct Case {
     std::vector<float> y(M * N, NAN);
     const std::unique_ptr<void, Aligned> packed(::operator new(verax::linear_packed_bytes(M, K) + 1, std::align_val_t{64}));
     const LinearTask task{M,     N,   K,     x.data(),     kind, bytes.data(), scales.empty() ? nullptr : scales.data(),
-                          half_scales, group, packed.get(), y.data(), {}};
+                          half_scales, group, packed.get(), y.data(), {}, zeros.empty() ? nullptr : zeros.data()};
     VERAX_KERNEL(linear_pack)(task);
     check::Pool pool(threads);
     const auto columns = VERAX_KERNEL(linear_columns);
@@ -95,7 +104,7 @@ struct Case {
 std::vector<double> taken(const Case& c, const std::vector<float>& x, int64_t M) {
   std::vector<double> inputs(x.begin(), x.end());
   if (c.kind == Weights::f32) return inputs;
-  const bool integers = verax_level_has("int8_dot") && c.kind != Weights::bf16;
+  const bool integers = verax_level_has("int8_dot") && (c.kind == Weights::int8 || c.kind == Weights::int4);
   if (!integers) {
     for (double& input : inputs) input = check::from_bf16(check::to_bf16(static_cast<float>(input)));
     return inputs;
@@ -159,16 +168,20 @@ int main() {
         check_case(level, Case(Weights::f32, N, K, 0, false));
         check_case(level, Case(Weights::bf16, N, K, 0, false));
         check_case(level, Case(Weights::int8, N, K, 0, K % 2));
+        check_case(level, Case(Weights::float8, N, K, 0, K % 2));
       }
       for (const int64_t group : {32, 64, 128}) {
         for (const int64_t K : {group, 3 * group, 5 * group}) {
           check_case(level, Case(Weights::int8, N, K, group, K % 3));
+          check_case(level, Case(Weights::float8, N, K, group, K % 3));
           check_case(level, Case(Weights::int4, N, K, group, K % 3));
+          check_case(level, Case(Weights::int4, N, K, group, K % 3, true));
         }
       }
     }
-    for (const Weights kind : {Weights::f32, Weights::bf16, Weights::int8, Weights::int4}) {  // several segments
-      check_case(level, Case(kind, 37, 2208, kind == Weights::int4 ? 32 : 0, true));
+    for (const Weights kind : {Weights::f32, Weights::bf16, Weights::float8, Weights::int8, Weights::int4}) {
+      // several segments
+      check_case(level, Case(kind, 37, 2208, kind == Weights::int4 ? 32 : 0, true, kind == Weights::int4));
     }
     std::printf("%s: checked\n", level);
   });

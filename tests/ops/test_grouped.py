@@ -54,6 +54,27 @@ def test_quantised_matrices(implementation, precision):
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-4)
 
 
+def test_matrices_with_zero_points_and_orders_of_their_own():
+    rng = np.random.default_rng(0)
+    (x, _, groups), _ = case(GROUPS["all"])
+    parts = [
+        ops.QuantizedWeight.from_integers(
+            jnp.asarray(rng.integers(-8, 8, (37, 64))),
+            jnp.asarray(rng.standard_normal((37, 2)), jnp.float16),
+            4,
+            32,
+            jnp.asarray(rng.integers(-8, 8, (37, 2))),
+            jnp.asarray(rng.permutation(64)),
+        )
+        for _ in range(5)
+    ]
+    plain = np.stack([part.dequantize() for part in parts])
+    inputs = np.asarray(x.astype(jnp.bfloat16), np.float64)[:, 0]
+    exact = np.einsum("td,tkfd->tkf", inputs, plain[np.asarray(groups)])
+    y = jax.jit(ops.grouped_linear)(x, jax.tree.map(lambda *each: jnp.stack(each), *parts), groups)
+    np.testing.assert_allclose(y, exact, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("precision", PLAIN)
 def test_the_chosen_implementation_takes_every_precision(precision):
     args, exact = case(GROUPS["all"], precision=precision)

@@ -59,6 +59,45 @@ def test_a_quantised_weight_is_a_pytree_that_jit_and_scan_take():
     assert q.nbytes == 16 * 32 + 16 * 2 * 2
 
 
+def random_weight(bits, zeros, order, F=37, D=192, group=64):
+    """Weight of random integers, with all that a checkpoint may add; and what it stands for, float64."""
+    rng = np.random.default_rng(0)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+    integers = rng.integers(low, high, (F, D))
+    scales = rng.standard_normal((F, D // group)).astype(np.float16) / high
+    points = rng.integers(low, high, scales.shape) if zeros else np.zeros(scales.shape, np.int64)
+    by_input = rng.permutation(D) if order else np.arange(D)
+    columns = (integers - np.repeat(points, group, 1)) * np.repeat(scales.astype(np.float64), group, 1)
+    weight = ops.QuantizedWeight.from_integers(
+        jnp.asarray(integers),
+        jnp.asarray(scales),
+        bits,
+        group,
+        jnp.asarray(points) if zeros else None,
+        jnp.asarray(by_input) if order else None,
+    )
+    return weight, columns[:, np.argsort(by_input)]
+
+
+@pytest.mark.parametrize(("zeros", "order"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zero_points_and_an_order_of_inputs_are_part_of_the_weight(bits, zeros, order):
+    weight, expected = random_weight(bits, zeros, order)
+    np.testing.assert_array_equal(weight.dequantize(), expected)
+    assert np.abs(weight.unscaled().astype(jnp.float32)).max() > 2 ** (bits - 2)
+    for rows in (1, 7, 150):
+        x = gaussian(rows, 192, seed=3)
+        y = jax.jit(ops.linear)(x, weight)
+        assert np.linalg.norm(y - np.asarray(x) @ expected.T) < 0.01 * np.linalg.norm(np.asarray(x) @ expected.T)
+
+
+def test_products_of_one_input_with_weights_in_several_orders():
+    (a, exact_a), (b, exact_b) = random_weight(4, True, True), random_weight(4, False, False)
+    x = gaussian(3, 192)
+    for y, exact in zip(jax.jit(ops.multi_linear)(x, [a, b]), (exact_a, exact_b), strict=True):
+        assert np.linalg.norm(y - np.asarray(x) @ exact.T) < 0.01 * np.linalg.norm(np.asarray(x) @ exact.T)
+
+
 @pytest.mark.parametrize(
     ("bits", "group", "named"), [(3, 32, "bits"), (4, None, "group_size"), (4, 48, "group_size"), (8, 128, "divide")]
 )

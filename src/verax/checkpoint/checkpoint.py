@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verax.checkpoint.formats.compressed_tensors import find_packed
+from verax.checkpoint.formats.quantization import find_quantized
 from verax.checkpoint.formats.safetensors import SafetensorsFile, TensorInfo
 from verax.checkpoint.resolve import resolve
 from verax.errors import CheckpointError
@@ -98,7 +98,7 @@ class Checkpoint:
         scheme = read_value(config, "quantization_config", dict, None)
         if scheme is not None:
             tensors = {name: file.tensors[name] for name, file in files.items()}
-            self.packed, self._parts = find_packed(tensors, scheme, self.read_raw, folder)
+            self.packed, self._parts = find_quantized(tensors, scheme, self.read_raw, folder)
 
     @classmethod
     def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:

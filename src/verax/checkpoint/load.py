@@ -236,6 +236,7 @@ def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str
     wanted, present = list(dict.fromkeys(wanted)), set(checkpoint.names())
     missing = [name for name in wanted if name not in present]
     unexpected = sorted(n for n in present - set(wanted) if not any(re.search(pattern, n) for pattern in ignore))
+    unexpected = [name for name in unexpected if not _is_bias_of_zeros(name, checkpoint)]
     if missing:
         where = _list(sorted({checkpoint.place(name)[0].name for name in present}), "files")
         # Often the same weights by another name, which both lists together show.
@@ -250,6 +251,12 @@ def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str
             f"{checkpoint.folder}: {_list(unexpected, 'weights')} unexpected (in {where}): config.json's model has no "
             "use for that"
         )
+
+
+def _is_bias_of_zeros(name: str, checkpoint: Checkpoint) -> bool:
+    """True for a bias that a quantisation library wrote for a layer that has none."""
+    layer, _, last = name.rpartition(".")
+    return last == "bias" and f"{layer}.weight" in checkpoint.packed and not np.any(checkpoint.read(name))
 
 
 def _keys(stack: StackedKeys) -> list[str]:

@@ -151,6 +151,8 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
                 f"{key}: {value.kind} blocks are a GGUF file's and cannot be saved here; load them as floats, with "
                 "quantization='dequantize'"
             )
+        if isinstance(value, QuantizedWeight) and not value.is_plain:
+            raise CheckpointError(f"{key}: only symmetric integers can be saved, in the order of the inputs")
     values = _unstacked(values, getattr(model, "stacked_weights", ()))
     quantized = {key: value for key, value in values.items() if isinstance(value, QuantizedWeight)}
     if not quantized:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,14 +76,27 @@ class Stack:
                 self._checkpoint.release(key)
 
 
-def _concatenate(parts: Sequence[Any]) -> QuantizedWeight:
-    first = parts[0]
-    if first.bits == 4 and any(part.size_out % INT4_ROWS for part in parts[:-1]):
+def _concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    first, orders = parts[0], [part.order for part in parts]
+    if any((order is None) != (first.order is None) for order in orders) or not all(
+        first.order is None or np.array_equal(first.order, order) for order in orders
+    ):
+        raise CheckpointError("the matrices of one expert take their inputs in several orders")
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        points = [part.row_zeros() for part in parts]
+        none = [jnp.zeros(part.row_scales().shape, jnp.int8) for part in parts]
+        zeros = jnp.concatenate([each if each is not None else no for each, no in zip(points, none, strict=True)])
+    if first.bits == 4 and (zeros is not None or any(part.size_out % INT4_ROWS for part in parts[:-1])):
         pairs = zip(*((part.integers(), part.row_scales()) for part in parts), strict=True)
-        return QuantizedWeight.from_integers(*map(jnp.concatenate, pairs), first.bits, first.group_size)
-    pairs = zip(*((part.values, part.scales) for part in parts), strict=True)
+        return QuantizedWeight.from_integers(
+            *map(jnp.concatenate, pairs), first.bits, first.group_size, zeros, first.order
+        )
+    values, scales = map(jnp.concatenate, zip(*((part.values, part.scales) for part in parts), strict=True))
     rows = sum(part.size_out for part in parts)
-    return QuantizedWeight(*map(jnp.concatenate, pairs), rows, first.size_in, first.group_size, first.bits)
+    return QuantizedWeight(
+        values, scales, rows, first.size_in, first.group_size, first.bits, zeros=zeros, order=first.order
+    )
 
 
 def split_quantized(stack: QuantizedWeight, parts: int) -> Iterator[list[QuantizedWeight]]:

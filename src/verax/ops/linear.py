@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,11 +29,11 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     """`x W^T + b` in float32: the inputs are rounded to the weight's dtype, products are accumulated in float32.
 
     The result stays float32, so that what lies between two matmuls (norms, residual sums, activations) is not rounded.
-    With a quantised weight the inputs are rounded to bfloat16; integers and scales are exact. A CPU that multiplies
-    integers (AVX-512 VNNI) rounds them to integers instead: of 16 bits, with a scale for each 1,024 inputs, beside
-    8-bit weights, and of 8 bits, with a scale for each group, beside 4-bit ones. Beside the block formats of GGUF files
-    every CPU rounds few rows to integers of 8 bits, with a scale for each 32 inputs, as llama.cpp does; the weights
-    beside many rows are rounded to bfloat16. Not finite inputs then give NaN.
+    With a quantised weight the inputs are rounded to bfloat16; values, zero points and scales are exact. A CPU that
+    multiplies integers (AVX-512 VNNI) rounds them to integers instead: of 16 bits, with a scale for each 1,024 inputs,
+    beside 8-bit integers, and of 8 bits, with a scale for each group, beside 4-bit ones. Beside the block formats of
+    GGUF files every CPU rounds few rows to integers of 8 bits, with a scale for each 32 inputs, as llama.cpp does; the
+    weights beside many rows are rounded to bfloat16. Not finite inputs then give NaN.
     """
     if isinstance(weight, Quantized):
         x, weight = x.astype(jnp.bfloat16).astype(jnp.float32), weight.dequantize()
@@ -102,11 +103,25 @@ def _is_quantized(x: object, weight: object, bias: object = None) -> bool:
 def _linear_dequantized(
     x: Float[Array, "*B D"], weight: Quantized, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    # For many rows, which share the cost. A row's scale can wait until after the product, whose integers bfloat16
+    # For many rows, which share the cost. A row's scale can wait until after the product, whose values bfloat16
     # holds exactly; scales of groups cannot, so there the weight is rounded to bfloat16.
     if isinstance(weight, QuantizedWeight) and weight.group_size is None:
-        return _add(linear(x, weight.integers().astype(jnp.bfloat16)) * weight.scales[:, 0].astype(jnp.float32), bias)
+        return _add(linear(x, weight.unscaled()) * weight.row_scales()[:, 0].astype(jnp.float32), bias)
     return linear(x, weight.dequantize(jnp.bfloat16), bias)
+
+
+def _is_reordered(x: object, weight: object, bias: object = None) -> bool:
+    return isinstance(weight, QuantizedWeight) and weight.order is not None
+
+
+@linear.implementation("reordered", accepts=_is_reordered)
+def _linear_reordered(
+    x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    # Inputs in the order of the columns, as if groups had been neighbours in the first place: the product is the same.
+    # The barrier keeps XLA:CPU from taking the inputs transposed, for which it has no product of bfloat16.
+    x = jax.lax.optimization_barrier(x[..., weight.order])
+    return linear(x, replace(weight, order=None), bias)
 
 
 def _add(y: Float[Array, "*B F"], bias: Float[Array, "F"] | None) -> Float[Array, "*B F"]:

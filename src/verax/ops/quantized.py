@@ -1,7 +1,9 @@
-"""Weights in 8 or 4 bits: symmetric integers with a scale for each row, or for each group of inputs in a row.
+"""Weights in 8 or 4 bits: integers or 8-bit floats with a scale for each row, or for each group of inputs in a row.
 
-`W[f, d] ~ value[f, d] * scale[f, d // group]`. Eight bits hold -127..127. Four bits hold -8..7, and a group's largest
-weight gets -8 or 7, whichever loses less on the whole group; how they are laid out is said at `QuantizedWeight`.
+`W[f, d] ~ value[f, d] * scale[f, d // group]`. `quantize` makes symmetric integers: eight bits hold -127..127. Four
+bits hold -8..7, and a group's largest weight gets -8 or 7, whichever loses less on the whole group. Files may also have
+8-bit floats (float8_e4m3fn), a zero point for each scale (`value - zero` in the place of `value`), and groups of inputs
+that are not neighbours. How they are laid out is said at `QuantizedWeight`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, UInt16
+from jaxtyping import Array, BFloat16, Float, Int, Int8, Int32, UInt16
 
 from verax.errors import InvalidParameterError
 
@@ -27,25 +29,26 @@ INT4_ROWS = 16
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("values", "scales"),
+    data_fields=("values", "scales", "zeros", "order"),
     meta_fields=("size_out", "size_in", "group_size", "bits"),
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of two arrays.
+    """Weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of two to four arrays.
 
-    `from_integers` makes one; `integers` and `row_scales` give back what went in.
+    `from_integers` makes one of integers; `integers` and `row_scales` give back what went in.
 
     With 8 bits, `values[f, d]` and `scales[f, g]` lie as one would think. With 4 bits rows lie side by side in blocks
     of 16, so that a register of values has a row in each lane: nothing is added up across lanes, and a group's scales
     are one register. Bits 4j to 4j + 3 of `values[n, b, 2 c + h]` are row `16 n + c`, input `8 b + 2 j + h`, plus 8;
     `scales[n, g, c]` is that row's. A last block that is not full is filled up with zeros (code 8).
 
-    A stack `[E, F, D]` (of `ops.grouped_linear`) has one more axis in front of both arrays. Under `vmap` and `scan` it
+    A stack `[E, F, D]` (of `ops.grouped_linear`) has one more axis in front of all arrays. Under `vmap` and `scan` it
     is its E weights.
     """
 
-    values: Int8[Array, "*E F D"] | UInt16[Array, "*E blocks eighths 32"]
+    values: Int8[Array, "*E F D"] | Float[Array, "*E F D"] | UInt16[Array, "*E blocks eighths 32"]
+    """Integers, or with 8 bits also float8_e4m3fn."""
     scales: Float[Array, "*E F g"] | Float[Array, "*E blocks g 16"]
     """One for each group of a row; float32 or, to read less, float16."""
     size_out: int
@@ -53,28 +56,48 @@ class QuantizedWeight:
     group_size: int | None
     """Inputs that share a scale: 32, 64 or 128; None for a whole row (8 bits only)."""
     bits: int
+    zeros: Int8[Array, "*E F g"] | Int8[Array, "*E blocks g 16"] | None = None
+    """Integer that stands for 0, laid out as the scales are; None if it is 0 everywhere."""
+    order: Int32[Array, "*E D"] | None = None
+    """Input that each column multiplies; None if it is the column's own number."""
 
     @staticmethod
     def from_integers(
-        integers: Int[Array, "F D"], scales: Float[Array, "F g"], bits: int, group_size: int | None = None
+        integers: Int[Array, "F D"],
+        scales: Float[Array, "F g"],
+        bits: int,
+        group_size: int | None = None,
+        zeros: Int[Array, "F g"] | None = None,
+        order: Int[Array, "D"] | None = None,
     ) -> QuantizedWeight:
-        """Lay out integers of -127..127 (8 bits) or -8..7 (4) with their scales, float32 or float16. Runs under `jit`.
+        """Lay out integers of -128..127 (8 bits) or -8..7 (4) with their scales, float32 or float16. Runs under `jit`.
+
+        Args:
+            integers: columns in the order in which groups are neighbours.
+            scales: one for each group of a row.
+            bits: 8 or 4.
+            group_size: 32, 64 or 128 inputs; None for a whole row (8 bits only).
+            zeros: integers that stand for 0, in the same range.
+            order: number of the input that each column multiplies.
 
         Raises:
             InvalidParameterError: for other bits or groups, or if the groups do not divide D.
         """
         F, D = integers.shape
         _check(D, bits, group_size)
+        zeros = None if zeros is None else zeros.astype(jnp.int8)
+        order = None if order is None else order.astype(jnp.int32)
         if bits == 8:
-            return QuantizedWeight(integers.astype(jnp.int8), scales, F, D, group_size, bits)
+            return QuantizedWeight(integers.astype(jnp.int8), scales, F, D, group_size, bits, zeros, order)
         rows = (0, -F % INT4_ROWS)
         codes = jnp.pad((integers + 8).astype(jnp.uint16), (rows, (0, 0)), constant_values=8)
         codes = codes.reshape(-1, INT4_ROWS, D // 8, 4, 2)  # n, c, b, j, h
         shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None]
         words = jnp.sum(codes << shifts, axis=3, dtype=jnp.uint16)  # n, c, b, h
         values = words.swapaxes(1, 2).reshape(-1, D // 8, 2 * INT4_ROWS)
-        scales = jnp.pad(scales, (rows, (0, 0))).reshape(len(values), INT4_ROWS, -1).swapaxes(1, 2)
-        return QuantizedWeight(values, scales, F, D, group_size, bits)
+        by_lanes = lambda of_rows: jnp.pad(of_rows, (rows, (0, 0))).reshape(len(values), INT4_ROWS, -1).swapaxes(1, 2)
+        zeros = None if zeros is None else by_lanes(zeros)
+        return QuantizedWeight(values, by_lanes(scales), F, D, group_size, bits, zeros, order)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,11 +106,21 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return self.values.nbytes + self.scales.nbytes
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in jax.tree.leaves(self))
+
+    @property
+    def is_float(self) -> bool:
+        """True if the values are 8-bit floats."""
+        return jnp.issubdtype(self.values.dtype, jnp.floating)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is of integers without zero points, whose columns are in the order of the inputs."""
+        return not self.is_float and self.zeros is None and self.order is None
 
     def integers(self) -> Int8[Array, "F D"]:
-        """Values, unpacked."""
+        """Values of a weight of integers, unpacked."""
         if self.bits == 8:
             return self.values
         shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None]
@@ -97,16 +130,33 @@ class QuantizedWeight:
 
     def row_scales(self) -> Float[Array, "F g"]:
         """Scales of each row."""
-        if self.bits == 8:
-            return self.scales
-        return self.scales.swapaxes(1, 2).reshape(-1, self.scales.shape[1])[: self.size_out]
+        return self._of_rows(self.scales)
+
+    def row_zeros(self) -> Int8[Array, "F g"] | None:
+        """Zero points of each row."""
+        return None if self.zeros is None else self._of_rows(self.zeros)
+
+    def unscaled(self) -> BFloat16[Array, "F D"]:
+        """Values less their zero points, which bfloat16 holds exactly, in the order of the columns."""
+        if self.is_float:
+            return self.values.astype(jnp.bfloat16)
+        zeros = self.row_zeros()
+        if zeros is None:
+            return self.integers().astype(jnp.bfloat16)
+        grouped = self.integers().reshape(*zeros.shape, -1).astype(jnp.int16) - zeros[:, :, None].astype(jnp.int16)
+        return grouped.reshape(self.size_out, self.size_in).astype(jnp.bfloat16)
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "F D"]:
-        """Array of floats: value times scale in float32, rounded to `dtype`."""
-        F, D = self.size_out, self.size_in
+        """Array of floats, in the order of the inputs: value times scale in float32, rounded to `dtype`."""
         scales = self.row_scales().astype(jnp.float32)
-        grouped = self.integers().reshape(F, scales.shape[1], -1).astype(jnp.float32)
-        return (grouped * scales[:, :, None]).reshape(F, D).astype(dtype)
+        grouped = self.unscaled().reshape(*scales.shape, -1).astype(jnp.float32)
+        weight = (grouped * scales[:, :, None]).reshape(self.size_out, self.size_in).astype(dtype)
+        return weight if self.order is None else weight[:, jnp.argsort(self.order)]
+
+    def _of_rows(self, array: Array) -> Array:
+        if self.bits == 8:
+            return array
+        return array.swapaxes(1, 2).reshape(-1, array.shape[1])[: self.size_out]
 
 
 def quantize(weight: Float[Array, "F D"], bits: int, group_size: int | None = None) -> QuantizedWeight:

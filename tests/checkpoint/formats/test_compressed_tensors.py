@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from tests.support.packing import dequantized, pack_rows, random_codes
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load_module
@@ -20,8 +21,8 @@ FORMAT = {"quant_method": "compressed-tensors"}
 
 
 class Model(nnx.Module):
-    def __init__(self, size_in, rngs):
-        self.up = Linear(size_in, 5, bias=True, dtype=jnp.bfloat16, rngs=rngs)
+    def __init__(self, size_in, rngs, bias=True):
+        self.up = Linear(size_in, 5, bias=bias, dtype=jnp.bfloat16, rngs=rngs)
 
 
 def abstract(size_in):
@@ -96,16 +97,68 @@ def test_scales_that_float16_cannot_hold_stay_as_they_are(tmp_path):
     np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("up.weight").row_scales(), scales)
 
 
+def test_zero_points_and_activation_order_are_read(tmp_path):
+    # By the format's description: zero points packed along the rows, and the group of each input.
+    rng = np.random.default_rng(0)
+    codes, zeros, scales = random_codes(rng, 5, 96, 32, 4, False)
+    g_idx = rng.permutation(np.arange(96) // 32)
+    tensors = {
+        "up.weight_packed": np.ascontiguousarray(pack_rows(codes.T, 4).T).view(np.int32),
+        "up.weight_zero_point": pack_rows(np.pad(zeros, ((0, 3), (0, 0))), 4).view(np.int32),
+        "up.weight_scale": scales,
+        "up.weight_shape": np.asarray([5, 96]),
+        "up.weight_g_idx": g_idx.astype(np.int32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
+    weight = Checkpoint.open(tmp_path).read("up.weight")
+    np.testing.assert_array_equal(weight.dequantize(), dequantized(codes, zeros, scales, g_idx))
+
+
+def test_eight_bits_without_packing_may_have_zero_points(tmp_path):
+    integers = np.array([[-128, 127], [3, 4]], np.int8)
+    scales, zeros = np.asarray([[0.5], [2.0]], np.float32), np.array([[-100], [5]], np.int8)
+    arrays = {"up.weight": integers, "up.weight_scale": scales, "up.weight_zero_point": zeros}
+    save_file(arrays, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
+    weight = Checkpoint.open(tmp_path).read("up.weight")
+    np.testing.assert_array_equal(weight.dequantize(), (integers.astype(np.int32) - zeros) * scales)
+
+
+def test_a_weight_with_zero_points_is_not_written_without_them(tmp_path):
+    model = random_model(64, 4, 32)
+    zeros = jnp.ones((5, 2), jnp.int8)
+    integers, scales = jnp.ones((5, 64), jnp.int8), jnp.ones((5, 2), jnp.float16)
+    model.up.weight.set_value(QuantizedWeight.from_integers(integers, scales, 4, 32, zeros))
+    with pytest.raises(CheckpointError, match=r"up\.weight: only symmetric integers can be saved"):
+        checkpoint.save(model, tmp_path, config={})
+
+
+def test_a_bias_of_zeros_that_the_model_lacks_is_left_out(tmp_path):
+    size_in = 33
+    folder = checkpoint.save(random_model(size_in, 8, None), tmp_path, config={})
+    without = nnx.eval_shape(lambda: Model(size_in, nnx.Rngs(0), bias=False))
+    load_module(without, Checkpoint.open(folder), dtype=jnp.bfloat16)
+    model = random_model(size_in, 8, None)
+    model.up.bias[3] = 1
+    folder = checkpoint.save(model, tmp_path, config={})
+    with pytest.raises(CheckpointError, match=r"up\.bias unexpected"):
+        load_module(without, Checkpoint.open(folder), dtype=jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("changes", "config", "says"),
     [
-        ({"up.weight_zero_point": np.zeros((1, 1), np.int32)}, FORMAT, "up.weight_zero_point: an asymmetric"),
-        ({"up.weight_g_idx": np.zeros(64, np.int32)}, FORMAT, "activation order"),
-        ({"up.weight_scale": np.ones((1, 4), np.float32)}, FORMAT, "4 scales a row"),
+        ({"up.weight_zero_point": np.zeros((1, 1), np.int32)}, FORMAT, r"up.weight_zero_point of .* shape \[1, 1\]"),
+        ({"up.weight_g_idx": np.zeros(63, np.int32)}, FORMAT, r"up.weight_g_idx of dtype int32 and shape \[63\]"),
+        ({"up.weight_scale": np.ones((1, 4), np.float32)}, FORMAT, "supported are 4 and 8 bits with a scale for 32"),
+        ({"up.weight_shape": np.asarray([1])}, FORMAT, "up.weight_packed of dtype int32"),
+        ({}, {**FORMAT, "config_groups": [3]}, "config_groups: expected"),
         ({"up.weight_packed": np.zeros((1, 7), np.int32)}, FORMAT, "up.weight_packed of dtype int32"),
         ({"up.weight_packed": None}, FORMAT, "has neither"),
         ({"up.weight_shape": None}, FORMAT, "up.weight_packed has no up.weight_shape beside it"),
-        ({}, {"quant_method": "awq"}, "quantised by 'awq'"),
+        ({}, {"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', .*: compressed-tensors, gptq, awq, fp8,"),
+        ({}, {"quant_method": []}, r"quantised by \[\]"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(tmp_path, changes, config, says):

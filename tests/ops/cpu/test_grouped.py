@@ -1,5 +1,7 @@
 """The native grouped kernel at every level: exact, and the same for a row whatever rows are beside it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,13 @@ from verax.ops.cpu import library
 
 pytestmark = needs_library
 
-PRECISIONS = ["float32", "bfloat16", (8, None), (8, 32), (8, 64), (4, 32), (4, 128)]
+PRECISIONS = ["float32", "bfloat16", "float8", (8, None), (8, 32), (8, 64), (4, 32), (4, 128)]
 
 
 def stack(precision, E=6, F=37, D=128, seed=0):
     weights = jnp.asarray(np.random.default_rng(seed).standard_normal((E, F, D)), jnp.float32)
+    if precision == "float8":
+        return replace(stack((8, 64), E, F, D, seed), values=(30 * weights).astype(jnp.float8_e4m3fn))
     if isinstance(precision, str):
         return weights.astype(precision)
     return jax.jit(jax.vmap(lambda w: ops.quantize(w, *precision)))(weights)

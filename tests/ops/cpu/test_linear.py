@@ -1,5 +1,7 @@
 """The native linear kernels at every level, against the reference and against float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,7 +112,7 @@ def taken(x, q, level):
     """x in float64 as the kernels of a level take it beside a quantised weight."""
     with library.use_level(level):
         integers = library.has("int8_dot")
-    if not integers:
+    if not integers or q.is_float:
         return np.asarray(x).astype(jnp.bfloat16).astype(np.float64)
     x, parts = np.asarray(x), []
     together, largest = (q.group_size, np.float32(127)) if q.bits == 4 else (1024, np.float32(32767))
@@ -137,6 +139,51 @@ def test_quantised_weights_are_exact_to_rounding(level, bits, group, n):
             sizes = (0, 1, 2, 3, 5, 8, 16, 17)
             for m, y in zip(sizes, native_each([x[:m] for m in sizes], q), strict=True):
                 np.testing.assert_allclose(y, exact[:m], rtol=1e-5, atol=1e-4)
+
+
+def stored(w, kind, group):
+    """A weight as checkpoints have them: of 8-bit floats, or with a zero point for each scale, about `w`."""
+    q = quantize(w, 8 if kind == "float8" else 4, group)
+    if kind == "float8":
+        return replace(q, values=jnp.asarray(30 * w, jnp.float8_e4m3fn))
+    zeros = np.random.default_rng(1).integers(-8, 8, q.row_scales().shape)
+    return ops.QuantizedWeight.from_integers(q.integers(), q.row_scales(), 4, group, jnp.asarray(zeros))
+
+
+STORED = [("float8", None), ("float8", 32), ("float8", 128), ("zeros", 32), ("zeros", 64), ("zeros", 128)]
+
+
+@for_each_level
+@pytest.mark.parametrize(("kind", "group"), STORED)
+@pytest.mark.parametrize("n", [7, 129])
+def test_8_bit_floats_and_zero_points_are_exact_to_rounding(level, kind, group, n):
+    with library.use_level(level):
+        for k in (33, 1100) if group is None else (group, 4224):
+            x, w = map(np.asarray, arrays(17, k, n, jnp.float32))
+            q = stored(w, kind, group)
+            exact = taken(x, q, level) @ np.asarray(dequantize(q), np.float64).T
+            sizes = (0, 1, 2, 3, 5, 8, 16, 17)
+            outputs = native_each([x[:m] for m in sizes], q)
+            for m, y in zip(sizes, outputs, strict=True):
+                np.testing.assert_allclose(y, exact[:m], rtol=1e-5, atol=2e-6 * k)
+                np.testing.assert_array_equal(y, outputs[-1][:m])  # a row does not depend on its batch
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-20, 1e30])
+def test_inputs_of_any_size_meet_zero_points(size):
+    x, w = arrays(3, 384, 33, jnp.float32)
+    x = size * x.at[0].set(0).at[1, 7].multiply(300)
+    q = stored(w, "zeros", 128)
+    y, exact = native(x, q), np.asarray(x, np.float64) @ np.asarray(dequantize(q), np.float64).T
+    np.testing.assert_array_equal(y[0], 0)
+    assert np.max(np.abs(y - exact) / np.maximum(np.abs(exact).max(axis=1, keepdims=True), 1e-30)) < 0.1
+
+
+def test_every_8_bit_float_is_multiplied_exactly():
+    codes = np.arange(256, dtype=np.uint8)
+    values = jnp.asarray(codes[codes & 127 != 127].view(jnp.float8_e4m3fn))[:, None]
+    q = ops.QuantizedWeight(values, jnp.ones((len(values), 1)), len(values), 1, None, 8)
+    np.testing.assert_array_equal(native(jnp.ones((1, 1)), q)[0], values[:, 0].astype(jnp.float32))
 
 
 @pytest.mark.parametrize(("bits", "group"), SCHEMES)
@@ -187,12 +234,15 @@ def _many(x, weights, biases):
 
 
 @for_each_level
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "float8", "zeros"])
 def test_several_weights_give_what_each_gives_alone(level, kind):
     sizes = (1, 16, 17, 300)  # less than a piece of work, a whole one, two with a rest, many
     weights = [arrays(1, 64, n, jnp.float32, seed=n)[1] for n in sizes]
     bits = {"int8": 8, "int4": 4}.get(kind)
-    weights = [quantize(w, bits, 32) if bits else w.astype(kind) for w in weights]
+    weights = [
+        quantize(w, bits, 32) if bits else stored(w, kind, 32) if kind in ("float8", "zeros") else w.astype(kind)
+        for w in weights
+    ]
     biases = [None, jnp.arange(16.0), None, jnp.arange(300.0)]
     with library.use_level(level):
         for m in (0, 1, 3):

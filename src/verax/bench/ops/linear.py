@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,12 @@ WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
     "int8-128": (8, 128),
     "int4-32": (4, 32),
     "int4-128": (4, 128),
+    "int4-128-zeros": (4, 128),
+    "float8-128": (8, 128),
     **{kind: kind for kind in ops.BLOCK_KINDS},
 }
-"""Kinds of weight by name; of quantised ones, bits and inputs that share a scale, or the format of blocks."""
+"""Kinds of weight by name; of quantised ones, bits and inputs that share a scale, or the format of blocks. With zero
+points, as AWQ has them, or of 8-bit floats, as FP8 checkpoints have them, where the name says so."""
 
 COLD = 256 << 20
 """Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
@@ -104,7 +108,10 @@ def quantized_as(dense: jax.Array, kind: str) -> Any:
         return dense.astype(kind)
     if isinstance(scheme, str):
         return _random_blocks(scheme, *dense.shape)
-    return jax.jit(ops.quantize, static_argnums=(1, 2))(dense, *scheme)
+    weight = jax.jit(ops.quantize, static_argnums=(1, 2))(dense, *scheme)
+    if kind.endswith("zeros"):
+        return replace(weight, zeros=jnp.ones(weight.scales.shape, jnp.int8))
+    return replace(weight, values=dense.astype(jnp.float8_e4m3fn)) if kind.startswith("float8") else weight
 
 
 def _random_blocks(kind: str, size_out: int, size_in: int) -> ops.BlockQuantizedWeight:

@@ -1,10 +1,13 @@
-"""Integer weights in files, as the compressed-tensors library lays them out: what vLLM and transformers read and write.
+"""Quantised weights in files, as the compressed-tensors library lays them out: what vLLM and transformers read.
 
-Two layouts of a weight `X.weight` of shape `[F, D]`, symmetric, with a scale a row or a group of inputs:
+Layouts of a weight `X.weight` of shape `[F, D]`, with a scale a row or a group of inputs:
 
 - pack-quantized: `X.weight_packed` int32 `[F, D * bits / 32]`, input i of a row at bits `bits * i` and up of the row,
-  stored with an offset of half the range; `X.weight_scale` `[F, groups]`; `X.weight_shape` = (F, D).
-- int-quantized: `X.weight` int8 `[F, D]` and `X.weight_scale` `[F, 1]`.
+  stored with an offset of half the range; `X.weight_scale` `[F, groups]`; `X.weight_shape` = (F, D). Asymmetric ones
+  have `X.weight_zero_point` int32 `[F * bits / 32, groups]`, packed in the same way along F. With activation order,
+  `X.weight_g_idx` `[D]` has the group of each input;
+- int-quantized: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`;
+- float-quantized, and mxfp8-quantized: `float8.py`; mxfp4-pack-quantized: `mxfp4.py`.
 
 https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and `compressors/naive_quantized`.
 """
@@ -14,63 +17,59 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
+from verax.checkpoint.formats.float8 import describe_float8, is_ignored
+from verax.checkpoint.formats.integers import GROUPS, fits, lay_out, order_of, unfitting, unpack
+from verax.checkpoint.formats.mxfp4 import describe_mxfp4
 from verax.errors import CheckpointError
-from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
+from verax.fields import Size, read_value
+from verax.ops.quantized import BITS, QuantizedWeight
 
 if TYPE_CHECKING:
     from verax.checkpoint.formats.safetensors import TensorInfo
 
-__all__ = ["PackedWeight", "entries", "find_packed", "quantization_config"]
+__all__ = ["METHOD", "PackedWeight", "entries", "find_packed", "quantization_config"]
 
 METHOD = "compressed-tensors"
 
-_VALUES = {"weight_packed": "pack-quantized", "weight": "int-quantized"}
-_PARTS = ("weight_packed", "weight_scale", "weight_shape")
-_UNSUPPORTED = {
-    "weight_zero_point": "an asymmetric quantisation (zero points)",
-    "weight_g_idx": "a quantisation in activation order (weight_g_idx)",
-    "weight_global_scale": "a floating-point quantisation (weight_global_scale)",
-}
+_VALUES = ("weight_packed", "weight")
+_PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
 
 class PackedWeight(NamedTuple):
-    """Place of a quantised weight: the keys of its arrays, and their meaning."""
+    """Place of a weight of integers: the keys of its arrays, and their meaning."""
 
-    values: str
-    scales: str
+    where: object
+    keys: tuple[str, ...]
+    """Of values and scales, then of zero points and of each input's group where the file has them."""
     shape: tuple[int, int]
     bits: int
-    group_size: int | None
+    groups: int
 
     @property
     def kind(self) -> str:
         """Bits, and what shares a scale."""
-        return f"int{self.bits} by {'rows' if self.group_size is None else self.group_size}"
-
-    @property
-    def keys(self) -> tuple[str, str]:
-        """The keys that are read for it."""
-        return self.values, self.scales
+        return f"int{self.bits} by {'rows' if self.groups == 1 else self.shape[1] // self.groups}"
 
     def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight:
-        """Copy it out of its file, exactly: integers and scales as they are, in our order."""
-        stored = read_raw(self.values)
-        if self.values.endswith("_packed"):
-            bytes_ = np.ascontiguousarray(stored).view(np.uint8)
-            if self.bits == 8:
-                integers = (bytes_ ^ 0x80).view(np.int8)  # minus 128
-            else:
-                integers = np.stack([bytes_ & 15, bytes_ >> 4], axis=-1).reshape(len(bytes_), -1).astype(np.int8) - 8
-            integers = integers[:, : self.shape[1]]
-        else:
-            integers = stored.copy()
-        scales = np.asarray(read_raw(self.scales), np.float32).reshape(self.shape[0], -1)
-        if self.group_size is not None and np.array_equal(halved := scales.astype(np.float16), scales):
-            scales = halved  # half the bytes to read
-        return QuantizedWeight.from_integers(jnp.array(integers), jnp.array(scales), self.bits, self.group_size)
+        """Copy it out of its file, exactly: integers and scales as they are, in our order.
+
+        Raises:
+            CheckpointError: if its groups are not all of one size.
+        """
+        F, D = self.shape
+        arrays = {key.rpartition(".")[2]: read_raw(key) for key in self.keys}
+        packed, zeros = arrays.get("weight_packed"), arrays.get("weight_zero_point")
+        integers = arrays["weight"] if packed is None else unpack(packed, self.bits)[:, :D]
+        if zeros is not None:
+            zeros = zeros.reshape(F, -1) if zeros.dtype == np.int8 else unpack(zeros.T, self.bits)[:, :F].T
+        order = None
+        if "weight_g_idx" in arrays:
+            order = order_of(arrays["weight_g_idx"], self.groups, self.keys[-1], self.where)
+            integers = integers if order is None else integers[:, order]
+        scales = arrays["weight_scale"].reshape(F, -1)
+        return lay_out(integers, scales, self.bits, D // self.groups, zeros=zeros, order=order)
 
 
 def find_packed(
@@ -78,55 +77,77 @@ def find_packed(
     config: Mapping[str, Any],
     read: Callable[[str], np.ndarray],
     where: object,
-) -> tuple[dict[str, PackedWeight], set[str]]:
+) -> tuple[dict[str, Any], set[str]]:
     """The quantised weights among a checkpoint's tensors, by their plain key; and all keys that make them up.
 
     Raises:
-        CheckpointError: for a method, a layout or a precision that verax cannot compute with, naming it.
+        CheckpointError: for a layout or a precision that verax cannot compute with, naming it.
     """
-    method = config.get("quant_method")
-    if method != METHOD:
-        raise CheckpointError(
-            f"{where}: it is quantised by {method!r}, which is not supported: {METHOD} is, and so are unquantised "
-            "checkpoints with quantization='int8' or 'int4'"
-        )
-    found: dict[str, PackedWeight] = {}
-    parts: set[str] = set()
+    block = _block(config)
+    found: dict[str, Any] = {}
+    parts = {key for key in tensors if is_ignored(key)}
     for key, scale in tensors.items():
         stem, _, last = key.rpartition(".")
-        if last in _UNSUPPORTED:
-            raise CheckpointError(f"{where}: {key}: {_UNSUPPORTED[last]} is not supported; symmetric integers are")
+        if last == "weight_global_scale":
+            raise CheckpointError(f"{where}: {key}: NVFP4 is not supported; MXFP4, 8-bit floats and integers are")
         if last != "weight_scale":
             continue
         values = next((f"{stem}.{name}" for name in _VALUES if f"{stem}.{name}" in tensors), None)
         if values is None:
             raise CheckpointError(f"{where}: {key} has neither {stem}.weight_packed nor {stem}.weight beside it")
-        shape = f"{stem}.weight_shape"
-        if values.endswith("_packed") and shape not in tensors:
-            raise CheckpointError(f"{where}: {values} has no {shape} beside it")
-        size_in = int(read(shape)[1]) if shape in tensors else tensors[values].shape[1]
-        found[f"{stem}.weight"] = _describe(values, tensors[values], key, scale, size_in, where)
-        parts |= {values, *(f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in tensors)}
+        others = [f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in tensors]
+        packed = values.endswith("_packed")
+        if tensors[values].dtype.kind not in "iu":
+            found[values] = describe_float8(tensors, (values, key), block, where)
+        elif packed and scale.dtype == np.uint8:
+            found[f"{stem}.weight"] = describe_mxfp4(tensors, (values, key), where)
+        else:
+            found[f"{stem}.weight"] = _describe(tensors, values, set(others), read, where)
+        parts.update((values, *others))
     return found, parts
 
 
-def _describe(values: str, stored: TensorInfo, scales: str, scale: TensorInfo, D: int, where: object) -> PackedWeight:
-    F, columns = stored.shape
+def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Outputs and inputs of a block with a scale, where a configuration has such blocks."""
+    for group in read_value(config, "config_groups", dict[str, dict[str, Any]], {}).values():
+        weights = read_value(group, "weights", dict[str, Any], {})
+        if weights.get("block_structure") is not None:
+            return read_value(weights, "block_structure", tuple[Size, Size])
+    return None
+
+
+def _describe(
+    tensors: Mapping[str, TensorInfo], values: str, parts: set[str], read: Callable[[str], np.ndarray], where: object
+) -> PackedWeight:
+    stem, _, last = values.rpartition(".")
+    scales, shape, zeros, g_idx = (f"{stem}.{part}" for part in _PARTS)
+    keys = (values, scales, *(key for key in (zeros, g_idx) if key in parts))
+    if last == "weight_packed" and shape not in parts:
+        raise CheckpointError(f"{where}: {values} has no {shape} beside it")
+    stored, scale = tensors[values], tensors[scales]
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
-    if values.endswith("_packed"):
-        # Rows are packed to whole words: their number tells the precision.
-        options = [bits for bits in BITS if stored.dtype == np.int32 and columns == -(-D * bits // 32)]
-    else:
+    if len(stored.shape) == 2 and groups > 0:
+        F, columns = stored.shape
+        D = columns
         options = [8] if stored.dtype == np.int8 else []
-    for bits in options:
-        group = None if groups == 1 and bits == 8 else D // groups
-        if D % groups == 0 and (group in GROUP_SIZES or (group is None and bits == 8)):
-            return PackedWeight(values, scales, (F, D), bits, group)
-    sizes = ", ".join(map(str, GROUP_SIZES))
-    raise CheckpointError(
-        f"{where}: {values} of dtype {stored.dtype} and shape {list(stored.shape)} with {groups} scales a row; "
-        f"supported are 4 and 8 bits with a scale for {sizes} inputs, and 8 bits with one for a row"
-    )
+        if last == "weight_packed":
+            # Rows are packed to whole words: their number tells the precision.
+            D = int(read(shape)[1]) if tensors[shape].shape == (2,) else 0
+            options = [bits for bits in BITS if stored.dtype == np.int32 and columns == -(-D * bits // 32)]
+        for bits in options:
+            whole = D % groups == 0 and scale.shape in ((F, groups), (F,))
+            zero = tensors.get(zeros)
+            words = (-(-F * bits // 32), groups)
+            whole = whole and (zero is None or (zero.dtype, zero.shape) in _zero_points(F, groups, words))
+            whole = whole and (g_idx not in parts or tensors[g_idx].shape == (D,))
+            if whole and fits(D // groups, D, bits):
+                return PackedWeight(where, keys, (F, D), bits, groups)
+    raise unfitting(tensors, keys, f"4 and 8 bits with {GROUPS}", where)
+
+
+def _zero_points(F: int, groups: int, words: tuple[int, int]) -> list[tuple[Any, tuple[int, ...]]]:
+    """Dtypes and shapes that zero points may have: packed, or as they are."""
+    return [(np.int32, words), (np.int8, (F, groups)), (np.int8, (F,))]
 
 
 def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:

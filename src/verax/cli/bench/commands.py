@@ -130,7 +130,8 @@ def operations(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, or a GGUF type Q4_K; all if left out."
+            help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, int4-128-zeros, float8-128, or a GGUF "
+            "type Q4_K; all if left out."
         ),
     ] = None,
     only: Annotated[str | None, typer.Option(help="linear, grouped, attention or conv; all if left out.")] = None,

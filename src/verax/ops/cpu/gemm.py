@@ -56,7 +56,7 @@ def _kind(weight: Any) -> str | None:
     if isinstance(weight, BlockQuantizedWeight):
         return "blocks"
     if isinstance(weight, QuantizedWeight):
-        return "int8" if weight.bits == 8 and weight.group_size is None else None
+        return "int8" if weight.is_plain and weight.bits == 8 and weight.group_size is None else None
     return str(weight.dtype) if weight.dtype in (jnp.float32, jnp.bfloat16) else None
 
 

@@ -18,7 +18,9 @@ __all__: list[str] = []
 
 
 def _accepts(x: Any, weights: Any, groups: Any) -> bool:
-    return isinstance(weights, QuantizedWeight) or weights.dtype in (jnp.float32, jnp.bfloat16)
+    if isinstance(weights, QuantizedWeight):
+        return weights.zeros is None and weights.order is None
+    return weights.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def _accepts_many(x: Any, weights: Any, groups: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,10 +29,14 @@ At 512 it would still be so for 4 bits, but there x is better kept in bfloat16 t
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     if isinstance(weight, Quantized):
-        few = math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
+        few = _has_kernel(weight) and math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
     else:
         few = math.prod(x.shape[:-1]) <= MAX_ROWS and weight.dtype in (jnp.float32, jnp.bfloat16)
     return few
+
+
+def _has_kernel(weight: QuantizedWeight) -> bool:
+    return weight.order is None and (weight.zeros is None or weight.bits == 4)
 
 
 def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
@@ -41,7 +46,7 @@ def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
 def _kind(weight: Any) -> tuple[Any, ...]:
     """Properties that all weights of a call share."""
     if isinstance(weight, QuantizedWeight):
-        return weight.values.dtype, weight.group_size, weight.scales.dtype
+        return weight.values.dtype, weight.group_size, weight.scales.dtype, _has_kernel(weight)
     return (type(weight),) if isinstance(weight, BlockQuantizedWeight) else (weight.dtype,)
 
 
@@ -54,7 +59,7 @@ def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, 
     for weight in weights:
         if isinstance(weight, QuantizedWeight):
             handler, attributes = "verax_linear_quantized", {"group": np.int64(weight.group_size or 0)}
-            arrays += [weight.values, weight.scales]
+            arrays += [weight.values, weight.scales, jnp.zeros(0, jnp.int8) if weight.zeros is None else weight.zeros]
         elif isinstance(weight, BlockQuantizedWeight):
             kinds = [BLOCK_KINDS[one.kind].number for one in weights]
             handler, attributes = "verax_linear_blocks", {"kinds": np.asarray(kinds, np.int64)}
@@ -85,3 +90,19 @@ def _linear_native(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     return _multi_linear_native(x, [weight], [bias])[0]
+
+
+def _accepts_zero_points(x: Any, weight: Any, bias: Any = None) -> bool:
+    asymmetric = isinstance(weight, QuantizedWeight) and weight.order is None and weight.zeros is not None
+    return asymmetric and weight.bits == 8 and math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
+
+
+@linear.implementation("native_zero_points", **library.REQUIREMENTS, accepts=_accepts_zero_points)
+def _linear_native_zero_points(
+    x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    # Products with the integers as they are, less what their zero points add: x (q - z) s = x q s - sum(x) z s.
+    assert weight.zeros is not None
+    y = _linear_native(x, replace(weight, zeros=None), bias)
+    groups = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(*x.shape[:-1], weight.zeros.shape[1], -1)
+    return y - linear(jnp.sum(groups, axis=-1), weight.zeros * weight.scales.astype(jnp.float32))

@@ -70,8 +70,8 @@ ffi::Error grouped_quantized(ffi::ThreadPool pool, Rows x, Groups groups, ffi::A
   const int64_t each = by_group ? task->K / group_size : 1, blocks = (task->N + 15) / 16;
   bool fits = x.element_type() == ffi::F32;
   fits &= scales.element_type() == ffi::F16 || scales.element_type() == ffi::F32;
-  if (values.element_type() == ffi::S8) {
-    task->kind = Weights::int8;
+  if (values.element_type() == ffi::S8 || values.element_type() == ffi::F8E4M3FN) {
+    task->kind = values.element_type() == ffi::S8 ? Weights::int8 : Weights::float8;
     fits &= is(shape, {task->G, task->N, task->K}) && is(by, {task->G, task->N, each});
   } else {
     task->kind = Weights::int4;

@@ -69,14 +69,16 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
   return ffi::Error::Success();
 }
 
-// `weights`: of each its values, then its scales.
+// `weights`: of each its values, its scales, and its zero points, which are empty but for int4.
 ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
                             ffi::RemainingRets results, int64_t group) {
   std::vector<LinearTask> tasks;
-  for (size_t i = 0; i < weights.size() / 2; ++i) {
-    const auto values = weights.get<ffi::AnyBuffer>(2 * i), scales = weights.get<ffi::AnyBuffer>(2 * i + 1);
+  for (size_t i = 0; i < weights.size() / 3; ++i) {
+    const auto values = weights.get<ffi::AnyBuffer>(3 * i), scales = weights.get<ffi::AnyBuffer>(3 * i + 1);
+    const auto zeros = weights.get<ffi::Buffer<ffi::S8>>(3 * i + 2);
     auto found = begin_task(x, results, i);
     if (!values || !scales) return values ? scales.error() : values.error();
+    if (!zeros) return zeros.error();
     if (!found) return found.error();
     LinearTask& task = *found;
     task.group = group;
@@ -92,21 +94,23 @@ ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
     const int64_t groups = grouped ? task.K / group : 1, blocks = (task.N + 15) / 16;
     const auto shape = values->dimensions(), by = scales->dimensions();
     bool fits = false;
-    if (values->element_type() == ffi::S8) {
-      task.kind = Weights::int8;
-      fits = is(shape, {task.N, task.K}) && is(by, {task.N, groups});
+    if (values->element_type() == ffi::S8 || values->element_type() == ffi::F8E4M3FN) {
+      task.kind = values->element_type() == ffi::S8 ? Weights::int8 : Weights::float8;
+      fits = is(shape, {task.N, task.K}) && is(by, {task.N, groups}) && zeros->element_count() == 0;
     } else if (values->element_type() == ffi::U16) {
       task.kind = Weights::int4;
       fits = grouped && is(shape, {blocks, task.K / 8, 32}) && is(by, {blocks, groups, 16});
+      fits = fits && (zeros->element_count() == 0 || is(zeros->dimensions(), {blocks, groups, 16}));
+      task.zeros = zeros->element_count() ? zeros->typed_data() : nullptr;
     }
-    if (!fits) return ffi::Error::InvalidArgument("linear_quantized: the values or scales do not fit x and y");
+    if (!fits) return ffi::Error::InvalidArgument("linear_quantized: values, scales or zero points do not fit x and y");
     if (i > 0 && task.kind != tasks[0].kind) {
       return ffi::Error::InvalidArgument("linear_quantized: weights of two kinds");
     }
     tasks.push_back(task);
   }
-  if (tasks.empty() || results.size() != tasks.size() || weights.size() != 2 * tasks.size()) {
-    return ffi::Error::InvalidArgument("linear_quantized: expected values and scales for each result, one or more");
+  if (tasks.empty() || results.size() != tasks.size() || weights.size() != 3 * tasks.size()) {
+    return ffi::Error::InvalidArgument("linear_quantized: expected values, scales, zero points for each result");
   }
   run(pool, tasks);
   return ffi::Error::Success();

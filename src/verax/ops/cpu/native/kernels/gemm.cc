@@ -183,7 +183,7 @@ void gemm_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
     case Weights::f32: return multiply_block<F32Cells>(t, block, scratch);
     case Weights::bf16: return multiply_block<Bf16Cells>(t, block, scratch);
     case Weights::int8: return multiply_block<Int8Cells>(t, block, scratch);
-    case Weights::int4: return;  // refused before
+    case Weights::float8: case Weights::int4: return;  // refused before
     case Weights::blocks:
       return with_format(t.block, [&](auto format) {
         multiply_block<BlockCells<decltype(format)>>(t, block, scratch);

@@ -37,6 +37,9 @@ struct RoundedWeights {
   static F32 total(Sum sum) { return sum; }
 };
 using Bf16Weights = RoundedWeights<bf16>;
+struct Float8Weights : RoundedWeights<float8> {
+  static F32 total(Sum sum) { return mul(sum, broadcast(256)); }  // see load_chunk
+};
 #ifdef VERAX_INTEGER_DOT
 // x in integers of 16 bits, whose largest is a segment's largest: an instruction widens 32 weights, where bfloat16 takes
 // five. A sum has at most 64 products of 2^22, so it is exact.
@@ -246,6 +249,7 @@ void linear_pack(const LinearTask& t) {
   switch (t.kind) {
     case Weights::f32: return pack<F32Weights>(t);
     case Weights::bf16: return pack<Bf16Weights>(t);
+    case Weights::float8: return pack<Float8Weights>(t);
     case Weights::int8: return pack<Int8Weights>(t);
     case Weights::int4: return linear_int4_pack(t);
     case Weights::blocks: return linear_blocks_pack(t);
@@ -256,6 +260,9 @@ void linear_columns(const LinearTask& t, int64_t begin, int64_t end) {
   switch (t.kind) {
     case Weights::f32: return linear_units<Tile<F32Weights, false>>(t, begin, end);
     case Weights::bf16: return linear_units<Tile<Bf16Weights, false>>(t, begin, end);
+    case Weights::float8:
+      return t.group ? linear_units<Tile<Float8Weights, true>>(t, begin, end)
+                     : linear_units<Tile<Float8Weights, false>>(t, begin, end);
     case Weights::int8:
       return t.group ? linear_units<Tile<Int8Weights, true>>(t, begin, end)
                      : linear_units<Tile<Int8Weights, false>>(t, begin, end);

@@ -7,16 +7,17 @@
 
 namespace verax {
 
-// What W's rows are made of. The last two are multiplied by scales: one for a whole row, or one for each group of
+// What W's rows are made of. The last three are multiplied by scales: one for a whole row, or one for each group of
 // `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against the others; but where the processor
 // multiplies integers (the level avx512_bf16) x becomes integers, of 16 bits with a scale for each 1,024 inputs against
 // int8, of 8 bits with a scale for each group against int4.
-//   int8  [N, K] signed bytes
-//   int4  [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
-//         8 b + 2 j + h, plus 8; their scales are [N/16 rounded up, K / group, 16]
+//   float8  [N, K] bytes of type E4M3, none of which is NaN
+//   int8    [N, K] signed bytes
+//   int4    [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
+//           8 b + 2 j + h, plus 8; their scales are [N/16 rounded up, K / group, 16], and so are their zero points
 //   blocks  of GGUF files, in words that hold their scales too: blocks.h. At every level x becomes integers of 8 bits
-//         with a scale for each 32 inputs.
-enum class Weights { f32, bf16, int8, int4, blocks };
+//           with a scale for each 32 inputs.
+enum class Weights { f32, bf16, float8, int8, int4, blocks };
 
 // Formats of blocks, by ggml's numbers of them.
 enum class BlockKind {
@@ -52,7 +53,8 @@ struct LinearTask {
   int64_t group;       // inputs that share a scale: 32, 64, 128, or 0 for all of them
   void* packed;        // x as the level's chunks: linear_packed_bytes(M, K), aligned to a cache line
   float* y;
-  BlockKind block;  // of blocks
+  BlockKind block;      // of blocks
+  const int8_t* zeros;  // of int4: integers that stand for 0, -8..7, one for each scale; null if all are 0
 };
 
 // static: an inline function that two levels share would be one symbol, at either's instruction set.
@@ -60,6 +62,7 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
   switch (t.kind) {
     case Weights::f32: return t.K * 4;
     case Weights::bf16: return t.K * 2;
+    case Weights::float8: return t.K;
     case Weights::int8: return t.K;
     case Weights::int4: return t.K / 2;
     case Weights::blocks: {
@@ -74,8 +77,9 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
 // reads on from one place, and rows of 4,096 inputs do not all begin in the same set of the first cache level.
 static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k) { return (k / 32 * t.M + m) * 32; }
 
-// Enough at every level: float32 where there is no bfloat16 dot product, integers with their scales behind them.
-static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32 * 32) * 4; }
+// Enough at every level: float32 where there is no bfloat16 dot product, with the sums of groups behind them, or
+// integers with their scales behind them.
+static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32) * (32 + 1) * 4; }
 
 // The kernels take as many rows of W at a time, and int4 and blocks are laid out in as many: pieces of work are
 // multiples of it.

@@ -2,6 +2,7 @@
 // lanes and a group's scales are one register:
 //
 //   for each group of inputs:
+//     parts = -(the group's zero points) * sum of x[m..m+R, group]
 //     for each word of 8 inputs: parts += W[16 rows, word] * x[m..m+R, word], a lane for each row of W
 //     sums += parts * the group's scales
 //   y[m..m+R, 16 rows] += sums
@@ -20,16 +21,19 @@ namespace {
 
 constexpr int WORDS = 2 * BLOCK;  // of 8 inputs
 
+// Where the scales and zero points of a group are, of 16 rows.
+int64_t group_at(const LinearTask& t, int64_t n, int64_t k) { return (n * (t.K / t.group) + k / t.group) * BLOCK; }
+
 F32 load_scales(const LinearTask& t, int64_t at) {
   return t.half_scales ? load(static_cast<const half*>(t.scales) + at) : load(static_cast<const float*>(t.scales) + at);
 }
 
 #ifdef VERAX_INTEGER_DOT
 
-// What a group's sum of (code) * (byte of x) is multiplied by, and what is added to it first: codes are values plus 8.
+// What a group's sum of (code) * (byte of x) is multiplied by, and the sum of its bytes: codes are values plus 8.
 struct Group {
   float scale;
-  int32_t correction;
+  int32_t sum;
 };
 
 // They lie behind all bytes: [K / group, M].
@@ -52,7 +56,7 @@ void pack(const LinearTask& t) {
         const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtsepi32_epi8(wide), order);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + linear_packed_at(t, m, g + k) + (g + k) % CHUNK), bytes);
       }
-      input_groups(t, g)[m] = {scale, -8 * sum};
+      input_groups(t, g)[m] = {scale, sum};
     }
   }
 }
@@ -63,11 +67,19 @@ struct Parts {
   __m512i v[R][C];
   const Group* groups;
 
-  Parts(const LinearTask& t, int64_t m, int64_t g) : groups(input_groups(t, g) + m) {
+  Parts(const LinearTask& t, int64_t m, int64_t n, int64_t apart, int64_t g) : groups(input_groups(t, g) + m) {
     VERAX_UNROLL
-    for (int r = 0; r < R; ++r)
-      VERAX_UNROLL
-      for (int c = 0; c < C; ++c) v[r][c] = _mm512_set1_epi32(groups[r].correction);
+    for (int c = 0; c < C; ++c) {
+      if (t.zeros) {
+        const auto* at = reinterpret_cast<const __m128i*>(t.zeros + group_at(t, n + c * apart, g));
+        const __m512i codes = _mm512_add_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)), _mm512_set1_epi32(8));
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) v[r][c] = _mm512_mullo_epi32(codes, _mm512_set1_epi32(-groups[r].sum));
+      } else {
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) v[r][c] = _mm512_set1_epi32(-8 * groups[r].sum);
+      }
+    }
   }
   void add_word(const LinearTask& t, int64_t m, int64_t k, const uint16_t* w, int c) {
     const auto* x = static_cast<const int8_t*>(t.packed) + linear_packed_at(t, m, k) + k % CHUNK;
@@ -88,11 +100,20 @@ struct Parts {
 
 #else
 
+// The sums of x's groups lie behind it: [K / group, M].
+float* input_sums(const LinearTask& t, int64_t k) {
+  return static_cast<float*>(t.packed) + linear_packed_at(t, 0, t.K) + k / t.group * t.M;
+}
+
 void pack(const LinearTask& t) {
   auto* to = static_cast<float*>(t.packed);
   for (int64_t k = 0; k < t.K; k += CHUNK) {
     for (int64_t m = 0; m < t.M; ++m, to += CHUNK) {
       store_bf16_chunk(to, to_bf16_chunk(load_chunk(t.x + m * t.K + k)));
+      float sum = 0;
+      for (int i = 0; i < CHUNK; ++i) sum += to[i];
+      float& total = input_sums(t, k)[m];
+      total = k % t.group ? total + sum : sum;
     }
   }
 }
@@ -103,9 +124,18 @@ template <int R, int C>
 struct Parts {
   F32 v[R][C][V][2];
 
-  Parts(const LinearTask&, int64_t, int64_t) {
+  Parts(const LinearTask& t, int64_t m, int64_t n, int64_t apart, int64_t g) {
     VERAX_UNROLL
     for (int i = 0; i < R * C * V * 2; ++i) (&v[0][0][0][0])[i] = zero();
+    if (!t.zeros) return;
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c)
+      VERAX_UNROLL
+      for (int b = 0; b < V; ++b) {
+        const F32 zeros = load(t.zeros + group_at(t, n + c * apart, g) + b * F32::lanes);
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) v[r][c][b][0] = mul(zeros, broadcast(-input_sums(t, g)[m + r]));
+      }
   }
   void add_word(const LinearTask& t, int64_t m, int64_t k, const uint16_t* w, int c) {
     const auto* x = static_cast<const float*>(t.packed) + linear_packed_at(t, m, k) + k % CHUNK;
@@ -134,7 +164,7 @@ struct Int4Tile {
   // R rows of x from m on, C blocks of W: n and those apart from it.
   template <int R, int C>
   static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
-    const int64_t apart = segment.apart, block = t.K / 8 * WORDS * apart, groups = t.K / t.group;
+    const int64_t apart = segment.apart, block = t.K / 8 * WORDS * apart;
     const auto* w = static_cast<const uint16_t*>(at(t, n, segment.begin));
     const auto* next = static_cast<const uint16_t*>(segment.next);
     F32 sums[R][C][V];
@@ -146,7 +176,7 @@ struct Int4Tile {
         for (int b = 0; b < V; ++b) sums[r][c][b] = zero();
 
     for (int64_t g = segment.begin; g < segment.end; g += t.group) {
-      Parts<R, C> parts(t, m, g);
+      Parts<R, C> parts(t, m, n, apart, g);
       for (int64_t k = g; k < g + t.group; k += 8, w += WORDS, next += WORDS) {
         VERAX_UNROLL
         for (int c = 0; c < C; ++c) {
@@ -158,7 +188,7 @@ struct Int4Tile {
       for (int c = 0; c < C; ++c)
         VERAX_UNROLL
         for (int b = 0; b < V; ++b) {
-          const F32 scales = load_scales(t, ((n + c * apart) * groups + g / t.group) * BLOCK + b * F32::lanes);
+          const F32 scales = load_scales(t, group_at(t, n + c * apart, g) + b * F32::lanes);
           VERAX_UNROLL
           for (int r = 0; r < R; ++r) sums[r][c][b] = fma(parts.total(r, c, b), scales, sums[r][c][b]);
         }

@@ -30,6 +30,9 @@ using bf16 = uint16_t;  // the bits
 struct half {
   uint16_t bits;
 };
+struct float8 {  // E4M3: as a half, but for three bits of exponent and of fraction less
+  uint8_t bits;
+};
 
 constexpr int CHUNK = 32;  // values in a chunk: one AVX-512 register of bfloat16
 
@@ -226,12 +229,20 @@ struct Chunk {
   F32 part[parts];
 };
 
-template <typename T>  // float, bf16, int8_t
+template <typename T>  // float, bf16, int8_t, half
 inline Chunk load_chunk(const T* p) {
   Chunk chunk;
   VERAX_UNROLL
   for (int i = 0; i < Chunk::parts; ++i) chunk.part[i] = load(p + i * F32::lanes);
   return chunk;
+}
+// The values divided by 256, which is exact: sign, exponent and fraction moved to where a half has them. Not for NaN.
+inline Chunk load_chunk(const float8* p) {
+  half wide[CHUNK];
+  for (int i = 0; i < CHUNK; ++i) {
+    wide[i].bits = static_cast<uint16_t>(static_cast<int8_t>(p[i].bits) * 128) & 0xBFFF;
+  }
+  return load_chunk(wide);
 }
 inline void store_chunk(float* p, const Chunk& chunk) {
   VERAX_UNROLL
@@ -277,7 +288,10 @@ inline Bf16Chunk load_bf16_chunk(const bf16* p) {
 inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
   return {_mm512_cvtne2ps_pbh(chunk.part[1].v, chunk.part[0].v)};
 }
-inline Bf16Chunk load_bf16_chunk(const int8_t* p) { return to_bf16_chunk(load_chunk(p)); }
+template <typename T>  // int8_t, float8
+inline Bf16Chunk load_bf16_chunk(const T* p) {
+  return to_bf16_chunk(load_chunk(p));
+}
 inline void store_bf16_chunk(bf16* p, const Bf16Chunk& chunk) {
   _mm512_storeu_si512(p, reinterpret_cast<const __m512i&>(chunk.v));
 }
@@ -290,9 +304,10 @@ inline F32 dot(F32 accumulator, const Bf16Chunk& a, const Bf16Chunk& b) {
 struct Bf16Chunk : Chunk {
   using Stored = float;
 };
-inline Bf16Chunk load_bf16_chunk(const bf16* p) { return {load_chunk(p)}; }
-inline Bf16Chunk load_bf16_chunk(const float* p) { return {load_chunk(p)}; }
-inline Bf16Chunk load_bf16_chunk(const int8_t* p) { return {load_chunk(p)}; }
+template <typename T>  // of values that bfloat16 holds
+inline Bf16Chunk load_bf16_chunk(const T* p) {
+  return {load_chunk(p)};
+}
 inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
   float values[CHUNK];
   store_chunk(values, chunk);

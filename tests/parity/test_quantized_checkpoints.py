@@ -1,0 +1,93 @@
+"""Quantised checkpoints of the published layouts, as models: their logits are those of the weights they stand for."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.support.packing import awq, float8, gptq, mxfp4, quantized_checkpoint
+from verax import LLM, SamplingParams, checkpoint, ops
+from verax.checkpoint import Checkpoint
+from verax.loading import load_causal_lm
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+COMPRESSED = {"quant_method": "compressed-tensors"}
+
+
+def rows(rng, F, D):
+    return float8(rng, F, D, block=(1, None), scale_dtype=ml_dtypes.bfloat16, name="weight_scale")
+
+
+LAYOUTS = {
+    "gptq": (gptq, GPTQ),
+    "gptq, act-order": (lambda rng, F, D: gptq(rng, F, D, act_order=True), {**GPTQ, "desc_act": True}),
+    "gptq, asymmetric": (lambda rng, F, D: gptq(rng, F, D, symmetric=False, act_order=True), {**GPTQ, "sym": False}),
+    "gptq, 8 bits": (lambda rng, F, D: gptq(rng, F, D, bits=8, symmetric=False), {**GPTQ, "bits": 8, "sym": False}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "fp8, blocks": (float8, FP8),
+    "fp8, rows": (rows, {**COMPRESSED, "format": "float-quantized"}),
+    "mxfp4": (mxfp4, {**COMPRESSED, "format": "mxfp4-pack-quantized"}),
+}
+SKIPPED = ("v_proj",)  # modules_to_not_convert, or ignored, by each method's name for it
+ROUNDED, INTEGERS = 0.01, 0.03
+"""Relative error of logits with inputs that are rounded to bfloat16, or to 8 bits beside 4-bit weights. Zero points are
+anywhere here: weights are not centred, so that errors of the inputs count more than beside real ones."""
+
+
+def theirs(folder, config, floats, tokens):
+    """Logits of transformers' float32 model with these weights."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    checkpoint.save(floats, folder, config=plain)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_the_weights_in_float32(tmp_path, name):
+    pack, scheme = LAYOUTS[name]
+    floats = quantized_checkpoint(tmp_path / "packed", pack, scheme, skip=SKIPPED)
+    opened = Checkpoint.open(tmp_path / "packed")
+    ours = load_causal_lm(opened, dtype="float32")
+    tokens = np.random.default_rng(0).integers(3, 300, (1, 24))
+    expected = theirs(tmp_path / "floats", opened.config, floats, tokens)
+    with ops.use_implementations(linear="reference"):
+        reference = np.asarray(ours.logits(ours(jnp.asarray(tokens))))
+    got = np.asarray(ours.logits(ours(jnp.asarray(tokens))))
+    assert np.linalg.norm(reference - expected) < ROUNDED * np.linalg.norm(expected)
+    assert np.linalg.norm(got - expected) < INTEGERS * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["gptq, asymmetric", "awq", "fp8, blocks"])
+def test_the_engine_serves_them(tmp_path, name):
+    pack, scheme = LAYOUTS[name]
+    quantized_checkpoint(tmp_path, pack, scheme, skip=SKIPPED)
+    llm = LLM(tmp_path, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    one, two = llm.generate([[5, 6, 7], [8, 9]], params)
+    assert len(one.outputs[0].token_ids) == len(two.outputs[0].token_ids) == 8
+    # A sequence does not depend on its batch mates.
+    assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == one.outputs[0].token_ids
+
+
+def test_fine_grained_fp8_is_transformers_dequantised():
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    arrays, expected = float8(np.random.default_rng(0), 256, 384)
+    parts = {key: torch.from_numpy(np.array(array, np.float32)) for key, array in arrays.items()}
+    parts["weight"] = parts["weight"].to(torch.float8_e4m3fn)
+    dequantized = Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"], torch.float32)
+    np.testing.assert_allclose(dequantized.numpy(), expected, rtol=2**-23)
+
+
+def test_mxfp4_is_transformers_dequantised():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    arrays, expected = mxfp4(np.random.default_rng(0), 40, 96)
+    blocks = torch.from_numpy(arrays["weight_packed"].reshape(1, 40, 3, 16))
+    scales = torch.from_numpy(arrays["weight_scale"].reshape(1, 40, 3))
+    np.testing.assert_array_equal(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T, expected)
