@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.attention import exact_attention
 from verax import ops
 from verax.ops.attention import CHUNK, MAX_SCORES
 
@@ -21,6 +22,19 @@ def test_chunks_give_the_references_result(T, S, causal):
     with ops.use_implementations(attention="chunked"):
         got = ops.attention(q, k, v, causal=causal, scale=0.3)
     np.testing.assert_allclose(got, ops.attention.reference(q, k, v, causal=causal, scale=0.3), atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_query_sees_its_window_only_and_scores_are_capped(implementation, causal):
+    T, S, window, soft_cap = CHUNK + 44, CHUNK + 60, 21, 1.5
+    q, k, v = arrays(T, S)
+    with ops.use_implementations(attention=implementation):
+        got = ops.attention(q, k, v, causal=causal, window=window, soft_cap=soft_cap)
+    behind = (np.arange(T) + S - T)[:, None] - np.arange(S)
+    visible = (behind < window) & (behind >= 0 if causal else behind > -window)
+    expected = [exact_attention(*rows, visible, soft_cap=soft_cap) for rows in zip(q, k, v, strict=True)]
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_chunks_keep_packed_sequences_apart():

@@ -36,6 +36,8 @@ def test_what_cudnn_would_do_otherwise_or_not_at_all_is_left_to_other_implementa
         chosen(T=3, causal=True),  # keys are counted from the other end
         chosen(segments=jax.ShapeDtypeStruct((1, 40), jnp.int32)),
         chosen(S=0, causal=False),
+        chosen(window=8),
+        chosen(soft_cap=50.0),
     ]
     assert "cudnn" not in others
 

@@ -1,11 +1,13 @@
 """Paged attention: every implementation against dense attention in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention import exact_paged_attention, paged_problem, quantized_problem
+from tests.support.attention import exact_paged_attention, paged_problem, quantized_problem, without_pages_behind
 from verax import ops
 from verax.ops.pages import page_bytes
 
@@ -42,6 +44,39 @@ def test_decode_attention_equals_dense_attention_in_float64(N, K, p, implementat
     expected = exact_paged_attention((q[:5], k, v), table, [1, 130, 16, 1, 257], starts)
     expected[3] = 0  # the padding row
     np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("window", [1, 16, 37, 1000])
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
+def test_a_query_sees_its_window_only_and_pages_behind_it_may_be_anyones(name, window, implementation):
+    lengths, counts = RAGGED[name]
+    arrays, table, *rest = paged_problem(6, lengths, counts, N=4, K=2, H=8, p=16)
+    freed = without_pages_behind(window, table, *rest, 16)
+    with ops.use_implementations(paged_attention=implementation):
+        out = jax.jit(partial(ops.paged_attention, window=window))(*arrays, freed, *rest)
+    np.testing.assert_allclose(out, exact_paged_attention(arrays, table, *rest, window=window), atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 20, 130])
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
+def test_a_decode_step_sees_its_window_only(window, implementation):
+    (q, k, v), table, kv, starts = paged_problem(7, [1, 400, 16, 0, 257], [1] * 5, N=4, K=2, H=8, p=16)
+    freed = without_pages_behind(window, table, kv, starts, 16)
+    with ops.use_implementations(paged_decode_attention=implementation):
+        out = jax.jit(partial(ops.paged_decode_attention, window=window))(q[:5], k, v, freed, kv)
+    expected = exact_paged_attention((q[:5], k, v), table, [1, 400, 16, 1, 257], starts, window=window)
+    expected[3] = 0  # the padding row
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
+def test_scores_are_scaled_then_capped(implementation):
+    arrays, *rest = paged_problem(8, [130, 9], [37, 9], N=4, K=2, H=8, p=16)
+    options = {"scale": 0.2, "soft_cap": 2.0}
+    with ops.use_implementations(paged_attention=implementation):
+        out = jax.jit(partial(ops.paged_attention, **options))(*arrays, *rest)
+    np.testing.assert_allclose(out, exact_paged_attention(arrays, *rest, **options), atol=2e-5)
 
 
 def test_table_wider_than_the_sequence_needs_is_not_read_into_the_result():

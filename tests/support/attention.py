@@ -13,11 +13,12 @@ def float64(x):
     return np.asarray(x).astype(np.float64)
 
 
-def exact_attention(q, k, v, visible):
+def exact_attention(q, k, v, visible, scale=None, soft_cap=None):
     """`q [T, N, H]` over `k`, `v` `[S, K, H]`, where `visible [T, S]`; 0 where a query sees nothing."""
     q, k, v = map(float64, (q, k, v))
     G = q.shape[1] // k.shape[1]
-    scores = np.einsum("tnh,snh->nts", q, np.repeat(k, G, 1)) / np.sqrt(q.shape[-1])
+    scores = np.einsum("tnh,snh->nts", q, np.repeat(k, G, 1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
     scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, initial=-1e300, keepdims=True))
     total = weights.sum(-1, keepdims=True)
@@ -43,6 +44,13 @@ def paged_problem(seed, lengths, counts, *, N, K, H, p, spare_pages=3, dtype=np.
     return arrays, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), jnp.asarray(starts)
 
 
+def without_pages_behind(window, table, lengths, starts, p):
+    """A page table that lists page 0 where no query of a sequence sees a key, as after their blocks were freed."""
+    counts = np.diff(np.asarray(starts))
+    first = np.maximum(np.asarray(lengths) - counts - window + 1, 0) // p
+    return jnp.where(jnp.arange(table.shape[1]) < first[:, None], 0, table)
+
+
 def quantized_problem(*args, **options):
     """`paged_problem` with int8 pages, as written by the reference, and the arrays that they stand for."""
     (q, *caches), *rest = paged_problem(*args, **options)
@@ -55,7 +63,7 @@ def dequantized(pages):
     return np.asarray(pages.values).astype(np.float32) * np.asarray(pages.scales)[..., None]
 
 
-def exact_paged_attention(arrays, table, lengths, starts):
+def exact_paged_attention(arrays, table, lengths, starts, *, scale=None, window=None, soft_cap=None):
     """Expected result of `ops.paged_attention`, in float64."""
     q, *caches = (float64(x) for x in arrays)
     table, lengths, starts = (np.asarray(x) for x in (table, lengths, starts))
@@ -65,5 +73,7 @@ def exact_paged_attention(arrays, table, lengths, starts):
         k, v = (np.swapaxes(x[table[b]], 1, 2).reshape(-1, x.shape[1], x.shape[3])[:length] for x in caches)
         rows = slice(starts[b], starts[b + 1])
         positions = length - starts[b + 1] + np.arange(starts[b], starts[b + 1])
-        out[rows] = exact_attention(q[rows], k, v, np.arange(length) <= positions[:, None])
+        behind = positions[:, None] - np.arange(length)
+        visible = (behind >= 0) & (behind < (window or np.inf))
+        out[rows] = exact_attention(q[rows], k, v, visible, scale, soft_cap)
     return out

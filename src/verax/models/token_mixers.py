@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -12,10 +12,26 @@ from verax import ops
 
 __all__ = ["AttentionFn", "RecurrentLayer", "RunRecurrent", "causal_attention", "run_from_zeros"]
 
-AttentionFn = Callable[
-    [int, Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K H"]], Float[Array, "*B T N H"]
-]
-"""Attention of layer i: `attend(i, q, k, v)`. Training passes causal attention, the engine its paged cache."""
+
+@runtime_checkable
+class AttentionFn(Protocol):
+    """Attention of one layer. Training passes causal attention, the engine its paged cache."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "*B T N H"],
+        k: Float[Array, "*B T K H"],
+        v: Float[Array, "*B T K H"],
+        /,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Float[Array, "*B T N H"]:
+        """Attention of layer `layer`; the keywords are those of `ops.attention`."""
+        ...
+
 
 RecurrentLayer = Callable[[Float[Array, "B T D"], Any, Int[Array, "M"] | None], tuple[Float[Array, "B T D"], Any]]
 """A layer that goes through tokens in order: `recurrence(x, state, cu_seqlens)` gives outputs and the states after.
@@ -32,9 +48,9 @@ def causal_attention(dtype: DTypeLike) -> AttentionFn:
     """Causal attention over whole sequences `[B, T]`, for a model without a cache; keys and values are of `dtype`."""
 
     def attend(
-        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], **options: Any
     ) -> Float[Array, "B T N H"]:
-        return ops.attention(q, k.astype(dtype), v.astype(dtype))
+        return ops.attention(q, k.astype(dtype), v.astype(dtype), **options)
 
     return attend
 

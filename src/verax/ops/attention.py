@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32
 
-__all__ = ["attention", "chunked_attention", "exact_products"]
+__all__ = ["attention", "chunked_attention", "exact_products", "soft_capped"]
 
 MASKED = -1e30
 """Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
@@ -27,6 +27,8 @@ def attention(
     causal: bool = True,
     segments: Int[Array, "B T"] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of T queries over S keys; query head n reads key/value head `n // (N / K)`. Float32 out.
 
@@ -37,14 +39,15 @@ def attention(
         causal: query t sees keys up to `t + S - T`.
         segments: for packed sequences (T == S): a query sees the keys of its own segment only.
         scale: factor on the scores; `H ** -0.5` if None.
+        window: keys that a query sees, its own position's the last of them: position i sees i - window < j <= i.
+            Without `causal` it sees as many after it: |i - j| < window.
+        soft_cap: bound of the scores, which become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, arXiv:2408.00118).
     """
     T, S = q.shape[1], k.shape[1]
-    visible = jnp.ones((1, T, S), bool)
-    if causal:
-        visible &= jnp.arange(S) <= jnp.arange(T)[:, None] + (S - T)
+    visible = _visible(jnp.arange(T) + (S - T), S, causal, window)
     if segments is not None:
         visible &= segments[:, :, None] == segments[:, None, :]
-    return _attend(q, k, v, visible, scale)
+    return _attend(q, k, v, visible, scale, soft_cap)
 
 
 CHUNK = 256
@@ -54,9 +57,7 @@ MAX_SCORES = 1 << 26
 """Scores that attention may write out at once: 256 MB."""
 
 
-def _is_too_large_at_once(
-    q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = None, scale: float | None = None
-) -> bool:
+def _is_too_large_at_once(q: Any, k: Any, v: Any, **options: Any) -> bool:
     B, T, N, _ = q.shape
     return T > CHUNK and B * T * N * k.shape[1] > MAX_SCORES
 
@@ -70,23 +71,24 @@ def chunked_attention(
     causal: bool = True,
     segments: Int[Array, "B T"] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """`attention` in chunks of 256 queries, one after the other. Memory is `O(B N S)`."""
     T, S = q.shape[1], k.shape[1]
     if T <= CHUNK:
-        return attention.reference(q, k, v, causal=causal, segments=segments, scale=scale)
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return attention.reference(q, k, v, causal=causal, segments=segments, **options)
     chunks = -(-T // CHUNK)
     pad = chunks * CHUNK - T
     owners = None if segments is None else jnp.pad(segments, ((0, 0), (0, pad)))
 
     def attend(i: Array, rows: Array) -> Array:
         begin = i * CHUNK
-        visible = jnp.ones((1, CHUNK, S), bool)
-        if causal:
-            visible &= jnp.arange(S) <= begin + jnp.arange(CHUNK)[:, None] + (S - T)
+        visible = _visible(begin + jnp.arange(CHUNK) + (S - T), S, causal, window)
         if segments is not None and owners is not None:
             visible &= lax.dynamic_slice_in_dim(owners, begin, CHUNK, 1)[:, :, None] == segments[:, None, :]
-        chunk = _attend(lax.dynamic_slice_in_dim(rows, begin, CHUNK, 1), k, v, visible, scale)
+        chunk = _attend(lax.dynamic_slice_in_dim(rows, begin, CHUNK, 1), k, v, visible, scale, soft_cap)
         return lax.dynamic_update_slice_in_dim(rows, chunk, begin, 1)
 
     # Results take their queries' place. A loop that fills an array of zeros begins with a copy of them, and XLA makes
@@ -95,12 +97,24 @@ def chunked_attention(
     return lax.fori_loop(0, chunks, attend, rows)[:, :T]
 
 
+def _visible(positions: Int[Array, "T"], S: int, causal: bool, window: int | None) -> Bool[Array, "1 T S"]:
+    """True for keys that a query sees, by its position among the keys."""
+    behind = positions[:, None] - jnp.arange(S)
+    visible = jnp.ones(behind.shape, bool)
+    if causal:
+        visible &= behind >= 0
+    if window is not None:
+        visible &= abs(behind) < window
+    return visible[None]
+
+
 def _attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     visible: Bool[Array, "#B T S"],
     scale: float | None,
+    soft_cap: float | None,
 ) -> Float[Array, "B T N H"]:
     B, T, N, H = q.shape
     K = k.shape[2]
@@ -108,7 +122,8 @@ def _attend(
     scores = jnp.einsum(
         "btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k)
     )
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum(
         "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
     )
@@ -118,6 +133,11 @@ def _attend(
 @attention.example
 def _examples() -> list[Example]:
     return [Example((float32(1, 64, 16, 128), float32(1, 64, 8, 128), float32(1, 64, 8, 128)))]
+
+
+def soft_capped(scores: Float[Array, "*B"], soft_cap: float | None) -> Float[Array, "*B"]:
+    """Scores bent into (-soft_cap, soft_cap) by `soft_cap * tanh(scores / soft_cap)`; unchanged if it is None."""
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def exact_products(x: Array) -> jax.lax.Precision | None:

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, bfloat16, float32, int32
-from verax.ops.attention import MASKED, exact_products
+from verax.ops.attention import MASKED, exact_products, soft_capped
 from verax.ops.pages import Pages, QuantizedPages, gather_pages, quantize_tokens
 
 __all__ = ["paged_attention", "paged_decode_attention", "write_pages"]
@@ -48,6 +48,8 @@ def paged_attention(
     query_starts: Int[Array, "C"],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of a ragged batch: sequence b's queries are rows `query_starts[b] : query_starts[b + 1]`.
 
@@ -62,6 +64,9 @@ def paged_attention(
         kv_lengths: tokens of each sequence in the cache, 0 for a padding row.
         query_starts: `[B + 1]` ascending offsets into `q`.
         scale: factor on the scores; `H ** -0.5` if None.
+        window: keys that a query sees, its own the last of them: position i sees i - window < j <= i. Pages whose keys
+            all lie before it are not read; their entries in the table may be any pages.
+        soft_cap: bound of the scores, see `ops.attention`.
 
     Returns:
         Float32. The reference holds `O(T W p)` keys; use it for small shapes.
@@ -73,11 +78,12 @@ def paged_attention(
     owner = jnp.clip(jnp.searchsorted(query_starts, rows, side="right") - 1, 0, B - 1)
     position = kv_lengths[owner] - query_starts[owner + 1] + rows
     keys = jnp.arange(W * p)
-    visible = (keys[None, :] <= position[:, None]) & (rows < query_starts[-1])[:, None]
+    visible = _visible(keys, position[:, None], window) & (rows < query_starts[-1])[:, None]
     k, v = (_dequantized(*gather_pages(cache, page_table[owner])) for cache in (k_cache, v_cache))
     grouped = _group(q, k.shape[1], scale).astype(k.dtype)
     scores = jnp.einsum("tkgh,tksh->tkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k))
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
+    scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum(
         "tkgs,tksh->tkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
     )
@@ -93,12 +99,21 @@ def paged_decode_attention(
     kv_lengths: Int[Array, "B"],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
     """`paged_attention` where every sequence has one query, its newest token: the decode step. Padding rows give 0."""
     B = q.shape[0]
     starts = jnp.arange(B + 1, dtype=jnp.int32)
-    out = paged_attention.reference(q, k_cache, v_cache, page_table, kv_lengths, starts, scale=scale)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    out = paged_attention.reference(q, k_cache, v_cache, page_table, kv_lengths, starts, **options)
     return jnp.where((kv_lengths > 0)[:, None, None], out, 0.0)
+
+
+def _visible(keys: Int[Array, "..."], last: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
+    """True for keys that a query sees whose last key is `last`."""
+    visible = keys <= last
+    return visible if window is None else visible & (keys > last - window)
 
 
 def _dequantized(x: Float[Array, "*B s H"], scales: Float[Array, "*B s"] | None) -> Float[Array, "*B s H"]:
@@ -123,10 +138,13 @@ def _attend_chunks(
     page_table: Int[Array, "B W"],
     last_visible: Int[Array, "B G"],
     num_keys: Int[Array, ""],
+    window: int | None,
+    soft_cap: float | None,
 ) -> Float[Array, "B K G H"]:
     """Online softmax over chunks of the cache; query (b, g) sees keys up to `last_visible[b, g]`, -1 for none.
 
-    Only as many chunks are read as the longest sequence needs, whatever the width of the table.
+    Only as many chunks are read as the longest sequence needs, whatever the width of the table, and none before the
+    first window.
     """
     k_cache, v_cache = caches
     B, K, G, H = grouped.shape
@@ -147,8 +165,8 @@ def _attend_chunks(
         )
         if k_scales is not None:
             scores = scores * k_scales[:, :, None]
-        visible = (i * chunk + jnp.arange(chunk))[None, None, :] <= last_visible[:, :, None]
-        scores = jnp.where(visible[:, None], scores, MASKED)
+        visible = _visible(i * chunk + jnp.arange(chunk), last_visible[:, :, None], window)
+        scores = jnp.where(visible[:, None], soft_capped(scores, soft_cap), MASKED)
         new_highest = jnp.maximum(highest, scores.max(-1))
         # A chunk with no visible key leaves everything as it was, instead of counting exp(0) for each masked one.
         weights = jnp.where(visible[:, None], jnp.exp(scores - new_highest[..., None]), 0.0)
@@ -164,7 +182,11 @@ def _attend_chunks(
         return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + update
 
     start = (jnp.full((B, K, G), MASKED), jnp.zeros((B, K, G)), jnp.zeros((B, K, G, H)))
-    _, total, out = lax.fori_loop(0, (num_keys + chunk - 1) // chunk, body, start)
+    first = 0
+    if window is not None:
+        begin = jnp.where(last_visible >= 0, last_visible - (window - 1), num_keys)
+        first = jnp.maximum(begin.min(), 0) // chunk
+    _, total, out = lax.fori_loop(first, (num_keys + chunk - 1) // chunk, body, start)
     return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
@@ -177,6 +199,8 @@ def _paged_decode_attention_chunked(
     kv_lengths: Int[Array, "B"],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
     B, N, H = q.shape
     K = k_cache.shape[1]
@@ -185,7 +209,7 @@ def _paged_decode_attention_chunked(
     if G == 1:  # XLA:CPU multiplies one row an order slower than two
         grouped = jnp.concatenate([grouped, grouped], axis=2)
     last = jnp.broadcast_to(kv_lengths[:, None] - 1, (B, grouped.shape[2]))
-    out = _attend_chunks(grouped, (k_cache, v_cache), page_table, last, kv_lengths.max())
+    out = _attend_chunks(grouped, (k_cache, v_cache), page_table, last, kv_lengths.max(), window, soft_cap)
     return out[:, :, :G].reshape(B, N, H)
 
 
@@ -199,6 +223,8 @@ def _paged_attention_tiled(
     query_starts: Int[Array, "C"],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     # for each sequence, for each tile of its queries (as many as there are, not as many as fit):
     #     for each chunk of the keys that the tile can see: online softmax
@@ -221,7 +247,7 @@ def _paged_attention_tiled(
         queries = jnp.transpose(queries, (1, 2, 0, 3)).reshape(1, K, G * tile, H)
         last = jnp.tile(jnp.where(own, position, -1), G)[None]
         seen = jnp.minimum(kv_lengths[b], kv_lengths[b] - query_starts[b + 1] + first + tile)
-        result = _attend_chunks(queries, (k_cache, v_cache), page_table[b][None], last, seen)
+        result = _attend_chunks(queries, (k_cache, v_cache), page_table[b][None], last, seen, window, soft_cap)
         result = jnp.transpose(result.reshape(K, G, tile, H), (2, 0, 1, 3))
         # Rows past this sequence's end belong to the next one, whose tile comes later and writes them again.
         return lax.dynamic_update_slice_in_dim(out, result, first, axis=0)

@@ -93,15 +93,15 @@ def make_step(
         layer_cache = list(cache)
 
         def attend(
-            layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
+            layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
         ) -> Float[Array, "T N H"]:
             k_pages, v_pages = layer_cache[layer]
             k_pages = ops.write_pages(k_pages, k, page, offset)
             v_pages = ops.write_pages(v_pages, v, page, offset)
             layer_cache[layer] = (k_pages, v_pages)
             if shape.decode:
-                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row, lengths)
-            return ops.paged_attention(q, k_pages, v_pages, pages_by_row, lengths, starts)
+                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row, lengths, **options)
+            return ops.paged_attention(q, k_pages, v_pages, pages_by_row, lengths, starts, **options)
 
         def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
             # A sequence's first tokens start from zeros, whatever the slot's last owner left in it. Rows of padding

@@ -33,6 +33,8 @@ def _no_attention(
     kv_lengths: Int[Array, "B"],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
     return q
 

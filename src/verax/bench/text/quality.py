@@ -206,11 +206,11 @@ def _forward_step(
     page = jnp.where(valid, first[owner] + position // PAGE, 0)
 
     def attend(
-        layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"]
+        layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
     ) -> Float[Array, "T N H"]:
         shape = (num_pages, config.num_key_value_heads, PAGE, config.head_dim)
         pages = (ops.write_pages(ops.new_pages(shape, cache_dtype), x, page, position % PAGE) for x in (k, v))
-        return ops.paged_attention(q, *pages, table, lengths, starts)
+        return ops.paged_attention(q, *pages, table, lengths, starts, **options)
 
     return model(tokens, position, attend)
 

@@ -29,7 +29,19 @@ def takes(q: Any, k: Any, v: Any, num_kv_heads: int) -> bool:
     return dtypes and grouped
 
 
-def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = None, scale: float | None = None) -> bool:
+def _accepts(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = True,
+    segments: Any = None,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> bool:
+    if window is not None or soft_cap is not None:
+        return False
     # With fewer keys than causal queries, the first queries see nothing, for which the reference has its own answer.
     return takes(q, k, v, k.shape[2]) and (not causal or k.shape[1] >= q.shape[1])
 
@@ -70,5 +82,7 @@ def _attention_native(
     causal: bool = True,
     segments: Int[Array, "B T"] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     return _attention(q, k, v, segments, causal, scale)

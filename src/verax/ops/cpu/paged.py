@@ -17,7 +17,17 @@ from verax.ops.pages import Pages, QuantizedPages
 __all__: list[str] = []
 
 
-def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, scale: float | None = None) -> bool:
+def _accepts(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *_: Any,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> bool:
+    if window is not None or soft_cap is not None:
+        return False
     if isinstance(k_cache, QuantizedPages):  # its values in the place of an array that the kernels read
         return isinstance(v_cache, QuantizedPages) and takes(q, q, q, k_cache.shape[1])
     return takes(q, k_cache, v_cache, k_cache.shape[1])
@@ -33,6 +43,8 @@ def _paged_attention_native(
     query_starts: Int[Array, "C"],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
     factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -51,6 +63,8 @@ def _paged_decode_attention_native(
     kv_lengths: Int[Array, "B"],
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
     # One query a sequence; one of length 0 sees nothing, which the kernel answers with 0.
     starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)

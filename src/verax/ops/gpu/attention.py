@@ -26,12 +26,22 @@ AMPERE = 8
 """Compute capability from which the kernel runs."""
 
 
-def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, segments: Any = None, scale: float | None = None) -> bool:
+def _accepts(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = True,
+    segments: Any = None,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> bool:
     H = q.shape[-1]
     dtypes = k.dtype in (jnp.bfloat16, jnp.float16) and v.dtype == k.dtype
     sizes = H <= MAX_HEAD_DIM and H % HEAD_DIM_STEP == 0 and min(q.size, k.size) > 0
     # cuDNN counts causal keys from the first one, ops.attention from the last: the same for as many queries as keys.
-    visible = segments is None and (not causal or q.shape[1] == k.shape[1])
+    visible = segments is None and window is None and soft_cap is None and (not causal or q.shape[1] == k.shape[1])
     return dtypes and sizes and visible and _has_compute_capability(AMPERE)
 
 
@@ -50,6 +60,8 @@ def _attention_cudnn(
     causal: bool = True,
     segments: Int[Array, "B T"] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     if not target().attached:
         # JAX traces cuDNN's call only on a machine that has cuDNN. These products have the same shapes and results.

@@ -124,9 +124,9 @@ def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if is_long else positions
 
     def attend(
-        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]
+        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], **options: Any
     ) -> Float[Array, "B T N H"]:
-        return ops.attention(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), segments=visible[:, :-1])
+        return ops.attention(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), segments=visible[:, :-1], **options)
 
     with ops.use_implementations(linear=rounded_gradient_linear):
         logits = model.logits(model(tokens[:, :-1], at[:, :-1], attend))
