@@ -100,8 +100,13 @@ class Checkpoint:
             self.packed, self._parts = find_packed(tensors, scheme, self.read_raw, folder)
 
     @classmethod
-    def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:
+    def open(cls, model: str | Path, *, revision: str | None = None, dequantize: bool = False) -> Checkpoint:
         """Open a folder, a hub id, or a GGUF file.
+
+        Args:
+            model: its path or id.
+            revision: branch, tag or commit of a hub id.
+            dequantize: give the quantised weights of a GGUF file as float32 arrays.
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
@@ -111,7 +116,7 @@ class Checkpoint:
         if folder.is_file():
             from verax.checkpoint.formats.gguf.weights import GGUFWeights
 
-            file = GGUFWeights(folder)
+            file = GGUFWeights(folder, dequantize=dequantize)
             files = dict.fromkeys(file.tensors, file)
             return cls(folder, file.config, file.generation_config(), files, packed=file.packed, metadata=file.metadata)
         if not (folder / "config.json").is_file():

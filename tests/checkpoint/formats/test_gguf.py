@@ -71,6 +71,16 @@ def test_every_bit_pattern_is_exact(kind, folder, tmp_path, monkeypatch):
     np.testing.assert_array_equal(Checkpoint.open(path).read(UP).dequantize(), reference(path, UP))
 
 
+def test_quantised_weights_can_be_had_as_floats(folder, tmp_path):
+    path = tmp_path / "a.gguf"
+    files.write(folder, path, "Q4_0")
+    opened = Checkpoint.open(path, dequantize=True)
+    assert not opened.packed
+    np.testing.assert_array_equal(opened.read(UP), reference(path, UP))
+    assert HEAD not in opened.names()
+    assert load_causal_lm(opened, dtype="float32").lm_head is None
+
+
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
 def test_other_types_become_floats_exactly(kind, wide, tmp_path):
     path = tmp_path / "a.gguf"

@@ -74,8 +74,10 @@ NOTHING = Inputs()
 def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
     """A language model in transformers and in verax: logits of every position.
 
+    Both sides have the dequantised weights of a GGUF file, in the dtype of the comparison.
+
     Args:
-        model: a folder or hub id; `"random"` for a small one of random weights; None for the built-in model.
+        model: a folder, hub id or GGUF file; `"random"` for a small one of random weights; None for the built-in model.
         scratch: a folder for random weights.
         inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
             tokens if there are neither.
@@ -84,21 +86,23 @@ def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHI
     Raises:
         CheckpointError: if the model cannot be read.
         InvalidParameterError: for inputs that it does not take.
-        MissingDependencyError: without torch or transformers.
+        MissingDependencyError: without torch or transformers; for a GGUF file, without accelerate.
     """
     lib = transformers()
     if model == "random":
         model = _random_folder(RANDOM_TEXT, scratch, causal_lm)
-    opened = Checkpoint.open(builtin.text_model() if model is None else model)
+    opened = Checkpoint.open(builtin.text_model() if model is None else model, dequantize=True)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": opened.folder}
     if opened.folder.is_file():
-        raise InvalidParameterError(f"model: transformers reads folders, not {opened.folder.name}")
+        reference_package("accelerate")  # transformers' reader of these files needs it
+        source = {"pretrained_model_name_or_path": opened.folder.parent, "gguf_file": opened.folder.name}
     architecture, config = causal_lm(opened.config)
-    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=2)
+    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=2)
     given = (rows.ids,)  # what is padded on the right, nothing before it sees
 
     def reference(dtype: str) -> Side:
         loaded: Any = lib.AutoModelForCausalLM.from_pretrained(
-            opened.folder, dtype=getattr(torch(), dtype), attn_implementation="eager"
+            **source, dtype=getattr(torch(), dtype), attn_implementation="eager"
         )
         code = sys.modules[type(loaded).__module__]
         names = ("rotary_q", "rotary_k")
@@ -150,7 +154,7 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     lib = transformers()
     model_class, config = encoder(opened.config)
     most = config.max_position_embeddings
-    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
+    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
     # Sentence and padding see themselves only, as ours has it, so that there is a right answer for padding too.
     seen = rows.real[:, None, :, None] == rows.real[:, None, None, :]
     masked = np.where(seen, 0.0, np.finfo(np.float32).min / 2).astype(np.float32)
@@ -179,7 +183,7 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
     config: Any = encoder(opened.config)[1]
     rule = config.rule if config.rule in VARIANTS else "hierarchical"
     most = config.max_position_embeddings
-    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or min(LAM_TOKENS, most), count=VECTORS, most=most)
+    rows = _rows(opened, config.vocab_size, inputs, tokens or min(LAM_TOKENS, most), count=VECTORS, most=most)
     layer = {**(opened.config.get("lam_config") or {}), "rule": rule}
     as_published = {**opened.config, "lam_config": layer}
     watched = (r"\.o_norm$",)
@@ -253,11 +257,13 @@ class _Rows(NamedTuple):
         return compare_vectors((theirs * weights).sum(axis=1), (mine * weights).sum(axis=1))
 
 
-def _rows(folder: Path, vocab_size: int, inputs: Inputs, tokens: int, *, count: int, most: int | None = None) -> _Rows:
+def _rows(
+    opened: Checkpoint, vocab_size: int, inputs: Inputs, tokens: int, *, count: int, most: int | None = None
+) -> _Rows:
     """The tokens of texts, or those that are given, or random ones: `count` rows of so many `tokens`."""
     given = inputs.checked({"input_ids": (None, None), "attention_mask": (None, None)}, texts=True)
     if inputs.texts:
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_checkpoint(opened)
         found = [tokenizer.encode(text) for text in inputs.texts]
         if not all(found):
             raise InvalidParameterError(f"inputs: text {found.index([]) + 1} has no tokens")

@@ -64,8 +64,8 @@ class GGUFWeight(NamedTuple):
 class GGUFWeights:
     """The weights of a file, as `SafetensorsFile` has those of one."""
 
-    def __init__(self, path: Path):
-        """Open the file.
+    def __init__(self, path: Path, *, dequantize: bool = False):
+        """Open the file; `dequantize` to have floats of every matrix.
 
         Raises:
             CheckpointError: if it is damaged, has no language model, or tensors of a type that is not supported.
@@ -81,14 +81,14 @@ class GGUFWeights:
         except KeyError as error:
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is no language model") from error
         embeddings = self.file.tensors[self._names[_EMBEDDINGS]].kind
-        if _HEAD not in self._names and embeddings in _BITS:
+        if _HEAD not in self._names and embeddings in _BITS and not dequantize:
             self._names[_HEAD] = self._names[_EMBEDDINGS]
             self.config["tie_word_embeddings"] = False
         self.tensors = {key: self._info(name) for key, name in self._names.items()}
         self.packed = {
             key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]), _BITS[tensor.kind])
             for key, tensor in ((key, self.file.tensors[name]) for key, name in self._names.items())
-            if tensor.kind in _BITS and len(tensor.shape) == 2 and key != _EMBEDDINGS
+            if tensor.kind in _BITS and len(tensor.shape) == 2 and key != _EMBEDDINGS and not dequantize
         }
 
     def kind(self, key: str) -> str:
