@@ -57,11 +57,14 @@ class Tokenizer:
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
-            UnsupportedModelError: for a GGUF file with a tokenizer that is not byte-level BPE.
+            UnsupportedModelError: for a GGUF file with a kind of tokenizer that is not supported.
         """
         if not opened.metadata:
             return cls.from_folder(opened.folder)
         parts = read_gguf_tokenizer(opened.metadata, opened.folder)
+        tokens, rows = parts.backend.get_vocab_size(), opened.config["vocab_size"]
+        if tokens > rows:
+            raise CheckpointError(f"{opened.folder}: its vocabulary has {tokens} tokens, its embeddings {rows} rows")
         return cls(
             parts.backend,
             special_tokens=parts.special_tokens,

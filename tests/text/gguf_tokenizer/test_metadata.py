@@ -1,9 +1,12 @@
 """What a file lacks or has wrong is refused in one sentence; what it leaves out is as in llama.cpp."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.text.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokenizer import Tokenizer
 
 BYTE_LEVEL = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
 SENTENCEPIECE = {
@@ -41,6 +44,13 @@ def read(sound, changes=None):
 def test_other_kinds_and_damage_are_refused_with_the_reason(sound, changes, error, says):
     with pytest.raises(error, match=says):
         read(sound, changes)
+
+
+def test_more_tokens_than_the_embeddings_have_rows_are_refused():
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in SENTENCEPIECE.items()}
+    opened = SimpleNamespace(metadata=metadata, folder="a.gguf", config={"vocab_size": 5})
+    with pytest.raises(CheckpointError, match=r"a\.gguf: its vocabulary has 6 tokens, its embeddings 5 rows"):
+        Tokenizer.from_checkpoint(opened)
 
 
 def test_sentencepiece_files_that_name_no_special_tokens_have_llama_s():
