@@ -1,0 +1,50 @@
+"""Commands on Gemma 3 270M's file as it stands."""
+
+import json
+
+import pytest
+
+from tests.cli.conftest import run
+from tests.support.published import gemma_file, minilm_folder
+
+__all__ = ["run"]
+
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def path():
+    return gemma_file()
+
+
+def test_generate_completes_a_prompt(run, path):
+    done = run("generate", "--model", path, "--temperature", 0, "--max-tokens", 8, "--max-model-len", 128, PROMPT)
+    assert done.status == 0
+    assert "Paris" in done.out
+
+
+def test_info_describes_the_file(run, path):
+    facts = json.loads(run("info", path, "--json").out)
+    assert facts["architecture"] == "gemma3_text"
+    assert facts["vocabulary"] == facts["tokens"] == 262144
+    assert facts["end_of_text"] == ["<eos>", "<end_of_turn>"]
+    assert 2.6e8 < facts["parameters"] < 2.8e8
+
+
+def test_compare_finds_every_layer_equal_to_transformers(run, path):
+    pytest.importorskip("accelerate")
+    done = run("compare", path, "--tokens", 24)
+    assert done.status == 0
+
+
+def test_the_demo_runs_the_published_models(capsys):
+    from verax.cli import demo
+    from verax.published import INSTALL
+
+    gemma_file(), minilm_folder()
+    made = demo._published(demo._Transcript())
+    assert "Paris" in made["gemma"]
+    assert list(made["minilm"].values()) == [demo.PARAPHRASES[i] for i in (3, 0, 5, 2)]
+    out = capsys.readouterr().out
+    assert made["gemma"] in out
+    assert INSTALL not in out
