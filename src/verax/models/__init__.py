@@ -12,6 +12,7 @@ from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import read_value
 from verax.models.bert import BertConfig, BertModel
 from verax.models.causal_lm import CausalLM, CausalLMConfig, RecurrentConfig, check_causal_lm_class
+from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from verax.models.lam import LamConfig, LamModel
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
@@ -25,6 +26,8 @@ __all__ = [
     "CausalLM",
     "CausalLMConfig",
     "DeltaState",
+    "Gemma3Config",
+    "Gemma3ForCausalLM",
     "LamConfig",
     "LamModel",
     "Qwen3Config",
@@ -50,6 +53,9 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen3_5": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
+    "gemma3": (Gemma3ForCausalLM, Gemma3Config),
+    "gemma3_text": (Gemma3ForCausalLM, Gemma3Config),
+    "gemma2": (Gemma3ForCausalLM, Gemma3Config),
 }
 
 _ENCODERS: dict[str, tuple[Any, Any]] = {"bert": (BertModel, BertConfig), "lam": (LamModel, LamConfig)}

@@ -1,0 +1,313 @@
+"""Gemma 3 and Gemma 2, text: decoder-only transformers most of whose layers see a sliding window.
+
+Follows transformers' `Gemma3ForCausalLM`, the language model of its `Gemma3ForConditionalGeneration`, and
+`Gemma2ForCausalLM`; module paths are the keys of their checkpoints. Reports: Gemma 3 (arXiv:2503.19786), Gemma 2
+(arXiv:2408.00118).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.fields import Depth, Epsilon, Positive, Size, check_multiple, file_of, read_fields, read_value
+from verax.files import JsonObject
+from verax.models.qwen3 import Qwen3ForCausalLM, Rotary
+from verax.models.token_mixers import AttentionFn, causal_attention
+from verax.nn import Embedding, Linear, RMSNorm, fused_linear
+from verax.ops.attention import soft_capped
+
+__all__ = ["Gemma3Config", "Gemma3ForCausalLM"]
+
+GLOBAL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Gemma3Config:
+    """Sizes and flags of both families, by the names of config.json where these are clear."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: Epsilon
+    max_position_embeddings: Size
+    query_pre_attn_scalar: Positive
+    """Scores are q . k divided by its square root."""
+    layer_types: tuple[str, ...]
+    """`full_attention` or `sliding_attention` by layer."""
+    rotary: ops.RotaryConfig
+    local_rotary: ops.RotaryConfig
+    """Rotation in layers that see a window."""
+    tie_word_embeddings: bool
+    qk_norm: bool
+    """Gemma 3: RMSNorm on each head of q and k."""
+    sliding_window: Size | None = None
+    """Tokens that a sliding layer sees, the newest included."""
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    attention_bias: bool = False
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Gemma3Config:
+        """Read a config.json of `model_type` gemma3_text or gemma2, or the text part of a gemma3 one.
+
+        Published files leave out sizes that are the defaults of transformers' classes, which are therefore used here.
+
+        Raises:
+            UnsupportedModelError: for another activation, layers of another kind, attention in both directions, an
+                unknown rope type, or sizes that do not divide.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
+        """
+        part = read_value(config, "text_config", dict, None)
+        where = f"{file_of(config)}: text_config" if part else file_of(config)
+        family = read_value(config, "model_type", str)
+        defaults = _GEMMA2 if family == "gemma2" else _GEMMA3
+        text = JsonObject({**_DEFAULTS, **defaults, **(config if part is None else part)}, where)
+        # With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
+        text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+        if (activation := text["hidden_activation"]) not in (None, "gelu_pytorch_tanh"):
+            raise UnsupportedModelError(
+                f"hidden_activation {activation!r} is not supported; this family uses 'gelu_pytorch_tanh'"
+            )
+        if read_value(text, "use_bidirectional_attention", bool, False):
+            raise UnsupportedModelError(f"{family} with use_bidirectional_attention is not supported as a causal model")
+        fields = read_fields(text, cls, _READ)
+        check_multiple(text, **{name: fields[name] for name in ("num_attention_heads", "num_key_value_heads")})
+        if fields["head_dim"] % 2:
+            raise UnsupportedModelError(f"{where}: head_dim {fields['head_dim']} is odd; rotary positions need pairs")
+        rotary = ops.RotaryConfig.from_hf(text) if family == "gemma2" else _rotary(text, GLOBAL, "rope_theta")
+        local = rotary if family == "gemma2" else _rotary(text, SLIDING, "rope_local_base_freq")
+        return cls(
+            **fields,
+            layer_types=_layer_types(text, fields["num_hidden_layers"], fields.get("sliding_window")),
+            rotary=rotary,
+            local_rotary=local,
+            qk_norm=family != "gemma2",
+        )
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Window of each layer in tokens; None for a layer that sees everything."""
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+
+
+_DEFAULTS = MappingProxyType(
+    {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+)
+_GEMMA2 = MappingProxyType(
+    {
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window_pattern": 2,
+    }
+)
+_GEMMA3 = MappingProxyType(
+    {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 6,
+    }
+)
+"""Values that a file may leave out."""
+
+_READ = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "query_pre_attn_scalar"),
+    *("tie_word_embeddings", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_bias"),
+)
+
+
+def _layer_types(config: JsonObject, depth: int, window: int | None) -> tuple[str, ...]:
+    """Kinds of the layers: those that the file lists, or every `sliding_window_pattern`-th one sees everything."""
+    pattern = read_value(config, "sliding_window_pattern", Size)
+    kinds = read_value(config, "layer_types", tuple[str, ...], ())
+    kinds = kinds or tuple(SLIDING if (i + 1) % pattern else GLOBAL for i in range(depth))
+    if len(kinds) != depth:
+        raise CheckpointError(f"{config.where}: layer_types has {len(kinds)} entries for {depth} layers")
+    if unknown := sorted({*kinds} - {GLOBAL, SLIDING}):
+        raise UnsupportedModelError(f"{config['model_type']} with layers of type {', '.join(unknown)} is not supported")
+    if SLIDING in kinds and window is None:
+        raise UnsupportedModelError(f"{config.where} lacks sliding_window, which its {SLIDING} layers need")
+    return kinds
+
+
+def _rotary(config: JsonObject, kind: str, base: str) -> ops.RotaryConfig:
+    """Rotation in layers of one kind: by kind in `rope_parameters` (transformers 5), or by names of their own."""
+    by_kind = read_value(config, "rope_parameters", dict, {})
+    given = read_value(by_kind, kind, dict, {}) if by_kind else {}
+    if not by_kind and kind == GLOBAL:
+        given = read_value(config, "rope_scaling", dict, {})
+    rope = {"rope_theta": config[base], **given}
+    context = {"max_position_embeddings": config["max_position_embeddings"]}
+    return ops.RotaryConfig.from_hf(JsonObject({"rope_parameters": rope, **context}, config.where))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a window or everything, with rotary positions and normalised queries and keys."""
+
+    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.config = config
+        self.q_proj = Linear(D, N * H, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(D, K * H, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(D, K * H, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(N * H, D, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.q_norm = _norm(config, dtype, H) if config.qk_norm else None
+        self.k_norm = _norm(config, dtype, H) if config.qk_norm else None
+
+    def __call__(
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
+    ) -> Float[Array, "*B T D"]:
+        q, k, v = map(self._heads, fused_linear(x, self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
+        out = attend(
+            layer,
+            q,
+            k,
+            v,
+            scale=self.config.query_pre_attn_scalar**-0.5,
+            window=self.config.sliding_windows[layer],
+            soft_cap=self.config.attn_logit_softcapping,
+        )
+        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+
+    def _heads(self, x: Float[Array, "*B D"]) -> Float[Array, "*B N H"]:
+        return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
+
+
+class MLP(nnx.Module):
+    """GeGLU feed-forward (Shazeer, 2020, arXiv:2002.05202), GELU by its tanh approximation."""
+
+    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, F = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(D, F, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(D, F, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(F, D, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        gate, up = fused_linear(x, self.gate_proj, self.up_proj)
+        return self.down_proj(jax.nn.gelu(gate, approximate=True) * up)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then feed-forward, each between a norm of its input and one of its output."""
+
+    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.input_layernorm = _norm(config, dtype)
+        self.post_attention_layernorm = _norm(config, dtype)
+        self.pre_feedforward_layernorm = _norm(config, dtype)
+        self.post_feedforward_layernorm = _norm(config, dtype)
+
+    def __call__(
+        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
+    ) -> Float[Array, "*B T D"]:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, layer, attend))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Decoder(nnx.Module):
+    """Scaled token embedding, the layers, and the final norm."""
+
+    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = _norm(config, dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
+    ) -> Float[Array, "*B T D"]:
+        config = self.config
+        # The factor is of the weights' dtype: bfloat16 models were trained with 25.25 where sqrt(640) is 25.298.
+        scale = jnp.asarray(config.hidden_size**0.5, self.embed_tokens.weight[...].dtype)
+        x = self.embed_tokens(tokens) * scale.astype(jnp.float32)
+        rotary = {
+            GLOBAL: ops.rotary_tables(positions, config.rotary, config.head_dim),
+            SLIDING: ops.rotary_tables(positions, config.local_rotary, config.head_dim),
+        }
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotary[config.layer_types[i]], i, attend)
+        return self.norm(x)
+
+
+class Gemma3ForCausalLM(nnx.Module):
+    """The language model: `model(tokens, positions, attend)` gives hidden states, `model.logits` the vocabulary scores.
+
+    The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype.
+    """
+
+    ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^(model\.)?(vision_tower|multi_modal_projector)\.")
+    """Patterns of keys that are not needed; among them the vision tower."""
+
+    key_aliases = ((r"^model\.", "model.language_model."), (r"^", "language_model."))
+    """Checkpoints with a vision tower have the language model one level further down, in two layouts."""
+
+    tied_weights = Qwen3ForCausalLM.tied_weights
+    """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
+
+    partition_rules = Qwen3ForCausalLM.partition_rules
+    """Tensor parallelism on a mesh with an axis `tensor`: heads, feed-forward units and vocabulary are divided."""
+
+    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.model = Decoder(config, dtype=dtype, rngs=rngs)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Dtype of the weights that are not quantised, and of keys and values."""
+        return self.model.embed_tokens.weight[...].dtype
+
+    def __call__(
+        self,
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"] | None = None,
+        attend: AttentionFn | None = None,
+    ) -> Float[Array, "*B T D"]:
+        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        return self.model(tokens, positions, attend or causal_attention(self.dtype))
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Scores over the vocabulary, float32."""
+        scores = self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return soft_capped(scores, self.config.final_logit_softcapping)
+
+
+def _norm(config: Gemma3Config, dtype: DTypeLike, size: int | None = None) -> RMSNorm:
+    return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
