@@ -23,6 +23,17 @@ def test_generate_completes_a_prompt(run, path):
     assert "Paris" in done.out
 
 
+def test_chat_answers_by_a_template_since_a_base_model_has_none(run, path, tmp_path):
+    template = tmp_path / "questions.jinja"
+    template.write_text("{% for message in messages %}Q: {{ message.content }}\nA: {% endfor %}")
+    arguments = ("chat", "--model", path, "--max-model-len", 128, "--max-tokens", 8, "--temperature", 0)
+    message = ("--message", "What is the capital of France?")
+    assert "--chat-template" in run(*arguments, *message).err
+    done = run(*arguments, *message, "--chat-template", template)
+    assert done.status == 0
+    assert "Paris" in done.out
+
+
 def test_info_describes_the_file(run, path):
     facts = json.loads(run("info", path, "--json").out)
     assert facts["architecture"] == "gemma3_text"

@@ -99,6 +99,15 @@ class Tokenizer:
             chat_templates=_chat_templates(folder, config),
         )
 
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer, with this Jinja text as its only chat template."""
+        return Tokenizer(
+            self._backend,
+            special_tokens=self._special_tokens,
+            eos_token_ids=self.eos_token_ids,
+            chat_templates={"default": template},
+        )
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
@@ -194,7 +203,7 @@ class Tokenizer:
         if not self._chat_templates:
             raise TemplateError(
                 "this checkpoint has no chat template: give a prompt as text instead of messages, or save the model's "
-                "template as chat_template.jinja beside tokenizer.json"
+                "template as chat_template.jinja beside tokenizer.json, or give --chat-template"
             )
         name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
         template = self._chat_templates.get(name)

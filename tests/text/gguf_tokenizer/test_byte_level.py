@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers, processors
 
 from tests.support import gguf as files
-from tests.support.tiny import END, TURN_END, TURN_START, tiny_checkpoint
+from tests.support.tiny import END, TURN_END, TURN_START, tiny_checkpoint, tiny_tokenizer
 from verax.checkpoint import Checkpoint
 from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
@@ -33,7 +33,8 @@ SPLITS = {"qwen2": QWEN2, "llama-bpe": LLAMA3, "qwen35": QWEN35}
 
 
 def published(folder, family):
-    """Make a folder's tokenizer.json like that of a family."""
+    """Make a folder's tokenizer.json like that of a family, with a token of a user as its last one."""
+    tiny_tokenizer(folder, vocab_size=322)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if family in SPLITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -62,7 +63,7 @@ def published(folder, family):
 
 
 def both(tmp_path, family, **options):
-    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=322), family)
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), family)
     files.write(folder, tmp_path / "a.gguf", pre=family, **options)
     return Tokenizer.from_folder(folder), Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
 
@@ -102,14 +103,14 @@ def test_conversations_are_rendered_by_the_files_template(tmp_path):
 
 
 def test_files_of_early_converters_go_by_their_architecture(tmp_path):
-    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=322), "qwen2")
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
     files.write(folder, tmp_path / "a.gguf", pre="default")
     ours = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
     assert [ours.encode(text) for text in TEXTS] == [Tokenizer.from_folder(folder).encode(text) for text in TEXTS]
 
 
 def test_a_file_generates_like_its_folder(tmp_path):
-    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=322), "qwen2")
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
     files.write(folder, tmp_path / "a.gguf", pre="qwen2")
     options = dict(dtype="float32", max_num_seqs=2, max_model_len=128, use_tqdm=False)
     greedy = SamplingParams(temperature=0, max_tokens=20)

@@ -72,5 +72,5 @@ def _merges(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, 
         for at in range(1, len(token))
         if token[:at] in joined and token[at:] in joined
     ]
-    pairs.sort(key=lambda pair: pair[:3], reverse=True)
+    pairs.sort(reverse=True)
     return [(token[:at], token[at:]) for _, at, _, token in pairs]
