@@ -46,8 +46,8 @@ def build(vocabulary: Vocabulary, scores: Sequence[float], unknown: int, *, spac
     backend.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    backend.add_tokens([tokenizers.AddedToken(vocabulary.tokens[unknown], special=True, normalized=False)])
-    backend.add_tokens(vocabulary.added_tokens())
+    nothing = tokenizers.AddedToken(vocabulary.tokens[unknown], special=True, normalized=False)
+    backend.add_tokens([nothing, *vocabulary.added_tokens()])
     return backend
 
 
