@@ -23,6 +23,8 @@ FAMILIES = {
     "qwen3-untied": ("Qwen3", dict(head_dim=32, tie_word_embeddings=False)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "llama": ("Llama", LLAMA),
+    "gemma3": ("Gemma3", dict(num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
+    "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
 }
 
 
@@ -32,7 +34,7 @@ FAMILIES = {
 def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kind, tmp_path):
     name, options = FAMILIES[family]
     # Rows of whole blocks of 32.
-    config = getattr(transformers, f"{name}Config")(
+    config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(
         **{**SIZES, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, **options}
     )
     torch.manual_seed(0)

@@ -6,7 +6,13 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-ARCHITECTURES = {"qwen3": gguf.MODEL_ARCH.QWEN3, "qwen2": gguf.MODEL_ARCH.QWEN2, "llama": gguf.MODEL_ARCH.LLAMA}
+ARCHITECTURES = {
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+}
 SCALE_OFFSETS = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 """Offsets of a block's float16 scales, for types that the package cannot quantise to."""
 
@@ -41,7 +47,7 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     family, layers = config["model_type"], config["num_hidden_layers"]
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
     writer.add_block_count(layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -50,7 +56,14 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # a Gemma's is by kind of layer
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if is_gemma := "gemma" in family:
+        writer.add_sliding_window(config["sliding_window"])
+        if config.get("attn_logit_softcapping"):
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        if config.get("final_logit_softcapping"):
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -66,6 +79,8 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         if name is None or key in drop:
             continue
         weight = weight.astype(np.float32)
+        if is_gemma and key.endswith("norm.weight"):
+            weight = weight + 1
         if family == "llama" and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
         chosen = (kinds or {}).get(key, kind) if weight.ndim == 2 else "F32"

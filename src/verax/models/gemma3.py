@@ -238,12 +238,21 @@ class DecoderLayer(nnx.Module):
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
+class ScaledEmbedding(Embedding):
+    """Embedding whose rows are multiplied by the square root of their size."""
+
+    def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        # The factor is rounded to the weights' dtype: these models were trained with 25.25 where sqrt(640) is 25.298.
+        scale = jnp.asarray(self.weight.shape[-1] ** 0.5, self.weight[...].dtype)
+        return super().__call__(tokens) * scale.astype(jnp.float32)
+
+
 class Decoder(nnx.Module):
-    """Scaled token embedding, the layers, and the final norm."""
+    """Token embedding, the layers, and the final norm."""
 
     def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = _norm(config, dtype)
 
@@ -251,9 +260,7 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
         config = self.config
-        # The factor is of the weights' dtype: bfloat16 models were trained with 25.25 where sqrt(640) is 25.298.
-        scale = jnp.asarray(config.hidden_size**0.5, self.embed_tokens.weight[...].dtype)
-        x = self.embed_tokens(tokens) * scale.astype(jnp.float32)
+        x = self.embed_tokens(tokens)
         rotary = {
             GLOBAL: ops.rotary_tables(positions, config.rotary, config.head_dim),
             SLIDING: ops.rotary_tables(positions, config.local_rotary, config.head_dim),

@@ -1,6 +1,7 @@
 """GGUF files: weights exactly as llama.cpp dequantises them, configuration from metadata, clear refusals."""
 
 import struct
+from dataclasses import replace
 
 import gguf
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint
 from verax.checkpoint import Checkpoint
+from verax.checkpoint.formats.gguf.layout import read_config
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
@@ -121,6 +123,61 @@ def test_float_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
     names += ("num_key_value_heads", "max_position_embeddings", "qk_norm", "qkv_bias", "output_bias", "mlp_bias")
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma2"])
+def test_a_gemmas_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
+    """Of its norms the file has 1 + weight; of its layers' kinds it has none."""
+    caps = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0} if family == "gemma2" else {}
+    sizes = {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16, **caps}
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **sizes)
+    files.write(folder, tmp_path / "a.gguf")
+    opened = Checkpoint.open(tmp_path / "a.gguf")
+    weights = load_file(folder / "model.safetensors")
+    assert sorted(opened.names()) == sorted(weights)
+    for key, weight in weights.items():
+        rounded = weight + np.float32(1) - np.float32(1) if key.endswith("norm.weight") else weight
+        np.testing.assert_array_equal(opened.read(key), rounded, err_msg=key)
+    ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
+    assert replace(ours, rms_norm_eps=theirs.rms_norm_eps) == theirs
+
+
+GEMMA = {
+    "general.architecture": "gemma3",
+    "gemma3.context_length": 64,
+    "gemma3.embedding_length": 5376,
+    "gemma3.block_count": 12,
+    "gemma3.feed_forward_length": 96,
+    "gemma3.attention.head_count": 32,
+    "gemma3.attention.head_count_kv": 16,
+    "gemma3.attention.key_length": 128,
+    "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+    "gemma3.attention.sliding_window": 8,
+    "gemma3.rope.freq_base": 1e6,
+}
+
+
+def gemma(**changes):
+    metadata = {**GEMMA, **{f"gemma3.{name.replace('__', '.')}": value for name, value in changes.items()}}
+    return causal_lm(read_config(metadata, {EMBEDDINGS: (300, 5376)}))[1]
+
+
+def test_what_no_metadata_say_of_a_gemma_is_as_llama_cpp_has_it():
+    assert gemma().sliding_windows == (8, 8, 8, 8, 8, None) * 2
+    assert (gemma().rotary.theta, gemma().local_rotary.theta, gemma().query_pre_attn_scalar) == (1e6, 1e4, 128)
+    # 27 billion weights: scores are divided by the root of 5376 / 32.
+    assert gemma(block_count=62).query_pre_attn_scalar == 168
+
+
+def test_metadata_of_a_gemmas_layers_are_read():
+    assert gemma(attention__sliding_window_pattern=3).sliding_windows == (8, 8, None) * 4
+    assert gemma(attention__sliding_window_pattern=[True, False] * 6).sliding_windows == (8, None) * 6
+    assert gemma(attention__sliding_window=0).sliding_windows == (None,) * 12
+    assert gemma(rope__freq_base_swa=5e3).local_rotary.theta == 5e3
+    linear = gemma(rope__scaling__type="linear", rope__scaling__factor=8.0)
+    assert (linear.rotary.kind, linear.local_rotary.kind) == ("linear", "default")
+    with pytest.raises(UnsupportedModelError, match="sliding_window_pattern: expected a number, got 'often'"):
+        gemma(attention__sliding_window_pattern="often")
 
 
 def test_scaled_rotary_frequencies_are_those_of_the_folder(tmp_path):
@@ -250,7 +307,9 @@ def test_damaged_and_foreign_files_are_refused_with_the_reason(case, tmp_path):
 def test_another_architecture_is_refused_by_name(tmp_path):
     content = HEADER + struct.pack("<QQ", 0, 1) + string("general.architecture") + struct.pack("<I", 8) + string("bert")
     (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(UnsupportedModelError, match="'bert' is not supported; in GGUF files qwen3, qwen2, llama are"):
+    with pytest.raises(
+        UnsupportedModelError, match="'bert' is not supported; in GGUF files qwen3, qwen2, llama, gemma3, gemma2"
+    ):
         Checkpoint.open(tmp_path / "a.gguf")
 
 

@@ -74,7 +74,7 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
             raise CheckpointError(
                 f"{opened.folder}: {name} of shape {list(shape)} cannot be {kind}: {error}"
             ) from error
-        writer.add_tensor_info(tensor_name(name), stored, np.dtype(np.uint8), int(np.prod(stored)), quantized)
+        writer.add_tensor_info(tensor_name(name, family), stored, np.dtype(np.uint8), int(np.prod(stored)), quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -6,17 +6,28 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from verax.errors import UnsupportedModelError
 
-__all__ = ["ROPE_DIVISORS", "interleaved", "read_config", "restored", "rotated", "tensor_key", "tensor_name"]
+__all__ = [
+    "ROPE_DIVISORS",
+    "interleaved",
+    "norm_offset",
+    "read_config",
+    "restored",
+    "rotated",
+    "tensor_key",
+    "tensor_name",
+]
 
-_ARCHITECTURES = ("qwen3", "qwen2", "llama")
-"""Values of `general.architecture` that are supported: they are config.json's `model_type`s."""
+_MODEL_TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"}
+"""config.json's `model_type` by `general.architecture`, for those that are supported."""
+
+_GEMMA = ("gemma3", "gemma2")
 
 ROPE_DIVISORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies, `[H/2]`: the file's form of Llama 3.1's scaling."""
@@ -35,27 +46,46 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER_NAMES = {
+    **_LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _KEYS = {key: name for name, key in _NAMES.items()}
-_LAYER_KEYS = {key: name for name, key in _LAYER_NAMES.items()}
 
 
-def tensor_key(name: str) -> str:
-    """The checkpoint's key of a tensor, `blk.3.attn_q.weight` say; the name itself if our models have none such."""
+def _layer_names(architecture: str | None) -> dict[str, str]:
+    return _GEMMA_LAYER_NAMES if architecture in _GEMMA else _LAYER_NAMES
+
+
+def tensor_key(name: str, architecture: str | None) -> str:
+    """The checkpoint's key of a tensor, `blk.3.attn_q.weight` say; the name itself if our models have none such.
+
+    `architecture` is the file's `general.architecture`.
+    """
     stem, _, kind = name.rpartition(".")
     if stem in _NAMES:
         return f"{_NAMES[stem]}.{kind}"
+    names = _layer_names(architecture)
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}" if block == "blk" and part in _LAYER_NAMES else name
+    return f"model.layers.{layer}.{names[part]}.{kind}" if block == "blk" and part in names else name
 
 
-def tensor_name(key: str) -> str:
+def tensor_name(key: str, architecture: str) -> str:
     """The name of the tensor that holds the weight `key`: the inverse of `tensor_key`."""
     stem, _, kind = key.rpartition(".")
     if stem in _KEYS:
         return f"{_KEYS[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LAYER_KEYS[part]}.{kind}"
+    name = next(name for name, ours in _layer_names(architecture).items() if ours == part)
+    return f"blk.{layer}.{name}.{kind}"
+
+
+def norm_offset(key: str, architecture: str) -> float:
+    """The number that llama.cpp's converter adds to a weight: 1 to a Gemma's norms, which multiply by 1 + weight."""
+    return 1.0 if architecture in _GEMMA and key.endswith("norm.weight") else 0.0
 
 
 def rotated(key: str, config: Mapping[str, Any]) -> int | None:
@@ -96,9 +126,9 @@ def read_config(
         KeyError: with the metadata key that is missing.
     """
     kind = metadata["general.architecture"]
-    if kind not in _ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in _MODEL_TYPES:
         raise UnsupportedModelError(
-            f"general.architecture {kind!r} is not supported; in GGUF files {', '.join(_ARCHITECTURES)} are"
+            f"general.architecture {kind!r} is not supported; in GGUF files {', '.join(_MODEL_TYPES)} are"
         )
 
     def given(name: str, default: Any = None) -> Any:
@@ -116,7 +146,7 @@ def read_config(
         if given(name, wanted) != wanted:
             raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {wanted} is")
     return {
-        "model_type": kind,
+        "model_type": _MODEL_TYPES[kind],
         "vocab_size": shapes["model.embed_tokens.weight"][0],
         "hidden_size": size,
         "intermediate_size": needed("feed_forward_length"),
@@ -132,6 +162,32 @@ def read_config(
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in shapes,
         "rope_theta": given("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(given, kind, divisors),
+        **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
+    }
+
+
+_WINDOW_PATTERN = {"gemma3": 6, "gemma2": 2}
+"""Layers from one that sees everything to the next, where the file does not say."""
+
+_WIDE_QUERIES = {("gemma3", 62), ("gemma2", 46)}
+"""Models (of 27 billion weights) whose scores are scaled by width / heads and not by the head size, by their depth."""
+
+
+def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim: int) -> dict[str, Any]:
+    """What a Gemma's config.json has beside; llama.cpp knows by the depth what no metadata say."""
+    depth, pattern = given("block_count"), given("attention.sliding_window_pattern", _WINDOW_PATTERN[kind])
+    window = given("attention.sliding_window", 4096 if kind == "gemma2" else None)
+    if isinstance(pattern, int):
+        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(depth)]
+    elif not isinstance(pattern, list):
+        raise UnsupportedModelError(f"{kind}.attention.sliding_window_pattern: expected a number, got {pattern!r}")
+    caps = {name: given(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return {
+        "layer_types": ["sliding_attention" if window and windowed else "full_attention" for windowed in pattern],
+        "sliding_window": window or None,
+        "rope_local_base_freq": given("rope.freq_base_swa", 10000.0),
+        "query_pre_attn_scalar": size // heads if (kind, depth) in _WIDE_QUERIES else head_dim,
+        **{name: cap for name, cap in caps.items() if cap is not None},
     }
 
 

@@ -14,7 +14,14 @@ import jax
 import numpy as np
 
 from verax.checkpoint.formats.gguf.file import DTYPES, GGUFFile
-from verax.checkpoint.formats.gguf.layout import ROPE_DIVISORS, read_config, restored, rotated, tensor_key
+from verax.checkpoint.formats.gguf.layout import (
+    ROPE_DIVISORS,
+    norm_offset,
+    read_config,
+    restored,
+    rotated,
+    tensor_key,
+)
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError
 from verax.ops.quantized import QuantizedWeight
@@ -74,7 +81,10 @@ class GGUFWeights:
         self.path = path
         self.file = GGUFFile(path)
         self.metadata = self.file.metadata
-        self._names = {tensor_key(name): name for name in self.file.tensors if name != ROPE_DIVISORS}
+        self._architecture = str(self.metadata.get("general.architecture"))
+        self._names = {
+            tensor_key(name, self._architecture): name for name in self.file.tensors if name != ROPE_DIVISORS
+        }
         shapes = {key: self.file.tensors[name].shape for key, name in self._names.items()}
         try:
             self.config = read_config(self.metadata, shapes, self._divisors())
@@ -96,10 +106,12 @@ class GGUFWeights:
         return self.file.tensors[self._names[key]].kind
 
     def read(self, key: str) -> np.ndarray:
-        """A tensor as floats: a view where the file has them in our order, else a copy."""
+        """A tensor as floats: a view where the file has them as they are here, else a copy."""
         tensor, rows = self.file.tensors[self._names[key]], self.rows(key)
         if tensor.kind in DTYPES:
-            return rows.view(DTYPES[tensor.kind]).reshape(tensor.shape)
+            weight = rows.view(DTYPES[tensor.kind]).reshape(tensor.shape)
+            offset = norm_offset(key, self._architecture)
+            return weight - offset if offset else weight
         return gguf.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind]).reshape(tensor.shape)
 
     def rows(self, key: str) -> np.ndarray:
