@@ -81,7 +81,7 @@ def test_float32_vectors_are_those_of_transformers(folder, expected):
     assert (encoder.dimension, encoder.max_length) == (384, 256)
     ours = encoder.encode(SENTENCES, batch_size=8, show_progress=False)
     assert encoder.truncated == 2
-    assert np.abs(ours - expected).max() < 4e-7
+    assert np.abs(ours - expected).max() < 1e-6  # measured: 4e-7, of numbers up to 0.2
 
 
 def test_bfloat16_vectors_point_the_same_way(folder, expected):
