@@ -18,13 +18,12 @@ def config(family="gemma3_text", **changes):
 
 def build(**changes):
     architecture, sizes = causal_lm(config(**changes))
-    model = architecture(sizes, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))))
     weights = random_weights(config(**changes))
-    state = nnx.to_flat_state(nnx.state(model))
-    nnx.update(
-        model, nnx.from_flat_state([(path, leaf.replace(weights[".".join(map(str, path))])) for path, leaf in state])
-    )
-    return model
+    filled = [
+        (path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, leaf in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def keys(**changes):

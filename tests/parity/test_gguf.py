@@ -54,7 +54,9 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kin
         expected = model(torch.tensor(TOKENS)).logits.numpy()
     ours = load_causal_lm(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
     # Inputs of quantised layers are rounded to bfloat16; with their float32 arrays nothing is.
-    assert relative(logits(ours, TOKENS), expected) < (2e-5 if kind == "F32" else 0.03)
+    # The norm after each of a Gemma's layers makes more of that.
+    rounded = 0.1 if "gemma" in family else 0.03
+    assert relative(logits(ours, TOKENS), expected) < (2e-5 if kind == "F32" else rounded)
     for _, module in nnx.iter_modules(ours):
         if isinstance(module, Linear) and isinstance(weight := module.weight.get_value(), QuantizedWeight):
             module.weight = nnx.Param(weight.dequantize())

@@ -89,11 +89,15 @@ class Gemma3Config:
         check_multiple(text, **{name: fields[name] for name in ("num_attention_heads", "num_key_value_heads")})
         if fields["head_dim"] % 2:
             raise UnsupportedModelError(f"{where}: head_dim {fields['head_dim']} is odd; rotary positions need pairs")
+        window = read_value(text, "sliding_window", Size, None)
         rotary = ops.RotaryConfig.from_hf(text) if family == "gemma2" else _rotary(text, GLOBAL, "rope_theta")
         local = rotary if family == "gemma2" else _rotary(text, SLIDING, "rope_local_base_freq")
         return cls(
             **fields,
-            layer_types=_layer_types(text, fields["num_hidden_layers"], fields.get("sliding_window")),
+            layer_types=_layer_types(text, fields["num_hidden_layers"], window),
+            sliding_window=window,
+            attn_logit_softcapping=read_value(text, "attn_logit_softcapping", Positive, None),
+            final_logit_softcapping=read_value(text, "final_logit_softcapping", Positive, None),
             rotary=rotary,
             local_rotary=local,
             qk_norm=family != "gemma2",
@@ -142,7 +146,7 @@ _GEMMA3 = MappingProxyType(
 _READ = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "query_pre_attn_scalar"),
-    *("tie_word_embeddings", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "attention_bias"),
+    *("tie_word_embeddings", "attention_bias"),
 )
 
 

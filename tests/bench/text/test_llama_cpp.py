@@ -15,7 +15,13 @@ from verax.bench.text.llama_cpp import LlamaCppSide
 from verax.bench.text.run import bench_text
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
-from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError, VeraxError
+from verax.errors import (
+    CheckpointError,
+    InvalidParameterError,
+    MissingDependencyError,
+    UnsupportedModelError,
+    VeraxError,
+)
 from verax.models import causal_lm
 from verax.text.llm import LLM
 
@@ -69,6 +75,12 @@ def test_rows_that_blocks_do_not_divide_and_quantised_checkpoints_are_refused(tm
     write_gguf(Checkpoint.open(tiny(tmp_path / "b")), tmp_path / "b.gguf", "Q8_0")
     with pytest.raises(CheckpointError, match="it is quantised; to become a GGUF file it must not be"):
         write_gguf(Checkpoint.open(tmp_path / "b.gguf"), tmp_path / "c.gguf", "Q8_0")
+
+
+def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path):
+    opened = Checkpoint.open(tiny_checkpoint(tmp_path, family="gemma2"))
+    with pytest.raises(UnsupportedModelError, match="a gemma2 cannot be written to a GGUF file; qwen3, qwen2, llama"):
+        write_gguf(opened, tmp_path / "a.gguf", "Q8_0")
 
 
 def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monkeypatch, tmp_path):

@@ -18,6 +18,9 @@ from verax.models import causal_lm
 __all__ = ["write_gguf"]
 
 
+FAMILIES = ("qwen3", "qwen2", "llama")
+"""Values of config.json's `model_type` whose models can be written."""
+
 PRE_TOKENIZER = "qwen2"
 """Cuts of texts before merges apply. Prompts of benchmarks are ids, which are not cut."""
 
@@ -35,11 +38,14 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
 
     Raises:
         CheckpointError: if the checkpoint is quantised already, or has rows that blocks of 32 do not divide.
+        UnsupportedModelError: for another family.
     """
     if opened.packed:
         raise CheckpointError(f"{opened.folder}: it is quantised; to become a GGUF file it must not be")
     config, sizes = opened.config, causal_lm(opened.config)[1]
     family = config["model_type"]
+    if family not in FAMILIES:
+        raise UnsupportedModelError(f"a {family} cannot be written to a GGUF file; {', '.join(FAMILIES)} can")
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(sizes.num_hidden_layers)
     writer.add_context_length(sizes.max_position_embeddings)
@@ -74,7 +80,7 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
             raise CheckpointError(
                 f"{opened.folder}: {name} of shape {list(shape)} cannot be {kind}: {error}"
             ) from error
-        writer.add_tensor_info(tensor_name(name, family), stored, np.dtype(np.uint8), int(np.prod(stored)), quantized)
+        writer.add_tensor_info(tensor_name(name), stored, np.dtype(np.uint8), int(np.prod(stored)), quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

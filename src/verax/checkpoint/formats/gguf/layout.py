@@ -53,10 +53,7 @@ _GEMMA_LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _KEYS = {key: name for name, key in _NAMES.items()}
-
-
-def _layer_names(architecture: str | None) -> dict[str, str]:
-    return _GEMMA_LAYER_NAMES if architecture in _GEMMA else _LAYER_NAMES
+_LAYER_KEYS = {key: name for name, key in _LAYER_NAMES.items()}
 
 
 def tensor_key(name: str, architecture: str | None) -> str:
@@ -67,20 +64,19 @@ def tensor_key(name: str, architecture: str | None) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _NAMES:
         return f"{_NAMES[stem]}.{kind}"
-    names = _layer_names(architecture)
+    names = _GEMMA_LAYER_NAMES if architecture in _GEMMA else _LAYER_NAMES
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
     return f"model.layers.{layer}.{names[part]}.{kind}" if block == "blk" and part in names else name
 
 
-def tensor_name(key: str, architecture: str) -> str:
-    """The name of the tensor that holds the weight `key`: the inverse of `tensor_key`."""
+def tensor_name(key: str) -> str:
+    """The name of the tensor that holds the weight `key` of a Qwen3, Qwen2 or Llama: the inverse of `tensor_key`."""
     stem, _, kind = key.rpartition(".")
     if stem in _KEYS:
         return f"{_KEYS[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    name = next(name for name, ours in _layer_names(architecture).items() if ours == part)
-    return f"blk.{layer}.{name}.{kind}"
+    return f"blk.{layer}.{_LAYER_KEYS[part]}.{kind}"
 
 
 def norm_offset(key: str, architecture: str) -> float:
