@@ -47,7 +47,7 @@ def test_a_model_of_600_million_weights_is_lowered_without_any():
     assert program.name in lowered.as_text()[:200]
     weights = sum(x.size for x in program.arguments[0])
     assert 596_000_000 < weights < 597_000_000
-    assert f"{sizes.num_blocks}x8x16x128xbf16" in lowered.as_text()
+    assert f"{sizes.groups[0].num_blocks}x8x16x128xbf16" in lowered.as_text()
     slots, cache, output = lowered.out_info
     assert described(slots) == described(program.arguments[1])
     assert described(cache) == described(program.arguments[2])
@@ -61,7 +61,7 @@ def test_the_cache_takes_what_weights_and_reserve_leave_of_an_accelerator(monkey
     monkeypatch.setattr(ops, "target", lambda: device)
     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig())
     one = block_bytes(config, sizes.block_size, jnp.bfloat16)
-    assert 0.9 * total - in_use - one < sizes.num_blocks * one <= 0.9 * total - in_use
+    assert 0.9 * total - in_use - one < sizes.groups[0].num_blocks * one <= 0.9 * total - in_use
 
 
 @pytest.mark.parametrize("engine", ["llm", "quantized_llm"])

@@ -135,6 +135,7 @@ def test_padding_writes_to_no_slot(llm, expected):
 def test_preemption_changes_no_token(llm, expected):
     scheduler = llm.engine.scheduler
     somebody = Sequence(request=None, index=0, seed=0, tokens=[])
+    assert scheduler.blocks.admit(somebody, 0)
     scheduler.blocks.grow(somebody, 4 * (scheduler.blocks.num_usable - 31))  # leaves 31 blocks for eight sequences
     before = scheduler.num_preemptions
     crowded = [tokens(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (GREEDY, RANDOM)]

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.sequences import make_sequence
 from verax.text.block_manager import BlockManager
+from verax.text.cache_groups import most_blocks
 from verax.text.scheduler import Scheduler
 from verax.text.sequence import SequenceState
 
@@ -18,10 +19,11 @@ class PretendedDevice:
     written shows as a different text.
     """
 
-    def __init__(self, num_blocks, block_size, max_num_seqs, budget, *, caching=True):
-        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=caching)
+    def __init__(self, num_blocks, block_size, max_num_seqs, budget, *, caching=True, windows=(None,)):
+        self.blocks = BlockManager(num_blocks, block_size, windows=windows, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-        self.cache = np.zeros((num_blocks, block_size), object)
+        self.windows = windows
+        self.caches = [np.zeros((count, block_size), object) for count in num_blocks]
         self.in_flight = None
         self.tables = {}
         self.tokens = {}  # by slot: what the device knows, sampled tokens included
@@ -35,8 +37,14 @@ class PretendedDevice:
         self.step_sizes.append(plan.num_tokens)
         for sequence in plan.admitted:
             assert sequence.num_pending <= 1  # at most the token that this very plan samples
-            self.tables[sequence.slot] = dict(enumerate(sequence.blocks))
+            self.tables[sequence.slot] = dict(enumerate(zip(*sequence.tables, strict=True)))
             self.tokens[sequence.slot] = list(sequence.tokens)
+        for chunk in plan.chunks:
+            for table, window in zip(chunk.sequence.tables, self.windows, strict=True):
+                most = most_blocks(
+                    chunk.sequence.num_tokens, window, self.scheduler.max_num_batched_tokens, self.blocks.block_size
+                )
+                assert sum(map(bool, table)) <= most
         # As on the device: all of a layer's keys are written before any are read, so a prompt may share a block with
         # one that is computed in the same step.
         for chunk in plan.chunks:
@@ -48,21 +56,22 @@ class PretendedDevice:
 
     def _write(self, chunk):
         table, text = self.tables[chunk.sequence.slot], self.tokens[chunk.sequence.slot]
-        for i, block in enumerate(chunk.new_blocks, start=chunk.first_new_block):
-            table[i] = block
+        for i, blocks in enumerate(chunk.new_blocks, start=chunk.first_new_block):
+            table[i] = blocks
         assert chunk.count >= 1
         assert chunk.start + chunk.count <= len(text)
         size = self.blocks.block_size
         for position in range(chunk.start, chunk.start + chunk.count):
-            block = table[position // size]
-            assert block != 0
-            self.cache[block, position % size] = tuple(text[: position + 1])
+            for cache, block in zip(self.caches, table[position // size], strict=True):
+                assert block != 0
+                cache[block, position % size] = tuple(text[: position + 1])
 
     def _attend_and_sample(self, chunk):
         table, text = self.tables[chunk.sequence.slot], self.tokens[chunk.sequence.slot]
         size = self.blocks.block_size
-        for position in range(chunk.start + chunk.count):
-            assert self.cache[table[position // size], position % size] == tuple(text[: position + 1])
+        for group, (cache, window) in enumerate(zip(self.caches, self.windows, strict=True)):
+            for position in range(max(0, chunk.start - (window or len(text)) + 1), chunk.start + chunk.count):
+                assert cache[table[position // size][group], position % size] == tuple(text[: position + 1])
         if chunk.sample:
             assert chunk.start + chunk.count == len(text)
             text.append(next_token(text))
@@ -113,7 +122,7 @@ def serve(device, *sequences):
 
 
 def test_decodes_come_first_and_prompts_fill_what_is_left():
-    device = PretendedDevice(50, 4, 8, 10)
+    device = PretendedDevice([50], 4, 8, 10)
     short, long = make_sequence([1, 2]), make_sequence(range(1, 30))
     device.scheduler.add(short)
     device.step()
@@ -124,7 +133,7 @@ def test_decodes_come_first_and_prompts_fill_what_is_left():
 
 
 def test_a_full_step_computes_no_token_twice():
-    device = PretendedDevice(100, 4, 4, 16, caching=False)
+    device = PretendedDevice([100], 4, 4, 16, caching=False)
     prompts = [make_sequence(range(1, n), max_tokens=3) for n in (40, 3, 18, 27)]
     serve(device, *prompts)
     computed = sum(s.num_prompt + len(s.output_tokens) - 1 for s in prompts)
@@ -133,14 +142,14 @@ def test_a_full_step_computes_no_token_twice():
 
 
 def test_preempted_sequences_give_the_same_tokens():
-    device = PretendedDevice(9, 4, 4, 16)
+    device = PretendedDevice([9], 4, 4, 16)
     prompts = [make_sequence([i + 1] * 6, max_tokens=20) for i in range(4)]
     serve(device, *prompts)
     assert device.scheduler.num_preemptions > 0
 
 
 def test_nothing_is_planned_beyond_the_tokens_that_a_request_may_get():
-    device = PretendedDevice(50, 4, 4, 16)
+    device = PretendedDevice([50], 4, 4, 16)
     device.scheduler.add(make_sequence([1, 2, 3], max_tokens=2))
     counts = [device.scheduler.schedule().num_tokens for _ in range(4)]  # planned ahead: no token has come back yet
     assert counts == [3, 1, 0, 0]
@@ -148,7 +157,7 @@ def test_nothing_is_planned_beyond_the_tokens_that_a_request_may_get():
 
 def test_a_plan_that_preempts_admits_nobody():
     # 8 blocks of 4: two running sequences fill them; the one that gives way must not come back in the same plan.
-    device = PretendedDevice(9, 4, 4, 32, caching=False)
+    device = PretendedDevice([9], 4, 4, 32, caching=False)
     for i in range(2):
         device.scheduler.add(make_sequence([i + 1] * 15, max_tokens=30))
     device.scheduler.add(make_sequence([9], max_tokens=2))
@@ -166,7 +175,7 @@ def test_a_plan_that_preempts_admits_nobody():
 
 
 def test_bug_144_every_block_of_a_prompt_cached_still_computes_a_token():
-    device = PretendedDevice(50, 4, 4, 16)
+    device = PretendedDevice([50], 4, 4, 16)
     serve(device, make_sequence(range(1, 9)))
     again = make_sequence(range(1, 9))
     device.scheduler.add(again)
@@ -176,18 +185,18 @@ def test_bug_144_every_block_of_a_prompt_cached_still_computes_a_token():
 
 
 def test_bug_144_a_preempted_sequence_is_computed_as_a_prompt_again():
-    device = PretendedDevice(6, 4, 2, 16, caching=False)
+    device = PretendedDevice([6], 4, 2, 16, caching=False)
     serve(device, *(make_sequence([i + 1] * 7, max_tokens=9) for i in range(2)))
 
 
 def test_bugs_207_and_211_a_prefix_hit_after_preemption_finds_its_blocks():
-    device = PretendedDevice(8, 2, 3, 8)
+    device = PretendedDevice([8], 2, 3, 8)
     serve(device, *(make_sequence([1, 2, 3, 4, 5, i + 1], max_tokens=7) for i in range(3)))
 
 
 def test_bug_213_a_later_chunk_sees_the_whole_prompt_before_it():
     # PretendedDevice reads every position before a chunk; this makes chunks start and end inside of blocks.
-    device = PretendedDevice(50, 4, 4, 5)
+    device = PretendedDevice([50], 4, 4, 5)
     serve(device, make_sequence(range(1, 24)), make_sequence(range(3, 16)))
 
 
@@ -200,10 +209,14 @@ class Machine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         budget=st.integers(5, 12),
         caching=st.booleans(),
+        windows=st.sampled_from([(None,), (None, 1), (None, 3), (None, 6), (4,), (5, 9), (None, 2, 8)]),
+        spare=st.integers(0, 6),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, caching):
-        self.device = PretendedDevice(num_blocks, block_size, max_num_seqs, budget, caching=caching)
+    def start(self, num_blocks, block_size, max_num_seqs, budget, caching, windows, spare):
         self.longest = (num_blocks - 1) * block_size
+        least = [most_blocks(self.longest, window, budget, block_size) for window in windows]
+        counts = [1 + blocks + (spare if window else 0) for blocks, window in zip(least, windows, strict=True)]
+        self.device = PretendedDevice(counts, block_size, max_num_seqs, budget, caching=caching, windows=windows)
         self.sequences = []
         self.aborted = set()
 

@@ -11,7 +11,13 @@ from jax.typing import DTypeLike
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import read_value
 from verax.models.bert import BertConfig, BertModel
-from verax.models.causal_lm import CausalLM, CausalLMConfig, RecurrentConfig, check_causal_lm_class
+from verax.models.causal_lm import (
+    CausalLM,
+    CausalLMConfig,
+    RecurrentConfig,
+    SlidingWindowConfig,
+    check_causal_lm_class,
+)
 from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from verax.models.lam import LamConfig, LamModel
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -37,6 +43,7 @@ __all__ = [
     "RecurrentConfig",
     "RecurrentLayer",
     "RunRecurrent",
+    "SlidingWindowConfig",
     "causal_attention",
     "causal_lm",
     "encoder",

@@ -20,10 +20,12 @@ __all__ = [
     "CausalLM",
     "CausalLMConfig",
     "RecurrentConfig",
+    "SlidingWindowConfig",
     "check_causal_lm",
     "check_causal_lm_class",
     "final_hidden_states",
     "has_recurrent_layers",
+    "sliding_windows",
 ]
 
 
@@ -73,6 +75,19 @@ class RecurrentConfig(Protocol):
 
     def new_state(self, layer: int, num_seqs: int) -> Any:
         """Zeroed state of `num_seqs` sequences for recurrent layer `layer`; None for a layer that attends."""
+        ...
+
+
+@runtime_checkable
+class SlidingWindowConfig(Protocol):
+    """A configuration whose model has layers that attend to a sliding window: they pass it to `attend`.
+
+    The engine keeps no keys and values behind the window of such a layer.
+    """
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """By layer: tokens that a query sees, itself included; None for all. What a recurrent layer has is ignored."""
         ...
 
 
@@ -141,6 +156,13 @@ _CONFIG_MEMBERS = (
 def has_recurrent_layers(config: CausalLMConfig) -> TypeGuard[RecurrentConfig]:
     """True if the model of this configuration takes `run_recurrent`."""
     return isinstance(config, RecurrentConfig)
+
+
+def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
+    """Sliding window of each layer, in tokens; None for a layer that attends to everything."""
+    if isinstance(config, SlidingWindowConfig):
+        return config.sliding_windows
+    return (None,) * config.num_hidden_layers
 
 
 def final_hidden_states(

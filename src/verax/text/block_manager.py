@@ -1,135 +1,162 @@
 """Blocks of the paged cache: their owners, and the full ones that a later prompt can share.
 
 After nano-vllm's `block_manager.py` and vLLM's prefix cache, with two differences: a cached block is found by its
-tokens themselves and the id of the prefix before it, so that no hash collision can mix prompts up; and block 0 is never
-handed out, it takes the writes of padding.
+tokens themselves and the prefix before it, so that no hash collision can mix prompts up; and block 0 is never handed
+out, it takes the writes of padding.
+
+The layers of a model are in one or more cache groups (`cache_groups.py`), each with blocks and block tables of its own.
+Block i of a table holds the same tokens in every group. In a group with a sliding window, blocks that lie behind the
+window of every token to come are given back: their places in the table are 0.
 
 The host counts blocks; `verax.ops` calls the same rows of the cache pages. Block i is page i.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, abc
+from collections import abc
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from verax.text.block_pool import BlockPool
+from verax.text.cache_groups import first_block, most_blocks
+from verax.text.prefix_tree import Prefix, PrefixTree
 from verax.text.sequence import Sequence
 
 __all__ = ["BlockManager"]
-
-EMPTY_PREFIX = 0
-"""Id of the empty prefix."""
-
-
-@dataclass
-class _Block:
-    references: int = 0
-    key: tuple[int, tuple[int, ...]] | None = None
-    """(id of the prefix before it, tokens) if the block is in the prefix cache."""
 
 
 class BlockManager:
     """Allocation with reference counts, a prefix cache over full blocks, and least recently used eviction.
 
     Invariants (`check` asserts them): a block is free exactly if no table lists it; its reference count is the number
-    of tables that list it; only full blocks are cached, so a block that is still written to has one owner.
+    of tables that list it; only full blocks are cached, so a block that is still written to has one owner; a table
+    lists every block that tokens to come attend to.
+
+    Args:
+        num_blocks: blocks of each cache group, block 0 included.
+        block_size: tokens in a block.
+        windows: sliding window of each group; None for full attention.
+        enable_prefix_caching: keep full blocks findable after their sequence.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
-        if num_blocks < 2 or block_size < 1:
+    def __init__(
+        self,
+        num_blocks: abc.Sequence[int],
+        block_size: int,
+        *,
+        windows: abc.Sequence[int | None] = (None,),
+        enable_prefix_caching: bool = True,
+    ):
+        if min(num_blocks) < 2 or block_size < 1:
             raise ValueError(f"a cache needs at least 2 blocks of at least 1 token, got {num_blocks} of {block_size}")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_usable = num_blocks - 1
-        self._blocks = [_Block() for _ in range(num_blocks)]
-        # Free blocks, the one that was given back longest ago first. Cached ones stay findable until they are taken.
-        self._free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(1, num_blocks))
-        self._cached: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (prefix id, block)
-        self._next_prefix_id = EMPTY_PREFIX + 1
+        self._pools = [BlockPool(group, *sizes) for group, sizes in enumerate(zip(num_blocks, windows, strict=True))]
+        self._windowed = [pool for pool in self._pools if pool.window is not None]
+        self._prefixes = PrefixTree(len(self._pools), block_size)
         self.num_queries = 0
         """Tokens of admitted sequences that were looked up in the prefix cache."""
         self.num_hits = 0
         """Tokens of them that were found."""
 
     @property
+    def num_usable(self) -> int:
+        """Blocks of all groups that sequences can own."""
+        return sum(pool.num_usable for pool in self._pools)
+
+    @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
-        return len(self._free)
+        """Blocks of all groups that can be handed out, cached ones included."""
+        return sum(pool.num_free for pool in self._pools)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that sequences own, 0 to 1."""
-        return 1 - self.num_free / self.num_usable
+        """Share of the blocks that sequences own in the fullest group, 0 to 1. At 1 a sequence that grows preempts."""
+        return max(pool.usage for pool in self._pools)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold that many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def admit(self, sequence: Sequence, num_tokens: int, *, use_cache: bool = True) -> bool:
+    def admit(self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True) -> bool:
         """Give a waiting sequence the cached blocks of its prefix, if all of its `num_tokens` would fit beside them.
 
-        Sets `blocks`, `prefix_ids` and `num_computed`. Returns False, and changes nothing, if there is no room.
+        Sets `tables`, `prefix` and `num_computed`. Returns False, and changes nothing, if there is no room.
+
+        Args:
+            sequence: a sequence that owns no blocks.
+            num_tokens: length that is to fit.
+            chunk: most tokens of a step; behind a window, no more must fit at once. None for all of them.
+            use_cache: look for cached blocks.
         """
-        found = list(self.match_prefix(sequence.tokens)) if use_cache else []
-        shared = [block for _, block in found]
-        idle = sum(self._blocks[block].references == 0 for block in shared)
-        if self.blocks_for(num_tokens) - len(shared) > self.num_free - idle:
-            return False
-        for block in shared:
-            self._take(block)
-        sequence.blocks = shared
-        sequence.prefix_ids = [prefix_id for prefix_id, _ in found]
-        sequence.num_computed = len(shared) * self.block_size
+        found = self.match_prefix(sequence.tokens) if use_cache else []
+        computed = len(found) * self.block_size
+        tables = []
+        for pool in self._pools:
+            first = first_block(computed, pool.window, self.block_size)
+            shared = [prefix.blocks[pool.group] for prefix in found[first:]]
+            idle = sum(pool.references[block] == 0 for block in shared)
+            most = most_blocks(num_tokens, pool.window, chunk, self.block_size)
+            if most - len(shared) > pool.num_free - idle:
+                return False
+            tables.append([*[0] * first, *shared])
+        for pool, table in zip(self._pools, tables, strict=True):
+            for block in filter(None, table):
+                pool.share(block)
+        sequence.tables = tables
+        sequence.prefix = found[-1] if found else self._prefixes.root
+        sequence.num_computed = computed
         if use_cache and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
-            self.num_hits += sequence.num_computed
+            self.num_hits += computed
         return True
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
-        """Append blocks until the sequence's table holds `num_tokens`; the new ones, or None (nothing changed)."""
-        needed = self.blocks_for(num_tokens) - len(sequence.blocks)
-        if needed > self.num_free:
-            return None
-        new = []
-        for _ in range(needed):
-            block = next(iter(self._free))
-            self._forget(block)
-            self._take(block)
-            new.append(block)
-        sequence.blocks.extend(new)
+    def grow(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, ...], ...] | None:
+        """Append blocks until the sequence's tables hold `num_tokens`, after giving back those behind the windows.
+
+        Returns:
+            By new place in the tables, the block of each group. None if there are too few: nothing was appended.
+        """
+        needed = self.blocks_for(num_tokens) - len(sequence.tables[0])
+        if needed <= 0:
+            return ()
+        # The step that is in flight may read these blocks still. They are written to by the next one at the earliest.
+        for pool in self._windowed:
+            first = first_block(sequence.num_computed, pool.window, self.block_size)
+            self._give_back(pool, sequence.tables[pool.group], first)
+        for pool in self._pools:
+            if needed > pool.num_free:
+                return None
+        new = tuple(tuple(pool.take() for pool in self._pools) for _ in range(needed))
+        for table, blocks in zip(sequence.tables, zip(*new, strict=True), strict=True):
+            table.extend(blocks)
         return new
 
     def register(self, sequence: Sequence) -> None:
         """Put the sequence's full, computed blocks of known tokens into the prefix cache."""
         if not self.enable_prefix_caching:
             return
+        prefix = sequence.prefix
         full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
-        for i in range(len(sequence.prefix_ids), full):
-            before = sequence.prefix_ids[-1] if sequence.prefix_ids else EMPTY_PREFIX
-            key = (before, tuple(sequence.tokens[i * self.block_size : (i + 1) * self.block_size]))
-            if key not in self._cached:
-                self._cached[key] = (self._next_prefix_id, sequence.blocks[i])
-                self._blocks[sequence.blocks[i]].key = key
-                self._next_prefix_id += 1
-            # Another sequence's block may hold the same tokens already: its prefix id is taken then.
-            sequence.prefix_ids.append(self._cached[key][0])
+        while prefix.length < full:
+            at = prefix.length
+            prefix = sequence.prefix = self._prefixes.next(prefix, sequence.tokens)
+            for pool, table in zip(self._pools, sequence.tables, strict=True):
+                # Another sequence's block may hold the same tokens already; or this one is behind the window.
+                if table[at] and not prefix.blocks[pool.group]:
+                    pool.cache(table[at], prefix)
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. Ends of prefixes are evicted before their beginnings."""
-        for block in reversed(sequence.blocks):
-            record = self._blocks[block]
-            record.references -= 1
-            if record.references == 0:
-                self._free[block] = None
-        sequence.blocks = []
-        sequence.prefix_ids = []
+        for pool, table in zip(self._pools, sequence.tables, strict=True):
+            self._give_back(pool, table, len(table))
+        sequence.tables = []
+        sequence.prefix = None
         sequence.num_computed = 0
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""
-        for _, block in self._cached.values():
-            self._blocks[block].key = None
-        self._cached.clear()
+        for pool in self._pools:
+            pool.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert the invariants, given all sequences that own blocks.
@@ -137,43 +164,44 @@ class BlockManager:
         Raises:
             AssertionError: naming the first block that breaks one.
         """
-        uses = [0] * len(self._blocks)
-        for sequence in sequences:
-            assert len(set(sequence.blocks)) == len(sequence.blocks), f"{sequence} lists a block twice"
-            assert len(sequence.blocks) * self.block_size >= sequence.num_computed, f"{sequence} has too few blocks"
-            for i, block in enumerate(sequence.blocks):
-                uses[block] += 1
-                writable = (i + 1) * self.block_size > sequence.num_computed
-                assert not (writable and self._blocks[block].references > 1), f"block {block} is shared and writable"
-        assert uses[0] == 0, "block 0 was handed out"
-        for block, record in enumerate(self._blocks[1:], start=1):
-            assert record.references == uses[block], (
-                f"block {block}: {record.references} references, {uses[block]} uses"
-            )
-            assert (block in self._free) == (record.references == 0), f"block {block} is free and used, or neither"
-            if record.key is not None:
-                assert self._cached[record.key][1] == block, f"block {block} is cached under another block's tokens"
-        for key, (_, block) in self._cached.items():
-            assert self._blocks[block].key == key, f"the cache points at block {block}, which holds something else"
+        sequences = list(sequences)
+        for pool in self._pools:
+            pool.check(sequence.tables[pool.group] for sequence in sequences)
+            for sequence in sequences:
+                table = sequence.tables[pool.group]
+                first = first_block(sequence.num_computed, pool.window, self.block_size)
+                assert len(table) * self.block_size >= sequence.num_computed, f"{sequence} has too few blocks"
+                assert all(table[first:]), f"{sequence} gave back a block that it attends to"
+                assert len(table) == len(sequence.tables[0]), f"{sequence} has tables of different lengths"
+                for block in table[sequence.num_computed // self.block_size :]:
+                    assert pool.references[block] == 1, f"block {block} is shared and writable"
 
-    def match_prefix(self, tokens: abc.Sequence[int]) -> Iterable[tuple[int, int]]:
-        """(prefix id, block) of each cached block along `tokens`, without the last token, which is always computed."""
+    def match_prefix(self, tokens: abc.Sequence[int]) -> list[Prefix]:
+        """Prefixes of 1, 2, ... n blocks of a text: the most after which all that is attended to is cached.
+
+        The last token is left out: it is always computed.
+        """
         if not self.enable_prefix_caching:
-            return
-        prefix_id = EMPTY_PREFIX
-        for i in range((len(tokens) - 1) // self.block_size):
-            found = self._cached.get((prefix_id, tuple(tokens[i * self.block_size : (i + 1) * self.block_size])))
-            if found is None:
+            return []
+        found: list[Prefix] = []
+        usable = 0
+        missing = [0] * len(self._pools)  # by group: length of the last prefix that has no block
+        for prefix in self._prefixes.along(tokens, (len(tokens) - 1) // self.block_size):
+            found.append(prefix)
+            ends = True
+            for pool in self._pools:
+                if not prefix.blocks[pool.group]:
+                    missing[pool.group] = prefix.length
+                first = first_block(prefix.length * self.block_size, pool.window, self.block_size)
+                ends = ends and missing[pool.group] <= first
+            if ends:
+                usable = prefix.length
+        return found[:usable]
+
+    def _give_back(self, pool: BlockPool, table: list[int], count: int) -> None:
+        """Give back the first `count` blocks of a table that were not given back before, the last of them first."""
+        for i in range(count - 1, -1, -1):
+            if not table[i]:
                 return
-            prefix_id, _ = found
-            yield found
-
-    def _take(self, block: int) -> None:
-        self._free.pop(block, None)
-        self._blocks[block].references += 1
-
-    def _forget(self, block: int) -> None:
-        key = self._blocks[block].key
-        if key is not None:
-            del self._cached[key]
-            self._blocks[block].key = None
+            pool.give_back(table[i])
+            table[i] = 0

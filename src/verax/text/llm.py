@@ -147,7 +147,12 @@ class LLM:
         sizes = plan_sizes(model.config, model.dtype, config)
         runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids))
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
-        blocks = BlockManager(sizes.num_blocks, sizes.block_size, enable_prefix_caching=caching)
+        blocks = BlockManager(
+            [group.num_blocks for group in sizes.groups],
+            sizes.block_size,
+            windows=[group.window for group in sizes.groups],
+            enable_prefix_caching=caching,
+        )
         scheduler = Scheduler(
             blocks, max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens
         )
@@ -166,8 +171,12 @@ class LLM:
     def kv_cache(self) -> str:
         """The key/value cache in words: its dtype, tokens and bytes."""
         runner, config = self.engine.runner, self.engine.runner.config
-        tokens = (config.num_blocks - 1) * config.block_size  # block 0 is padding's
-        return f"{jnp.dtype(config.cache_dtype).name}, {tokens:,} tokens in {runner.cache_bytes / 1e9:.2f} GB"
+        parts = [
+            f"{(group.num_blocks - 1) * config.block_size:,} tokens"  # block 0 is padding's
+            + ("" if group.window is None else f" of windows of {group.window:,}")
+            for group in config.groups
+        ]
+        return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {runner.cache_bytes / 1e9:.2f} GB"
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""

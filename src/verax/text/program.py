@@ -119,13 +119,13 @@ def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, me
         ...     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=8))
         ...     lowered = step_program(AbstractModel.from_module(module), sizes, sizes.shapes[0]).lower()
     """
-    step = make_step(model.build, shape, sizes.block_size, structured_outputs=sizes.structured_outputs)
+    step = make_step(model.build, shape, sizes.block_size, sizes.groups, structured_outputs=sizes.structured_outputs)
     step.__name__ = name = f"{'decode' if shape.decode else 'mixed'}_{shape.rows}x{shape.tokens}"
     arguments = (
         model.weights,
         _abstract_slots(sizes),
         jax.eval_shape(lambda: new_cache(model.config, sizes)),
-        jax.ShapeDtypeStruct((shape.input_size(sizes.block_size),), jnp.int32),
+        jax.ShapeDtypeStruct((shape.input_size(sizes.block_size, len(sizes.groups)),), jnp.int32),
     )
     return StepProgram(name, step, arguments, None if mesh is None else _shardings(model, arguments, mesh))
 
@@ -153,17 +153,24 @@ def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh:
 
 
 def _abstract_slots(sizes: RunnerConfig) -> Slots:
-    return jax.eval_shape(lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width))
+    return jax.eval_shape(
+        lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width, len(sizes.groups))
+    )
 
 
 def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
     """Zeroed pages (what is masked out is multiplied too, so it must be finite), or a recurrent state for each slot."""
-    shape = (sizes.num_blocks, model.num_key_value_heads, sizes.block_size, model.head_dim)
+    num_blocks = {layer: group.num_blocks for group in sizes.groups for layer in group.layers}
+
+    def new_pages(layer: int) -> ops.Pages:
+        shape = (num_blocks[layer], model.num_key_value_heads, sizes.block_size, model.head_dim)
+        return ops.new_pages(shape, sizes.cache_dtype)
+
     return tuple(
-        (ops.new_pages(shape, sizes.cache_dtype), ops.new_pages(shape, sizes.cache_dtype))
+        (new_pages(layer), new_pages(layer))
         if state is None
         else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-        for state in layer_states(model, sizes.max_num_seqs)
+        for layer, state in enumerate(layer_states(model, sizes.max_num_seqs))
     )
 
 

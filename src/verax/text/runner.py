@@ -56,7 +56,7 @@ class ModelRunner:
         self._cache = new_cache(model.config, config)
         self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
         """Bytes of the key/value cache and the recurrent states."""
-        self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width)
+        self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups))
         self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=compiler_options(ops.target().platform))
         self._steps = {shape: self.program(shape).jit() for shape in config.shapes}
         self._samplers = {rows: self.sampling_program(rows).jit() for rows in config.sampling_rows}
@@ -141,15 +141,16 @@ class ModelRunner:
         shape = self.shape_for(schedule)
         packed = self._padding(shape)
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
-        updates = packed[4 * shape.rows :].reshape(-1, 3)
+        updates = packed[4 * shape.rows :].reshape(len(self.config.groups), -1, 3)
         offsets, token, update = [], 0, 0
         sampled = DEFERRED if schedule.constrained else SAMPLED
         for i, chunk in enumerate(schedule.chunks):
             rows[i] = chunk.sequence.slot, chunk.start, chunk.count, sampled * chunk.sample
             offsets.append(token)
             token += chunk.count
-            for j, block in enumerate(chunk.new_blocks, start=chunk.first_new_block):
-                updates[update] = chunk.sequence.slot, j, block
+            for j, blocks in enumerate(chunk.new_blocks, start=chunk.first_new_block):
+                for group, block in enumerate(blocks):
+                    updates[group, update] = chunk.sequence.slot, j, block
                 update += 1
         return packed, shape, tuple(offsets)
 
@@ -165,7 +166,7 @@ class ModelRunner:
 
     def _padding(self, shape: StepShape) -> np.ndarray:
         """A step's input in which every row and every block update goes nowhere."""
-        packed = np.zeros(shape.input_size(self.config.block_size), np.int32)
+        packed = np.zeros(shape.input_size(self.config.block_size, len(self.config.groups)), np.int32)
         packed[0 : 4 * shape.rows : 4] = self.config.max_num_seqs
         packed[4 * shape.rows :: 3] = self.config.max_num_seqs
         return packed

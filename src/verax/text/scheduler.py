@@ -25,9 +25,10 @@ class Chunk:
     start: int
     count: int
     sample: bool
-    new_blocks: tuple[int, ...]
+    new_blocks: tuple[tuple[int, ...], ...]
+    """By new place in the sequence's block tables: the block of each cache group."""
     first_new_block: int
-    """Index of the first of `new_blocks` in the sequence's block table."""
+    """Index of the first of `new_blocks` in the tables."""
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Scheduler:
         assert len(set(slots)) == len(slots), "two running sequences share a slot"
         assert sorted([*self._free_slots, *slots]) == list(range(self.max_num_seqs)), "a slot was lost"
         for sequence in self.waiting:
-            assert not sequence.blocks, f"{sequence} waits with blocks"
+            assert not sequence.tables, f"{sequence} waits with blocks"
             assert sequence.slot is None, f"{sequence} waits with a slot"
         for sequence in self.running:
             assert 0 <= sequence.num_computed <= sequence.num_tokens, f"{sequence} computed tokens that do not exist"
@@ -115,7 +116,7 @@ class Scheduler:
             # Room for one more token than the prompt: admitting what must be preempted at its first decode is waste.
             cacheable = sequence.request.params.prompt_logprobs is None
             room = min(sequence.num_tokens + 1, sequence.num_prompt + sequence.request.max_tokens)
-            if not self.blocks.admit(sequence, room, use_cache=cacheable):
+            if not self.blocks.admit(sequence, room, chunk=self.max_num_batched_tokens, use_cache=cacheable):
                 return
             self.waiting.popleft()
             sequence.state = SequenceState.RUNNING
@@ -133,7 +134,7 @@ class Scheduler:
 
         Return the number of tokens that are planned: `count`, or 0 if the sequence itself was preempted.
         """
-        start, table_length = sequence.num_computed, len(sequence.blocks)
+        start, table_length = sequence.num_computed, len(sequence.tables[0])
         while (new := self.blocks.grow(sequence, start + count)) is None:
             # A sequence that this step computes already keeps its blocks: its writes are on their way.
             planned = {chunk.sequence for chunk in plan.chunks}
@@ -144,7 +145,7 @@ class Scheduler:
         sequence.num_computed += count
         sample = sequence.num_computed == sequence.num_tokens
         sequence.num_pending += sample
-        plan.chunks.append(Chunk(sequence, start, count, sample, tuple(new), table_length))
+        plan.chunks.append(Chunk(sequence, start, count, sample, new, table_length))
         self.blocks.register(sequence)
         return count
 

@@ -10,6 +10,7 @@ from verax.errors import VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.grammar import GrammarMatcher
 from verax.text.outputs import FinishReason, Logprob, RequestMetrics
+from verax.text.prefix_tree import Prefix
 from verax.text.sampling_params import SamplingParams
 
 __all__ = ["Request", "Sequence", "SequenceState"]
@@ -27,7 +28,7 @@ class SequenceState(enum.Enum):
 class Sequence:
     """One token sequence: a request has `n` of them, alike but for their seeds.
 
-    Invariants: `num_computed <= num_tokens`; a running sequence's blocks cover `num_computed` tokens; `num_pending` is
+    Invariants: `num_computed <= num_tokens`; a running sequence's tables cover `num_computed` tokens; `num_pending` is
     the number of tokens that the device has sampled, or will, and the host has not read yet (0 or more, 2 at most).
     """
 
@@ -38,9 +39,10 @@ class Sequence:
     """Prompt and the sampled tokens that the host has seen."""
     state: SequenceState = SequenceState.WAITING
     slot: int | None = None
-    blocks: list[int] = field(default_factory=list)
-    prefix_ids: list[int] = field(default_factory=list)
-    """Id in the prefix cache of the prefix that ends with each full block, as far as they are registered."""
+    tables: list[list[int]] = field(default_factory=list)
+    """Block table of each cache group, 0 in the places of blocks that were given back. Empty while it waits."""
+    prefix: Prefix | None = None
+    """Its full blocks as far as they are registered in the prefix cache."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0

@@ -14,8 +14,9 @@ from verax import ops
 from verax._buckets import powers
 from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
-from verax.models.causal_lm import has_recurrent_layers
+from verax.models.causal_lm import has_recurrent_layers, sliding_windows
 from verax.ops.pages import page_bytes
+from verax.text.cache_groups import CacheGroup, CachePlan
 from verax.text.engine_config import EngineConfig
 from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 
@@ -42,8 +43,8 @@ STATE_FRACTION = 0.5
 class RunnerConfig:
     """Sizes that the compiled programs depend on."""
 
-    num_blocks: int
-    """Blocks of the cache; block 0 takes the writes of padding."""
+    groups: tuple[CacheGroup, ...]
+    """Layers and blocks of the cache: one group, or more if some layers attend to a sliding window."""
     block_size: int
     """Tokens in a block."""
     max_model_len: int
@@ -114,7 +115,7 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     memory = config.kv_cache_memory or _cache_memory()
-    per_block, per_state = block_bytes(model, block_size, cache_dtype), state_bytes(model)
+    per_state = state_bytes(model)
     max_num_seqs = config.max_num_seqs
     if max_num_seqs is None:
         fitting = int(memory * STATE_FRACTION) // per_state if per_state else DEFAULT_NUM_SEQS
@@ -128,7 +129,11 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
             "needs a token a step"
         )
     states = max_num_seqs * per_state
-    affordable = (memory - states) // per_block - 1  # block 0 is padding's
+    layers = layers_by_window(model, config.max_model_len or longest)
+    page = (model.num_key_value_heads, block_size, model.head_dim)
+    block_sizes = tuple(2 * len(group) * page_bytes(page, cache_dtype) for group in layers.values())
+    plan = CachePlan(tuple(layers), block_sizes, block_size, batched)
+    affordable = plan.longest(memory - states, longest)
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
     needed = -(-context // block_size)
     if affordable < max(needed, 1):
@@ -136,13 +141,24 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
         fewer = " or max_num_seqs" if states else ""
         raise InvalidParameterError(
             f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{beside}, but a "
-            f"context of {context} needs {(needed + 1) * per_block / 2**20:.0f} MiB; give more, or a smaller "
+            f"context of {context} needs {plan.bytes_for(context) / 2**20:.0f} MiB; give more, or a smaller "
             f"max_model_len{fewer}"
         )
-    blocks = min(affordable, needed * max_num_seqs)
+    num_blocks = plan.num_blocks(memory - states, context, max_num_seqs)
+    groups = tuple(map(CacheGroup, layers.values(), layers, num_blocks))
     return RunnerConfig(
-        int(blocks) + 1, block_size, int(context), max_num_seqs, batched, cache_dtype, bool(config.structured_outputs)
+        groups, block_size, context, max_num_seqs, batched, cache_dtype, bool(config.structured_outputs)
     )
+
+
+def layers_by_window(model: CausalLMConfig, max_model_len: int) -> dict[int | None, tuple[int, ...]]:
+    """Layers that attend, by their sliding window, those without one first. A window of the whole context is none."""
+    layers: dict[int | None, tuple[int, ...]] = {}
+    for layer, (state, window) in enumerate(zip(layer_states(model, 1), sliding_windows(model), strict=True)):
+        if state is None:
+            kind = None if window is None or window >= max_model_len else window
+            layers[kind] = (*layers.get(kind, ()), layer)
+    return dict(sorted(layers.items(), key=lambda item: item[0] or 0))
 
 
 def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike) -> int:

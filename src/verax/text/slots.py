@@ -1,7 +1,7 @@
 """Device state of every running sequence, so that a step needs only a few integers from the host.
 
 A sequence holds one slot while it runs. `admit` fills the slot's row from one packed array; steps then read tokens,
-page table and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence:
+page tables and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence:
 padding rows of a step read it, and its parameters are those of greedy decoding.
 """
 
@@ -61,10 +61,11 @@ class SlotParams(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Device state by slot: S = max_num_seqs + 1 rows, L tokens, W pages."""
+    """Device state by slot: S = max_num_seqs + 1 rows, L tokens, W pages in each table."""
 
     tokens: Int[Array, "S L"]
-    page_table: Int[Array, "S W"]
+    page_tables: tuple[Int[Array, "S W"], ...]
+    """Pages of each slot's tokens, by cache group."""
     params: SlotParams
 
 
@@ -76,8 +77,8 @@ _IDLE_INTS = (0, 0, 0, 0, 0, -1, -1, 0)
 """Parameters of greedy decoding without extras: a step skips what no row needs, and padding rows must need nothing."""
 
 
-def new_slots(max_num_seqs: int, max_model_len: int, table_width: int) -> Slots:
-    """Empty slots."""
+def new_slots(max_num_seqs: int, max_model_len: int, table_width: int, num_tables: int) -> Slots:
+    """Empty slots with a page table for each cache group."""
     S = max_num_seqs + 1
     params = SlotParams(
         floats=jnp.broadcast_to(jnp.asarray(_IDLE_FLOATS, jnp.float32), (S, len(_FLOATS))),
@@ -86,7 +87,8 @@ def new_slots(max_num_seqs: int, max_model_len: int, table_width: int) -> Slots:
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         banned=jnp.full((S, MAX_BANNED), _NO_TOKEN, jnp.int32),
     )
-    return Slots(jnp.zeros((S, max_model_len), jnp.int32), jnp.zeros((S, table_width), jnp.int32), params)
+    tables = tuple(jnp.zeros((S, table_width), jnp.int32) for _ in range(num_tables))
+    return Slots(jnp.zeros((S, max_model_len), jnp.int32), tables, params)
 
 
 def pack_admission(
@@ -96,8 +98,8 @@ def pack_admission(
     params = sequence.request.params
     tokens = np.zeros(max_model_len, np.int32)
     tokens[: len(sequence.tokens)] = sequence.tokens
-    table = np.zeros(table_width, np.int32)
-    table[: len(sequence.blocks)] = sequence.blocks
+    tables = np.zeros((len(sequence.tables), table_width), np.int32)
+    tables[:, : len(sequence.tables[0])] = sequence.tables
     floats = np.asarray(
         [
             params.temperature,
@@ -131,7 +133,7 @@ def pack_admission(
     held_back = sorted({*params.stop_tokens, *eos_token_ids}) if params.min_tokens else []
     banned[: len(held_back)] = held_back
     slot = np.asarray([sequence.slot], np.int32)
-    parts = [slot, tokens, table, floats.view(np.int32), ints, bias_ids, bias_values.view(np.int32), banned]
+    parts = [slot, tokens, tables.ravel(), floats.view(np.int32), ints, bias_ids, bias_values.view(np.int32), banned]
     return np.concatenate(parts)
 
 

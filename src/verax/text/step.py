@@ -14,8 +14,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax import ops
+from verax.errors import InvalidParameterError
 from verax.models import CausalLM, RecurrentLayer
 from verax.models.causal_lm import final_hidden_states
+from verax.text.cache_groups import CacheGroup
 from verax.text.sampler import Logprobs, no_logprobs, sample, score
 from verax.text.slots import Slots
 
@@ -36,12 +38,15 @@ class StepShape(NamedTuple):
     decode: bool
 
     def num_updates(self, block_size: int) -> int:
-        """Most blocks that such a step's sequences can grow by: a row may start one, and fill one every block_size."""
+        """Most blocks that such a step's tables can grow by: a row may start one, and fill one every block_size."""
         return self.rows + (0 if self.decode else self.tokens // block_size)
 
-    def input_size(self, block_size: int) -> int:
-        """Length of the packed input: (slot, start, count, sample) by row, then (slot, index, block) by new block."""
-        return 4 * self.rows + 3 * self.num_updates(block_size)
+    def input_size(self, block_size: int, num_tables: int) -> int:
+        """Length of the packed input: (slot, start, count, sample) by row, then (slot, index, block) by new block.
+
+        The new blocks of one cache group lie together.
+        """
+        return 4 * self.rows + 3 * num_tables * self.num_updates(block_size)
 
 
 class StepOutput(NamedTuple):
@@ -59,14 +64,23 @@ StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tupl
 
 
 def make_step(
-    build: Callable[[tuple[Array, ...]], CausalLM], shape: StepShape, block_size: int, *, structured_outputs: bool
+    build: Callable[[tuple[Array, ...]], CausalLM],
+    shape: StepShape,
+    block_size: int,
+    groups: tuple[CacheGroup, ...],
+    *,
+    structured_outputs: bool,
 ) -> StepFunction:
     """The step function of one shape; `build` makes the model of its flat weights, while tracing only.
 
     With `structured_outputs` its output has the scores too, which rows that are `DEFERRED` are sampled from later.
 
     A block of the host is a page of `ops`: the entries of a sequence's block table are the page numbers of its tokens.
+
+    Raises:
+        InvalidParameterError: while tracing, if a layer attends to another window than its configuration has.
     """
+    group_of = {layer: group for group, record in enumerate(groups) for layer in record.layers}
 
     def step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
@@ -74,8 +88,7 @@ def make_step(
         model = build(weights)
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
-        new_blocks = packed[4 * shape.rows :].reshape(-1, 3)
-        page_table = slots.page_table.at[new_blocks[:, 0], new_blocks[:, 1]].set(new_blocks[:, 2])
+        page_tables = _with_new_blocks(slots.page_tables, packed[4 * shape.rows :])
         lengths = start + count  # tokens in the cache after this step
 
         if shape.decode:
@@ -87,8 +100,11 @@ def make_step(
             owner = jnp.minimum(jnp.searchsorted(starts, at, side="right") - 1, shape.rows - 1).astype(jnp.int32)
             position, valid = start[owner] + at - starts[owner], at < starts[-1]
             position = jnp.where(valid, position, 0)
-        pages_by_row = page_table[slot]
-        page = jnp.where(valid, pages_by_row[owner, position // block_size], 0)
+        pages_by_row = [
+            _visible_pages(table[slot], start, group.window, block_size)
+            for table, group in zip(page_tables, groups, strict=True)
+        ]
+        page = [jnp.where(valid, pages[owner, position // block_size], 0) for pages in pages_by_row]
         offset = position % block_size
         layer_cache = list(cache)
 
@@ -96,12 +112,19 @@ def make_step(
             layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
         ) -> Float[Array, "T N H"]:
             k_pages, v_pages = layer_cache[layer]
-            k_pages = ops.write_pages(k_pages, k, page, offset)
-            v_pages = ops.write_pages(v_pages, v, page, offset)
+            group = group_of[layer]
+            k_pages = ops.write_pages(k_pages, k, page[group], offset)
+            v_pages = ops.write_pages(v_pages, v, page[group], offset)
             layer_cache[layer] = (k_pages, v_pages)
+            kept, attended = groups[group].window, options.get("window")
+            if kept is not None and attended != kept:
+                raise InvalidParameterError(
+                    f"model: layer {layer} attends to a window of {attended}, but its configuration's sliding_windows "
+                    f"has {kept}"
+                )
             if shape.decode:
-                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row, lengths, **options)
-            return ops.paged_attention(q, k_pages, v_pages, pages_by_row, lengths, starts, **options)
+                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row[group], lengths, **options)
+            return ops.paged_attention(q, k_pages, v_pages, pages_by_row[group], lengths, starts, **options)
 
         def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
             # A sequence's first tokens start from zeros, whatever the slot's last owner left in it. Rows of padding
@@ -131,9 +154,26 @@ def make_step(
             None if shape.decode else _prompt_logprobs(model, hidden, slots, slot[owner], position),
             logits if structured_outputs else None,
         )
-        return Slots(history, page_table, slots.params), tuple(layer_cache), output
+        return Slots(history, page_tables, slots.params), tuple(layer_cache), output
 
     return step
+
+
+def _with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "n"]) -> tuple[Int[Array, "S W"], ...]:
+    """Page tables after the (slot, index, block) triples of each."""
+    size = len(updates) // len(tables)
+    triples = [updates[i * size : (i + 1) * size].reshape(-1, 3) for i in range(len(tables))]
+    return tuple(table.at[new[:, 0], new[:, 1]].set(new[:, 2]) for table, new in zip(tables, triples, strict=True))
+
+
+def _visible_pages(
+    pages: Int[Array, "B W"], start: Int[Array, "B"], window: int | None, block_size: int
+) -> Int[Array, "B W"]:
+    """Page 0 in the place of pages behind the window of a row's first query: other sequences may own them by now."""
+    if window is None:
+        return pages
+    first = jnp.maximum(start - window + 1, 0) // block_size
+    return jnp.where(jnp.arange(pages.shape[1]) < first[:, None], 0, pages)
 
 
 def _prompt_logprobs(
