@@ -27,6 +27,6 @@ ALL_PROMPTS = [
 ]
 
 PROMPTS = ALL_PROMPTS if os.environ.get("VERAX_TEST_ALL_PROMPTS") else ALL_PROMPTS[1::5]
-"""Four of them, one of each kind, unless `make test-real` asks for all twenty."""
+"""Four of them unless `make test-real` asks for all twenty."""
 
 PAGE = (Path(__file__).parent / "page.txt").read_text(encoding="utf-8")
