@@ -29,7 +29,7 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.models import CausalLM, causal_lm
 from verax.nn import Linear
 
-__all__ = ["QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
+__all__ = ["DEQUANTIZE", "QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
 
 M = TypeVar("M")
 
@@ -42,6 +42,9 @@ Progress = Callable[[int, int], None]
 QUANTIZATIONS: dict[str, Precision] = {"int8": (8, None), "int4": (4, 32)}
 """Precisions by the names that users give."""
 
+DEQUANTIZE = "dequantize"
+"""Name that stands for none of them: weights that are quantised in the checkpoint become floats."""
+
 
 def load_model(
     opened: Checkpoint,
@@ -50,6 +53,7 @@ def load_model(
     *,
     dtype: DTypeLike,
     quantization: str | Precision | None = None,
+    requantize: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> M:
@@ -61,7 +65,9 @@ def load_model(
         config: the model's configuration.
         dtype: dtype of what is not quantised, except for variables that the model makes in a dtype of their own.
         quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
-            head is one of them: a tied one becomes a quantised copy of the embeddings.
+            head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
+            `dtype` of those that are quantised already.
+        requantize: quantise weights that are quantised already too, by way of floats.
         mesh: devices to divide the weights over by the model's partition rules; the default device if None.
         progress: called with (bytes done, bytes in all) after each weight.
 
@@ -71,16 +77,29 @@ def load_model(
         UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
-    if quantization is not None and precision is None:
-        raise InvalidParameterError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, got {quantization!r}")
+    dequantize = quantization == DEQUANTIZE
+    if quantization is not None and precision is None and not dequantize:
+        names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
+        raise InvalidParameterError(f"quantization: expected one of {names}, got {quantization!r}")
     tied = getattr(model_class, "tied_weights", {}) if getattr(config, "tie_word_embeddings", False) else {}
     if precision is not None:
-        if opened.packed:
-            raise CheckpointError(f"{opened.folder}: it is quantised already; load it without quantization")
+        if opened.packed and not requantize:
+            raise CheckpointError(
+                f"{opened.folder}: it is quantised already; load it without quantization, or as floats with "
+                f"quantization={DEQUANTIZE!r}"
+            )
         if tied:
             config = replace(config, tie_word_embeddings=False)
     abstract = nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
-    return load_weights(abstract, opened, tied_weights=tied, precision=precision, mesh=mesh, progress=progress)
+    return load_weights(
+        abstract,
+        opened,
+        tied_weights=tied,
+        precision=precision,
+        dequantize=dequantize or requantize,
+        mesh=mesh,
+        progress=progress,
+    )
 
 
 def load_causal_lm(
@@ -88,20 +107,29 @@ def load_causal_lm(
     *,
     dtype: DTypeLike,
     quantization: str | Precision | None = None,
+    requantize: bool = False,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
     Args:
         opened: the checkpoint.
-        dtype, quantization, progress: as in `load_model`.
+        dtype, quantization, requantize, progress: as in `load_model`.
 
     Raises:
         CheckpointError, InvalidParameterError: as in `load_model`.
         UnsupportedModelError: if verax has no such architecture, or it has no linear layer to quantise.
     """
     model_class, config = causal_lm(opened.config)
-    return load_model(opened, model_class, config, dtype=dtype, quantization=quantization, progress=progress)
+    return load_model(
+        opened,
+        model_class,
+        config,
+        dtype=dtype,
+        quantization=quantization,
+        requantize=requantize,
+        progress=progress,
+    )
 
 
 def load_weights(
@@ -110,6 +138,7 @@ def load_weights(
     *,
     tied_weights: Mapping[str, str] = MappingProxyType({}),
     precision: Precision | None = None,
+    dequantize: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> M:
@@ -121,6 +150,7 @@ def load_weights(
         tied_weights: keys whose weights the checkpoint has under another key. If it has the first key too, that weight
             is ignored.
         precision: bits and group size to quantise every linear layer to.
+        dequantize: True to make floats of weights that are quantised in the checkpoint.
         mesh, progress: as in `load_model`.
 
     Raises:
@@ -143,6 +173,7 @@ def load_weights(
         ignore=(*getattr(model, "ignored_weights", ()), *(rf"^{re.escape(key)}$" for key in tied_weights)),
         aliases=_aliases(model, opened, tied_weights),
         quantize=lambda name: precision if name in linear else None,
+        dequantize=dequantize,
         progress=progress,
     )
 

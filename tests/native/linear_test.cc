@@ -82,7 +82,7 @@ struct Case {
     std::vector<float> y(M * N, NAN);
     const std::unique_ptr<void, Aligned> packed(::operator new(verax::linear_packed_bytes(M, K) + 1, std::align_val_t{64}));
     const LinearTask task{M,     N,   K,     x.data(),     kind, bytes.data(), scales.empty() ? nullptr : scales.data(),
-                          half_scales, group, packed.get(), y.data()};
+                          half_scales, group, packed.get(), y.data(), {}};
     VERAX_KERNEL(linear_pack)(task);
     check::Pool pool(threads);
     const auto columns = VERAX_KERNEL(linear_columns);

@@ -13,9 +13,6 @@ import pytest
 from tests.real.texts import PAGE, PROMPTS
 from tests.support.published import gemma_file
 from verax import LLM, SamplingParams
-from verax.checkpoint import Checkpoint
-from verax.loading import load_causal_lm
-from verax.text.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -59,13 +56,8 @@ def answers(precision):
     """Answers of an engine that is gone before transformers' model comes: the two would take 3 GB together."""
     path = gemma_file()
     options = dict(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=256, use_tqdm=False)
-    if precision == "stored":
-        llm = LLM(path, **options)
-    else:
-        opened = Checkpoint.open(path, dequantize=True)
-        model = load_causal_lm(opened, dtype="float32")
-        llm = LLM.from_module(model, tokenizer=Tokenizer.from_checkpoint(opened), **options)
-        del model
+    how = {} if precision == "stored" else {"dtype": "float32", "quantization": "dequantize"}
+    llm = LLM(path, **how, **options)
     short = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     (page,) = llm.generate([PAGE], BEHIND_A_PAGE, use_tqdm=False)
     ids = page.prompt_token_ids

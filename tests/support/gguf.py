@@ -13,22 +13,39 @@ ARCHITECTURES = {
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
 }
-SCALE_OFFSETS = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-"""Offsets of a block's float16 scales, for types that the package cannot quantise to."""
+SCALE_OFFSETS = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+}
+"""Offsets of a block's float16 numbers; 0 for other types."""
+RANDOM = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 7e-5, "IQ4_NL": 1.3e-3}
+"""Types that the package cannot quantise to, and float16 numbers' spread with which that of weights is 0.1."""
 
 
 def encode(weight, kind, seed=0):
     """A matrix as rows of blocks, `uint8 [F, bytes]`: quantised, or random blocks for the K types."""
-    known = gguf.GGMLQuantizationType[kind]
-    if kind not in SCALE_OFFSETS:
+    if kind not in RANDOM:
+        known = gguf.GGMLQuantizationType[kind]
         return gguf.quantize(np.ascontiguousarray(weight, np.float32), known).view(np.uint8)
-    size, size_bytes = gguf.GGML_QUANT_SIZES[known]
+    return random_blocks(kind, *weight.shape, seed=seed)
+
+
+def random_blocks(kind, rows, size_in, *, seed=0, scales=None):
+    """Rows of blocks of random bits, `uint8 [rows, bytes]`: float16 numbers out of `scales`, or Gaussian ones."""
+    size, size_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (weight.shape[0], weight.shape[1] // size, size_bytes), dtype=np.uint8)
-    for offset in SCALE_OFFSETS[kind]:
-        scales = (rng.standard_normal((*blocks.shape[:2], 1)) * 0.01).astype(np.float16)
-        blocks[..., offset : offset + 2] = scales.view(np.uint8)
-    return blocks.reshape(weight.shape[0], -1)
+    blocks = rng.integers(0, 256, (rows, size_in // size, size_bytes), dtype=np.uint8)
+    for offset in SCALE_OFFSETS.get(kind, (0,)):
+        shape = (*blocks.shape[:2], 1)
+        gaussian = rng.standard_normal(shape) * RANDOM.get(kind, 0.01)
+        chosen = gaussian if scales is None else rng.choice(scales, shape)
+        blocks[..., offset : offset + 2] = chosen.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def permuted(weight, heads):

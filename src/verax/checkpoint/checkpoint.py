@@ -16,6 +16,7 @@ from verax.checkpoint.resolve import resolve
 from verax.errors import CheckpointError
 from verax.fields import read_value
 from verax.files import read_json
+from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["Checkpoint"]
@@ -66,7 +67,7 @@ class QuantizedEntry(Protocol):
         """The keys that are read for it."""
         ...
 
-    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight:
+    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
         """A copy, with the arrays that `read_raw` gives."""
         ...
 
@@ -100,13 +101,8 @@ class Checkpoint:
             self.packed, self._parts = find_packed(tensors, scheme, self.read_raw, folder)
 
     @classmethod
-    def open(cls, model: str | Path, *, revision: str | None = None, dequantize: bool = False) -> Checkpoint:
+    def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:
         """Open a folder, a hub id, or a GGUF file.
-
-        Args:
-            model: its path or id.
-            revision: branch, tag or commit of a hub id.
-            dequantize: give the quantised weights of a GGUF file as float32 arrays.
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
@@ -116,7 +112,7 @@ class Checkpoint:
         if folder.is_file():
             from verax.checkpoint.formats.gguf.weights import GGUFWeights
 
-            file = GGUFWeights(folder, dequantize=dequantize)
+            file = GGUFWeights(folder)
             files = dict.fromkeys(file.tensors, file)
             return cls(folder, file.config, file.generation_config(), files, packed=file.packed, metadata=file.metadata)
         if not (folder / "config.json").is_file():
@@ -149,7 +145,7 @@ class Checkpoint:
         """Dtype, shape and place of an unquantised weight."""
         return self._file(name).tensors[name]
 
-    def read(self, name: str) -> np.ndarray | QuantizedWeight:
+    def read(self, name: str) -> np.ndarray | QuantizedWeight | BlockQuantizedWeight:
         """A read-only view of a weight, mapped from its file; a copy if it is quantised."""
         return self.packed[name].read(self.read_raw) if name in self.packed else self.read_raw(name)
 

@@ -24,6 +24,7 @@ from verax.ops.quantized import quantize as quantize_weight
 __all__ = ["load_module", "partition"]
 
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
+_dequantize = jax.jit(lambda weight: weight.dequantize())
 
 M = TypeVar("M", bound=nnx.Module)
 QUANTIZED_AT_ONCE = 1 << 22
@@ -45,6 +46,7 @@ def load_module(
     ignore: Iterable[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     quantize: Callable[[str], tuple[int, int | None] | None] = lambda name: None,
+    dequantize: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> M:
     """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights; return the filled module.
@@ -64,6 +66,7 @@ def load_module(
         aliases: keys of the checkpoint by keys of the module, where they differ.
         quantize: function from a key to the bits and the group size with which its weight is quantised while loading,
             or to None for a weight that is not quantised.
+        dequantize: True to load weights that are quantised in the checkpoint as floats.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
@@ -78,7 +81,7 @@ def load_module(
     dtypes = {name: _fitting_dtype(sources[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
     places = {name: _sharding(name, leaf.shape, rules, mesh) for name, (_, leaf) in flat.items()}
     precisions = {name: quantize(name) for name in flat}
-    if mesh is not None and (checkpoint.packed or any(precisions.values())):
+    if mesh is not None and ((checkpoint.packed and not dequantize) or any(precisions.values())):
         raise InvalidParameterError("mesh: quantised weights are not divided over devices yet")
 
     total = sum(map(checkpoint.size, sources.values()))
@@ -87,6 +90,8 @@ def load_module(
     # In the order of the files: sequential reading is the fastest for disks and the kernel's read-ahead.
     for name, source in sorted(sources.items(), key=lambda item: checkpoint.place(item[1])):
         weight = checkpoint.read(source)
+        if dequantize and not isinstance(weight, np.ndarray):
+            weight = np.asarray(_dequantize(weight))
         if isinstance(weight, np.ndarray):
             if (precision := precisions[name]) is not None:
                 weight = _quantized(name, weight, dtypes[name], *precision, memory)

@@ -22,6 +22,7 @@ from verax.checkpoint.formats import compressed_tensors
 from verax.checkpoint.resolve import TOKENIZER_FILES
 from verax.errors import CheckpointError
 from verax.files import write_json
+from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["save"]
@@ -60,7 +61,7 @@ def save(
         max_shard_bytes: largest size of a file in bytes, unless a single weight is larger.
 
     Raises:
-        CheckpointError: if `tokenizer_from` has no tokenizer files.
+        CheckpointError: if `tokenizer_from` has no tokenizer files, or a weight is in blocks of a GGUF file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,6 +144,12 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
     values = {
         ".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
+    for key, value in values.items():
+        if isinstance(value, BlockQuantizedWeight):
+            raise CheckpointError(
+                f"{key}: {value.kind} blocks are a GGUF file's and cannot be saved here; load them as floats, with "
+                "quantization='dequantize'"
+            )
     quantized = {key: value for key, value in values.items() if isinstance(value, QuantizedWeight)}
     if not quantized:
         return values, None

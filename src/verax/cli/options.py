@@ -43,7 +43,10 @@ Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Quantization = Annotated[
     str | None,
     typer.Option(
-        "--quantization", "-q", help="int8 or int4: quantise while loading.", show_default="as the checkpoint is"
+        "--quantization",
+        "-q",
+        help="int8 or int4: quantise while loading. dequantize: make floats of quantised weights.",
+        show_default="as the checkpoint is",
     ),
 ]
 KvCacheDtype = Annotated[

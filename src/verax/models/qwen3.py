@@ -230,7 +230,7 @@ class Qwen3ForCausalLM(nnx.Module):
     @property
     def dtype(self) -> DTypeLike:
         """Dtype of the weights that are not quantised, and of keys and values."""
-        return self.model.embed_tokens.weight[...].dtype
+        return self.model.norm.weight[...].dtype  # embeddings may be quantised
 
     def __call__(
         self,

@@ -309,7 +309,7 @@ class Qwen35ForCausalLM(nnx.Module):
     @property
     def dtype(self) -> DTypeLike:
         """Dtype of the weights that are not quantised, and of keys and values."""
-        return self.model.embed_tokens.weight[...].dtype
+        return self.model.norm.weight[...].dtype  # embeddings may be quantised
 
     def __call__(
         self,

@@ -24,7 +24,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Par
 
 
 class Linear(nnx.Module):
-    """`x W^T + b` with `weight [out, in]`, an array or an `ops.quantized.QuantizedWeight`."""
+    """`x W^T + b` with `weight [out, in]`: an array, an `ops.QuantizedWeight` or an `ops.BlockQuantizedWeight`."""
 
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = _normal(rngs, (size_out, size_in), dtype)
@@ -44,18 +44,24 @@ def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
 
 
 class Embedding(nnx.Module):
-    """Rows of `weight [V, D]` by token, in float32; `attend` multiplies by its transpose (a tied output head)."""
+    """Rows of `weight [V, D]` by token, in float32; `attend` multiplies by its transpose (a tied output head).
+
+    The weight is an array or an `ops.BlockQuantizedWeight`, of which single rows are dequantised.
+    """
 
     def __init__(self, vocab_size: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = _normal(rngs, (vocab_size, size), dtype)
 
     def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Look tokens up."""
-        return self.weight[...][tokens].astype(jnp.float32)
+        weight = self.weight.get_value()
+        if isinstance(weight, ops.BlockQuantizedWeight):
+            return weight.rows(tokens)
+        return weight[tokens].astype(jnp.float32)
 
     def attend(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Score each token against `x`."""
-        return ops.linear(x, self.weight[...])
+        return ops.linear(x, self.weight.get_value())
 
 
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array]:

@@ -13,6 +13,7 @@ from verax.ops._dispatch import (
 from verax.ops._example import Example
 from verax.ops._target import Target, target, use_target
 from verax.ops.attention import attention
+from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
@@ -37,6 +38,8 @@ import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # noqa: F401  # isort: skip
 
 __all__ = [
+    "BLOCK_KINDS",
+    "BlockQuantizedWeight",
     "Example",
     "Implementation",
     "Operation",

@@ -13,12 +13,14 @@ from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, bfloat16, float32
+from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["linear", "multi_linear"]
 
 
-Weight = Float[Array, "F D"] | QuantizedWeight
+Quantized = QuantizedWeight | BlockQuantizedWeight
+Weight = Float[Array, "F D"] | Quantized
 
 
 @operation
@@ -28,9 +30,11 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     The result stays float32, so that what lies between two matmuls (norms, residual sums, activations) is not rounded.
     With a quantised weight the inputs are rounded to bfloat16; integers and scales are exact. A CPU that multiplies
     integers (AVX-512 VNNI) rounds them to integers instead: of 16 bits, with a scale for each 1,024 inputs, beside
-    8-bit weights, and of 8 bits, with a scale for each group, beside 4-bit ones. Not finite inputs then give NaN.
+    8-bit weights, and of 8 bits, with a scale for each group, beside 4-bit ones. Beside the block formats of GGUF files
+    every CPU rounds few rows to integers of 8 bits, with a scale for each 32 inputs, as llama.cpp does; the weights
+    beside many rows are rounded to bfloat16. Not finite inputs then give NaN.
     """
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, Quantized):
         x, weight = x.astype(jnp.bfloat16).astype(jnp.float32), weight.dequantize()
     # HIGHEST matters to float32 weights only, where a GPU or TPU would otherwise multiply in TF32 or bfloat16.
     y = jnp.einsum(
@@ -73,7 +77,7 @@ A LAM's layer is nearly twice as fast with it on a CPU."""
 
 
 def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
-    if math.prod(x.shape[:-1]) < CONCATENATED_ROWS or any(isinstance(weight, QuantizedWeight) for weight in weights):
+    if math.prod(x.shape[:-1]) < CONCATENATED_ROWS or any(isinstance(weight, Quantized) for weight in weights):
         return False
     return (
         len({weight.dtype for weight in weights}) == 1
@@ -91,16 +95,16 @@ def _multi_linear_concatenated(
 
 
 def _is_quantized(x: object, weight: object, bias: object = None) -> bool:
-    return isinstance(weight, QuantizedWeight)
+    return isinstance(weight, Quantized)
 
 
 @linear.implementation("dequantized", accepts=_is_quantized)
 def _linear_dequantized(
-    x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
+    x: Float[Array, "*B D"], weight: Quantized, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     # For many rows, which share the cost. A row's scale can wait until after the product, whose integers bfloat16
     # holds exactly; scales of groups cannot, so there the weight is rounded to bfloat16.
-    if weight.group_size is None:
+    if isinstance(weight, QuantizedWeight) and weight.group_size is None:
         return _add(linear(x, weight.integers().astype(jnp.bfloat16)) * weight.scales[:, 0].astype(jnp.float32), bias)
     return linear(x, weight.dequantize(jnp.bfloat16), bias)
 
@@ -110,7 +114,7 @@ def _add(y: Float[Array, "*B F"], bias: Float[Array, "F"] | None) -> Float[Array
 
 
 def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, weight: object, bias: object = None) -> bool:
-    return x.size == x.shape[-1] and not isinstance(weight, QuantizedWeight)
+    return x.size == x.shape[-1] and not isinstance(weight, Quantized)
 
 
 @linear.implementation("pad_to_two_rows", platforms=("cpu",), accepts=_is_single_row)

@@ -64,7 +64,7 @@ class AsyncLLM:
         Args:
             model: as in `LLM`, and so are the arguments that are not listed here.
             dtype: `"bfloat16"` or `"float32"`.
-            quantization: `"int8"` or `"int4"`, while loading.
+            quantization: `"int8"` or `"int4"`, while loading; or `"dequantize"`, see `LLM`.
             revision: branch, tag or commit of a hub id.
             skip_tokenizer_init: serve token ids without a tokenizer.
             use_tqdm: progress bars while loading and compiling.

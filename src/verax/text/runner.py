@@ -201,6 +201,8 @@ def _table_bytes(model: CausalLM) -> int:
     """Bytes of embedding tables of which a step reads single rows: those that are not the output head."""
     tied, vocab_size = model.config.tie_word_embeddings, model.config.vocab_size
     tables = (
-        module.weight[...] for _, module in nnx.iter_modules(cast(nnx.Module, model)) if isinstance(module, Embedding)
+        module.weight.get_value()
+        for _, module in nnx.iter_modules(cast(nnx.Module, model))
+        if isinstance(module, Embedding)
     )
     return sum(table.nbytes for table in tables if not (tied and table.shape[0] == vocab_size))

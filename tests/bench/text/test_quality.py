@@ -110,7 +110,7 @@ def test_a_quantised_file_is_measured_dequantised_as_it_is_stored_and_in_llama_c
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"variants": ["as stored"]}, "'as stored' is for a quantised GGUF file"),
+        ({"variants": ["as stored"]}, "'as stored' is for a quantised checkpoint"),
         ({"against": ["llama.cpp"]}, r"against: llama\.cpp reads a GGUF file"),
         ({"against": ["torch"]}, r"against: expected llama\.cpp, got 'torch'"),
     ],

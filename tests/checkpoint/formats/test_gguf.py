@@ -11,13 +11,12 @@ from safetensors.numpy import load_file
 
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
-from verax import checkpoint
+from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf.layout import read_config
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
-from verax.ops.quantized import QuantizedWeight
 
 UP, EMBEDDINGS, HEAD = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
 NAMES = {UP: "blk.1.ffn_up.weight", EMBEDDINGS: "token_embd.weight"}
@@ -41,49 +40,20 @@ def reference(path, key):
     return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(shape)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_blocks_of_32_stay_quantised_and_are_exact(kind, folder, tmp_path):
+@pytest.mark.parametrize("kind", ops.BLOCK_KINDS)
+def test_blocks_stay_quantised_and_are_exact(kind, wide, tmp_path):
     path = tmp_path / "a.gguf"
-    files.write(folder, path, kind)
+    files.write(wide, path, kind)
     opened = Checkpoint.open(path)
-    weight = opened.read(UP)
-    assert isinstance(weight, QuantizedWeight)
-    assert (weight.bits, weight.group_size, weight.shape) == (8 if kind == "Q8_0" else 4, 32, (96, 64))
-    np.testing.assert_array_equal(weight.dequantize(), reference(path, UP))
-    assert opened.kind(UP) == kind
-    # The tied head is the quantised embeddings; for looking tokens up they are floats.
-    np.testing.assert_array_equal(opened.read(HEAD).dequantize(), reference(path, EMBEDDINGS))
-    np.testing.assert_array_equal(opened.read(EMBEDDINGS), reference(path, EMBEDDINGS))
+    assert opened.config["tie_word_embeddings"]  # one weight serves as embeddings and output head
+    for key in (UP, EMBEDDINGS):
+        weight = opened.read(key)
+        assert isinstance(weight, ops.BlockQuantizedWeight)
+        assert (weight.kind, opened.kind(key)) == (kind, kind)
+        np.testing.assert_array_equal(weight.dequantize(), reference(path, key))
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
-def test_every_bit_pattern_is_exact(kind, folder, tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    size = 34 if kind == "Q8_0" else 18
-
-    def extreme(weight, kind, seed=0):
-        blocks = rng.integers(0, 256, (weight.shape[0], weight.shape[1] // 32, size), dtype=np.uint8)
-        # Zero, the smallest, a negative, the largest.
-        blocks[..., :2] = rng.choice(np.float16([0, 6e-8, -0.3, 65504, 1.7]), (*blocks.shape[:2], 1)).view(np.uint8)
-        return blocks.reshape(weight.shape[0], -1)
-
-    monkeypatch.setattr(files, "encode", extreme)
-    path = tmp_path / "a.gguf"
-    files.write(folder, path, kind)
-    np.testing.assert_array_equal(Checkpoint.open(path).read(UP).dequantize(), reference(path, UP))
-
-
-def test_quantised_weights_can_be_had_as_floats(folder, tmp_path):
-    path = tmp_path / "a.gguf"
-    files.write(folder, path, "Q4_0")
-    opened = Checkpoint.open(path, dequantize=True)
-    assert not opened.packed
-    np.testing.assert_array_equal(opened.read(UP), reference(path, UP))
-    assert HEAD not in opened.names()
-    assert load_causal_lm(opened, dtype="float32").lm_head is None
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q2_K", "Q3_K"])
 def test_other_types_become_floats_exactly(kind, wide, tmp_path):
     path = tmp_path / "a.gguf"
     files.write(wide, path, kind)
@@ -97,14 +67,36 @@ def test_other_types_become_floats_exactly(kind, wide, tmp_path):
 
 
 def test_tensors_of_several_types_are_in_one_file(wide, tmp_path):
-    """As llama.cpp's quantize makes them: Q4_0 layers, and an embedding, which is the head too, of more bits."""
+    """As llama.cpp's quantize makes them: Q4_K layers, and an embedding, which is the head too, of more bits."""
     path = tmp_path / "a.gguf"
-    files.write(wide, path, "Q4_0", kinds={EMBEDDINGS: "Q6_K", UP: "Q4_1"})
+    files.write(wide, path, "Q4_K", kinds={EMBEDDINGS: "Q6_K", UP: "F16"})
     model = load_causal_lm(Checkpoint.open(path), dtype="float32")
     assert model.lm_head is None
-    assert isinstance(model.model.layers[1].mlp.down_proj.weight.get_value(), QuantizedWeight)
+    assert model.dtype == jnp.float32
+    assert model.model.layers[1].mlp.down_proj.weight.get_value().kind == "Q4_K"
+    np.testing.assert_array_equal(model.model.layers[1].mlp.up_proj.weight[...], reference(path, UP))
+    embeddings = model.model.embed_tokens
+    assert embeddings.weight.get_value().kind == "Q6_K"
+    np.testing.assert_array_equal(embeddings(jnp.asarray([[5, 319]])), reference(path, EMBEDDINGS)[[[5, 319]]])
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q2_K"])
+def test_quantised_weights_can_be_loaded_as_floats(kind, wide, tmp_path):
+    path = tmp_path / "a.gguf"
+    files.write(wide, path, kind)
+    model = load_causal_lm(Checkpoint.open(path), dtype="float32", quantization="dequantize")
     np.testing.assert_array_equal(model.model.layers[1].mlp.up_proj.weight[...], reference(path, UP))
     np.testing.assert_array_equal(model.model.embed_tokens.weight[...], reference(path, EMBEDDINGS))
+
+
+def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
+    files.write(folder, tmp_path / "a.gguf", "Q8_0")
+    opened = Checkpoint.open(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match=r"weight: Q8_0 blocks .*quantization='dequantize'"):
+        checkpoint.save(load_causal_lm(opened, dtype="float32"), tmp_path / "saved", config=opened.config)
+    floats = load_causal_lm(opened, dtype="float32", quantization="dequantize")
+    checkpoint.save(floats, tmp_path / "saved", config=opened.config)
+    np.testing.assert_array_equal(Checkpoint.open(tmp_path / "saved").read(UP), reference(tmp_path / "a.gguf", UP))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -207,12 +199,12 @@ def test_scaled_rotary_frequencies_are_those_of_the_folder(tmp_path):
     assert ours.frequencies(16)[1] == theirs.frequencies(16)[1]
 
 
-def test_a_file_of_dequantised_blocks_can_be_quantised_and_one_of_our_types_not_again(folder, tmp_path):
-    files.write(folder, tmp_path / "a.gguf", "Q5_0")
+def test_a_file_of_dequantised_blocks_can_be_quantised_and_one_of_our_types_not_again(wide, folder, tmp_path):
+    files.write(wide, tmp_path / "a.gguf", "Q2_K")
     model = load_causal_lm(Checkpoint.open(tmp_path / "a.gguf"), dtype="bfloat16", quantization="int8")
     assert model.model.layers[0].mlp.up_proj.weight.get_value().bits == 8
     files.write(folder, tmp_path / "b.gguf", "Q4_0")
-    with pytest.raises(CheckpointError, match="quantised already"):
+    with pytest.raises(CheckpointError, match=r"quantised already.*dequantize"):
         load_causal_lm(Checkpoint.open(tmp_path / "b.gguf"), dtype="bfloat16", quantization="int8")
 
 

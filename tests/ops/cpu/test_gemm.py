@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.cpu import for_each_level, needs_library
+from tests.support.gguf import random_blocks
 from verax import ops
 from verax.ops.cpu import library
 
@@ -52,6 +53,19 @@ def test_every_shape_is_exact_to_rounding(level, kind, m, k, n):
 
 
 @for_each_level
+@pytest.mark.parametrize("kind", ops.BLOCK_KINDS)
+def test_blocks_of_gguf_files_are_unpacked_on_the_way(level, kind):
+    # Pieces of K (384 or 192) end within super-blocks of 256.
+    w = ops.BlockQuantizedWeight.from_blocks(kind, random_blocks(kind, 80, 768))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((40, 768)), jnp.bfloat16)
+    with library.use_level(level):
+        rounded = jnp.bfloat16 if library.has("bf16_dot") else jnp.float32
+        weights = np.asarray(w.dequantize(rounded), np.float64)
+        size = np.abs(np.asarray(x, np.float64)) @ np.abs(weights).T
+        assert np.all(np.abs(native(x, w) - np.asarray(x, np.float64) @ weights.T) <= 1e-5 * size)
+
+
+@for_each_level
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_its_batch(level, kind):
     x, w, bias = arrays(200, 416, 64, kind)
@@ -74,6 +88,26 @@ def test_it_runs_where_rows_are_many_and_the_kernel_takes_the_weight():
         x, w, _ = arrays(33, 64, 48, "float32")
         assert ops.linear.select(x, w.astype(jnp.float16)).name == "reference"
         assert ops.linear.select(x, ops.quantize(w, 8, 32)).name == "native"
+
+
+@pytest.mark.skipif(not library.has("bf16_tiles"), reason="this machine has no AMX")
+def test_it_runs_from_few_bfloat16_rows_on_where_tiles_are_multiplied():
+    with library.use_level("amx"):
+        assert chosen(5, 64, 48) == chosen(127, 64, 48) == chosen(24, 64, 48, "float32") == "native_gemm"
+        assert chosen(128, 64, 48) == "reference"
+        assert chosen(4, 64, 48) == chosen(11, 64, 48, "float32") == chosen(128, 64, 48, "int8") == "native"
+
+
+@pytest.mark.skipif(not library.has("bf16_tiles"), reason="this machine has no AMX")
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_tiles_give_what_rows_give(kind):
+    # Rows that W is read in place for (64) and more, with a last tile that is not full; two pieces of K (1,024).
+    for m, k, n in ((5, 64, 16), (50, 1056, 48), (70, 1056, 80)):
+        x, w, bias = arrays(m, k, n, kind)
+        with library.use_level("avx512_bf16"):
+            expected = np.asarray(native(x, w, bias))
+        with library.use_level("amx"):
+            np.testing.assert_allclose(native(x, w, bias), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_it_runs_only_where_it_is_faster():

@@ -16,18 +16,18 @@ def test_the_library_has_the_levels_of_the_header_in_its_order():
 def test_flags_of_a_level_are_read_whole():
     flags = build.level_flags()
     assert flags["avx512_bf16"][1][-2:] == ["-mavx512vnni", "-mavx512bf16"]
-    assert set(flags["avx512"][1]) < set(flags["avx512_bf16"][1])
+    assert set(flags["avx512"][1]) < set(flags["avx512_bf16"][1]) < set(flags["amx"][1])
     assert flags["portable"] == ("any", ["-DVERAX_PORTABLE"])
     assert flags["neon"] == ("aarch64", [])
 
 
-CAPABILITIES = {"avx512_bf16": {"bf16_dot", "int8_dot"}}
+CAPABILITIES = {"amx": {"bf16_dot", "int8_dot", "bf16_tiles"}, "avx512_bf16": {"bf16_dot", "int8_dot"}}
 
 
 @for_each_level
 def test_capabilities_are_those_of_the_level_in_force(level):
     with library.use_level(level):
-        assert {name for name in ("bf16_dot", "int8_dot") if library.has(name)} == CAPABILITIES.get(level, set())
+        assert {name for name in CAPABILITIES["amx"] if library.has(name)} == CAPABILITIES.get(level, set())
         assert not any(library.has(name) for name in ("", " ", "bf16", "dot", "bf16_dot int8_dot"))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +17,12 @@ from verax import ops
 from verax.bench.case import Case
 from verax.bench.ops.sides import operation_case, torch_tensor
 from verax.checkpoint.host_memory import HostMemory
+from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 
 __all__ = ["WEIGHTS", "linear_cases"]
 
-WEIGHTS: dict[str, tuple[int, int | None] | None] = {
+WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
     "float32": None,
     "bfloat16": None,
     "int8": (8, None),
@@ -28,8 +30,9 @@ WEIGHTS: dict[str, tuple[int, int | None] | None] = {
     "int8-128": (8, 128),
     "int4-32": (4, 32),
     "int4-128": (4, 128),
+    **{kind: kind for kind in ops.BLOCK_KINDS},
 }
-"""Kinds of weight by name; of quantised ones, the bits and how many inputs share a scale."""
+"""Kinds of weight by name; of quantised ones, bits and inputs that share a scale, or the format of blocks."""
 
 COLD = 256 << 20
 """Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
@@ -45,6 +48,9 @@ def linear_cases(
         rows: of the input; one case each.
         weights: names out of `WEIGHTS`.
         torch: the module, or None.
+
+    Raises:
+        InvalidParameterError: if blocks of one of them do not divide `size_in`.
     """
     rng = np.random.default_rng(0)
     dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
@@ -95,4 +101,15 @@ def _weight(dense: jax.Array, kind: str) -> Any:
     scheme = WEIGHTS[kind]
     if scheme is None:
         return dense.astype(kind)
+    if isinstance(scheme, str):
+        return _random_blocks(scheme, *dense.shape)
     return jax.jit(ops.quantize, static_argnums=(1, 2))(dense, *scheme)
+
+
+def _random_blocks(kind: str, size_out: int, size_in: int) -> ops.BlockQuantizedWeight:
+    """A weight of arbitrary blocks. Their bytes are below 64, so that every float16 number among them is finite."""
+    size, size_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    if size_in % size:
+        raise InvalidParameterError(f"size_in: expected a multiple of {size} for {kind}, got {size_in}")
+    shape = (size_out, size_in // size * size_bytes)
+    return ops.BlockQuantizedWeight.from_blocks(kind, np.random.default_rng(0).integers(0, 64, shape, np.uint8))

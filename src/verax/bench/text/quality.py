@@ -23,8 +23,8 @@ from verax.bench.text.scoring import (
     pieces_of,
     split,
 )
-from verax.errors import CheckpointError, InvalidParameterError
-from verax.loading import load_causal_lm
+from verax.errors import InvalidParameterError
+from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.machine import fingerprint
 from verax.models import CausalLM
 from verax.ops.pages import page_bytes
@@ -74,7 +74,7 @@ def bench_quality(
 ) -> dict[str, Any]:
     """Measure a model in several precisions against itself in float32; a report as JSON holds it.
 
-    The float32 of a quantised GGUF file are its dequantised weights, and one more variant is the file as it is stored.
+    The float32 of a quantised checkpoint are its dequantised weights, and one more variant is what it has stored.
 
     Args:
         model: a checkpoint; the built-in model if None.
@@ -89,24 +89,19 @@ def bench_quality(
 
     Raises:
         InvalidParameterError: for an unknown variant or side, or a text of fewer than two tokens.
-        CheckpointError: if the model is a folder of quantised weights: there is nothing to compare it with.
         MissingDependencyError: if llama.cpp is asked for and not installed.
     """
     if unknown := [name for name in variants or () if name not in VARIANTS]:
         raise InvalidParameterError(f"variants: expected {'; '.join(VARIANTS)}, got {unknown[0]!r}")
     if unknown := [name for name in against if name != LLAMA_CPP]:
         raise InvalidParameterError(f"against: expected {LLAMA_CPP}, got {unknown[0]!r}")
-    opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, dequantize=True)
-    is_file = opened.folder.is_file()
-    stored = checkpoint.Checkpoint.open(opened.folder) if is_file else opened
-    if opened.packed:
-        raise CheckpointError(f"{opened.folder}: it is quantised already; give the checkpoint that it was made from")
-    if against and not is_file:
+    opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
+    if against and not opened.folder.is_file():
         raise InvalidParameterError(f"against: llama.cpp reads a GGUF file, and {opened.folder} is none")
     if variants is None:
-        variants = [name for name in VARIANTS if name != STORED or stored.packed]
-    elif STORED in variants and not stored.packed:
-        raise InvalidParameterError(f"variants: {STORED!r} is for a quantised GGUF file, and {opened.folder} is none")
+        variants = [name for name in VARIANTS if name != STORED or opened.packed]
+    elif STORED in variants and not opened.packed:
+        raise InvalidParameterError(f"variants: {STORED!r} is for a quantised checkpoint, and {opened.folder} is none")
     tokenizer = Tokenizer.from_checkpoint(opened)
     texts = (document.text for document in documents("quality", split="held_out")) if text is None else [text]
     batches = list(batches_of(pieces_of(tokenizer, texts, min(window, BATCH_TOKENS)), tokens))
@@ -117,7 +112,7 @@ def bench_quality(
     wanted = additions if additions is not None else len(exam) if model is None else 200
     exam = [exam[i] for i in np.linspace(0, len(exam) - 1, min(wanted, len(exam))).astype(int)]
 
-    reference = load_causal_lm(opened, dtype="float32")
+    reference = _load(opened, REFERENCE)
     hidden = [np.asarray(hidden_states(reference, batch, jnp.float32)) for batch in batches]
     results: dict[str, dict[str, Any]] = {}
     with progress.bar("measuring") as report:
@@ -125,12 +120,7 @@ def bench_quality(
             report(done, len(variants), name)
             variant, begin = VARIANTS[name], time.perf_counter()
             try:
-                source = stored if name == STORED else opened
-                module = (
-                    reference
-                    if name == REFERENCE
-                    else load_causal_lm(source, dtype=variant.dtype, quantization=variant.quantization)
-                )
+                module = reference if name == REFERENCE else _load(opened, name)
             except InvalidParameterError as error:
                 results[name] = {"left_out": str(error)}
                 continue
@@ -143,7 +133,7 @@ def bench_quality(
             del module
     del reference
     for name in against:
-        results[name] = {**llama_cpp_perplexity(opened.folder, batches), "weights_mb": stored.nbytes / 1e6}
+        results[name] = {**llama_cpp_perplexity(opened.folder, batches), "weights_mb": opened.nbytes / 1e6}
     return {
         "kind": "quality",
         "machine": fingerprint(),
@@ -157,6 +147,14 @@ def bench_quality(
         },
         "variants": results,
     }
+
+
+def _load(opened: checkpoint.Checkpoint, name: str) -> CausalLM:
+    """A variant of the checkpoint, by way of floats if it is quantised, unless it is wanted as it is stored."""
+    variant = VARIANTS[name]
+    if not opened.packed or name == STORED:
+        return load_causal_lm(opened, dtype=variant.dtype, quantization=variant.quantization)
+    return load_causal_lm(opened, dtype=variant.dtype, quantization=variant.quantization or DEQUANTIZE, requantize=True)
 
 
 def _distance(

@@ -125,7 +125,10 @@ def operations(
     size_out: Annotated[int, typer.Option(help="Outputs of the linear operation.", min=1)] = 11008,
     rows: Annotated[str, typer.Option(help="Rows of the input, one case each.")] = "1,2,4,8,16,32,128",
     weights: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128; all if left out.")
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, or a GGUF type Q4_K; all if left out."
+        ),
     ] = None,
     only: Annotated[str | None, typer.Option(help="linear, attention or conv; all if left out.")] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,

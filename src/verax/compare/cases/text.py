@@ -19,7 +19,7 @@ from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_l
 from verax.compare.recorder import Watch
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
-from verax.loading import load_causal_lm, load_model
+from verax.loading import DEQUANTIZE, load_causal_lm, load_model
 from verax.models import causal_lm, encoder
 from verax.text.tokenizer import Tokenizer
 
@@ -91,9 +91,10 @@ def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHI
     lib = transformers()
     if model == "random":
         model = _random_folder(RANDOM_TEXT, scratch, causal_lm)
-    opened = Checkpoint.open(builtin.text_model() if model is None else model, dequantize=True)
+    opened = Checkpoint.open(builtin.text_model() if model is None else model)
     source: dict[str, Any] = {"pretrained_model_name_or_path": opened.folder}
-    if opened.folder.is_file():
+    is_file = opened.folder.is_file()
+    if is_file:
         reference_package("accelerate")  # transformers' reader of these files needs it
         source = {"pretrained_model_name_or_path": opened.folder.parent, "gguf_file": opened.folder.name}
     architecture, config = causal_lm(opened.config)
@@ -111,7 +112,7 @@ def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHI
 
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
-        loaded = load_causal_lm(opened, dtype=dtype)
+        loaded = load_causal_lm(opened, dtype=dtype, quantization=DEQUANTIZE if is_file else None)
         call = lambda model, tokens: model.logits(model(tokens))
         return Side(loaded, given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
 

@@ -39,6 +39,7 @@ HANDLERS = (
     "verax_hierarchical",
     "verax_hierarchical_local",
     "verax_linear",
+    "verax_linear_blocks",
     "verax_linear_quantized",
     "verax_paged_attention",
     "verax_paged_attention_quantized",

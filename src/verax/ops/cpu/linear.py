@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.cpu import library
-from verax.ops.linear import Weight, linear, multi_linear
+from verax.ops.linear import Quantized, Weight, linear, multi_linear
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
@@ -26,7 +27,7 @@ At 512 it would still be so for 4 bits, but there x is better kept in bfloat16 t
 
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, Quantized):
         few = math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
     else:
         few = math.prod(x.shape[:-1]) <= MAX_ROWS and weight.dtype in (jnp.float32, jnp.bfloat16)
@@ -41,7 +42,7 @@ def _kind(weight: Any) -> tuple[Any, ...]:
     """Properties that all weights of a call share."""
     if isinstance(weight, QuantizedWeight):
         return weight.values.dtype, weight.group_size, weight.scales.dtype
-    return (weight.dtype,)
+    return (type(weight),) if isinstance(weight, BlockQuantizedWeight) else (weight.dtype,)
 
 
 @jax.custom_jvp
@@ -54,6 +55,10 @@ def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, 
         if isinstance(weight, QuantizedWeight):
             handler, attributes = "verax_linear_quantized", {"group": np.int64(weight.group_size or 0)}
             arrays += [weight.values, weight.scales]
+        elif isinstance(weight, BlockQuantizedWeight):
+            kinds = [BLOCK_KINDS[one.kind].number for one in weights]
+            handler, attributes = "verax_linear_blocks", {"kinds": np.asarray(kinds, np.int64)}
+            arrays.append(jnp.asarray(weight.words))
         else:
             arrays.append(weight)
     return tuple(library.call_many(handler, results, x, *arrays, **attributes))

@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: config.json's contents from its metadata, weights by the keys of Hugging Face folders.
 
-Q8_0 and Q4_0 matrices stay as they are: 32 inputs share a float16 scale, which is a `QuantizedWeight`. Other block
-types are dequantised while they are read. Embeddings are floats; a tied output head is the quantised copy of them.
+Matrices of the block types that `ops.linear` multiplies, the embeddings among them, stay as they are
+(`BlockQuantizedWeight`). Other block types are dequantised while they are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gguf
-import jax
 import numpy as np
 
 from verax.checkpoint.formats.gguf.file import DTYPES, GGUFFile
@@ -24,16 +23,9 @@ from verax.checkpoint.formats.gguf.layout import (
 )
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError
-from verax.ops.quantized import QuantizedWeight
+from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 
 __all__ = ["GGUFWeight", "GGUFWeights"]
-
-_BITS = {"Q8_0": 8, "Q4_0": 4}
-_GROUP = 32
-_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SCALE_BYTES = 2
-
-_lay_out = jax.jit(QuantizedWeight.from_integers, static_argnums=(2, 3))
 
 
 class GGUFWeight(NamedTuple):
@@ -42,11 +34,10 @@ class GGUFWeight(NamedTuple):
     file: GGUFWeights
     key: str
     shape: tuple[int, int]
-    bits: int
 
     @property
     def kind(self) -> str:
-        """Q8_0 or Q4_0."""
+        """A name out of `BLOCK_KINDS`."""
         return self.file.kind(self.key)
 
     @property
@@ -54,25 +45,16 @@ class GGUFWeight(NamedTuple):
         """The keys that are read for it."""
         return (self.key,)
 
-    def read(self, read_raw: object) -> QuantizedWeight:
+    def read(self, read_raw: object) -> BlockQuantizedWeight:
         """Copy it out of the file, exactly: integers and scales as they are, in our order."""
-        F, D = self.shape
-        blocks = self.file.rows(self.key).reshape(F, D // _GROUP, -1)
-        scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view(np.float16)[..., 0]
-        values = blocks[..., _SCALE_BYTES:]
-        if self.bits == 8:
-            integers = np.ascontiguousarray(values).view(np.int8)
-        else:  # a block's first half is in the low bits
-            codes = np.concatenate([values & 15, values >> 4], axis=-1)
-            integers = codes.view(np.int8) - np.int8(8)
-        return _lay_out(integers.reshape(F, D), scales, self.bits, _GROUP)
+        return BlockQuantizedWeight.from_blocks(self.kind, self.file.rows(self.key))
 
 
 class GGUFWeights:
     """The weights of a file, as `SafetensorsFile` has those of one."""
 
-    def __init__(self, path: Path, *, dequantize: bool = False):
-        """Open the file; `dequantize` to have floats of every matrix.
+    def __init__(self, path: Path):
+        """Open the file.
 
         Raises:
             CheckpointError: if it is damaged, has no language model, or tensors of a type that is not supported.
@@ -90,15 +72,11 @@ class GGUFWeights:
             self.config = read_config(self.metadata, shapes, self._divisors())
         except KeyError as error:
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is no language model") from error
-        embeddings = self.file.tensors[self._names[_EMBEDDINGS]].kind
-        if _HEAD not in self._names and embeddings in _BITS and not dequantize:
-            self._names[_HEAD] = self._names[_EMBEDDINGS]
-            self.config["tie_word_embeddings"] = False
         self.tensors = {key: self._info(name) for key, name in self._names.items()}
         self.packed = {
-            key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]), _BITS[tensor.kind])
+            key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]))
             for key, tensor in ((key, self.file.tensors[name]) for key, name in self._names.items())
-            if tensor.kind in _BITS and len(tensor.shape) == 2 and key != _EMBEDDINGS and not dequantize
+            if tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2
         }
 
     def kind(self, key: str) -> str:

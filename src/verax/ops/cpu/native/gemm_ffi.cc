@@ -9,19 +9,27 @@ namespace {
 namespace ffi = ::xla::ffi;
 
 ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> scales,
-                ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> y) {
+                ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> y, int64_t kind) {
   const auto in = x.dimensions(), shape = weight.dimensions(), out = y->dimensions();
-  if (in.size() != 2 || shape.size() != 2 || out.size() != 2 || in[1] != shape[1] || out[0] != in[0] ||
-      out[1] != shape[0]) {
-    return ffi::Error::InvalidArgument("gemm: expected x [M, K], weight [N, K] and y [M, N]");
+  if (in.size() != 2 || out.size() != 2 || out[0] != in[0]) {
+    return ffi::Error::InvalidArgument("gemm: expected x [M, K] and y [M, N]");
   }
   GemmTask task{};
-  task.M = in[0], task.N = shape[0], task.K = in[1];
+  task.M = in[0], task.N = out[1], task.K = in[1];
+  task.block = static_cast<BlockKind>(kind);
+  const BlockShape blocks = block_shape(task.block);
+  const bool fits = weight.element_type() != ffi::U32
+                        ? shape.size() == 2 && shape[0] == task.N && shape[1] == task.K
+                        : blocks.unit && shape.size() == 4 && shape[0] == task.N / 16 &&
+                              shape[1] == (task.K + blocks.unit - 1) / blocks.unit && shape[2] == blocks.words &&
+                              shape[3] == 16;
+  if (!fits) return ffi::Error::InvalidArgument("gemm: expected a weight [N, K], or its blocks");
   switch (weight.element_type()) {
     case ffi::F32: task.kind = Weights::f32; break;
     case ffi::BF16: task.kind = Weights::bf16; break;
     case ffi::S8: task.kind = Weights::int8; break;
-    default: return ffi::Error::InvalidArgument("gemm: expected a weight of float32, bfloat16 or int8");
+    case ffi::U32: task.kind = Weights::blocks; break;
+    default: return ffi::Error::InvalidArgument("gemm: expected a weight of float32, bfloat16, int8 or blocks");
   }
   if (x.element_type() != (task.kind == Weights::f32 ? ffi::F32 : ffi::BF16)) {
     return ffi::Error::InvalidArgument("gemm: expected x in float32 beside float32, in bfloat16 beside others");
@@ -52,4 +60,5 @@ VERAX_HANDLER(verax_gemm, verax::gemm,
                   .Arg<xla::ffi::AnyBuffer>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Attr<int64_t>("block_kind"));

@@ -6,7 +6,26 @@
 
 #include "export.h"
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace verax {
+
+bool amx_permitted() {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16 | TILE)) != (BF16 | TILE)) return false;
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+
 namespace {
 
 struct Choice {

@@ -19,8 +19,9 @@ namespace ffi = ::xla::ffi;
 // Bytes of weight that a thread takes at a time: some ten microseconds of memory traffic.
 constexpr int64_t PIECE = 256 * 1024;
 
-// Products of the same x with several weights, which differ in N alone. One round of work for all of them: to hand work
-// to the other threads and to wait for the last piece costs as much as reading a megabyte.
+// Products of the same x with several weights, which differ in N alone, and in their kind of blocks. One round of work
+// for all of them: to hand work to the other threads and to wait for the last piece costs as much as reading a
+// megabyte.
 void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
   LinearTask& first = tasks.front();
   const int64_t total = std::accumulate(tasks.begin(), tasks.end(), int64_t{0},
@@ -30,18 +31,18 @@ void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
   first.packed = packed.data();
   VERAX_KERNEL(linear_pack)(first);
   const auto columns = VERAX_KERNEL(linear_columns);
-  const int64_t rows = std::min(PIECE / std::max<int64_t>(1, linear_row_bytes(first)), total / 8);
-  const int64_t grain = std::max(LINEAR_STEP, rows / LINEAR_STEP * LINEAR_STEP);
-  std::vector<int64_t> begins{0};  // of each task's pieces
+  std::vector<int64_t> grains, begins{0};  // of each task: rows of a piece; number of the first piece
   for (LinearTask& task : tasks) {
     task.packed = first.packed;
-    begins.push_back(begins.back() + (task.N + grain - 1) / grain);
+    const int64_t rows = std::min(PIECE / std::max<int64_t>(1, linear_row_bytes(task)), total / 8);
+    grains.push_back(std::max(LINEAR_STEP, rows / LINEAR_STEP * LINEAR_STEP));
+    begins.push_back(begins.back() + (task.N + grains.back() - 1) / grains.back());
   }
   parallel_for(pool, begins.back(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
       const size_t t = std::upper_bound(begins.begin(), begins.end(), piece) - begins.begin() - 1;
-      const int64_t row = (piece - begins[t]) * grain;
-      columns(tasks[t], row, std::min(tasks[t].N, row + grain));
+      const int64_t row = (piece - begins[t]) * grains[t];
+      columns(tasks[t], row, std::min(tasks[t].N, row + grains[t]));
     }
   });
 }
@@ -133,6 +134,31 @@ ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
   return ffi::Error::Success();
 }
 
+// `kinds`: BlockKind of each weight.
+ffi::Error linear_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs weights,
+                         ffi::RemainingRets results, ffi::Span<const int64_t> kinds) {
+  std::vector<LinearTask> tasks;
+  if (weights.size() == 0 || results.size() != weights.size() || kinds.size() != weights.size()) {
+    return ffi::Error::InvalidArgument("linear_blocks: expected a kind and a result for each weight, one or more");
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto words = weights.get<ffi::Buffer<ffi::U32>>(i);
+    auto task = begin_task(x, results, i);
+    if (!words || !task) return words ? task.error() : words.error();
+    task->kind = Weights::blocks, task->block = static_cast<BlockKind>(kinds[i]);
+    task->weights = words->untyped_data();
+    const BlockShape shape = block_shape(task->block);
+    if (shape.unit == 0) return ffi::Error::InvalidArgument("linear_blocks: unknown kind");
+    const int64_t units = (task->K + shape.unit - 1) / shape.unit;
+    if (!is(words->dimensions(), {(task->N + 15) / 16, units, shape.words, 16})) {
+      return ffi::Error::InvalidArgument("linear_blocks: the words do not fit x and y");
+    }
+    tasks.push_back(*task);
+  }
+  run(pool, tasks);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace verax
 
@@ -150,3 +176,11 @@ VERAX_HANDLER(verax_linear_quantized, verax::linear_quantized,
                   .RemainingArgs()
                   .RemainingRets()
                   .Attr<int64_t>("group"));
+
+VERAX_HANDLER(verax_linear_blocks, verax::linear_blocks,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .RemainingArgs()
+                  .RemainingRets()
+                  .Attr<xla::ffi::Span<const int64_t>>("kinds"));

@@ -24,6 +24,11 @@ struct Singles {
   // Cells of CHUNK columns, each with `depth` values below each other.
   static Chunk of_rows(const Element* const* rows, int64_t at) { return load_chunk(rows[0] + at); }
   static void of_chunk(float* to, const Chunk& values) { store_chunk(to, values); }
+  // Cells of F32::lanes columns, of two values below each other.
+  static void of_pair(float* to, int64_t stride, F32 first, F32 second) {
+    store(to, first);
+    store(to + stride, second);
+  }
 };
 
 #if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
@@ -47,6 +52,15 @@ struct Pairs {
   static void of_chunk(float* to, const Chunk& values) {
     store_bf16_chunk(reinterpret_cast<bf16*>(to), to_bf16_chunk(values));
   }
+  // Cells of two values each.
+  static F32 joined(F32 first, F32 second) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(second.v, first.v);  // all of the first, then all of the second
+    const __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006,
+                                            0x170007, 0x180008, 0x190009, 0x1A000A, 0x1B000B, 0x1C000C, 0x1D000D,
+                                            0x1E000E, 0x1F000F);
+    return {_mm512_castsi512_ps(_mm512_permutexvar_epi16(order, reinterpret_cast<const __m512i&>(both)))};
+  }
+  static void of_pair(float* to, int64_t, F32 first, F32 second) { store(to, joined(first, second)); }
 };
 using Bf16Cells = Pairs;
 

@@ -12,7 +12,9 @@
 
 #include <type_traits>
 
+#include "blocks.h"
 #include "cells.h"
+#include "gemm_tiles.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -97,18 +99,50 @@ void pack_strip(Matrix to, const GemmTask& t, int64_t n, int64_t columns, int64_
   pack_columns<Kind>(to, rows, next, columns, values);
 }
 
+// The same of blocks, which have the columns in their lanes already: they become cells of bfloat16.
+template <class Format>
+void pack_blocks(Matrix to, const GemmTask& t, int64_t n, int64_t columns, int64_t k, int64_t values) {
+  const int64_t units = (t.K + Format::UNIT - 1) / Format::UNIT;
+  for (int64_t i = 0; i < columns; i += F32::lanes) {
+    const auto* words = static_cast<const uint32_t*>(t.weight) + (n + i) / BLOCK * units * Format::WORDS * BLOCK;
+    for (int64_t j = 0; j < values; j += CHUNK) {
+      const auto* unit = words + (k + j) / Format::UNIT * Format::WORDS * BLOCK + (n + i) % BLOCK;
+      float* at = to.row(j / Bf16Cells::depth) + i;
+      unpack_chunk<Format>(unit, static_cast<int>((k + j) % Format::UNIT / CHUNK), [&](int h, F32 even, F32 odd) {
+        Bf16Cells::of_pair(at + h / Bf16Cells::depth * to.stride, to.stride, even, odd);
+      });
+    }
+  }
+}
+
+template <class Format>
+struct BlockCells {};
+
+// How W of a kind is packed, and what the cells then are.
+template <class Kind>
+struct Packing {
+  using Cells = Kind;
+  static constexpr auto strip = pack_strip<Kind>;
+};
+template <class Format>
+struct Packing<BlockCells<Format>> {
+  using Cells = Bf16Cells;
+  static constexpr auto strip = pack_blocks<Format>;
+};
+
 template <class Kind>
 void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
   float* memory = static_cast<float*>(scratch);
   const Matrix weight{memory, STRIP}, x{memory + GEMM_DEPTH * STRIP, GEMM_DEPTH};
-  const int64_t most = GEMM_DEPTH * Kind::depth;
+  using Cells = typename Packing<Kind>::Cells;
+  const int64_t most = GEMM_DEPTH * Cells::depth;
   for (int64_t k = 0; k < t.K; k += most) {
-    const int64_t values = t.K - k < most ? t.K - k : most, depth = values / Kind::depth;
+    const int64_t values = t.K - k < most ? t.K - k : most, depth = values / Cells::depth;
     const bool last = k + values == t.K;
-    copy_rows<Kind>(x, t, block, k, values);
+    copy_rows<Cells>(x, t, block, k, values);
     for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
       const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
-      pack_strip<Kind>(weight, t, n, columns, k, values);
+      Packing<Kind>::strip(weight, t, n, columns, k, values);
       Tile tile{x,
                 weight,
                 {t.y + block.m * t.N + n, t.N},
@@ -123,24 +157,37 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
         if (tile.bias) tile.bias += by * F32::lanes;
         vectors -= by;
       };
-      for (; vectors >= VECTORS; advance(VECTORS)) multiply_strip<Kind, VECTORS>(block.rows, tile, depth);
+      for (; vectors >= VECTORS; advance(VECTORS)) multiply_strip<Cells, VECTORS>(block.rows, tile, depth);
       if (VECTORS > 2 && vectors >= 2) {
-        multiply_strip<Kind, 2>(block.rows, tile, depth);
+        multiply_strip<Cells, 2>(block.rows, tile, depth);
         advance(2);
       }
-      if (vectors) multiply_strip<Kind, 1>(block.rows, tile, depth);
+      if (vectors) multiply_strip<Cells, 1>(block.rows, tile, depth);
     }
   }
 }
 
 }  // namespace
 
+void gemm_pack([[maybe_unused]] const GemmTask& t, [[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {
+#if defined(__AMX_BF16__)
+  pack_tiles(t, begin, end);
+#endif
+}
+
 void gemm_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
+#if defined(__AMX_BF16__)
+  if (t.packed) return multiply_block_by_tiles(t, block, scratch);
+#endif
   switch (t.kind) {
     case Weights::f32: return multiply_block<F32Cells>(t, block, scratch);
     case Weights::bf16: return multiply_block<Bf16Cells>(t, block, scratch);
     case Weights::int8: return multiply_block<Int8Cells>(t, block, scratch);
     case Weights::int4: return;  // refused before
+    case Weights::blocks:
+      return with_format(t.block, [&](auto format) {
+        multiply_block<BlockCells<decltype(format)>>(t, block, scratch);
+      });
   }
 }
 

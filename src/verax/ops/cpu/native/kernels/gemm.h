@@ -8,8 +8,9 @@
 
 namespace verax {
 
-// W is float32, bfloat16 or of 8-bit integers with a scale for each row. x is float32 beside float32, and bfloat16
-// beside the others. Products are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
+// W is float32, bfloat16, of 8-bit integers with a scale for each row, or of blocks, whose weights are rounded to
+// bfloat16 where the processor multiplies these. x is float32 beside float32, and bfloat16 beside the others. Products
+// are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
 struct GemmTask {
   Weights kind;
   int64_t M, N, K;
@@ -17,6 +18,8 @@ struct GemmTask {
   const float* scales;  // null, or [N]
   const float* bias;    // null, or [N]
   float* y;
+  void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
+  BlockKind block;  // of blocks
 };
 
 // Rows [m, m + rows) and columns [n, n + columns) of y.
@@ -32,9 +35,24 @@ constexpr int64_t GEMM_DEPTH = 192;
 // Most columns of W that are packed beside each other.
 constexpr int64_t GEMM_STRIP = 48;
 
-// Of the memory that a block works in: cells of x and of a strip of W, each 4 bytes. Enough at every level.
-inline int64_t gemm_scratch_bytes(int64_t rows) { return 4 * (GEMM_DEPTH * (rows + GEMM_STRIP) + 16); }
+// The level amx multiplies tiles of 16 rows of x, unless they are float32: values of K that it copies of W at a time.
+constexpr int64_t GEMM_TILE_ROWS = 16, GEMM_TILE_DEPTH = 1024;
+inline bool gemm_has_tiles(const GemmTask& t) { return t.kind != Weights::f32 && level() == Level::amx; }
+inline int64_t gemm_packed_bytes(const GemmTask& t) {
+  return (t.M + GEMM_TILE_ROWS - 1) / GEMM_TILE_ROWS * GEMM_TILE_ROWS * t.K * 2;
+}
 
+// Of the memory that a block works in: cells of x and of a strip of W, each 4 bytes; or bfloat16 of 32 rows of W, and
+// tiles of sums. Enough at every level.
+inline int64_t gemm_scratch_bytes(int64_t rows) {
+  const int64_t cells = 4 * (GEMM_DEPTH * (rows + GEMM_STRIP) + 16);
+  const int64_t tiles = 64 * GEMM_TILE_DEPTH + 128 * (rows + 2 * GEMM_TILE_ROWS);
+  return cells > tiles ? cells : tiles;
+}
+
+// Tiles [begin, end) of 16 rows of x, where `gemm_has_tiles`.
+VERAX_DECLARE_KERNEL(gemm_pack, const GemmTask& task, int64_t begin, int64_t end)
+// A block of y. Its rows begin at a tile where there are tiles.
 VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, void* scratch)
 
 }  // namespace verax

@@ -248,6 +248,7 @@ void linear_pack(const LinearTask& t) {
     case Weights::bf16: return pack<Bf16Weights>(t);
     case Weights::int8: return pack<Int8Weights>(t);
     case Weights::int4: return linear_int4_pack(t);
+    case Weights::blocks: return linear_blocks_pack(t);
   }
 }
 
@@ -259,6 +260,7 @@ void linear_columns(const LinearTask& t, int64_t begin, int64_t end) {
       return t.group ? linear_units<Tile<Int8Weights, true>>(t, begin, end)
                      : linear_units<Tile<Int8Weights, false>>(t, begin, end);
     case Weights::int4: return linear_int4_columns(t, begin, end);
+    case Weights::blocks: return linear_blocks_columns(t, begin, end);
   }
 }
 

@@ -14,7 +14,33 @@ namespace verax {
 //   int8  [N, K] signed bytes
 //   int4  [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
 //         8 b + 2 j + h, plus 8; their scales are [N/16 rounded up, K / group, 16]
-enum class Weights { f32, bf16, int8, int4 };
+//   blocks  of GGUF files, in words that hold their scales too: blocks.h. At every level x becomes integers of 8 bits
+//         with a scale for each 32 inputs.
+enum class Weights { f32, bf16, int8, int4, blocks };
+
+// Formats of blocks, by ggml's numbers of them.
+enum class BlockKind {
+  q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8, q4_k = 12, q5_k = 13, q6_k = 14, iq4_nl = 20
+};
+
+// Inputs of a unit of words, and the words of a unit.
+struct BlockShape {
+  int64_t unit, words;
+};
+// All zeros for numbers that are not a kind's.
+static inline BlockShape block_shape(BlockKind kind) {
+  switch (kind) {
+    case BlockKind::q4_0: case BlockKind::iq4_nl: return {64, 9};
+    case BlockKind::q4_1: return {64, 10};
+    case BlockKind::q5_0: return {64, 11};
+    case BlockKind::q5_1: return {64, 12};
+    case BlockKind::q8_0: return {64, 17};
+    case BlockKind::q4_k: return {256, 37};
+    case BlockKind::q5_k: return {256, 45};
+    case BlockKind::q6_k: return {256, 53};
+  }
+  return {0, 0};
+}
 
 struct LinearTask {
   int64_t M, N, K;
@@ -26,6 +52,7 @@ struct LinearTask {
   int64_t group;       // inputs that share a scale: 32, 64, 128, or 0 for all of them
   void* packed;        // x as the level's chunks: linear_packed_bytes(M, K), aligned to a cache line
   float* y;
+  BlockKind block;  // of blocks
 };
 
 // static: an inline function that two levels share would be one symbol, at either's instruction set.
@@ -35,6 +62,10 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
     case Weights::bf16: return t.K * 2;
     case Weights::int8: return t.K;
     case Weights::int4: return t.K / 2;
+    case Weights::blocks: {
+      const BlockShape shape = block_shape(t.block);
+      return (t.K + shape.unit - 1) / shape.unit * shape.words * 4;
+    }
   }
   return 0;
 }
@@ -46,16 +77,19 @@ static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k
 // Enough at every level: float32 where there is no bfloat16 dot product, integers with their scales behind them.
 static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32 * 32) * 4; }
 
-// The kernels take as many rows of W at a time, and int4 is laid out in as many: pieces of work are multiples of it.
+// The kernels take as many rows of W at a time, and int4 and blocks are laid out in as many: pieces of work are
+// multiples of it.
 constexpr int64_t LINEAR_STEP = 16;
 
 // Fill `packed` from `x`.
 VERAX_DECLARE_KERNEL(linear_pack, const LinearTask& task)
-// The same for an int4 weight, which the former calls.
+// The same for an int4 weight and for blocks, which the former calls.
 VERAX_DECLARE_KERNEL(linear_int4_pack, const LinearTask& task)
+VERAX_DECLARE_KERNEL(linear_blocks_pack, const LinearTask& task)
 // Columns [begin, end) of y, which are rows of W, for all rows of x. `begin` is a multiple of LINEAR_STEP.
 VERAX_DECLARE_KERNEL(linear_columns, const LinearTask& task, int64_t begin, int64_t end)
-// The same of an int4 weight, which the former calls.
+// The same of an int4 weight and of blocks, which the former calls.
 VERAX_DECLARE_KERNEL(linear_int4_columns, const LinearTask& task, int64_t begin, int64_t end)
+VERAX_DECLARE_KERNEL(linear_blocks_columns, const LinearTask& task, int64_t begin, int64_t end)
 
 }  // namespace verax

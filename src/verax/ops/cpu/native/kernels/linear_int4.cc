@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "linear_integers.h"
+#include "linear_lanes.h"
 #include "linear_steps.h"
 #include "vec.h"
 
@@ -17,25 +18,10 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-constexpr int BLOCK = 16;            // rows of W whose words lie side by side
-constexpr int WORDS = 2 * BLOCK;     // of 8 inputs
-constexpr int V = BLOCK / F32::lanes;
+constexpr int WORDS = 2 * BLOCK;  // of 8 inputs
 
 F32 load_scales(const LinearTask& t, int64_t at) {
   return t.half_scales ? load(static_cast<const half*>(t.scales) + at) : load(static_cast<const float*>(t.scales) + at);
-}
-
-// y[0..16] = or += sums, where only `count` may be touched.
-void add_to(float* y, const F32 (&sums)[V], int64_t count, bool first) {
-  float whole[BLOCK] = {};
-  float* at = count < BLOCK ? whole : y;
-  if (count < BLOCK && !first) std::memcpy(whole, y, count * sizeof(float));
-  VERAX_UNROLL
-  for (int v = 0; v < V; ++v) {
-    float* part = at + v * F32::lanes;
-    store(part, first ? sums[v] : add(load(part), sums[v]));
-  }
-  if (count < BLOCK) std::memcpy(y, whole, count * sizeof(float));
 }
 
 #ifdef VERAX_INTEGER_DOT

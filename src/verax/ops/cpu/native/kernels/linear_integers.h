@@ -1,10 +1,6 @@
 // x in integers with a scale, for processors that multiply integers with each other. Included by the linear kernels.
 #pragma once
 
-#include <cfloat>
-#include <cmath>
-#include <limits>
-
 #include "vec.h"
 
 #ifdef VERAX_INTEGER_DOT
@@ -16,14 +12,14 @@ namespace {
 // The scale by which integers of at most `largest` hold `count` values. NaN if a value is not finite, so that every
 // output which that value has a part in is NaN.
 inline float integer_scale(const float* x, int64_t count, float largest) {
-  float peak = 0;
-  int wrong = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const float size = std::fabs(x[i]);
-    peak = size > peak ? size : peak;
-    wrong |= !(size <= FLT_MAX);
+  __m512 peaks = _mm512_setzero_ps(), wrong = peaks;
+  for (int64_t i = 0; i < count; i += 16) {
+    const auto mask = static_cast<__mmask16>(count - i < 16 ? (1 << (count - i)) - 1 : 0xFFFF);
+    const __m512 values = _mm512_maskz_loadu_ps(mask, x + i);
+    peaks = _mm512_max_ps(_mm512_abs_ps(values), peaks);
+    wrong = _mm512_fmadd_ps(values, _mm512_setzero_ps(), wrong);  // NaN where a value is not finite
   }
-  return wrong ? std::numeric_limits<float>::quiet_NaN() : peak / largest;
+  return _mm512_reduce_max_ps(peaks) / largest + _mm512_reduce_add_ps(wrong);
 }
 
 // What to multiply values by to get their integers: 0 where the inverse of a scale would not be finite.

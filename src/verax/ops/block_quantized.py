@@ -1,0 +1,198 @@
+"""Weights in the block formats of GGUF files (Q4_K, Q6_K, Q5_0, ...): the file's integers and scales in another order.
+
+Inputs of a row that share a scale are a group. Formats whose names end in K have super-blocks of 256 inputs: integer
+scales (and minimums) of the groups, times float16 factors of the super-block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt8, UInt32
+
+from verax.errors import InvalidParameterError
+from verax.ops._ggml_blocks import BLOCKS, IQ4_NL_VALUES, parse_blocks
+
+__all__ = ["BLOCK_KINDS", "BlockKind", "BlockQuantizedWeight"]
+
+LANES = 16
+"""Rows whose words lie side by side, one in each lane of a register."""
+
+LAID_OUT_AT_ONCE = 1 << 22
+"""Number of weights that are laid out at a time, which takes some ten bytes for each."""
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A format: how a row's words of 32 bits hold its codes and scales.
+
+    A weight is `scale * (code - offset)`; with minimums, `scale * code + minimum`. Words come in units of 64 inputs, or
+    of a super-block's 256. One after the other, a unit has:
+
+    - codes: the lower halves of word j's bytes are inputs 8 j to 8 j + 3, the upper halves 8 j + 4 to 8 j + 7. Codes of
+      8 bits: the bytes are inputs 4 j to 4 j + 3;
+    - fifth bits: bit s of word j's byte i is input 32 j + 4 s + i's. Fifth and sixth bits: bits 2 s and 2 s + 1 of word
+      j's byte i are input 16 j + 4 s + i's;
+    - scales, then minimums: float16, two in a word. In a super-block: integers of 8 bits, four in a word, and in the
+      unit's last word the two float16 factors of scales and minimums. The minimums' factor is subtracted.
+    """
+
+    number: int
+    """ggml's number of the type."""
+    bits: int
+    offset: int = 0
+    minimums: bool = False
+    super_blocks: bool = False
+    group: int = 32
+    values: tuple[int, ...] = ()
+    """What the codes are indices of, where they are no integers themselves; `offset` is none then."""
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a unit."""
+        return 256 if self.super_blocks else 64
+
+    @property
+    def parts(self) -> tuple[int, int, int, int, int]:
+        """Words of a unit's codes, further bits, scales, minimums and factors."""
+        codes, further = (self.unit // 4, 0) if self.bits == 8 else (self.unit // 8, self.unit // 32 * (self.bits - 4))
+        scales = self.unit // self.group // (4 if self.super_blocks else 2)
+        return codes, further, scales, scales * self.minimums, int(self.super_blocks)
+
+
+BLOCK_KINDS = {
+    "Q4_0": BlockKind(2, bits=4, offset=8),
+    "Q4_1": BlockKind(3, bits=4, minimums=True),
+    "Q5_0": BlockKind(6, bits=5, offset=16),
+    "Q5_1": BlockKind(7, bits=5, minimums=True),
+    "Q8_0": BlockKind(8, bits=8, offset=128),
+    "Q4_K": BlockKind(12, bits=4, minimums=True, super_blocks=True),
+    "Q5_K": BlockKind(13, bits=5, minimums=True, super_blocks=True),
+    "Q6_K": BlockKind(14, bits=6, offset=32, super_blocks=True, group=16),
+    "IQ4_NL": BlockKind(20, bits=4, values=IQ4_NL_VALUES),
+}
+"""Formats by llama.cpp's names."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("words",), meta_fields=("size_out", "size_in", "kind"))
+@dataclass(frozen=True)
+class BlockQuantizedWeight:
+    """Weight `[F, D]` of a linear operation or an embedding, in the place of an array. A pytree of one array.
+
+    `from_blocks` makes one. 16 rows lie side by side, so that a register of words has a row in each lane (`BlockKind`
+    says what a row's words hold). A last 16 that is not full has rows of zeros; a last unit of inputs that is not full,
+    scales of zero.
+    """
+
+    words: UInt32[Array, "sixteens units words 16"] | UInt32[np.ndarray, "sixteens units words 16"]
+    size_out: int
+    size_in: int
+    kind: str
+    """A name out of `BLOCK_KINDS`."""
+
+    @staticmethod
+    def from_blocks(kind: str, rows: UInt8[np.ndarray, "F bytes"]) -> BlockQuantizedWeight:
+        """Lay out rows of blocks, as a GGUF file has them. The words are a NumPy array.
+
+        Raises:
+            InvalidParameterError: for another kind, or rows that are not whole blocks.
+        """
+        if kind not in BLOCK_KINDS:
+            raise InvalidParameterError(f"kind: expected one of {', '.join(BLOCK_KINDS)}, got {kind!r}")
+        form, (size, size_bytes) = BLOCK_KINDS[kind], BLOCKS[kind]
+        F, row_bytes = rows.shape
+        if row_bytes % size_bytes:
+            raise InvalidParameterError(f"rows: {row_bytes} bytes are not whole {kind} blocks of {size_bytes}")
+        D = row_bytes // size_bytes * size
+        words = np.zeros((-(-F // LANES), -(-D // form.unit), sum(form.parts), LANES), np.uint32)
+        step = max(LANES, LAID_OUT_AT_ONCE // max(D, 1) // LANES * LANES)
+        for row in range(0, F, step):
+            piece = _row_words(form, kind, rows[row : row + step])
+            piece = np.pad(piece, ((0, -len(piece) % LANES), (0, 0), (0, 0))).reshape(-1, LANES, *words.shape[1:3])
+            words[row // LANES :][: len(piece)] = np.moveaxis(piece, 1, -1)
+        return BlockQuantizedWeight(words, F, D, kind)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(F, D)`, as of the array that this stands for."""
+        return self.size_out, self.size_in
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the words."""
+        return self.words.nbytes
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "F D"]:
+        """Array of floats: in float32 bit for bit what ggml and the gguf package compute; rounded to `dtype`."""
+        rows = jnp.moveaxis(self.words, -1, 1).reshape(-1, *self.words.shape[1:3])[: self.size_out]
+        return self._values(rows).astype(dtype)
+
+    def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Rows, dequantised."""
+        return self._values(jnp.asarray(self.words)[indices // LANES, :, :, indices % LANES])
+
+    def _values(self, words: UInt32[Array, "*B units words"]) -> Float[Array, "*B D"]:
+        form = BLOCK_KINDS[self.kind]
+        ends = list(itertools.accumulate(form.parts))[:-1]
+        codes, further, scales, minimums, factors = jnp.split(words, ends, axis=-1)
+        values = _codes(form, codes, further)
+        values = values.reshape(*values.shape[:-1], form.unit // form.group, form.group).astype(jnp.float32)
+        if form.super_blocks:
+            factor = _pieces(factors, jnp.float16).astype(jnp.float32)
+            scale = factor[..., :1] * _pieces(scales, jnp.uint8 if form.minimums else jnp.int8).astype(jnp.float32)
+            minimum = -(factor[..., 1:] * _pieces(minimums, jnp.uint8).astype(jnp.float32))
+        else:
+            scale, minimum = (_pieces(part, jnp.float16).astype(jnp.float32) for part in (scales, minimums))
+        values = scale[..., None] * (values - form.offset)
+        if form.minimums:
+            values += minimum[..., None]
+        return values.reshape(*words.shape[:-2], -1)[..., : self.size_in]
+
+
+def _pieces(words: UInt32[Array, "*B n"], dtype: DTypeLike) -> Array:
+    """Numbers of `dtype` in words, the lowest bits first: `[*B, n * 32 / bits]`."""
+    return jax.lax.bitcast_convert_type(words, dtype).reshape(*words.shape[:-1], -1)
+
+
+def _codes(form: BlockKind, codes: UInt32[Array, "*B c"], further: UInt32[Array, "*B f"]) -> Int[Array, "*B unit"]:
+    """A unit's codes, or what they are indices of."""
+    shape = (*codes.shape[:-1], form.unit)
+    if form.bits == 8:
+        return _pieces(codes, jnp.uint8).astype(jnp.int32)
+    low = jax.lax.bitcast_convert_type(codes, jnp.uint8)[..., None, :]  # word, 1, byte
+    result = (low >> jnp.array([[0], [4]], jnp.uint8) & 15).reshape(shape).astype(jnp.int32)
+    if form.values:
+        return jnp.array(form.values, jnp.int32)[result]
+    if high := form.bits - 4:
+        shifts = jnp.arange(0, 8, high, dtype=jnp.uint8)[:, None]
+        bits = jax.lax.bitcast_convert_type(further, jnp.uint8)[..., None, :] >> shifts & (1 << high) - 1
+        result += bits.reshape(shape).astype(jnp.int32) << 4
+    return result
+
+
+def _row_words(form: BlockKind, kind: str, rows: UInt8[np.ndarray, "F bytes"]) -> UInt32[np.ndarray, "F units words"]:
+    """The words of some rows."""
+    _, size_bytes = BLOCKS[kind]
+    blocks = rows.reshape(len(rows), -1, size_bytes)
+    if not form.super_blocks:  # two blocks make a unit
+        blocks = np.pad(blocks, ((0, 0), (0, blocks.shape[1] % 2), (0, 0)))
+    parsed = parse_blocks(kind, blocks)
+    units = (len(rows), blocks.shape[1] * parsed.codes.shape[-1] // form.unit)
+    codes = parsed.codes.reshape(*units, form.unit)
+    if form.bits == 8:
+        parts = [codes]
+    else:
+        quads = codes.reshape(*units, -1, 2, 4)
+        parts = [quads[..., 0, :] & 15 | quads[..., 1, :] << 4]
+        if high := form.bits - 4:
+            bits = codes.reshape(*units, -1, 8 // high, 4) >> 4
+            parts.append(np.bitwise_or.reduce(bits << np.arange(0, 8, high, dtype=np.uint8)[:, None], axis=-2))
+    parts += [part for part in (parsed.scales, parsed.minimums, parsed.factors) if part is not None]
+    joined = np.concatenate([part.reshape(*units, -1).view(np.uint8) for part in parts], axis=-1)
+    return np.ascontiguousarray(joined).view(np.uint32)

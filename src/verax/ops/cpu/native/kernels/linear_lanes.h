@@ -1,0 +1,28 @@
+// Lanes that are rows of W: of weights laid out with 16 rows side by side. Included by the kernels that multiply them.
+#pragma once
+
+#include "vec.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+constexpr int BLOCK = 16;              // rows of W whose words lie side by side
+constexpr int V = BLOCK / F32::lanes;  // registers of their sums
+
+// y[0..16] = or += sums, where only `count` may be touched.
+inline void add_to(float* y, const F32 (&sums)[V], int64_t count, bool first) {
+  float whole[BLOCK] = {};
+  float* at = count < BLOCK ? whole : y;
+  if (count < BLOCK && !first) std::memcpy(whole, y, count * sizeof(float));
+  VERAX_UNROLL
+  for (int v = 0; v < V; ++v) {
+    float* part = at + v * F32::lanes;
+    store(part, first ? sums[v] : add(load(part), sums[v]));
+  }
+  if (count < BLOCK) std::memcpy(y, whole, count * sizeof(float));
+}
+
+}  // namespace
+}  // namespace VERAX_LEVEL
+}  // namespace verax

@@ -1,0 +1,204 @@
+// Registers of 32-bit words, for each level: packed integers are taken apart in them, a row of a weight in each lane.
+//
+//   words(x): x in every lane. load_words(p): F32::lanes words.
+//   shift_left, shift_right (zeros come in): by `n` bits, which need not be known when compiling.
+//   both(a, b): a & b. merge(a, b, mask): a | b & mask.
+//   byte(w, i), signed_byte(w, i): a lane's i-th byte, the lowest being the 0-th.
+//   to_f32(w): of signed integers. half_to_f32(w): of float16 in the lower 16 bits.
+//   look_up(table, w): table[byte] for each byte, 0 to 15.
+//   dot<BITS>(sums, codes, x): a lane's sum + its 4 codes (without a sign, of BITS bits) * its 4 bytes of x (signed).
+//   store_bytes(p, a): whole numbers of -127 to 127 as bytes.
+#pragma once
+
+#include "vec.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+#if defined(VERAX_PORTABLE)
+
+struct Words {
+  uint32_t v[F32::lanes];
+};
+template <typename Lane>
+inline Words each_word(Lane lane) {
+  Words result;
+  for (int i = 0; i < F32::lanes; ++i) result.v[i] = lane(i);
+  return result;
+}
+inline Words words(uint32_t x) {
+  return each_word([=](int) { return x; });
+}
+inline Words load_words(const uint32_t* p) {
+  return each_word([=](int i) { return p[i]; });
+}
+inline Words shift_left(const Words& a, int n) {
+  return each_word([&](int i) { return a.v[i] << n; });
+}
+inline Words shift_right(const Words& a, int n) {
+  return each_word([&](int i) { return a.v[i] >> n; });
+}
+inline Words both(const Words& a, const Words& b) {
+  return each_word([&](int i) { return a.v[i] & b.v[i]; });
+}
+inline Words merge(const Words& a, const Words& b, const Words& mask) {
+  return each_word([&](int i) { return a.v[i] | (b.v[i] & mask.v[i]); });
+}
+inline Words signed_byte(const Words& a, int i) {
+  return each_word([&](int l) { return static_cast<uint32_t>(int32_t{static_cast<int8_t>(a.v[l] >> 8 * i)}); });
+}
+inline F32 to_f32(const Words& a) {
+  return each([&](int i) { return static_cast<float>(static_cast<int32_t>(a.v[i])); });
+}
+inline F32 half_to_f32(const Words& a) {
+  return each([&](int i) { return widen(half{static_cast<uint16_t>(a.v[i])}); });
+}
+inline Words look_up(const uint8_t* table, const Words& a) {
+  return each_word([&](int i) {
+    uint32_t result = 0;
+    for (int b = 0; b < 32; b += 8) result |= uint32_t{table[a.v[i] >> b & 15]} << b;
+    return result;
+  });
+}
+template <int BITS>
+inline Words dot(const Words& sums, const Words& codes, const Words& x) {
+  return each_word([&](int i) {
+    int32_t sum = static_cast<int32_t>(sums.v[i]);
+    for (int b = 0; b < 32; b += 8) {
+      sum += static_cast<int32_t>(codes.v[i] >> b & 255) * static_cast<int8_t>(x.v[i] >> b & 255);
+    }
+    return static_cast<uint32_t>(sum);
+  });
+}
+inline void store_bytes(int8_t* p, const F32& a) {
+  for (int i = 0; i < F32::lanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
+}
+
+#elif defined(__AVX512F__)
+
+struct Words {
+  __m512i v;
+};
+inline Words words(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+inline Words load_words(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Words shift_left(Words a, int n) { return {_mm512_slli_epi32(a.v, n)}; }
+inline Words shift_right(Words a, int n) { return {_mm512_srli_epi32(a.v, n)}; }
+inline Words both(Words a, Words b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline Words merge(Words a, Words b, Words mask) { return {_mm512_ternarylogic_epi32(a.v, b.v, mask.v, 0xF8)}; }
+inline Words signed_byte(Words a, int i) { return {_mm512_srai_epi32(_mm512_slli_epi32(a.v, 24 - 8 * i), 24)}; }
+inline F32 to_f32(Words a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline F32 half_to_f32(Words a) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(a.v))}; }
+inline Words look_up(const uint8_t* table, Words a) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), a.v)};
+}
+template <int BITS>
+inline Words dot(Words sums, Words codes, Words x) {
+#if defined(__AVX512VNNI__)
+  return {_mm512_dpbusd_epi32(sums.v, codes.v, x.v)};
+#else
+  const __m512i ones = _mm512_set1_epi16(1);
+  if constexpr (BITS < 8) {  // no sum of two products is too large for 16 bits
+    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(_mm512_maddubs_epi16(codes.v, x.v), ones))};
+  } else {
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8), odd = _mm512_srai_epi16(x.v, 8);
+    const __m512i first = _mm512_madd_epi16(_mm512_and_si512(codes.v, _mm512_set1_epi16(255)), even);
+    return {_mm512_add_epi32(sums.v, _mm512_add_epi32(first, _mm512_madd_epi16(_mm512_srli_epi16(codes.v, 8), odd)))};
+  }
+#endif
+}
+inline void store_bytes(int8_t* p, F32 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+
+#elif defined(__AVX2__)
+
+struct Words {
+  __m256i v;
+};
+inline Words words(uint32_t x) { return {_mm256_set1_epi32(static_cast<int>(x))}; }
+inline Words load_words(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+inline Words shift_left(Words a, int n) { return {_mm256_slli_epi32(a.v, n)}; }
+inline Words shift_right(Words a, int n) { return {_mm256_srli_epi32(a.v, n)}; }
+inline Words both(Words a, Words b) { return {_mm256_and_si256(a.v, b.v)}; }
+inline Words merge(Words a, Words b, Words mask) { return {_mm256_or_si256(a.v, _mm256_and_si256(b.v, mask.v))}; }
+inline Words signed_byte(Words a, int i) { return {_mm256_srai_epi32(_mm256_slli_epi32(a.v, 24 - 8 * i), 24)}; }
+inline F32 to_f32(Words a) { return {_mm256_cvtepi32_ps(a.v)}; }
+inline F32 half_to_f32(Words a) {
+  const __m256i low = _mm256_and_si256(a.v, _mm256_set1_epi32(0xFFFF));
+  return {_mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)))};
+}
+inline Words look_up(const uint8_t* table, Words a) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), a.v)};
+}
+template <int BITS>
+inline Words dot(Words sums, Words codes, Words x) {
+  if constexpr (BITS < 8) {  // no sum of two products is too large for 16 bits
+    const __m256i pairs = _mm256_maddubs_epi16(codes.v, x.v);
+    return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+  } else {
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x.v, 8), 8), odd = _mm256_srai_epi16(x.v, 8);
+    const __m256i first = _mm256_madd_epi16(_mm256_and_si256(codes.v, _mm256_set1_epi16(255)), even);
+    return {_mm256_add_epi32(sums.v, _mm256_add_epi32(first, _mm256_madd_epi16(_mm256_srli_epi16(codes.v, 8), odd)))};
+  }
+}
+inline void store_bytes(int8_t* p, F32 a) {
+  const __m256i wide = _mm256_cvtps_epi32(a.v);
+  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(pairs, pairs));
+}
+
+#elif defined(__ARM_NEON)
+
+struct Words {
+  uint32x4_t v;
+};
+inline Words words(uint32_t x) { return {vdupq_n_u32(x)}; }
+inline Words load_words(const uint32_t* p) { return {vld1q_u32(p)}; }
+inline Words shift_left(Words a, int n) { return {vshlq_u32(a.v, vdupq_n_s32(n))}; }
+inline Words shift_right(Words a, int n) { return {vshlq_u32(a.v, vdupq_n_s32(-n))}; }
+inline Words both(Words a, Words b) { return {vandq_u32(a.v, b.v)}; }
+inline Words merge(Words a, Words b, Words mask) { return {vorrq_u32(a.v, vandq_u32(b.v, mask.v))}; }
+inline Words signed_byte(Words a, int i) {
+  return {vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(shift_left(a, 24 - 8 * i).v), 24))};
+}
+inline F32 to_f32(Words a) { return {vcvtq_f32_s32(vreinterpretq_s32_u32(a.v))}; }
+inline F32 half_to_f32(Words a) { return {vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(a.v)))}; }
+inline Words look_up(const uint8_t* table, Words a) {
+  return {vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_u32(a.v)))};
+}
+template <int BITS>
+inline Words dot(Words sums, Words codes, Words x) {
+  const int8x16_t inputs = vreinterpretq_s8_u32(x.v);
+  const uint8x16_t bytes = vreinterpretq_u8_u32(codes.v);
+  int32x4_t low, high;
+  if constexpr (BITS < 8) {
+    const int8x16_t weights = vreinterpretq_s8_u8(bytes);
+    low = vpaddlq_s16(vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)));
+    high = vpaddlq_s16(vmull_s8(vget_high_s8(weights), vget_high_s8(inputs)));
+  } else {
+    const int16x8_t first = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes))), x0 = vmovl_s8(vget_low_s8(inputs));
+    const int16x8_t second = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(bytes))), x1 = vmovl_s8(vget_high_s8(inputs));
+    low = vpaddq_s32(vmull_s16(vget_low_s16(first), vget_low_s16(x0)),
+                     vmull_s16(vget_high_s16(first), vget_high_s16(x0)));
+    high = vpaddq_s32(vmull_s16(vget_low_s16(second), vget_low_s16(x1)),
+                      vmull_s16(vget_high_s16(second), vget_high_s16(x1)));
+  }
+  return {vaddq_u32(sums.v, vreinterpretq_u32_s32(vpaddq_s32(low, high)))};
+}
+inline void store_bytes(int8_t* p, F32 a) {
+  const int16x4_t pairs = vqmovn_s32(vcvtq_s32_f32(a.v));
+  const int8x8_t bytes = vqmovn_s16(vcombine_s16(pairs, pairs));
+  const int32_t four = vget_lane_s32(vreinterpret_s32_s8(bytes), 0);
+  std::memcpy(p, &four, sizeof four);
+}
+
+#endif
+
+inline Words byte(Words a, int i) { return both(shift_right(a, 8 * i), words(255)); }
+
+}  // namespace
+}  // namespace VERAX_LEVEL
+}  // namespace verax
