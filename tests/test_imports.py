@@ -39,10 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": LEAVES | {"ops"},
     # The one place where a checkpoint meets a model.
     "loading": LEAVES | {"builtin", "progress", "ops", "nn", "models", "checkpoint"},
-    # Engines. Text joins projections of its model (`nn`); an encoder's sentences go through the tokenizer of text.
+    # Engines. Text joins projections of its model (`nn`), an encoder pools the states of its own; its sentences go
+    # through the tokenizer of text.
     "text": ENGINE | {"nn"},
     "video": ENGINE,
-    "embed": ENGINE | {"text.tokenizer"},
+    "embed": ENGINE | {"nn", "text.tokenizer"},
     # HTTP over the engines.
     "serve": ENGINE | {"text", "embed", "video"},
     "train": PROOF,

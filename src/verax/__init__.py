@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verax import checkpoint, compare, models, ops
     from verax.embed.encoder import Encoder
+    from verax.embed.reranker import RankedDocument, Reranker
     from verax.models import register_causal_lm
     from verax.text.async_llm import AsyncLLM
     from verax.text.engine_config import EngineConfig
@@ -29,7 +30,9 @@ __all__ = [
     "Encoder",
     "EngineConfig",
     "Logprob",
+    "RankedDocument",
     "RequestOutput",
+    "Reranker",
     "SamplingParams",
     "StructuredOutputs",
     "VideoOutput",
@@ -51,7 +54,9 @@ _HOMES = {
     "Encoder": "verax.embed.encoder",
     "EngineConfig": "verax.text.engine_config",
     "Logprob": "verax.text.outputs",
+    "RankedDocument": "verax.embed.reranker",
     "RequestOutput": "verax.text.outputs",
+    "Reranker": "verax.embed.reranker",
     "SamplingParams": "verax.text.sampling_params",
     "StructuredOutputs": "verax.text.structured_outputs",
     "VideoOutput": "verax.video.outputs",

@@ -6,6 +6,8 @@ A module's path is its key in the checkpoint. Where published layouts differ fro
 - `key_aliases: tuple[tuple[str, str], ...]`: (pattern, replacement) pairs, which turn a key of the model into another
   layout's key;
 - `tied_weights: Mapping[str, str]`: keys whose weights are another key's where `config.tie_word_embeddings` is set;
+- `stacked_weights`: (pattern, replacements) pairs of stacks that a checkpoint may have as single matrices, see
+  `verax.checkpoint.stacks`;
 - `partition_rules`: (pattern, partition) pairs, which divide the weights over a mesh.
 
 All of them are optional.
@@ -25,6 +27,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
+from verax.checkpoint.stacks import StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
 from verax.nn import Linear
@@ -162,6 +165,8 @@ def load_weights(
     linear = {
         ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
     }
+    aliases, stacks, stacked = _sources(model, opened, tied_weights)
+    linear |= stacked
     if precision is not None and not linear:
         raise UnsupportedModelError(f"{type(model).__name__} has no verax.nn.Linear to quantise: load it unquantised")
     return load_module(
@@ -171,21 +176,37 @@ def load_weights(
         mesh=mesh,
         rules=() if mesh is None else getattr(model, "partition_rules", ()),
         ignore=(*getattr(model, "ignored_weights", ()), *(rf"^{re.escape(key)}$" for key in tied_weights)),
-        aliases=_aliases(model, opened, tied_weights),
+        aliases=aliases,
+        stacks=stacks,
         quantize=lambda name: precision if name in linear else None,
         dequantize=dequantize,
         progress=progress,
     )
 
 
-def _aliases(model: Any, opened: Checkpoint, tied_weights: Mapping[str, str]) -> dict[str, str]:
-    """The checkpoint's keys by the model's own, where the two differ."""
-    present, found = set(opened.names()), {}
-    for path, _ in nnx.to_flat_state(nnx.state(model)):
-        name = ".".join(map(str, path))
-        key = tied_weights.get(name, name)
+def _sources(
+    model: Any, opened: Checkpoint, tied_weights: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, StackedKeys], set[str]]:
+    """The checkpoint's keys by the model's own, where the two differ.
+
+    Returns:
+        Keys of weights; keys of the matrices of those stacks that the checkpoint has so; names of all stacks.
+    """
+    present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
+    stacked = set[str]()
+
+    def find(key: str) -> str:
         others = (re.sub(pattern, replacement, key) for pattern, replacement in getattr(model, "key_aliases", ()))
-        source = key if key in present else next((other for other in others if other in present), key)
-        if source != name:
-            found[name] = source
-    return found
+        return key if key in present else next((other for other in others if other in present), key)
+
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        name = ".".join(map(str, path))
+        source = find(tied_weights.get(name, name))
+        matrices = stacked_keys(name, leaf.shape, getattr(model, "stacked_weights", ()))
+        if matrices is not None:
+            stacked.add(name)
+        if matrices is not None and source not in present:
+            stacks[name] = [tuple(map(find, keys)) for keys in matrices]
+        elif source != name:
+            aliases[name] = source
+    return aliases, stacks, stacked

@@ -123,11 +123,31 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(monkeypatch, tmp_path):
         "special_tokens_map.json",
         "vocab.json",
         "merges.txt",
+        "modules.json",
+        "1_Pooling/config.json",
+        "config_sentence_transformers.json",
     ]
     unwanted = ["pytorch_model.bin", "README.md", "original/model.safetensors", "onnx/config.json", "model.gguf"]
     patterns = {"allow_patterns": asked["allow_patterns"], "ignore_patterns": asked["ignore_patterns"]}
     got = huggingface_hub.utils.filter_repo_objects([*wanted, *unwanted], **patterns)
     assert list(got) == wanted
+
+
+def test_layers_behind_the_pooling_are_asked_for_where_there_are_some(monkeypatch, tmp_path):
+    asked = []
+
+    def snapshot_download(name, **options):
+        asked.append(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").touch()
+    assert resolve("org/name") == tmp_path
+    files = ["2_Dense/config.json", "2_Dense/model.safetensors", "onnx/model.safetensors", "2_Dense/pytorch_model.bin"]
+    patterns = [{key: one[key] for key in ("allow_patterns", "ignore_patterns")} for one in asked]
+    got = [list(huggingface_hub.utils.filter_repo_objects(files, **one)) for one in patterns]
+    assert got == [["2_Dense/config.json"], ["2_Dense/model.safetensors"]]
 
 
 def test_of_a_video_model_either_layout_is_asked_for(monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ GROUPS = {
     "completions": r"^/v1/completions$",
     "responses": r"^/v1/responses$",
     "messages": r"^/v1/messages$",
-    "small": r"^/(v1/(embeddings|models|tokenize|detokenize).*|health|metrics)$",
+    "small": r"^/(v1/(embeddings|rerank|models|tokenize|detokenize).*|health|metrics)$",
     "videos": r"^/v1/videos",
     "aliases": r"^/(?!v1/|health|metrics)",
 }

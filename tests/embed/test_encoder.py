@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
 from verax import Encoder
-from verax.embed.buckets import Buckets
+from verax.embed.buckets import Buckets, Tokens
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 
 
@@ -98,7 +98,7 @@ def test_buckets_hold_every_sentence_and_waste_at_most_half(batch_size, max_leng
     rng = np.random.default_rng(0)
     ids = [list(rng.integers(1, 9, n)) for n in rng.integers(0, max_length + 1, 3 * batch_size + 1)]
     seen = {}
-    for job in buckets.jobs(range(100, 100 + len(ids)), ids):
+    for job in buckets.jobs(range(100, 100 + len(ids)), [Tokens(list(map(int, one))) for one in ids]):
         assert job.packed.shape in {(rows, 1 + length) for rows, length in buckets.shapes}
         assert job.packed.shape[1] - 1 <= max(16, 2 * job.packed[:, 0].max())
         assert not job.packed[len(job.members) :, 0].any()
@@ -125,7 +125,9 @@ def test_wrong_input_is_named(encoder, call, message):
     ("options", "message"),
     [
         (dict(dtype="float16"), "dtype: expected one of bfloat16, float32, got 'float16'"),
-        (dict(pooling="max"), "pooling: expected one of mean, cls, got 'max'"),
+        (dict(pooling="max"), "pooling: expected one of mean, cls, lasttoken, got 'max'"),
+        (dict(dimensions=49), "dimensions: expected 1 to 48, got 49"),
+        (dict(dimensions=True), "dimensions: expected 1 to 48, got True"),
         (dict(max_length=65), "max_length: expected 1 to the model's 64 positions, got 65"),
         (dict(max_length=2), "max_length: 2 tokens leave none beside 2 special ones"),
     ],
@@ -161,13 +163,11 @@ def test_the_newer_name_of_the_pooling_is_read(tmp_path):
 def test_what_is_not_supported_is_named(tmp_path):
     tiny_encoder(tmp_path)
     sentence_files(tmp_path, mode="max")
-    with pytest.raises(
-        UnsupportedModelError, match=r"pooling by pooling_mode_max_tokens is not supported; mean or cls"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"pooling by pooling_mode_max_tokens is not supported; mean, cls"):
         Encoder(tmp_path)
     modules = tmp_path / "modules.json"
-    modules.write_text(json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]))
-    with pytest.raises(UnsupportedModelError, match=r"modules\.json: Dense is not supported"):
+    modules.write_text(json.dumps([{"type": "sentence_transformers.models.LSTM", "path": "2_LSTM"}]))
+    with pytest.raises(UnsupportedModelError, match=r"modules\.json: LSTM is not supported"):
         Encoder(tmp_path)
     modules.write_text("{}")
     with pytest.raises(CheckpointError, match=r"modules\.json: expected a JSON list"):
@@ -177,7 +177,7 @@ def test_what_is_not_supported_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(model_type="roberta"), "model_type 'roberta'; text encoders supported are bert"),
+        (dict(model_type="electra"), "model_type 'electra'; text encoders supported are bert"),
         (dict(position_embedding_type="relative_key"), "position_embedding_type 'relative_key'"),
         (dict(hidden_act="mish"), "hidden_act 'mish' is not supported"),
         (dict(num_attention_heads=5), "hidden_size 48 is not a multiple of num_attention_heads 5"),
@@ -189,3 +189,76 @@ def test_other_architectures_are_refused(folder, tmp_path, changes, message):
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=message):
         Encoder(tmp_path)
+
+
+PROMPTS = {"query": "the house : ", "passage": "a river : ", "topic": "fox : "}
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    folder = tiny_encoder(tmp_path_factory.mktemp("prompted"))
+    sentence_files(folder, prompts=PROMPTS)
+    return Encoder(folder)
+
+
+def test_a_prompt_goes_before_each_sentence_by_its_name_or_as_a_text(prompted):
+    texts = SENTENCES[:5]
+    expected = prompted.encode(["fox : " + text for text in texts])
+    assert np.abs(expected - prompted.encode(texts)).max() > 0.01
+    for options in ({"prompt_name": "topic"}, {"prompt": "fox : "}, {"prompt": "fox : ", "prompt_name": "query"}):
+        np.testing.assert_array_equal(prompted.encode(texts, **options), expected)
+    assert prompted.prompts == PROMPTS
+
+
+def test_queries_and_documents_have_their_own_prompts(prompted, encoder):
+    texts = SENTENCES[:5]
+    np.testing.assert_array_equal(prompted.encode_query(texts), prompted.encode(texts, prompt_name="query"))
+    np.testing.assert_array_equal(prompted.encode_document(texts), prompted.encode(texts, prompt_name="passage"))
+    np.testing.assert_array_equal(
+        prompted.encode_query(texts, prompt_name="topic"), prompted.encode(texts, prompt="fox : ")
+    )
+    np.testing.assert_array_equal(encoder.encode_query(texts), encoder.encode(texts))  # a model without prompts
+
+
+def test_the_default_prompt_of_the_files_is_used_unless_another_is_named(tmp_path):
+    tiny_encoder(tmp_path)
+    told = tmp_path / "config_sentence_transformers.json"
+    told.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "topic"}))
+    encoder = Encoder(tmp_path)
+    np.testing.assert_array_equal(encoder.encode("the cat"), encoder.encode("the cat", prompt_name="topic"))
+    np.testing.assert_array_equal(encoder.encode("fox : the cat", prompt=""), encoder.encode("the cat"))
+    told.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "other"}))
+    with pytest.raises(CheckpointError, match="default_prompt_name: there is no prompt 'other'"):
+        Encoder(tmp_path)
+
+
+def test_an_unknown_prompt_is_named_with_those_that_there_are(prompted, encoder):
+    with pytest.raises(InvalidParameterError, match="there is no prompt 'other'; there are query, passage, topic"):
+        prompted.encode("the cat", prompt_name="other")
+    with pytest.raises(InvalidParameterError, match="there is no prompt 'query'; the checkpoint has none"):
+        encoder.encode("the cat", prompt_name="query")
+    with pytest.raises(InvalidParameterError, match="prompt: expected texts, got 3"):
+        encoder.encode("the cat", prompt=3)
+
+
+def test_fewer_dimensions_are_the_first_ones_of_length_one(folder, encoder):
+    raw = encoder.encode(SENTENCES, normalize=False)
+    np.testing.assert_array_equal(encoder.encode(SENTENCES, normalize=False, dimensions=7), raw[:, :7])
+    expected = raw[:, :7] / np.linalg.norm(raw[:, :7], axis=1, keepdims=True)
+    np.testing.assert_allclose(encoder.encode(SENTENCES, dimensions=7), expected, atol=2e-6)
+    short = Encoder(folder, dimensions=7)
+    assert short.dimension == 7
+    np.testing.assert_array_equal(short.encode(SENTENCES), encoder.encode(SENTENCES, dimensions=7))
+    ids = [ids for ids, _ in short.tokenize(SENTENCES)]
+    np.testing.assert_allclose(short.encode_tokens(ids), expected, atol=2e-6)
+    with pytest.raises(InvalidParameterError, match="dimensions: expected 1 to 7, got 8"):
+        short.encode("the cat", dimensions=8)
+
+
+def test_a_model_that_was_trained_for_some_dimensions_has_no_others(tmp_path):
+    tiny_encoder(tmp_path, matryoshka_dimensions=[8, 16])
+    encoder = Encoder(tmp_path)
+    assert encoder.encode("the cat", dimensions=16).shape == (16,)
+    assert encoder.encode("the cat", dimensions=48).shape == (48,)
+    with pytest.raises(InvalidParameterError, match="dimensions: the model was trained for 8, 16, got 7"):
+        encoder.encode("the cat", dimensions=7)

@@ -7,7 +7,7 @@ import pytest
 import verax
 from verax import models
 from verax.errors import InvalidParameterError
-from verax.models.causal_lm import check_causal_lm
+from verax.models.causal_lm import check_causal_lm, sliding_windows
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,15 @@ def test_a_model_in_memory_is_checked_too():
     check_causal_lm(Complete(Sizes.from_hf({})))
     with pytest.raises(InvalidParameterError, match="model: str lacks vocab_size"):
         check_causal_lm(Complete("no sizes"))
+
+
+def test_windows_are_optional_and_one_for_each_layer():
+    sizes = Sizes(8, 2, 1, 4, 16)
+    assert sliding_windows(sizes) == (None, None)
+    windowed = type("Windowed", (Sizes,), {"sliding_windows": (4, None)})
+    assert sliding_windows(windowed(8, 2, 1, 4, 16)) == (4, None)
+    with pytest.raises(InvalidParameterError, match="model: Windowed has 2 sliding_windows for 3 layers"):
+        sliding_windows(windowed(8, 3, 1, 4, 16))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])

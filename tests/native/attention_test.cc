@@ -56,6 +56,8 @@ struct Case {
   Keys keys;
   bool causal;
   std::vector<Sequence> sequences;
+  int64_t window = 0;
+  float soft_cap = 0;
 
   int64_t pages() const {
     int64_t count = 0;
@@ -74,7 +76,7 @@ std::vector<float> run(const Case& c, const Numbers& q, const Numbers& k, const 
   const AttentionTask task{c.N,       c.K,      c.H,     q.data(),        c.q_bf16,        k.data(),
                            v.data(),  c.keys,   k.scales.data(),  v.scales.data(), c.pages(), c.p,
                            c.K * c.p * c.H,     c.p * c.H,        c.H,             c.causal,
-                           1 / std::sqrt(static_cast<float>(c.H)), out.data()};
+                           c.window,  1 / std::sqrt(static_cast<float>(c.H)),  c.soft_cap,      out.data()};
   std::vector<std::vector<int32_t>> tables;
   verax::AttentionRun work(task);
   int64_t first = 0, page = c.pages();
@@ -110,11 +112,13 @@ void check_case(const char* level, const Case& c) {
         const float* query = &q.exact[(row * c.N + n) * c.H];
         std::vector<double> exact(c.H, 0);
         double total = 0;
-        for (int64_t key = 0; key < visible; ++key) {
+        for (int64_t key = c.window ? std::max<int64_t>(0, visible - c.window) : 0; key < visible; ++key) {
           const int64_t at = (((last_page - key / c.p) * c.K + n / (c.N / c.K)) * c.p + key % c.p) * c.H;
           double score = 0;
           for (int64_t h = 0; h < c.H; ++h) score += double{query[h]} * k.exact[at + h];
-          const double weight = std::exp(score / std::sqrt(double(c.H)));
+          score /= std::sqrt(double(c.H));
+          if (c.soft_cap != 0) score = c.soft_cap * std::tanh(score / c.soft_cap);
+          const double weight = std::exp(score);
           total += weight;
           for (int64_t h = 0; h < c.H; ++h) exact[h] += weight * v.exact[at + h];
         }
@@ -181,6 +185,10 @@ int main() {
       check_case(level, {6, 2, 128, 16, true, keys, true, {{200, 1}, {64, 1}, {63, 1}, {1, 1}}});
       check_case(level, {2, 2, 128, 1000, bf16, keys, false, {{700, 7}, {3, 9}}});
       check_case(level, {1, 1, 256, 16, false, keys, false, {{33, 200}}});
+      for (const int64_t window : {1, 37, 64, 512, 520}) {
+        check_case(level, {4, 1, 20, 16, bf16, keys, true, ragged, window});
+        check_case(level, {2, 2, 64, 7, false, keys, true, {{1500, 1}, {1200, 300}}, window, 2.5f});
+      }
       check_write_pages(level, keys);
     }
     std::printf("%s: checked\n", level);

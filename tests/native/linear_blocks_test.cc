@@ -6,7 +6,7 @@
 #include <new>
 
 #include "check.h"
-#include "kernels/gemm.h"
+#include "gemm_run.h"
 #include "kernels/linear.h"
 #include "levels.h"
 #include "parallel.h"
@@ -122,8 +122,9 @@ struct Case {
     verax::GemmTask task{};
     task.M = M, task.N = N, task.K = K, task.x = rounded.data(), task.weight = words.data(), task.y = y.data();
     task.kind = verax::Weights::blocks, task.block = form.kind;
-    const Memory scratch = memory(verax::gemm_scratch_bytes(M));
-    VERAX_KERNEL(gemm_block)(task, {0, M, 0, N}, scratch.get());
+    check::Pool pool(3);
+    verax::run_gemm(pool, task);
+    pool.join();
     return y;
   }
 };

@@ -6,6 +6,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.parity import test_sentence_models as sentence_models
+from tests.support.tiny_encoder import SIZES
 from verax.compare import compare_case
 from verax.compare.cases import video as cases_video
 from verax.compare.cases.text import embed_case, text_case
@@ -32,6 +34,17 @@ def test_padded_sentences_are_equal_in_every_layer(tmp_path):
     assert result.judged.sentences == 3
     assert result.judged.same_nearest == 1
     assert result.judged.rank_correlation > 0.99
+
+
+@pytest.mark.parametrize("family", sentence_models.FAMILIES)
+def test_every_encoder_is_equal_in_every_layer(family, tmp_path):
+    sentence_models.FAMILIES[family](tmp_path).save_pretrained(tmp_path)
+    padded = {**PADDED, "input_ids": PADDED["input_ids"] % SIZES["vocab_size"]}
+    result = compare_case(embed_case(tmp_path, tmp_path, inputs=Inputs(arrays=padded)))
+    assert result.passed, result.failures
+    assert result.first is None
+    assert len(result.rows) > 20
+    assert result.judged.min_cosine > 1 - 1e-9
 
 
 def test_lam_compares_sentences_by_cosine_and_rank(tmp_path):

@@ -1,4 +1,4 @@
-"""Qwen3, Qwen2 and Llama against transformers: random weights saved by it, loaded by verax from disk."""
+"""Qwen3, Qwen2, Llama and Mistral against transformers: random weights saved by it, loaded by verax from disk."""
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,22 @@ FAMILIES = {
         "Llama",
         dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_key_value_heads=1),
     ),
+    "qwen2-windows": (
+        "Qwen2",
+        dict(tie_word_embeddings=True, use_sliding_window=True, sliding_window=21, max_window_layers=1),
+    ),
+    "qwen3-windows": (
+        "Qwen3",
+        dict(
+            head_dim=24,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        ),
+    ),
+    "mistral": ("Mistral", dict(sliding_window=16, head_dim=24)),
+    "mistral-no-window": ("Mistral", dict(sliding_window=None, tie_word_embeddings=True)),
     "llama-linear": ("Llama", dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
 }
 
@@ -98,7 +114,7 @@ def test_float32_logits_are_those_of_transformers(family, tmp_path):
     assert relative(logits(load(tmp_path), TOKENS), expected) < 2e-5
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen2-windows", "mistral"])
 def test_128_greedy_tokens_are_those_of_transformers(family, tmp_path):
     theirs = reference(family, tmp_path)
     prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]

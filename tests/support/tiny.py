@@ -53,6 +53,14 @@ HYBRID = dict(
 )
 """Changes of `tiny_config` for family qwen3_5_text: recurrent layers before and after attention."""
 
+WINDOWED = dict(
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    use_sliding_window=True,
+    sliding_window=10,
+)
+"""Changes of `tiny_config`: layers that see 10 tokens before and after one that sees everything."""
+
 
 def random_weights(config, seed=0):
     """Random weights: matrices that preserve the scale of their inputs, norms that differ from 1.

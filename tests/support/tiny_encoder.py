@@ -1,4 +1,4 @@
-"""Tiny random BERT checkpoints with their own tokenizer, as transformers and sentence-transformers lay them out."""
+"""Tiny random encoders and rerankers with their own tokenizers, laid out as transformers and its relatives do."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,9 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from tests.support import tiny
 from verax import checkpoint
-from verax.models import BertConfig, BertModel
+from verax.models import cross_encoder, encoder
 from verax.train.text.words import words
 
 SIZES = dict(
@@ -26,27 +27,57 @@ SIZES = dict(
 WORDS = words("a the cat dog fox sat ran slept on in under mat river house red blue quick lazy and . ?")
 
 
-def tiny_tokenizer(folder):
+BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+ROBERTA_SPECIAL = ("[CLS]", "[PAD]", "[SEP]", "[UNK]")
+"""Special tokens in the order of their ids. RoBERTa's padding token is 1."""
+
+BERT_PAIR = "[CLS] $A [SEP] $B:1 [SEP]:1"
+ROBERTA_PAIR = "[CLS] $A [SEP] [SEP] $B [SEP]"
+
+
+def tiny_tokenizer(folder, special=BERT_SPECIAL, pair=BERT_PAIR):
     """Save a WordPiece tokenizer as BERT's: whole words, otherwise letters."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, *(letter for letter in letters if letter not in WORDS)]
+    tokens = [*special, *WORDS, *(letter for letter in letters if letter not in WORDS)]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]", pair=pair, special_tokens=[(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
     )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **special}
+    named = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **named}
+    if special == ROBERTA_SPECIAL:
+        config["model_input_names"] = ["input_ids", "attention_mask"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def sentence_files(folder, *, mode="mean", max_seq_length=None, steps=("Transformer", "Pooling", "Normalize")):
-    """Write modules.json and the files that it names, as in all-MiniLM-L6-v2."""
+def qwen_tokenizer(folder, *, appends_end=False):
+    """Save a byte-level tokenizer with the tokens of Qwen3-Reranker's answers.
+
+    Args:
+        folder: the checkpoint's.
+        appends_end: end each text with <|endoftext|>, as Qwen3-Embedding does.
+    """
+    tiny.tiny_tokenizer(folder)
+    path = str(Path(folder) / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_tokens(["yes", "no"])
+    if appends_end:
+        end = (tiny.END, tokenizer.token_to_id(tiny.END))
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {tiny.END}", special_tokens=[end])
+    tokenizer.save(path)
+    return tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def sentence_files(
+    folder, *, mode="mean", max_seq_length=None, steps=("Transformer", "Pooling", "Normalize"), prompts=None, **pooling
+):
+    """Write modules.json and the files that it names, as in all-MiniLM-L6-v2; `pooling` goes to the pooling's."""
     folder = Path(folder)
     listed = [
         {"idx": i, "name": str(i), "path": f"{i}_{step}" if i else "", "type": f"sentence_transformers.models.{step}"}
@@ -54,15 +85,20 @@ def sentence_files(folder, *, mode="mean", max_seq_length=None, steps=("Transfor
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
-    flags = {f"pooling_mode_{name}": name.startswith(mode) for name in ("cls_token", "mean_tokens", "max_tokens")}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **flags}))
+    names = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    flags = {f"pooling_mode_{name}": name.startswith(mode) for name in names}
+    config = {"word_embedding_dimension": 48, **flags, **pooling}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     tokens = {"max_seq_length": max_seq_length, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(tokens))
+    if prompts is not None:
+        (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
 
 
-def random_weights(config, seed=0):
+def random_weights(config, seed=0, find=encoder):
     """Random weights: matrices that preserve the scale of their inputs, biases and norms that differ from 0 and 1."""
-    abstract = nnx.eval_shape(lambda: BertModel(BertConfig.from_hf(config), rngs=nnx.Rngs(0)))
+    architecture, sizes = find(config)
+    abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
     weights = {}
     for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
@@ -77,6 +113,15 @@ def tiny_encoder(folder, *, rename=lambda key: key, seed=0, **changes):
     config = {"model_type": "bert", **SIZES, **changes}
     weights = {rename(key): weight for key, weight in random_weights(config, seed).items()}
     checkpoint.save(weights, folder, config=config)
+    tiny_tokenizer(folder)
+    return folder
+
+
+def tiny_reranker(folder, **changes):
+    """A cross-encoder that `Reranker(folder)` loads; `changes` go to config.json."""
+    architecture = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+    config = {"model_type": "bert", **SIZES, **architecture, **changes}
+    checkpoint.save(random_weights(config, find=cross_encoder), folder, config=config)
     tiny_tokenizer(folder)
     return folder
 

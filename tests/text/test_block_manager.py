@@ -1,4 +1,4 @@
-"""Blocks: allocation, sharing by prefix, eviction. The invariants under random use are in test_scheduler.py."""
+"""Blocks: allocation, prefix sharing, eviction, windows. The invariants under random use are in test_scheduler.py."""
 
 import pytest
 
@@ -115,6 +115,139 @@ def test_reset_forgets_prefixes_and_keeps_running_sequences():
     blocks.reset_prefix_cache()
     blocks.check([first])
     assert serve(blocks, make_sequence(range(10)), beside=[first]) == 0
+
+
+# Groups: blocks behind a sliding window are given back, those of full attention stay.
+
+
+def test_blocks_behind_the_window_are_given_back_when_a_sequence_grows():
+    blocks = BlockManager([20, 20], 4, windows=[None, 6])
+    first = make_sequence(range(40))
+    assert blocks.admit(first, 40)
+    for computed in (10, 17, 30):
+        blocks.grow(first, computed)
+        first.num_computed = computed
+        blocks.check([first])
+    # Token 17 was the next one when the tables grew last. It sees tokens from 12 on.
+    assert [bool(block) for block in first.tables[1]] == [False] * 3 + [True] * 5
+    assert all(first.tables[0])
+    assert (blocks.num_free, blocks.num_usable) == (38 - 8 - 5, 38)
+    blocks.release(first)
+    assert blocks.num_free == blocks.num_usable
+
+
+def test_a_given_back_block_is_used_again_by_another_sequence():
+    blocks = BlockManager([20, 7], 4, windows=[None, 4])
+    first, second = make_sequence(range(16)), make_sequence(range(50, 66))
+    assert blocks.admit(first, 16)
+    blocks.grow(first, 16)
+    assert not blocks.admit(second, 16)  # 2 blocks of the 6 are left
+    first.num_computed = 16
+    blocks.grow(first, 17)
+    assert sum(map(bool, first.tables[1])) == 2
+    assert blocks.admit(second, 16)
+    blocks.grow(second, 16)
+    blocks.check([first, second])
+
+
+def test_only_what_a_step_needs_must_fit_behind_a_window():
+    blocks = BlockManager([20, 5], 4, windows=[None, 4])
+    long = make_sequence(range(60))
+    assert not blocks.admit(long, 60, chunk=12)
+    assert blocks.admit(long, 60, chunk=8)
+
+
+def cached(blocks, tokens):
+    """Number of tokens of a prompt that a new sequence finds."""
+    sequence = make_sequence(tokens)
+    assert blocks.admit(sequence, len(sequence.tokens), chunk=4)
+    computed = sequence.num_computed
+    blocks.release(sequence)
+    return computed
+
+
+def compute(blocks, sequence, *, chunk):
+    """Admit a sequence and pretend that it is computed in chunks."""
+    assert blocks.admit(sequence, len(sequence.tokens), chunk=chunk)
+    while sequence.num_to_compute:
+        computed = min(sequence.num_computed + chunk, len(sequence.tokens))
+        assert blocks.grow(sequence, computed) is not None
+        sequence.num_computed = computed
+        blocks.register(sequence)
+        blocks.check([sequence])
+
+
+def test_a_prefix_is_found_as_long_as_its_last_window_is_cached():
+    blocks = BlockManager([20, 6], 4, windows=[None, 6])  # five usable behind the window
+    sequence = make_sequence(range(33))
+    compute(blocks, sequence, chunk=4)
+    blocks.release(sequence)
+    # Blocks 4 to 8 are cached. A text of n blocks needs the two before n.
+    assert cached(blocks, range(33)) == 32
+    assert cached(blocks, [*range(24), 99]) == 24
+    assert cached(blocks, [*range(20), 99]) == 0
+    assert cached(blocks, range(9)) == 0
+
+
+def test_a_text_is_found_by_its_end_when_its_beginning_is_gone():
+    blocks = BlockManager([6], 4, windows=[6])
+    sequence = make_sequence(range(33))
+    compute(blocks, sequence, chunk=4)
+    blocks.release(sequence)
+    assert cached(blocks, range(33)) == 32
+    other = make_sequence([*range(100, 104), *range(4, 33)])  # the same blocks behind another beginning
+    assert cached(blocks, other.tokens) == 0
+    again = make_sequence(range(33))
+    assert blocks.admit(again, 33, chunk=4)
+    assert [bool(block) for block in again.tables[0]] == [False] * 6 + [True] * 2
+
+
+def test_a_short_prefix_is_found_where_a_group_lacks_the_longer_one():
+    blocks = BlockManager([40, 20], 4, windows=[None, 6])
+    first = make_sequence(range(17))
+    compute(blocks, first, chunk=4)
+    blocks.release(first)
+    assert cached(blocks, [*range(8), 99]) == 8  # their blocks are the last ones used
+    taken = make_sequence(range(100, 164))
+    assert blocks.admit(taken, 64)
+    blocks.grow(taken, 64)  # 14 unused blocks behind the window, and those of tokens 16 and 12 to 15
+    assert [cached(blocks, [*range(n), 99]) for n in (16, 12, 8, 4)] == [12, 12, 8, 4]
+
+
+def test_prefixes_that_nothing_uses_are_forgotten():
+    blocks = BlockManager([6], 4, windows=[6])
+    for begin in range(0, 1000, 100):
+        sequence = make_sequence(range(begin, begin + 33))
+        compute(blocks, sequence, chunk=4)
+        assert len(blocks._prefixes) <= 8 + 8  # those of the sequence, and of the one before it whose blocks are left
+        blocks.release(sequence)
+    blocks.reset_prefix_cache()
+    assert len(blocks._prefixes) == 0
+
+
+def test_no_room_in_one_group_changes_nothing():
+    blocks = BlockManager([20, 4], 4, windows=[None, 8])
+    serve(blocks, running := make_sequence(range(8)))
+    assert not blocks.admit(make_sequence(range(50, 59)), 9)
+    assert blocks.grow(running, 40) is None
+    assert [len(table) for table in running.tables] == [2, 2]
+    blocks.check([running])
+
+
+def test_usage_is_that_of_the_fullest_group():
+    blocks = BlockManager([21, 6], 4, windows=[None, 8])
+    serve(blocks, make_sequence(range(8)))
+    assert blocks.usage == pytest.approx(2 / 5)
+
+
+def test_check_notices_a_block_that_was_given_back_too_early():
+    blocks = BlockManager([20, 20], 4, windows=[None, 6])
+    first = make_sequence(range(20))
+    compute(blocks, first, chunk=20)
+    blocks._pools[1].give_back(first.tables[1][4])
+    first.tables[1][4] = 0
+    with pytest.raises(AssertionError, match="gave back a block that it attends to"):
+        blocks.check([first])
 
 
 def test_check_notices_a_lost_block():

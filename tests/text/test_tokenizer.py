@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import tokenizers
 
+from tests.support import tiny_encoder
 from tests.support.tiny import TURN_END, TURN_START, tiny_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError
 from verax.text.chat_template import render
@@ -156,3 +158,23 @@ def test_a_damaged_configuration_is_named(tmp_path, damaged):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(damaged))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: "):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("max_length", [5, 6, 9, 16, 17, 40])
+@pytest.mark.parametrize("pair", [tiny_encoder.BERT_PAIR, tiny_encoder.ROBERTA_PAIR])
+def test_pairs_are_cut_as_the_library_cuts_them(tmp_path, pair, max_length):
+    tiny_encoder.tiny_tokenizer(tmp_path, pair=pair)
+    if max_length < pair.count("[") + 2:
+        with pytest.raises(InvalidParameterError, match="tokens leave none for each text"):
+            Tokenizer.from_folder(tmp_path).encode_pairs([("a cat", "a dog")], max_length=max_length)
+        return
+    reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    reference.enable_truncation(max_length, strategy="longest_first")
+    sizes = [0, 1, 2, 3, 5, 7, 8, 12, 25]
+    pairs = [(" ".join(["cat"] * first), " ".join(["dog"] * second)) for first in sizes for second in sizes]
+    found = Tokenizer.from_folder(tmp_path).encode_pairs(pairs, max_length=max_length)
+    expected = reference.encode_batch(pairs)
+    assert [(ids, types) for ids, types, _ in found] == [(one.ids, one.type_ids) for one in expected]
+    special = reference.num_special_tokens_to_add(True)
+    words = [first.count("cat") + second.count("dog") for first, second in pairs]
+    assert [left_out for *_, left_out in found] == [max(0, count + special - max_length) for count in words]

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.host_memory import HostMemory
+from verax.checkpoint.stacks import Stack, StackedKeys
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
@@ -45,6 +46,7 @@ def load_module(
     rules: Rules = (),
     ignore: Iterable[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
+    stacks: Mapping[str, StackedKeys] = MappingProxyType({}),
     quantize: Callable[[str], tuple[int, int | None] | None] = lambda name: None,
     dequantize: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -64,6 +66,8 @@ def load_module(
             each device reading its part only. A weight without a rule is whole on every device.
         ignore: patterns of keys that the checkpoint may have and the module does not need.
         aliases: keys of the checkpoint by keys of the module, where they differ.
+        stacks: keys of the checkpoint's matrices by keys of the module's stacks `[E, F, D]`. Each is read into its
+            place.
         quantize: function from a key to the bits and the group size with which its weight is quantised while loading,
             or to None for a weight that is not quantised.
         dequantize: True to load weights that are quantised in the checkpoint as floats.
@@ -76,32 +80,39 @@ def load_module(
     """
     graph, state = nnx.split(abstract)
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    sources = {name: aliases.get(name, name) for name in flat}
-    _check_keys(sources.values(), checkpoint, tuple(ignore))
-    dtypes = {name: _fitting_dtype(sources[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
+    keys = {name: _keys(stacks[name]) if name in stacks else [aliases.get(name, name)] for name in flat}
+    every = [key for found in keys.values() for key in found]
+    _check_keys(every, checkpoint, tuple(ignore))
+    for name, (_, leaf) in flat.items():
+        _check_shape(leaf.shape, stacks.get(name) or keys[name][0], checkpoint)
+    dtypes = {name: _fitting_dtype(keys[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
     places = {name: _sharding(name, leaf.shape, rules, mesh) for name, (_, leaf) in flat.items()}
     precisions = {name: quantize(name) for name in flat}
     if mesh is not None and ((checkpoint.packed and not dequantize) or any(precisions.values())):
         raise InvalidParameterError("mesh: quantised weights are not divided over devices yet")
 
-    total = sum(map(checkpoint.size, sources.values()))
+    total = sum(map(checkpoint.size, every))
     done = 0
     loaded, memory = {}, HostMemory()
     # In the order of the files: sequential reading is the fastest for disks and the kernel's read-ahead.
-    for name, source in sorted(sources.items(), key=lambda item: checkpoint.place(item[1])):
-        weight = checkpoint.read(source)
-        if dequantize and not isinstance(weight, np.ndarray):
-            weight = np.asarray(_dequantize(weight))
-        if isinstance(weight, np.ndarray):
-            if (precision := precisions[name]) is not None:
+    for name in sorted(keys, key=lambda name: checkpoint.place(keys[name][0])):
+        source, shape, precision = keys[name][0], flat[name][1].shape, precisions[name]
+        if name in stacks or (precision is not None and len(shape) == 3):
+            stack = Stack(checkpoint, shape, stacks.get(name) or source)
+            loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], memory)
+        else:
+            weight = checkpoint.read(source)
+            if dequantize and not isinstance(weight, np.ndarray):
+                weight = np.asarray(_dequantize(weight))
+            if not isinstance(weight, np.ndarray):
+                weight = jax.tree.map(lambda part: jax.device_put(memory.copy(part, part.dtype)), weight)
+            elif precision is not None:
                 weight = _quantized(name, weight, dtypes[name], *precision, memory)
             else:
                 weight = _place(weight, dtypes[name], places[name], memory)
-        else:
-            weight = jax.tree.map(lambda part: jax.device_put(memory.copy(part, part.dtype)), weight)
-        loaded[name] = weight
-        checkpoint.release(source)
-        done += checkpoint.size(source)
+            loaded[name] = weight
+            checkpoint.release(source)
+        done += sum(map(checkpoint.size, keys[name]))
         if progress is not None:
             progress(done, total)
     filled = nnx.from_flat_state([(path, leaf.replace(loaded[name])) for name, (path, leaf) in flat.items()])
@@ -151,6 +162,49 @@ def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | Non
     return jax.block_until_ready(array)
 
 
+def _place_stack(
+    name: str,
+    stack: Stack,
+    dtype: np.dtype[Any],
+    precision: tuple[int, int | None] | None,
+    sharding: NamedSharding | None,
+    memory: HostMemory,
+) -> jax.Array | QuantizedWeight:
+    """Copy a stack to its device or devices, matrix by matrix; quantised if the file has it so, or by `precision`."""
+    if sharding is not None:
+        return jax.block_until_ready(
+            jax.make_array_from_callback(stack.shape, sharding, lambda index: _part_of_stack(stack, index, dtype))
+        )
+    whole: list[np.ndarray] = []
+    structure = None
+    for i in range(stack.shape[0]):
+        matrix: Any = stack.read(i)
+        if precision is not None:
+            matrix = _quantized(name, matrix, dtype, *precision, HostMemory())
+        arrays, kind = jax.tree.flatten(matrix)
+        if structure is None:
+            floats = isinstance(matrix, np.ndarray)
+            shapes = [((stack.shape[0], *array.shape), dtype if floats else array.dtype) for array in arrays]
+            whole, structure = [memory.empty(*each) for each in shapes], kind
+        elif kind != structure:
+            raise CheckpointError(f"{name}: matrix {i} is not of the same precision as those before it")
+        for into, array in zip(whole, arrays, strict=True):
+            into[i] = array
+        stack.release(i)
+    return jax.block_until_ready(jax.tree.unflatten(structure, [jax.device_put(array) for array in whole]))
+
+
+def _part_of_stack(stack: Stack, index: tuple[slice, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """A copy of a part of a stack, for one device."""
+    parts = []
+    for i in range(*index[0].indices(stack.shape[0])):
+        matrix = stack.read(i)
+        assert isinstance(matrix, np.ndarray)
+        parts.append(matrix[index[1:]].astype(dtype))
+        stack.release(i)
+    return np.stack(parts)
+
+
 def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None) -> NamedSharding | None:
     """Sharding of a weight over the mesh, by the first rule that matches; None (the default device) without a mesh.
 
@@ -195,25 +249,43 @@ def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str
         )
 
 
-def _fitting_dtype(name: str, leaf: Any, checkpoint: Checkpoint, dtype: DTypeLike | None) -> np.dtype[Any]:
-    """The dtype to load a weight as.
+def _keys(stack: StackedKeys) -> list[str]:
+    return [key for matrix in stack for key in matrix]
+
+
+def _check_shape(expected: tuple[int, ...], source: str | StackedKeys, checkpoint: Checkpoint) -> None:
+    """Check that the file's shape, or that of each of a stack's matrices, is that of the model's variable.
 
     Raises:
-        CheckpointError: if the file's shape or dtype does not fit the model's variable.
+        CheckpointError: with file, key and both shapes.
     """
-    shape, file = checkpoint.shape(name), checkpoint.place(name)[0]
-    if shape != leaf.shape:
-        raise CheckpointError(f"{file}: {name} has shape {list(shape)}, config.json's model needs {list(leaf.shape)}")
-    if name in checkpoint.packed:
-        return jnp.dtype(leaf.dtype)
-    info = checkpoint.info(name)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        if info.dtype != leaf.dtype:
+    if isinstance(source, str):
+        pairs = [(source, expected)]
+    else:
+        # The matrices of one expert are of equal size.
+        pairs = [(key, (expected[1] // len(keys), expected[2])) for keys in source for key in keys]
+    for key, needed in pairs:
+        if (shape := checkpoint.shape(key)) != needed:
+            file = checkpoint.place(key)[0]
+            raise CheckpointError(f"{file}: {key} has shape {list(shape)}, config.json's model needs {list(needed)}")
+
+
+def _fitting_dtype(keys: Iterable[str], leaf: Any, checkpoint: Checkpoint, dtype: DTypeLike | None) -> np.dtype[Any]:
+    """The dtype to load a weight as, which is that of all of its keys.
+
+    Raises:
+        CheckpointError: if the file's dtype does not fit the model's variable.
+    """
+    floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+    for name in keys:
+        if name in checkpoint.packed:
+            return jnp.dtype(leaf.dtype)
+        info, file = checkpoint.info(name), checkpoint.place(name)[0]
+        if not floats and info.dtype != leaf.dtype:
             raise CheckpointError(f"{file}: {name} has dtype {info.dtype}, config.json's model needs {leaf.dtype}")
-        return info.dtype
-    if not jnp.issubdtype(info.dtype, jnp.floating):
-        raise CheckpointError(f"{file}: {name} has dtype {info.dtype}, expected floats")
-    return jnp.dtype(leaf.dtype if dtype is None else dtype)
+        if floats and not jnp.issubdtype(info.dtype, jnp.floating):
+            raise CheckpointError(f"{file}: {name} has dtype {info.dtype}, expected floats")
+    return jnp.dtype(leaf.dtype if dtype is None or not floats else dtype)
 
 
 def _list(names: list[str], what: str) -> str:

@@ -26,11 +26,11 @@ def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed
 
     Args:
         name: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1.
-        shape: `[out, in, ...]`.
+        shape: `[out, in, ...]`; `[E, out, in]` of a stack of experts.
         dtype: dtype of the result.
         seed: seed of the random numbers.
     """
-    count, summed = math.prod(shape), math.prod(shape[1:])
+    count, summed = math.prod(shape), math.prod(shape[2:] if ".experts." in name else shape[1:])
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(min(count, DRAWN), np.float32)
     if summed > 1:
         values = noise * np.float32(summed**-0.5)

@@ -20,8 +20,17 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files of a tokenizer, in every published form."""
 
-SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "*_Pooling/config.json")
-"""Patterns of sentence-transformers' settings for pooling a model's states to a vector."""
+SENTENCE_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*_Pooling/config.json",
+    "*_Dense/config.json",
+)
+"""Patterns of sentence-transformers' settings: how a model's states become a vector, and prompts."""
+
+DENSE_FILES = ("*_Dense/model.safetensors",)
+"""Patterns of the layers behind the pooling."""
 
 _WANTED = (
     "config.json",
@@ -74,7 +83,11 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
         raise CheckpointError(f"{model}: no such file")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model}: no such folder; {_POSSIBLE}")
-    return _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
+    folder = _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
+    if any(folder.glob("*_Dense/config.json")):
+        # Fetched apart: beside them, weights in folders are second copies.
+        folder = _download(model, revision, DENSE_FILES, (), _POSSIBLE)
+    return folder
 
 
 def resolve_video(model: str | Path) -> Path:

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from verax.checkpoint.checkpoint import INDEX, SINGLE
 from verax.checkpoint.formats import compressed_tensors
 from verax.checkpoint.resolve import TOKENIZER_FILES
+from verax.checkpoint.stacks import Patterns, split_quantized, stacked_keys
 from verax.errors import CheckpointError
 from verax.files import write_json
 from verax.ops.block_quantized import BlockQuantizedWeight
@@ -52,7 +53,7 @@ def save(
 
     Args:
         model: a module, the paths of whose parameters become keys, or arrays by key. Quantised weights are written in
-            the compressed-tensors layout.
+            the compressed-tensors layout, stacks of a module (`stacked_weights`) as single matrices.
         folder: folder of the checkpoint, created if missing. Weight files of an earlier save are replaced, others stay.
         config: contents of config.json.
         generation_config: contents of generation_config.json; none is written if None.
@@ -150,13 +151,32 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
                 f"{key}: {value.kind} blocks are a GGUF file's and cannot be saved here; load them as floats, with "
                 "quantization='dequantize'"
             )
+    values = _unstacked(values, getattr(model, "stacked_weights", ()))
     quantized = {key: value for key, value in values.items() if isinstance(value, QuantizedWeight)}
     if not quantized:
         return values, None
     arrays: dict[str, Any] = {}
     for key, value in values.items():
         arrays.update(compressed_tensors.entries(key, value) if key in quantized else {key: value})
-    return arrays, compressed_tensors.quantization_config(quantized.values())
+    plain = (key for key, value in values.items() if key not in quantized and value.ndim == 2 and "embed" not in key)
+    ignored = [key.removesuffix(".weight") for key in plain]
+    return arrays, compressed_tensors.quantization_config(quantized.values(), ignored)
+
+
+def _unstacked(values: Mapping[str, Any], patterns: Patterns) -> dict[str, Any]:
+    """Values in which each stack is single matrices, as checkpoints have them."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        keys = stacked_keys(name, value.shape, patterns)
+        if keys is None:
+            result[name] = value
+        elif isinstance(value, QuantizedWeight):
+            for each, matrices in zip(keys, split_quantized(value, len(keys[0])), strict=True):
+                result.update(zip(each, matrices, strict=True))
+        else:
+            for each, matrix in zip(keys, np.asarray(value), strict=True):
+                result.update(zip(each, np.split(matrix, len(each)), strict=True))
+    return result
 
 
 def _written_dtype(array: Any, dtype: DTypeLike | None) -> np.dtype[Any]:

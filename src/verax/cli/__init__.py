@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 import verax
-from verax.cli import bench, chat, compare, convert, demo, embed, generate, info, quantize, serve, train, video
+from verax.cli import bench, chat, compare, convert, demo, embed, generate, info, quantize, rerank, serve, train, video
 from verax.errors import VeraxError
 
 __all__ = ["app", "main"]
@@ -37,6 +37,7 @@ for command in (
     serve.serve,
     video.video,
     embed.embed,
+    rerank.rerank,
     info.info,
     demo.demo,
     quantize.quantize,

@@ -38,6 +38,13 @@ def embed(
     normalize: Annotated[bool, typer.Option(help="Vectors of length 1.")] = True,
     batch_size: Annotated[int, typer.Option(help="Most sentences in one call of the device.", min=1)] = 32,
     max_length: Annotated[int | None, typer.Option(help="Tokens that are read of a sentence.")] = None,
+    prompt_name: Annotated[
+        str | None, typer.Option(help="Prompt of the checkpoint that goes before each sentence, such as query.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text that goes before each sentence.")] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(help="First numbers of each vector that are kept (Matryoshka).")
+    ] = None,
     dtype: options.Dtype = "float32",
 ) -> None:
     """Turn sentences into vectors, one for each line. JSONL has {"text": ..., "embedding": [...]} for each.
@@ -51,15 +58,19 @@ def embed(
         verax embed --file sentences.txt --output vectors.npy
 
         verax embed --model sentence-transformers/all-MiniLM-L6-v2 --file papers.jsonl --field title -o vectors.jsonl
+
+        verax embed --model Qwen/Qwen3-Embedding-0.6B --prompt-name query --dimensions 256 "What is a mat?"
     """
+    if prompt is not None and prompt_name is not None:
+        raise typer.BadParameter("give --prompt or --prompt-name, not both")
     write = _writer(output)
     records = _records(sentences, file, field)
     texts = [record[field or "text"] for record in records]
     from verax.embed.encoder import Encoder
 
-    encoder = Encoder(model, dtype=dtype, max_length=max_length)
+    encoder = Encoder(model, dtype=dtype, max_length=max_length, dimensions=dimensions)
     begin = time.perf_counter()
-    vectors = encoder.encode(texts, normalize=normalize, batch_size=batch_size)
+    vectors = encoder.encode(texts, normalize=normalize, batch_size=batch_size, prompt_name=prompt_name, prompt=prompt)
     seconds = time.perf_counter() - begin
     write(records, vectors)
     cut = f", {encoder.truncated} cut to {encoder.max_length} tokens" if encoder.truncated else ""

@@ -31,6 +31,9 @@ def serve(
     embedding_model: Annotated[
         str | None, typer.Option(help="Model of /v1/embeddings; the built-in one if left out.")
     ] = None,
+    reranker_model: Annotated[
+        str | None, typer.Option(help="Model of /v1/rerank, which is not served if left out.")
+    ] = None,
     video_model: Annotated[str | None, typer.Option(help="Model of /v1/videos; the built-in one if left out.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.", min=0, max=65535)] = 8000,
@@ -73,14 +76,18 @@ def serve(
         int | None, typer.Option(help="Most prompt tokens that wait; more get 429.", min=1, rich_help_panel=_LIMITS)
     ] = None,
     max_embedding_inputs: Annotated[
-        int, typer.Option(help="Most texts of a request for embeddings.", min=1, rich_help_panel=_LIMITS)
+        int, typer.Option(help="Most texts of a request for embeddings or a ranking.", min=1, rich_help_panel=_LIMITS)
     ] = ServerSettings.max_embedding_inputs,
     max_queued_embedding_inputs: Annotated[
         int,
-        typer.Option(help="Most texts that wait or run for embeddings; more get 429.", min=1, rich_help_panel=_LIMITS),
+        typer.Option(
+            help="Most texts that wait or run for embeddings, or for rankings; more get 429.",
+            min=1,
+            rich_help_panel=_LIMITS,
+        ),
     ] = ServerSettings.max_queued_embedding_inputs,
     embedding_batch_size: Annotated[
-        int, typer.Option(help="Texts that the encoder reads at once.", min=1, rich_help_panel=_LIMITS)
+        int, typer.Option(help="Texts that the encoder or the reranker reads at once.", min=1, rich_help_panel=_LIMITS)
     ] = ServerSettings.embedding_batch_size,
     max_queued_videos: Annotated[
         int, typer.Option(help="Most clips that wait to be made; more get 429.", min=1, rich_help_panel=_LIMITS)
@@ -116,9 +123,9 @@ def serve(
         Path | None, typer.Option(help="Folder of reports of verax compare and verax bench, which the page shows.")
     ] = None,
 ) -> None:
-    """Serve a text model, an encoder and a video model over HTTP, with the APIs of OpenAI.
+    """Serve a text model, an encoder, a reranker and a video model over HTTP, with the APIs of OpenAI.
 
-    The encoder and the video model are loaded when they are first used.
+    All but the text model are loaded when they are first used.
 
     Examples:
 
@@ -182,6 +189,7 @@ def serve(
         served_names=tuple(served_model_name or [model or BUILT_IN]),
         root=model or BUILT_IN,
         encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, lambda: _encoder(embedding_model)),
+        reranker=None if reranker_model is None else LazyModel(reranker_model, lambda: _reranker(reranker_model)),
         videos=LazyModel(video_model or BUILT_IN_VIDEO, lambda: _pipeline(video_model)),
         settings=settings,
         tracer=tracer,
@@ -194,6 +202,12 @@ def _encoder(model: str | None) -> Any:
     from verax.embed.encoder import Encoder
 
     return Encoder(model, show_progress=False)
+
+
+def _reranker(model: str) -> Any:
+    from verax.embed.reranker import Reranker
+
+    return Reranker(model, show_progress=False)
 
 
 def _pipeline(model: str | None) -> Any:

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from verax import builtin, checkpoint, models, ops, progress
-from verax._compat import compiler_options, enable_compilation_cache
-from verax.embed.buckets import Buckets, Job
-from verax.embed.pooling import normalized, pool
-from verax.embed.settings import EncoderSettings
+from verax import builtin, models, progress
+from verax._compat import enable_compilation_cache
+from verax.checkpoint import Checkpoint
+from verax.embed.buckets import Buckets, Job, Tokens
+from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs
+from verax.embed.dense import Dense, DenseConfig
+from verax.embed.pooling import cut, normalized, pool
+from verax.embed.settings import EncoderSettings, open_folder
 from verax.errors import InvalidParameterError
+from verax.fields import Size, read_value
 from verax.loading import load_model
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
-
-TOKENIZED_AT_ONCE = 16
-"""Batches whose sentences are tokenised together: enough to sort like lengths together and to fill all cores."""
-
-IN_FLIGHT = 2
-"""Calls that the device has before the oldest result is read: one runs, one waits."""
 
 
 class Encoder:
@@ -51,6 +47,7 @@ class Encoder:
         dtype: str = "float32",
         max_length: int | None = None,
         pooling: str | None = None,
+        dimensions: int | None = None,
         revision: str | None = None,
         show_progress: bool = True,
     ):
@@ -60,7 +57,9 @@ class Encoder:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
             max_length: tokens that are read of a sentence; the checkpoint's limit if None.
-            pooling: `"mean"` or `"cls"`; the checkpoint's if None, the mean if it has none.
+            pooling: `"mean"`, `"cls"` or `"lasttoken"`; the checkpoint's if None, the mean if it has none.
+            dimensions: first numbers of each vector that are kept, for models that were trained for it (Matryoshka);
+                all of them if None.
             revision: branch, tag or commit of a hub id.
             show_progress: a bar while loading, if stderr is a terminal.
 
@@ -73,32 +72,40 @@ class Encoder:
             raise InvalidParameterError(f"dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
         enable_compilation_cache()
         begin = time.perf_counter()
-        opened = checkpoint.Checkpoint.open(builtin.encoder() if model is None else model, revision=revision)
+        opened = open_folder(builtin.encoder() if model is None else model, revision)
         model_class, config = models.encoder(opened.config)
         self.model_config = config
         self.settings = EncoderSettings.from_folder(
             opened.folder, positions=config.max_position_embeddings, pooling=pooling, max_length=max_length
         )
+        layers = [Checkpoint.open(path) for path in self.settings.dense]
+        sizes = [DenseConfig.from_file(layer.config) for layer in layers]
+        self._full_dimension: int = sizes[-1].out_features if sizes else config.hidden_size
+        self._matryoshka = read_value(opened.config, "matryoshka_dimensions", tuple[Size, ...], ())
+        self._dimensions = self._full_dimension
+        self._dimensions = self.check_dimensions(dimensions)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.truncate(self.settings.max_length)
+        weights = models.DTYPES[dtype]
         with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = load_model(opened, model_class, config, dtype=models.DTYPES[dtype], progress=report)
-        graph, state = nnx.split(loaded)
-        leaves, treedef = jax.tree.flatten(state)
-        # Flattened once: a call passes a flat tuple of arrays, and the module exists only while tracing.
-        self._weights = tuple(leaves)
+            loaded = load_model(opened, model_class, config, dtype=weights, progress=report)
+        dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
         pooling = self.settings.pooling
 
         def encode(
-            weights: tuple[Array, ...], packed: Int32[Array, "B T_and_1"], normalize: Bool[Array, ""]
+            modules: tuple[Any, list[Dense]],
+            packed: Int32[Array, "B T_and_1"],
+            normalize: Bool[Array, ""],
+            skipped: Int32[Array, ""],
         ) -> Float[Array, "B D"]:
             tokens, lengths = packed[:, 1:], packed[:, 0]
-            hidden = nnx.merge(graph, jax.tree.unflatten(treedef, weights))(tokens, lengths)
-            vectors = pool(hidden, lengths, pooling)
+            vectors = pool(models.hidden_states(modules[0], tokens, lengths), lengths, pooling, skipped)
+            for layer in modules[1]:
+                vectors = layer(vectors)
             return jnp.where(normalize, normalized(vectors), vectors)
 
-        self._program = jax.jit(encode, compiler_options=compiler_options(ops.target().platform))
-        self._padding = not loaded.depends_on_padding
+        self._program, self._weights = compiled(encode, (loaded, dense))
+        self._padding = not getattr(loaded, "depends_on_padding", False)
         self.truncated = 0
         """Sentences of the last `encode` that were longer than `max_length` and lost their end."""
         self.load_seconds = time.perf_counter() - begin
@@ -106,21 +113,42 @@ class Encoder:
     @property
     def dimension(self) -> int:
         """Numbers in a vector."""
-        return self.model_config.hidden_size
+        return self._dimensions
 
     @property
     def max_length(self) -> int:
         """Tokens that are read of a sentence, special ones included."""
         return self.settings.max_length
 
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Prompts of the checkpoint by their names."""
+        return dict(self.settings.prompts)
+
     @overload
     def encode(
-        self, sentences: str, normalize: bool = ..., batch_size: int = ..., show_progress: bool = ...
+        self,
+        sentences: str,
+        normalize: bool = ...,
+        batch_size: int = ...,
+        show_progress: bool = ...,
+        *,
+        prompt_name: str | None = ...,
+        prompt: str | None = ...,
+        dimensions: int | None = ...,
     ) -> Float32[np.ndarray, "D"]: ...
 
     @overload
     def encode(
-        self, sentences: Iterable[str], normalize: bool = ..., batch_size: int = ..., show_progress: bool = ...
+        self,
+        sentences: Iterable[str],
+        normalize: bool = ...,
+        batch_size: int = ...,
+        show_progress: bool = ...,
+        *,
+        prompt_name: str | None = ...,
+        prompt: str | None = ...,
+        dimensions: int | None = ...,
     ) -> Float32[np.ndarray, "n D"]: ...
 
     def encode(
@@ -129,6 +157,10 @@ class Encoder:
         normalize: bool = True,
         batch_size: int = 32,
         show_progress: bool = True,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
     ) -> Float32[np.ndarray, "..."]:
         """Vectors of sentences, in their order; of one sentence that is given as a string, one vector.
 
@@ -138,17 +170,48 @@ class Encoder:
                 where the checkpoint lists a step that normalises.
             batch_size: most sentences in one call of the device.
             show_progress: a bar, if stderr is a terminal and there are several batches.
+            prompt_name: name of the checkpoint's prompt that goes before each sentence; its default if None.
+            prompt: text that goes before each sentence, whatever `prompt_name` is.
+            dimensions: first numbers of each vector that are kept; those of the constructor if None.
 
         Raises:
-            InvalidParameterError: if a sentence is no text, or `batch_size` is below 1; then nothing is computed.
+            InvalidParameterError: if a sentence is no text, there is no such prompt, or a number makes no sense; then
+                nothing is computed.
         """
-        _check_batch_size(batch_size)
-        texts = [sentences] if isinstance(sentences, str) else _texts(sentences)
-        _check(texts)
+        check_batch_size(batch_size)
+        dimensions = self.check_dimensions(dimensions)
+        before = self.settings.prompt(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
+        texts = check_texts([sentences] if isinstance(sentences, str) else sentences, "sentences")
+        skipped = self._prompt_length(before)
         self.truncated = 0
-        jobs = self._jobs(texts, self._buckets(batch_size))
-        vectors = self._run(jobs, len(texts), normalize, show_progress and len(texts) > batch_size)
+
+        def tokenize(chunk: Sequence[int]) -> list[Tokens]:
+            found = [Tokens(ids, left_out=n) for ids, n in self.tokenize([texts[i] for i in chunk], prompt=before)]
+            self.truncated += sum(text.left_out > 0 for text in found)
+            return found
+
+        jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
+        show = show_progress and len(texts) > batch_size
+        vectors = cut(self._run(jobs, len(texts), normalize, skipped, show), dimensions, normalize)
         return vectors[0] if isinstance(sentences, str) else vectors
+
+    def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Float32[np.ndarray, "..."]:
+        """Vectors of queries: `encode` with the checkpoint's prompt `query`, if it has one.
+
+        Args:
+            sentences, options: as in `encode`. A `prompt` or `prompt_name` goes before that prompt.
+        """
+        return self.encode(sentences, **_with_prompt(options, self.settings.query_prompt))
+
+    def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Float32[np.ndarray, "..."]:
+        """Vectors of the documents that queries look for: `encode` with the checkpoint's prompt for them, if any.
+
+        It is the first of `document`, `passage` and `corpus` that there is.
+
+        Args:
+            sentences, options: as in `encode`. A `prompt` or `prompt_name` goes before that prompt.
+        """
+        return self.encode(sentences, **_with_prompt(options, self.settings.document_prompt))
 
     def encode_tokens(
         self, token_ids: Iterable[Sequence[int]], normalize: bool = True, batch_size: int = 32
@@ -156,16 +219,16 @@ class Encoder:
         """Vectors of token ids, in their order: of those of `tokenize`, the vectors of `encode`.
 
         Args:
-            token_ids: tokens of each sentence, special ones included.
+            token_ids: tokens of each sentence, special ones included. No prompt goes before them.
             normalize, batch_size: as in `encode`.
 
         Raises:
             InvalidParameterError: as `check_tokens`.
         """
-        _check_batch_size(batch_size)
-        ids = self.check_tokens(token_ids)
-        jobs = self._buckets(batch_size).jobs(range(len(ids)), ids)
-        return self._run(jobs, len(ids), normalize, show_progress=False)
+        check_batch_size(batch_size)
+        texts = [Tokens(ids) for ids in self.check_tokens(token_ids)]
+        jobs = self._buckets(batch_size).jobs(range(len(texts)), texts)
+        return cut(self._run(jobs, len(texts), normalize, 0, False), self._dimensions, normalize)
 
     def check_tokens(self, token_ids: Iterable[Sequence[int]]) -> list[list[int]]:
         """Token ids of each sentence as lists, if the model takes them.
@@ -185,44 +248,39 @@ class Encoder:
                 raise InvalidParameterError(f"token_ids: expected numbers from 0 to {size - 1} at {number}")
         return found
 
-    def tokenize(self, sentences: Iterable[str], max_length: int | None = None) -> list[tuple[list[int], int]]:
+    def check_dimensions(self, dimensions: int | None) -> int:
+        """Number of dimensions that `encode` gives for this argument.
+
+        Raises:
+            InvalidParameterError: if it is no number of 1 to `dimension`, or the checkpoint's config.json has
+                `matryoshka_dimensions` without it.
+        """
+        if dimensions is None:
+            return self._dimensions
+        most = self._dimensions
+        if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= most:
+            raise InvalidParameterError(f"dimensions: expected 1 to {most}, got {dimensions!r}")
+        if self._matryoshka and dimensions not in (*self._matryoshka, self._full_dimension):
+            trained = ", ".join(map(str, self._matryoshka))
+            raise InvalidParameterError(f"dimensions: the model was trained for {trained}, got {dimensions}")
+        return dimensions
+
+    def tokenize(
+        self, sentences: Iterable[str], max_length: int | None = None, *, prompt: str = ""
+    ) -> list[tuple[list[int], int]]:
         """Token ids of each sentence, special ones included, and the number of tokens that were cut from its end.
 
         Args:
             sentences: any number of texts.
             max_length: tokens that are kept of a sentence; at most, and by default, `Encoder.max_length`.
+            prompt: text that goes before each sentence.
 
         Raises:
             InvalidParameterError: if a sentence is no text, or `max_length` leaves no token for it.
         """
-        texts = _texts(sentences)
-        _check(texts)
+        texts = [prompt + text for text in check_texts(sentences, "sentences")]
         chosen = [text.lower() for text in texts] if self.settings.lower_case else texts
         return self._tokenizer.encode_batch(chosen, max_length=max_length)
-
-    def _run(self, jobs: Iterable[Job], count: int, normalize: bool, show_progress: bool) -> Float32[np.ndarray, "n D"]:
-        """Results of calls that hold `count` sentences."""
-        vectors = np.empty((count, self.dimension), np.float32)
-        done = 0
-        pending: deque[tuple[Job, Array]] = deque()
-        begin = time.perf_counter()
-        with progress.bar("encoding", enabled=show_progress) as report:
-
-            def collect() -> int:
-                job, result = pending.popleft()
-                vectors[job.members] = np.asarray(result)[: len(job.members)]
-                rate = (done + len(job.members)) / (time.perf_counter() - begin)
-                report(done + len(job.members), count, f"{rate:,.0f} sentences/s")
-                return len(job.members)
-
-            # While the device works on the calls that it has, the host makes the next ones.
-            for job in jobs:
-                pending.append((job, self._dispatch(job.packed, normalize)))
-                if len(pending) > IN_FLIGHT:
-                    done += collect()
-            while pending:
-                done += collect()
-        return vectors
 
     def token_counts(self, sentences: Iterable[str]) -> list[int]:
         """Tokens that are read of each sentence, special ones included."""
@@ -238,49 +296,38 @@ class Encoder:
         shapes = [s for s in self._buckets(batch_size).shapes if s[1] <= longest]
         with progress.bar("compiling programs", enabled=show_progress) as report:
             for done, (rows, length) in enumerate(shapes, start=1):
-                jax.block_until_ready(self._dispatch(np.zeros((rows, 1 + length), np.int32), True))
+                jax.block_until_ready(self._dispatch(np.zeros((rows, 1 + length), np.int32), True, 0))
                 report(done, len(shapes))
         return time.perf_counter() - begin
 
     def num_compiled(self) -> int:
         """Programs compiled so far: after `warm_up` this stays as it is."""
-        return self._program._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+        return self._program._cache_size()
+
+    def _prompt_length(self, prompt: str) -> int:
+        """Tokens of a prompt that the mean leaves out: those before the sentence, beginning tokens included."""
+        if not prompt or self.settings.include_prompt:
+            return 0
+        ((ids, _),) = self.tokenize([""], prompt=prompt)
+        return len(ids) - (ids[-1] in self._tokenizer.special_token_ids)
 
     def _buckets(self, batch_size: int) -> Buckets:
         return Buckets(batch_size, self.max_length, padding=self._padding)
 
-    def _jobs(self, texts: Sequence[str], buckets: Buckets) -> Iterator[Job]:
-        """Calls for all texts, roughly the longest first: by letters over all texts, by tokens within a chunk."""
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        at_once = TOKENIZED_AT_ONCE * buckets.rows[-1]
-        for begin in range(0, len(order), at_once):
-            chunk = order[begin : begin + at_once]
-            encoded = self.tokenize([texts[i] for i in chunk])
-            self.truncated += sum(cut > 0 for _, cut in encoded)
-            yield from buckets.jobs(chunk, [ids for ids, _ in encoded])
-
-    def _dispatch(self, packed: np.ndarray, normalize: bool) -> Any:
-        vectors = self._program(self._weights, packed, np.bool_(normalize))
-        vectors.copy_to_host_async()
+    def _run(
+        self, jobs: Iterable[Job], count: int, normalize: bool, skipped: int, show_progress: bool
+    ) -> Float32[np.ndarray, "n D"]:
+        """Results of calls that hold `count` sentences."""
+        vectors = np.empty((count, self._full_dimension), np.float32)
+        dispatch = lambda job: self._dispatch(job.packed, normalize, skipped)
+        run_jobs(jobs, dispatch, vectors, label="encoding", unit="sentences", show_progress=show_progress)
         return vectors
 
-
-def _check_batch_size(batch_size: Any) -> None:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise InvalidParameterError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
+    def _dispatch(self, packed: np.ndarray, normalize: bool, skipped: int) -> Array:
+        return self._program(self._weights, packed, np.bool_(normalize), np.int32(skipped))
 
 
-def _texts(sentences: Any) -> list[str]:
-    if isinstance(sentences, bytes) or not isinstance(sentences, Iterable):
-        raise InvalidParameterError(f"sentences: expected a text or texts, got {sentences!r}")
-    return list(sentences)
-
-
-def _check(texts: Sequence[Any]) -> None:
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InvalidParameterError(f"sentences: expected texts, got {text!r} at {number}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # a lone surrogate: bytes of another encoding
-            raise InvalidParameterError(f"sentences: not Unicode text at {number}: {text!r}") from error
+def _with_prompt(options: dict[str, Any], prompt: str) -> dict[str, Any]:
+    """Arguments of `encode` with a prompt, unless they have one."""
+    chosen = options.get("prompt") is not None or options.get("prompt_name") is not None
+    return options if chosen else {**options, "prompt": prompt}

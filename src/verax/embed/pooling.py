@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
 
-__all__ = ["POOLINGS", "normalized", "pool"]
+from verax.nn import mean_pool
 
-POOLINGS = ("mean", "cls")
-"""The mean over all tokens, special ones included, or the first token's state."""
+__all__ = ["POOLINGS", "cut", "normalized", "pool"]
+
+POOLINGS = ("mean", "cls", "lasttoken")
+"""The mean over all tokens, special ones included, or the first or the last token's state."""
 
 
-def pool(hidden: Float[Array, "B T D"], lengths: Int[Array, "B"], pooling: str) -> Float[Array, "B D"]:
-    """One vector a sentence, float32; padding does not count, and the mean of nothing is zero."""
-    if pooling == "cls":
-        return hidden[:, 0].astype(jnp.float32)
-    real = jnp.arange(hidden.shape[1]) < lengths[:, None]
-    # Chosen, not multiplied: what padding holds may be infinite.
-    total = jnp.sum(jnp.where(real[..., None], hidden.astype(jnp.float32), 0), axis=1)
-    return total / jnp.maximum(lengths, 1)[:, None]
+def pool(
+    hidden: Float[Array, "B T D"], lengths: Int[Array, "B"], pooling: str, skipped: int | Int[Array, ""] = 0
+) -> Float[Array, "B D"]:
+    """One vector a sentence, float32; padding does not count.
+
+    Args:
+        hidden: states.
+        lengths: tokens of each sentence that are not padding.
+        pooling: one of `POOLINGS`.
+        skipped: first tokens that do not count for a mean: those of a prompt.
+    """
+    if pooling == "mean":
+        return mean_pool(hidden, lengths, skipped)
+    places = jnp.zeros_like(lengths) if pooling == "cls" else jnp.maximum(lengths, 1) - 1
+    return jnp.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0].astype(jnp.float32)
 
 
 def normalized(vectors: Float[Array, "B D"]) -> Float[Array, "B D"]:
     """Vectors of length 1; zero stays zero."""
     squares = jnp.sum(vectors * vectors, axis=-1, keepdims=True)
     return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))  # torch's normalize has 1e-12 for the length
+
+
+def cut(vectors: Float32[np.ndarray, "n D"], dimensions: int, normalize: bool = True) -> Float32[np.ndarray, "n d"]:
+    """First numbers of each vector, of length 1 again if `normalize` (Kusupati et al., 2022, arXiv:2205.13147)."""
+    if dimensions == vectors.shape[1]:
+        return vectors
+    kept = vectors[:, :dimensions]
+    if not normalize:
+        return kept.copy()  # not a view, which would hold the whole vectors in memory
+    return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)

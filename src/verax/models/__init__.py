@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.fields import read_value
-from verax.models.bert import BertConfig, BertModel
+from verax.fields import Size, read_value
+from verax.models.bert import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    RobertaForSequenceClassification,
+)
 from verax.models.causal_lm import (
     CausalLM,
     CausalLMConfig,
@@ -20,14 +27,17 @@ from verax.models.causal_lm import (
 )
 from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from verax.models.lam import LamConfig, LamModel
+from verax.models.modernbert import ModernBertConfig, ModernBertForSequenceClassification, ModernBertModel
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
+from verax.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent, causal_attention
 
 __all__ = [
     "DTYPES",
     "AttentionFn",
     "BertConfig",
+    "BertForSequenceClassification",
     "BertModel",
     "CausalLM",
     "CausalLMConfig",
@@ -36,17 +46,25 @@ __all__ = [
     "Gemma3ForCausalLM",
     "LamConfig",
     "LamModel",
+    "ModernBertConfig",
+    "ModernBertForSequenceClassification",
+    "ModernBertModel",
     "Qwen3Config",
     "Qwen3ForCausalLM",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
     "Qwen35Config",
     "Qwen35ForCausalLM",
     "RecurrentConfig",
     "RecurrentLayer",
+    "RobertaForSequenceClassification",
     "RunRecurrent",
     "SlidingWindowConfig",
     "causal_attention",
     "causal_lm",
+    "cross_encoder",
     "encoder",
+    "hidden_states",
     "register_causal_lm",
 ]
 
@@ -57,15 +75,32 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen2": (Qwen3ForCausalLM, Qwen3Config),
     "llama": (Qwen3ForCausalLM, Qwen3Config),
+    "mistral": (Qwen3ForCausalLM, Qwen3Config),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
     "qwen3_5": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
+    "qwen3_5_moe": (Qwen35ForCausalLM, Qwen35Config),
+    "qwen3_5_moe_text": (Qwen35ForCausalLM, Qwen35Config),
     "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
     "gemma3": (Gemma3ForCausalLM, Gemma3Config),
     "gemma3_text": (Gemma3ForCausalLM, Gemma3Config),
     "gemma2": (Gemma3ForCausalLM, Gemma3Config),
 }
 
-_ENCODERS: dict[str, tuple[Any, Any]] = {"bert": (BertModel, BertConfig), "lam": (LamModel, LamConfig)}
+_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
+    "bert": (BertModel, BertConfig),
+    "roberta": (BertModel, BertConfig),
+    "xlm-roberta": (BertModel, BertConfig),
+    "modernbert": (ModernBertModel, ModernBertConfig),
+    "lam": (LamModel, LamConfig),
+}
+
+_CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
+    "bert": (BertForSequenceClassification, BertConfig),
+    "roberta": (RobertaForSequenceClassification, BertConfig),
+    "xlm-roberta": (RobertaForSequenceClassification, BertConfig),
+    "modernbert": (ModernBertForSequenceClassification, ModernBertConfig),
+}
 
 
 def register_causal_lm(model_type: str, model: Any, config: Any) -> None:
@@ -107,17 +142,52 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     return model, read.from_hf(config)
 
 
-def encoder(config: Mapping[str, Any]) -> tuple[type[BertModel], BertConfig] | tuple[type[LamModel], LamConfig]:
-    """The model class and its configuration for a config.json that describes a text encoder.
+def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
+    """The model class and its configuration for a config.json that describes a text encoder or a language model.
 
-    Its instances are called with `tokens [B, T]` and `lengths [B]` and give hidden states.
+    A language model has no head of its own here: `hidden_states` calls either kind.
 
     Raises:
         UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
     """
     kind = read_value(config, "model_type", str, None)
+    if kind in _CAUSAL_LM:
+        model, sizes = causal_lm(config)
+        return model, sizes if sizes.tie_word_embeddings else replace(sizes, tie_word_embeddings=True)
     if kind not in _ENCODERS:
-        known = ", ".join(_ENCODERS)
+        known = ", ".join((*_ENCODERS, *_CAUSAL_LM))
         raise UnsupportedModelError(f"config.json has model_type {kind!r}; text encoders supported are {known}")
     model, read = _ENCODERS[kind]
+    return model, read.from_hf(config)
+
+
+def hidden_states(model: Any, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
+    """Final hidden states of sentences that are padded on the right; those of padding mean nothing.
+
+    Args:
+        model: an instance of a class that `encoder` gives.
+        tokens: token ids.
+        lengths: tokens of each sentence that are not padding.
+    """
+    # Of a language model, no token sees the padding behind it.
+    return model(tokens) if isinstance(model, CausalLM) else model(tokens, lengths)
+
+
+def cross_encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
+    """The model class and its configuration for a config.json that describes a classifier of text pairs.
+
+    Its instances are called with `tokens [B, T]`, `lengths [B]` and `types [B, T]`, and give a logit for each pair.
+
+    Raises:
+        UnsupportedModelError: for another `model_type`, naming those that verax has, or for several labels.
+    """
+    kind = read_value(config, "model_type", str, None)
+    if kind not in _CROSS_ENCODERS:
+        known = ", ".join(_CROSS_ENCODERS)
+        raise UnsupportedModelError(f"config.json has model_type {kind!r}; cross-encoders supported are {known}")
+    # transformers' own default is two labels.
+    labels = len(read_value(config, "id2label", dict, {})) or read_value(config, "num_labels", Size, 2)
+    if labels != 1:
+        raise UnsupportedModelError(f"a classifier of {labels} labels ranks nothing; a reranker has one label")
+    model, read = _CROSS_ENCODERS[kind]
     return model, read.from_hf(config)

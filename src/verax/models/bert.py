@@ -1,13 +1,14 @@
 """BERT's encoder (Devlin et al., 2018, arXiv:1810.04805): the model of MiniLM, BGE, E5, GTE and most sentence encoders.
 
-Follows transformers' `BertModel`; module paths are the keys of its checkpoints. The pooler, which sentence encoders do
-not use, is not loaded.
+RoBERTa (arXiv:1907.11692) and XLM-RoBERTa (arXiv:1911.02116) differ in their table of positions, and in the head of
+their cross-encoders. Follows transformers' `BertModel` and `XLMRobertaModel`; module paths are the keys of their
+checkpoints. The pooler is loaded where a classifier stands on it; sentence encoders do not use it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,16 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
 from verax.nn import Embedding, LayerNorm, Linear
 
-__all__ = ["BertConfig", "BertModel"]
+__all__ = [
+    "ACTIVATIONS",
+    "BertConfig",
+    "BertForSequenceClassification",
+    "BertModel",
+    "RobertaForSequenceClassification",
+]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -47,23 +54,31 @@ class BertConfig:
     hidden_act: str = "gelu"
     layer_norm_eps: Epsilon = 1e-12
     max_position_embeddings: Size = 512
+    """Length of the longest sequence, in tokens."""
     type_vocab_size: Size = 2
+    first_position: Count = 0
+    """Row of the first token's position in the table: in RoBERTa that after the padding token's."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
-        """Read a config.json of `model_type` bert.
+        """Read a config.json of `model_type` bert, roberta or xlm-roberta.
 
         Raises:
             UnsupportedModelError: for relative positions, a decoder, another activation, or a missing size.
             CheckpointError: for a value of a wrong type, or a size that no model has.
         """
-        require_fields(config, _REQUIRED, "bert model")
+        family = read_value(config, "model_type", str, "bert")
+        require_fields(config, _REQUIRED, f"{family} model")
         positions = config.get("position_embedding_type") or "absolute"
         decoder = read_value(config, "is_decoder", bool, False)
         if positions != "absolute" or decoder:
             what = "a decoder" if decoder else f"position_embedding_type {positions!r}"
-            raise UnsupportedModelError(f"bert with {what} is not supported; only encoders with absolute positions are")
-        read = cls(**read_fields(config, cls))
+            raise UnsupportedModelError(
+                f"{family} with {what} is not supported; only encoders with absolute positions are"
+            )
+        read = cls(**read_fields(config, cls, _FIELDS))
+        if family != "bert":
+            read = _roberta(read, read_value(config, "pad_token_id", Count, 1) + 1)
         if read.hidden_act not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
@@ -71,20 +86,31 @@ class BertConfig:
         return read
 
 
+_FIELDS = (*_REQUIRED, "hidden_act", "layer_norm_eps", "max_position_embeddings", "type_vocab_size")
+
+
+def _roberta(read: BertConfig, first_position: int) -> BertConfig:
+    """Configuration of RoBERTa, whose file counts the rows of its table of positions."""
+    rows = read.max_position_embeddings
+    if rows <= first_position:
+        raise UnsupportedModelError(f"max_position_embeddings {rows} leaves no position behind row {first_position}")
+    return replace(read, max_position_embeddings=rows - first_position, first_position=first_position)
+
+
 class BertEmbeddings(nnx.Module):
-    """Word, position and token-type embeddings, summed and normalised. One sentence is all of type 0."""
+    """Word, position and token-type embeddings, summed and normalised."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D = config.hidden_size
+        D, rows = config.hidden_size, config.first_position + config.max_position_embeddings
+        self.first_position = config.first_position
         self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
-        self.position_embeddings = Embedding(config.max_position_embeddings, D, dtype=dtype, rngs=rngs)
+        self.position_embeddings = Embedding(rows, D, dtype=dtype, rngs=rngs)
         self.token_type_embeddings = Embedding(config.type_vocab_size, D, dtype=dtype, rngs=rngs)
         self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        positions = self.position_embeddings(jnp.arange(tokens.shape[1]))
-        types = self.token_type_embeddings(jnp.zeros(1, jnp.int32))
-        return self.LayerNorm(self.word_embeddings(tokens) + positions + types)
+    def __call__(self, tokens: Int[Array, "B T"], types: Int[Array, "#B #T"]) -> Float[Array, "B T D"]:
+        positions = self.position_embeddings(self.first_position + jnp.arange(tokens.shape[1]))
+        return self.LayerNorm(self.word_embeddings(tokens) + positions + self.token_type_embeddings(types))
 
 
 class BertSelfAttention(nnx.Module):
@@ -156,42 +182,108 @@ class BertEncoder(nnx.Module):
         self.layer = nnx.List([BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
 
 
+class BertPooler(nnx.Module):
+    """Summary of a text for a classifier: a layer on the first token's state."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B D"]:
+        return jnp.tanh(self.dense(hidden[:, 0]))
+
+
 class BertModel(nnx.Module):
-    """BERT's encoder, from tokens to hidden states.
+    """The encoder, from tokens to hidden states.
 
     Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
     """
 
-    ignored_weights = (r"^(bert\.)?pooler\.", r"^cls\.", r"position_ids$")
+    ignored_weights = (r"^((bert|roberta)\.)?pooler\.", r"^(cls|lm_head)\.", r"position_ids$")
     """Patterns of keys that are not loaded: the pooler, heads of pre-training, a constant of old checkpoints."""
 
     key_aliases = (
         (r"^", "bert."),
+        (r"^", "roberta."),
         (r"LayerNorm\.weight$", "LayerNorm.gamma"),
         (r"LayerNorm\.bias$", "LayerNorm.beta"),
         (r"^(.*LayerNorm)\.weight$", r"bert.\1.gamma"),
         (r"^(.*LayerNorm)\.bias$", r"bert.\1.beta"),
     )
-    """Other keys of the same weights: under `bert.` beside a head, and with the names of the first releases."""
+    """Other keys of the same weights: under `bert.` or `roberta.` beside a head, and those of the first releases."""
 
     depends_on_padding = False
     """True if a sentence's states change with its padding or with the other sentences of its batch."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
         self.encoder = BertEncoder(config, dtype=dtype, rngs=rngs)
+        self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
-    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
         """Final hidden states, float32. Sentences are padded on the right; the states of padding mean nothing.
 
         Args:
             tokens: token ids. T is at most `max_position_embeddings`.
             lengths: tokens of each sentence that are not padding. Their states do not depend on the padding.
+            types: token types, 0 and 1 for the texts of a pair; all 0 if None.
         """
         # Sentence and padding as two segments: neither sees the other.
         segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
-        x = self.embeddings(tokens)
+        x = self.embeddings(tokens, jnp.zeros((1, 1), jnp.int32) if types is None else types)
         for layer in self.encoder.layer:
             x = layer(x, segments)
         return x
+
+
+class BertForSequenceClassification(nnx.Module):
+    """A cross-encoder: one logit for a pair of texts, from the pooled first token."""
+
+    ignored_weights = (r"position_ids$",)
+    """Patterns of keys that are not loaded: a constant of old checkpoints."""
+
+    key_aliases = ((r"LayerNorm\.weight$", "LayerNorm.gamma"), (r"LayerNorm\.bias$", "LayerNorm.beta"))
+    """The keys of the first releases."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.bert = BertModel(config, dtype=dtype, rngs=rngs, has_pooler=True)
+        self.classifier = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
+    ) -> Float[Array, "B"]:
+        """Logit of each pair, float32. The arguments are those of `BertModel`."""
+        assert self.bert.pooler is not None
+        return self.classifier(self.bert.pooler(self.bert(tokens, lengths, types)))[:, 0]
+
+
+class RobertaClassificationHead(nnx.Module):
+    """Two layers on the first token's state."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
+        self.out_proj = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B 1"]:
+        return self.out_proj(jnp.tanh(self.dense(hidden[:, 0])))
+
+
+class RobertaForSequenceClassification(nnx.Module):
+    """A cross-encoder of RoBERTa or XLM-RoBERTa: one logit for a pair of texts."""
+
+    ignored_weights = (r"position_ids$", r"^roberta\.pooler\.")
+    """Patterns of keys that are not loaded: a constant of old checkpoints, and a pooler that the head does not use."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.roberta = BertModel(config, dtype=dtype, rngs=rngs)
+        self.classifier = RobertaClassificationHead(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
+    ) -> Float[Array, "B"]:
+        """Logit of each pair, float32. The arguments are those of `BertModel`, but RoBERTa reads no `types`."""
+        return self.classifier(self.roberta(tokens, lengths))[:, 0]

@@ -159,10 +159,19 @@ def has_recurrent_layers(config: CausalLMConfig) -> TypeGuard[RecurrentConfig]:
 
 
 def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
-    """Sliding window of each layer, in tokens; None for a layer that attends to everything."""
-    if isinstance(config, SlidingWindowConfig):
-        return config.sliding_windows
-    return (None,) * config.num_hidden_layers
+    """Sliding window of each layer, in tokens; None for a layer that attends to everything.
+
+    Raises:
+        InvalidParameterError: if the configuration has not one for each layer.
+    """
+    if not isinstance(config, SlidingWindowConfig):
+        return (None,) * config.num_hidden_layers
+    if len(config.sliding_windows) != config.num_hidden_layers:
+        raise InvalidParameterError(
+            f"model: {type(config).__name__} has {len(config.sliding_windows)} sliding_windows for "
+            f"{config.num_hidden_layers} layers"
+        )
+    return config.sliding_windows
 
 
 def final_hidden_states(

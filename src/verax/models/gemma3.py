@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -245,10 +246,13 @@ class DecoderLayer(nnx.Module):
 class ScaledEmbedding(Embedding):
     """Embedding whose rows are multiplied by the square root of their size."""
 
+    def __init__(self, vocab_size: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(vocab_size, size, dtype=dtype, rngs=rngs)
+        # Rounded to the model's dtype: in bfloat16 these models were trained with 25.25 where sqrt(640) is 25.298.
+        self.scale = float(np.asarray(size**0.5, jnp.dtype(dtype)))
+
     def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        # The factor is rounded to the weights' dtype: these models were trained with 25.25 where sqrt(640) is 25.298.
-        scale = jnp.asarray(self.weight.shape[-1] ** 0.5, self.weight[...].dtype)
-        return super().__call__(tokens) * scale.astype(jnp.float32)
+        return super().__call__(tokens) * self.scale
 
 
 class Decoder(nnx.Module):
@@ -301,7 +305,7 @@ class Gemma3ForCausalLM(nnx.Module):
     @property
     def dtype(self) -> DTypeLike:
         """Dtype of the weights that are not quantised, and of keys and values."""
-        return self.model.embed_tokens.weight[...].dtype
+        return self.model.norm.weight[...].dtype
 
     def __call__(
         self,

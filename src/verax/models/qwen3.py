@@ -1,7 +1,8 @@
-"""Qwen3, Qwen2/Qwen2.5 and Llama 3.x: decoder-only transformers that differ by three flags.
+"""Qwen3, Qwen2/Qwen2.5, Llama 3.x and Mistral: decoder-only transformers that differ by a few flags.
 
-Follows transformers' `Qwen3ForCausalLM`, `Qwen2ForCausalLM` and `LlamaForCausalLM`; module paths are the keys of their
-checkpoints. Reports: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3 (arXiv:2407.21783).
+Follows transformers' `Qwen3ForCausalLM`, `Qwen2ForCausalLM`, `LlamaForCausalLM` and `MistralForCausalLM`; module paths
+are the keys of their checkpoints. Reports: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3
+(arXiv:2407.21783), Mistral 7B (arXiv:2310.06825).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.errors import UnsupportedModelError
-from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.models.token_mixers import AttentionFn, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 Rotary = tuple[Float[Array, "*B T h"], Float[Array, "*B T h"]]
 
@@ -50,26 +53,28 @@ class Qwen3Config:
     """Qwen2: bias on q, k and v. Llama's `attention_bias` adds one on the output as well."""
     output_bias: bool = False
     mlp_bias: bool = False
+    windows: tuple[Size | None, ...] = ()
+    """Sliding window of each layer, None for full attention; empty if no layer has one."""
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Window of each layer in tokens; None for a layer that sees everything."""
+        return self.windows or (None,) * self.num_hidden_layers
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Read a config.json of `model_type` qwen3, qwen2 or llama.
+        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral.
 
         Raises:
-            UnsupportedModelError: for sliding windows, another activation, an unknown rope type, heads that are rotated
-                in part, or a missing size.
+            UnsupportedModelError: for layers of another kind, a Llama with sliding windows, another activation, an
+                unknown rope type, heads that are rotated in part, or a missing size.
             CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         family = config.get("model_type")
         fields = decoder_fields(config)
-        kinds = read_value(config, "layer_types", tuple[str, ...], ())
-        windowed = {kind for kind in kinds if kind != "full_attention"}
-        if windowed or read_value(config, "use_sliding_window", bool, False):
-            kinds = ", ".join(sorted(windowed)) or "use_sliding_window"
-            raise UnsupportedModelError(f"{family} with {kinds} is not supported; only full attention is")
         if (fraction := fields["rotary"].fraction) != 1:
             raise UnsupportedModelError(f"{family} with partial_rotary_factor {fraction} is not supported")
-        return cls(**fields)
+        return cls(**fields, windows=_windows(config, fields["num_hidden_layers"]))
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -115,11 +120,35 @@ def decoder_fields(config: Mapping[str, Any], *, rotated: float = 1.0) -> dict[s
         rotary=rotary,
         tie_word_embeddings=read_value(config, "tie_word_embeddings", bool, False),
         max_position_embeddings=read_value(config, "max_position_embeddings", Size, 32768),
-        qk_norm=family not in ("qwen2", "llama"),
+        qk_norm=family not in ("qwen2", "llama", "mistral"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         mlp_bias=read_value(config, "mlp_bias", bool, False),
     )
+
+
+def _windows(config: Mapping[str, Any], depth: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer, as transformers reads them; empty if no layer has one."""
+    family = config.get("model_type")
+    if family == "mistral":
+        windowed = config.get("sliding_window", 0) is not None
+    else:
+        windowed = read_value(config, "use_sliding_window", bool, False)
+    window = read_value(config, "sliding_window", Size) if windowed else None
+    # Layers before `max_window_layers` see everything. Qwen3-MoE's files have that key too, which nothing reads.
+    first = read_value(config, "max_window_layers", Count, 28) if family in ("qwen2", "qwen3") else 0
+    kinds = tuple(FULL if window is None or i < first else SLIDING for i in range(depth))
+    kinds = read_value(config, "layer_types", tuple[str, ...], kinds)
+    if len(kinds) != depth:
+        raise CheckpointError(f"{file_of(config)}: layer_types has {len(kinds)} entries for {depth} layers")
+    taken = {FULL} if family == "llama" else {FULL, SLIDING}
+    if unknown := sorted({*kinds} - taken):
+        raise UnsupportedModelError(f"{family} with layers of type {', '.join(unknown)} is not supported")
+    if SLIDING not in kinds:
+        return ()
+    if window is None:
+        raise UnsupportedModelError(f"{file_of(config)} has {SLIDING} layers, but no sliding window is in use")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 class Attention(nnx.Module):
@@ -127,7 +156,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.head_dim = H
+        self.config = config
         self.q_proj = Linear(D, N * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.k_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.v_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
@@ -142,11 +171,11 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
-        out = attend(layer, q, k, v)
+        out = attend(layer, q, k, v, window=self.config.sliding_windows[layer])
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
 
     def _heads(self, x: Float[Array, "*B D"]) -> Float[Array, "*B N H"]:
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+        return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
 
 
 class MLP(nnx.Module):
@@ -207,8 +236,8 @@ class Qwen3ForCausalLM(nnx.Module):
     ignored_weights = (r"rotary_emb\.inv_freq$",)
     """Patterns of keys that old checkpoints hold and no model needs."""
 
-    key_aliases: tuple[tuple[str, str], ...] = ()
-    """No second published layout."""
+    key_aliases = ((r"^model\.", ""),)
+    """Other keys of the same weights: those of embedding models, which have the decoder alone."""
 
     tied_weights = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""

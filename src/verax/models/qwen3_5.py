@@ -1,6 +1,7 @@
-"""Qwen3.5 and Qwen3-Next, text, without experts: three gated delta layers for each layer of gated attention.
+"""Qwen3.5 and Qwen3-Next, text: three gated delta layers for each layer of gated attention, dense or with experts.
 
-Follows transformers' `Qwen3_5ForCausalLM` and `Qwen3NextForCausalLM`; module paths are the keys of their checkpoints.
+Follows transformers' `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM` and `Qwen3NextForCausalLM`; module paths are the
+keys of their checkpoints.
 The delta layers are those of Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464), the gate on attention that of Qiu et
 al. (2025, arXiv:2505.06708).
 """
@@ -19,9 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
-from verax.fields import Count, Depth, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.fields import Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
+from verax.models.qwen3_moe import EXPERT_PARTITION_RULES, STACKED_EXPERTS, ExpertsConfig, SparseMoeBlock
 from verax.models.token_mixers import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
@@ -55,17 +57,18 @@ class Qwen35Config(Qwen3Config):
     linear_key_head_dim: Size
     linear_value_head_dim: Size
     linear_conv_kernel_dim: Size
+    experts: ExpertsConfig | None
+    """None if every layer has a feed-forward part."""
     fused_projections: bool
     """Qwen3-Next: a delta layer's q, k, v and z come from one projection, interleaved by key head; b and a likewise."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen35Config:
-        """Read a config.json of `model_type` qwen3_5_text or qwen3_next, or the text part of a qwen3_5 one.
+        """Read a config.json of `model_type` qwen3_5_text, qwen3_5_moe_text or qwen3_next, or the text part of another.
 
         Raises:
-            UnsupportedModelError: for experts, attention without a gate, layers of another kind, or what `Qwen3Config`
-                refuses.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
+            UnsupportedModelError: for attention without a gate, layers of another kind, or what `Qwen3Config` refuses.
+            CheckpointError: for a value of a wrong type, a size that no model has, or what `ExpertsConfig` refuses.
         """
         part = read_value(config, "text_config", dict, None)
         text = JsonObject(part, f"{file_of(config)}: text_config") if part else JsonObject(config, file_of(config))
@@ -73,6 +76,9 @@ class Qwen35Config(Qwen3Config):
         text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         text.setdefault("head_dim", 256)
         family = read_value(text, "model_type", str, None)
+        moe = family in ("qwen3_next", "qwen3_5_moe_text")
+        if moe and "moe_intermediate_size" in text:  # the only width, if every layer has experts
+            text.setdefault("intermediate_size", text["moe_intermediate_size"])
         fields = decoder_fields(text, rotated=ROTATED)
         depth = fields["num_hidden_layers"]
         interval = read_value(text, "full_attention_interval", Size, 4)
@@ -82,11 +88,6 @@ class Qwen35Config(Qwen3Config):
             raise CheckpointError(f"{text.where}: layer_types has {len(kinds)} entries for {depth} layers")
         if unknown := sorted({*kinds} - {ATTENTION, DELTA}):
             raise UnsupportedModelError(f"{family} with layers of type {', '.join(unknown)} is not supported")
-        if experts := _expert_layers(text):
-            raise UnsupportedModelError(
-                f"{family} with experts (num_experts {text.get('num_experts')}, {len(experts)} of {depth} layers) is "
-                "not supported yet; dense models are"
-            )
         if not read_value(text, "attn_output_gate", bool, True):
             raise UnsupportedModelError(f"{family} with attn_output_gate false is not supported")
         require_fields(text, _REQUIRED, f"{family} model")
@@ -97,6 +98,7 @@ class Qwen35Config(Qwen3Config):
             **fields,
             layer_types=kinds,
             **sizes,
+            experts=ExpertsConfig.from_hf(text, depth) if moe else None,
             fused_projections=family == "qwen3_next",
         )
 
@@ -124,18 +126,6 @@ _REQUIRED = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-
-
-def _expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Layers whose feed-forward part would be a mixture of experts."""
-    # Absent, it is 512 to transformers in Qwen3-Next; Qwen3.5 without experts has no such key.
-    default = 512 if config.get("model_type") == "qwen3_next" and "num_experts" not in config else 0
-    if not read_value(config, "num_experts", Count, default):
-        return []
-    dense = read_value(config, "mlp_only_layers", tuple[int, ...], ())
-    step = read_value(config, "decoder_sparse_step", Size, 1)
-    depth = read_value(config, "num_hidden_layers", Depth, 0)
-    return [i for i in range(depth) if i not in dense and (i + 1) % step == 0]
 
 
 class DepthwiseConv(nnx.Module):
@@ -242,7 +232,10 @@ class DecoderLayer(nnx.Module):
             self.linear_attn = GatedDeltaNet(config, dtype=dtype, rngs=rngs)
         else:
             self.self_attn = GatedAttention(config, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        if config.experts is not None and layer in config.experts.layers:
+            self.mlp = SparseMoeBlock(config, config.experts, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = MLP(config, dtype=dtype, rngs=rngs)
         self.input_layernorm = _norm(config, dtype)
         self.post_attention_layernorm = _norm(config, dtype)
 
@@ -297,8 +290,11 @@ class Qwen35ForCausalLM(nnx.Module):
     tied_weights = Qwen3ForCausalLM.tied_weights
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
 
-    partition_rules = Qwen3ForCausalLM.partition_rules
-    """Tensor parallelism of attention, feed-forward and vocabulary; delta layers are whole on every device."""
+    stacked_weights = STACKED_EXPERTS
+    """Keys of single experts, as Qwen3-Next has them; Qwen3.5's checkpoints have the stacks."""
+
+    partition_rules = (*EXPERT_PARTITION_RULES, *Qwen3ForCausalLM.partition_rules)
+    """Tensor parallelism of attention, feed-forward, experts and vocabulary; delta layers are whole on every device."""
 
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config

@@ -137,13 +137,14 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Normalisation by mean and variance over the last axis, with weight and bias, in float32."""
+    """Normalisation by mean and variance over the last axis, with a weight and mostly a bias, in float32."""
 
-    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike, bias: bool = True):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones(size, dtype))
-        self.bias = nnx.Param(jnp.zeros(size, dtype))
+        self.bias = nnx.Param(jnp.zeros(size, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalise the last axis."""
-        return ops.layer_norm(x, self.weight[...], self.bias[...], self.eps)
+        weight = self.weight[...]
+        return ops.layer_norm(x, weight, jnp.zeros_like(weight) if self.bias is None else self.bias[...], self.eps)

@@ -16,6 +16,7 @@ from verax.ops.attention import attention
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
+from verax.ops.grouped import grouped_linear
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
 from verax.ops.linear import linear, multi_linear
 from verax.ops.norm import layer_norm, rms_norm
@@ -32,6 +33,7 @@ import verax.ops.cpu.delta  # isort: skip
 import verax.ops.cpu.hierarchical  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.gemm  # isort: skip  (after linear: it is preferred where both take a call)
+import verax.ops.cpu.grouped  # isort: skip
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
@@ -59,6 +61,7 @@ __all__ = [
     "dplr_delta_rule",
     "gated_delta_product",
     "gated_delta_rule",
+    "grouped_linear",
     "hierarchical",
     "hierarchical_delta_rule",
     "hierarchical_gated_delta_rule",

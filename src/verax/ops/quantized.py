@@ -40,10 +40,13 @@ class QuantizedWeight:
     of 16, so that a register of values has a row in each lane: nothing is added up across lanes, and a group's scales
     are one register. Bits 4j to 4j + 3 of `values[n, b, 2 c + h]` are row `16 n + c`, input `8 b + 2 j + h`, plus 8;
     `scales[n, g, c]` is that row's. A last block that is not full is filled up with zeros (code 8).
+
+    A stack `[E, F, D]` (of `ops.grouped_linear`) has one more axis in front of both arrays. Under `vmap` and `scan` it
+    is its E weights.
     """
 
-    values: Int8[Array, "F D"] | UInt16[Array, "blocks eighths 32"]
-    scales: Float[Array, "F g"] | Float[Array, "blocks g 16"]
+    values: Int8[Array, "*E F D"] | UInt16[Array, "*E blocks eighths 32"]
+    scales: Float[Array, "*E F g"] | Float[Array, "*E blocks g 16"]
     """One for each group of a row; float32 or, to read less, float16."""
     size_out: int
     size_in: int
@@ -74,9 +77,9 @@ class QuantizedWeight:
         return QuantizedWeight(values, scales, F, D, group_size, bits)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """`(F, D)`, as of the array that this stands for."""
-        return self.size_out, self.size_in
+    def shape(self) -> tuple[int, ...]:
+        """`(F, D)`, or `(E, F, D)` of a stack, as of the array that this stands for."""
+        return *self.values.shape[: -2 if self.bits == 8 else -3], self.size_out, self.size_in
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +103,7 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "F D"]:
         """Array of floats: value times scale in float32, rounded to `dtype`."""
-        F, D = self.shape
+        F, D = self.size_out, self.size_in
         scales = self.row_scales().astype(jnp.float32)
         grouped = self.integers().reshape(F, scales.shape[1], -1).astype(jnp.float32)
         return (grouped * scales[:, :, None]).reshape(F, D).astype(dtype)

@@ -22,6 +22,7 @@ __all__ = [
     "MessageTokens",
     "ModelList",
     "ModelObject",
+    "Ranking",
     "ResponseObject",
     "TextCompletion",
     "TokenIds",
@@ -269,8 +270,8 @@ class EmbeddingObject(msgspec.Struct, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(msgspec.Struct, kw_only=True):
-    """Token counts of embeddings."""
+class TextUsage(msgspec.Struct, kw_only=True):
+    """Token counts of texts that are only read."""
 
     prompt_tokens: Size
     total_tokens: Size
@@ -282,7 +283,30 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
     object: Literal["list"]
     data: list[EmbeddingObject]
     model: str
-    usage: EmbeddingUsage
+    usage: TextUsage
+
+
+class RankedText(msgspec.Struct, kw_only=True):
+    """Text of a document."""
+
+    text: str
+
+
+class RankedResult(msgspec.Struct, kw_only=True):
+    """Document of a ranking: its number in the request, its score, and its text if that was asked for."""
+
+    index: Size
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(msgspec.Struct, kw_only=True):
+    """Documents, the best first."""
+
+    id: str
+    model: str
+    usage: TextUsage
+    results: list[RankedResult]
 
 
 class ModelObject(msgspec.Struct, kw_only=True):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import msgspec
@@ -16,9 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.embed.encoder import Encoder
+from verax.embed.pooling import cut
 from verax.errors import InvalidParameterError
 from verax.serve.answers import EmbeddingList
-from verax.serve.embedding_queue import EmbeddingQueue
+from verax.serve.batch_queue import LazyQueue
 from verax.serve.errors import ApiError
 from verax.serve.fields import read_body
 from verax.serve.json_response import JsonResponse
@@ -26,12 +26,9 @@ from verax.serve.record import record_of
 from verax.serve.routing import api_routes
 from verax.serve.server import Server
 from verax.serve.sse import unless_disconnected
+from verax.serve.text_inputs import check_characters, check_limit, most_characters, renamed, too_long
 
 __all__ = ["EmbeddingRequest", "routes"]
-
-
-_CHARACTERS = 64
-"""Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
 
 
 class EmbeddingRequest(msgspec.Struct):
@@ -50,12 +47,11 @@ class EmbeddingRequest(msgspec.Struct):
 
 
 def routes(server: Server) -> list[Route]:
-    """Route of the embeddings. Its queue ends with the server."""
+    """Routes of the embeddings. Their queue ends with the server."""
     settings = server.settings
-    queue: EmbeddingQueue | None = None
+    queues: LazyQueue[list[int]] = LazyQueue(server, "verax-embeddings")
 
     async def embeddings(request: Request) -> Response:
-        nonlocal queue
         body = await read_body(request, EmbeddingRequest)
         if server.encoder is None:
             raise ApiError(404, "model: no embedding model is served here", param="model", code="model_not_found")
@@ -64,38 +60,26 @@ def routes(server: Server) -> list[Route]:
         record.model = name
         inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
-        _check_sizes(body, encoder)
-        if queue is None:
-            queue = EmbeddingQueue(
-                encoder,
-                batch_size=settings.embedding_batch_size,
-                max_inputs=settings.max_queued_embedding_inputs,
-            )
+        dimensions = _dimensions(body, encoder)
+        check_limit("truncate_prompt_tokens", body.truncate_prompt_tokens, encoder.max_length)
+        queue = queues.get(lambda ids: encoder.encode_tokens(ids, batch_size=settings.embedding_batch_size))
         with queue.slots(len(inputs)):
             token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, body.truncate_prompt_tokens)
-            vectors = await unless_disconnected(request, queue.embed(token_ids))
-        record.prompt_tokens = sum(map(len, token_ids))
+            lengths = [len(ids) for ids in token_ids]
+            vectors = await unless_disconnected(request, queue.run(token_ids, lengths))
+        record.prompt_tokens = sum(lengths)
         return JsonResponse(
             {
                 "object": "list",
                 "data": [
                     {"object": "embedding", "index": i, "embedding": embedding}
-                    for i, embedding in enumerate(_encoded(_cut(vectors, body.dimensions), body.encoding_format))
+                    for i, embedding in enumerate(_encoded(cut(vectors, dimensions), body.encoding_format))
                 ],
                 "model": name,
                 "usage": {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens},
             }
         )
 
-    @asynccontextmanager
-    async def running() -> AsyncIterator[None]:
-        nonlocal queue
-        yield
-        if queue is not None:
-            await asyncio.to_thread(queue.close)
-            queue = None
-
-    server.contexts.append(running)
     return api_routes(
         "/embeddings",
         embeddings,
@@ -123,12 +107,11 @@ def _inputs(body: EmbeddingRequest, most: int) -> list[str] | list[list[int]]:
     return given
 
 
-def _check_sizes(body: EmbeddingRequest, encoder: Encoder) -> None:
-    limits = {"dimensions": encoder.dimension, "truncate_prompt_tokens": encoder.max_length}
-    for name, most in limits.items():
-        value = getattr(body, name)
-        if value is not None and not 1 <= value <= most and (name, value) != ("truncate_prompt_tokens", -1):
-            raise ApiError(400, f"{name}: expected 1 to {most}, got {value}", param=name)
+def _dimensions(body: EmbeddingRequest, encoder: Encoder) -> int:
+    try:
+        return encoder.check_dimensions(body.dimensions)
+    except InvalidParameterError as error:
+        raise renamed(error, {}) from error
 
 
 def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, kept: int | None) -> list[list[int]]:
@@ -141,46 +124,23 @@ def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, kept: int 
     """
     limit = kept if kept is not None and kept > 0 else encoder.max_length
     if isinstance(inputs[0], str):
-        texts, most = cast("list[str]", inputs), encoder.max_length * _CHARACTERS
-        longest = max(map(len, texts))
-        if kept is None and longest > most:
-            raise _too_long(f"{longest} characters", -(-longest // _CHARACTERS), limit)
+        texts, most = cast("list[str]", inputs), most_characters(encoder.max_length)
+        if kept is None:
+            check_characters("input", texts, limit)
         try:
             found = encoder.tokenize([text[:most] for text in texts], max_length=limit)
         except InvalidParameterError as error:
-            raise _renamed(error, {"max_length": "truncate_prompt_tokens", "sentences": "input"}) from error
+            raise renamed(error, {"max_length": "truncate_prompt_tokens", "sentences": "input"}) from error
     else:
         found = [(ids[:limit], len(ids) - limit) for ids in cast("list[list[int]]", inputs)]
     if kept is None:
-        ids, cut = max(found, key=lambda one: one[1])
-        if cut > 0:
-            raise _too_long(f"{len(ids) + cut} tokens", len(ids) + cut, limit)
+        ids, left_out = max(found, key=lambda one: one[1])
+        if left_out > 0:
+            raise too_long("input", f"{len(ids) + left_out} tokens", len(ids) + left_out, limit)
     try:
         return encoder.check_tokens([ids for ids, _ in found])
     except InvalidParameterError as error:
-        raise _renamed(error, {"token_ids": "input"}) from error
-
-
-def _too_long(what: str, size: int, limit: int) -> ApiError:
-    return ApiError(
-        400,
-        f"input: {what} are more than the {limit} tokens that the model reads; see truncate_prompt_tokens",
-        **{"param": "input", "code": "context_length_exceeded", "n_prompt_tokens": size, "n_ctx": limit},
-    )
-
-
-def _renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:
-    """Error of an argument as that of the field that it came from."""
-    name, _, message = str(error).partition(": ")
-    return ApiError(400, f"{names.get(name, name)}: {message}", param=names.get(name, name))
-
-
-def _cut(vectors: Float32[np.ndarray, "n D"], dimensions: int | None) -> Float32[np.ndarray, "n d"]:
-    """First numbers of each vector, of length 1 again."""
-    if dimensions is None or dimensions == vectors.shape[1]:
-        return vectors
-    kept = vectors[:, :dimensions]
-    return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        raise renamed(error, {"token_ids": "input"}) from error
 
 
 def _encoded(vectors: Float32[np.ndarray, "n d"], how: str) -> Sequence[Any]:

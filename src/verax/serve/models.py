@@ -43,7 +43,8 @@ def _models(server: Server, created: int) -> list[dict[str, Any]]:
     if server.llm is not None:
         root = server.root or server.served_names[0]
         found += [(name, root, server.llm.max_model_len) for name in server.served_names]
-    found += [(model.name, model.root, None) for model in (server.encoder, server.videos) if model is not None]
+    others = (server.encoder, server.reranker, server.videos)
+    found += [(model.name, model.root, None) for model in others if model is not None]
     return [
         {
             "id": name,

@@ -17,6 +17,7 @@ from verax.serve.sse import EventStream
 
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
+    from verax.embed.reranker import Reranker
     from verax.serve.tracing import RequestTracer
     from verax.text.async_llm import AsyncLLM
     from verax.text.parsing.chat_format import ChatFormat
@@ -68,6 +69,7 @@ class Server:
         llm: the text engine, or None.
         served_names: names of the text model in requests; answers have the first.
         encoder: the encoder, or None.
+        reranker: the reranker, or None.
         videos: the video pipeline, or None.
         settings: address, keys and limits.
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
@@ -80,6 +82,7 @@ class Server:
     llm: AsyncLLM | None = None
     served_names: tuple[str, ...] = ("verax-text",)
     encoder: LazyModel[Encoder] | None = None
+    reranker: LazyModel[Reranker] | None = None
     videos: LazyModel[VideoPipeline] | None = None
     settings: ServerSettings = field(default_factory=ServerSettings)
     root: str | None = None

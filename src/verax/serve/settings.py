@@ -42,11 +42,11 @@ class ServerSettings:
     max_prompts: int = 256
     """Prompts of a request."""
     max_embedding_inputs: int = 2048
-    """Texts of a request for embeddings: OpenAI's limit."""
+    """Texts of a request for embeddings (OpenAI's limit), and documents of one that ranks them."""
     max_queued_embedding_inputs: int = 8192
-    """Texts of all requests for embeddings that may wait and run at once."""
+    """Texts of all requests for embeddings that may wait and run at once; as many documents of those that rank."""
     embedding_batch_size: int = 32
-    """Texts that the encoder reads at once."""
+    """Texts that the encoder reads at once, and pairs that the reranker does."""
     max_queued_videos: int = 16
     """Clips that may wait to be made."""
     max_videos: int = 1000

@@ -50,9 +50,12 @@ class BlockManager:
             raise ValueError(f"a cache needs at least 2 blocks of at least 1 token, got {num_blocks} of {block_size}")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._pools = [BlockPool(group, *sizes) for group, sizes in enumerate(zip(num_blocks, windows, strict=True))]
+        self._prefixes = PrefixTree(len(num_blocks), block_size)
+        self._pools = [
+            BlockPool(self._prefixes, group, *sizes)
+            for group, sizes in enumerate(zip(num_blocks, windows, strict=True))
+        ]
         self._windowed = [pool for pool in self._pools if pool.window is not None]
-        self._prefixes = PrefixTree(len(self._pools), block_size)
         self.num_queries = 0
         """Tokens of admitted sequences that were looked up in the prefix cache."""
         self.num_hits = 0
@@ -103,7 +106,7 @@ class BlockManager:
             for block in filter(None, table):
                 pool.share(block)
         sequence.tables = tables
-        sequence.prefix = found[-1] if found else self._prefixes.root
+        self._hold(sequence, found[-1] if found else self._prefixes.root)
         sequence.num_computed = computed
         if use_cache and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
@@ -126,32 +129,34 @@ class BlockManager:
         for pool in self._pools:
             if needed > pool.num_free:
                 return None
-        new = tuple(tuple(pool.take() for pool in self._pools) for _ in range(needed))
-        for table, blocks in zip(sequence.tables, zip(*new, strict=True), strict=True):
+        new = [[pool.take() for _ in range(needed)] for pool in self._pools]
+        for table, blocks in zip(sequence.tables, new, strict=True):
             table.extend(blocks)
-        return new
+        return tuple(zip(*new, strict=True))
 
     def register(self, sequence: Sequence) -> None:
         """Put the sequence's full, computed blocks of known tokens into the prefix cache."""
-        if not self.enable_prefix_caching:
+        before = prefix = sequence.prefix
+        if not self.enable_prefix_caching or prefix is None:
             return
-        prefix = sequence.prefix
         full = min(sequence.num_computed, len(sequence.tokens)) // self.block_size
         while prefix.length < full:
             at = prefix.length
-            prefix = sequence.prefix = self._prefixes.next(prefix, sequence.tokens)
+            prefix = self._prefixes.next(prefix, sequence.tokens)
             for pool, table in zip(self._pools, sequence.tables, strict=True):
                 # Another sequence's block may hold the same tokens already; or this one is behind the window.
                 if table[at] and not prefix.blocks[pool.group]:
                     pool.cache(table[at], prefix)
+        if prefix is not before:
+            self._hold(sequence, prefix)
 
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. Ends of prefixes are evicted before their beginnings."""
         for pool, table in zip(self._pools, sequence.tables, strict=True):
             self._give_back(pool, table, len(table))
         sequence.tables = []
-        sequence.prefix = None
         sequence.num_computed = 0
+        self._hold(sequence, None)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""
@@ -205,3 +210,11 @@ class BlockManager:
                 return
             pool.give_back(table[i])
             table[i] = 0
+
+    def _hold(self, sequence: Sequence, prefix: Prefix | None) -> None:
+        """Set the prefix that a sequence goes on from, which stays as long."""
+        before, sequence.prefix = sequence.prefix, prefix
+        if prefix is not None:
+            prefix.uses += 1
+        if before is not None:
+            self._prefixes.drop_use(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from verax.text.prefix_tree import Prefix
+from verax.text.prefix_tree import Prefix, PrefixTree
 
 __all__ = ["BlockPool"]
 
@@ -14,12 +14,14 @@ class BlockPool:
     """Blocks by number. Block 0 is never handed out: it takes the writes of padding.
 
     Args:
+        prefixes: prefixes of the texts that the blocks of all groups hold.
         group: index of the group, in `Prefix.blocks`.
         num_blocks: number of blocks, block 0 included.
         window: sliding window of the group's layers, in tokens; None for full attention.
     """
 
-    def __init__(self, group: int, num_blocks: int, window: int | None):
+    def __init__(self, prefixes: PrefixTree, group: int, num_blocks: int, window: int | None):
+        self._tree = prefixes
         self.group = group
         self.window = window
         self.num_usable = num_blocks - 1
@@ -60,6 +62,7 @@ class BlockPool:
     def cache(self, block: int, prefix: Prefix) -> None:
         """Make a full block findable as the last one of a prefix."""
         prefix.blocks[self.group] = block
+        prefix.uses += 1
         self._prefixes[block] = prefix
 
     def reset(self) -> None:
@@ -91,3 +94,4 @@ class BlockPool:
         if prefix is not None:
             prefix.blocks[self.group] = 0
             self._prefixes[block] = None
+            self._tree.drop_use(prefix)

@@ -42,7 +42,7 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)
     """Block table of each cache group, 0 in the places of blocks that were given back. Empty while it waits."""
     prefix: Prefix | None = None
-    """Its full blocks as far as they are registered in the prefix cache."""
+    """Its full blocks as far as they are registered in the prefix cache; None for none."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0

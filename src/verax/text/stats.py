@@ -14,7 +14,7 @@ class EngineStats:
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float
-    """Share of the cache's blocks that running requests own, 0 to 1."""
+    """Share of the cache's blocks that running requests own, 0 to 1; with sliding windows, in the fullest group."""
     prefix_cache_queries: int
     """Tokens that were looked up in the prefix cache."""
     prefix_cache_hits: int
@@ -37,4 +37,4 @@ class StepStats:
     num_running: int
     num_waiting: int
     kv_cache_usage: float
-    """Share of the cache's blocks that running requests own, 0 to 1."""
+    """Share of the cache's blocks that running requests own, 0 to 1; with sliding windows, in the fullest group."""

@@ -152,6 +152,27 @@ class Tokenizer:
             raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
         return [_cut(encoded, max_length) for encoded in self._backend.encode_batch_fast(list(texts))]
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_length: int
+    ) -> list[tuple[list[int], list[int], int]]:
+        """Token ids of each pair of texts, special ones included, their types, and the number of tokens left out.
+
+        The longer text of a pair loses its end first (transformers' `longest_first`).
+
+        Args:
+            pairs: any number.
+            max_length: tokens that are kept of a pair.
+
+        Raises:
+            InvalidParameterError: if `max_length` leaves no token for each text.
+        """
+        special = self._backend.num_special_tokens_to_add(True)
+        if max_length < special + 2:
+            raise InvalidParameterError(
+                f"max_length: {max_length} tokens leave none for each text beside {special} special ones"
+            )
+        return [_cut_pair(encoded, max_length - special) for encoded in self._backend.encode_batch(list(pairs))]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -262,6 +283,28 @@ def _cut(encoded: tokenizers.Encoding, max_length: int | None) -> tuple[list[int
         return ids, left_out
     end = next((i for i, mask in enumerate(reversed(encoded.special_tokens_mask)) if not mask), 0)
     return ids[: max_length - end] + ids[len(ids) - end :], left_out + len(ids) - max_length
+
+
+def _cut_pair(encoded: tokenizers.Encoding, room: int) -> tuple[list[int], list[int], int]:
+    """Token ids and types of a pair with at most `room` tokens of its texts, and the number of tokens left out."""
+    texts = encoded.sequence_ids  # 0, 1, and None for special tokens
+    first, second = texts.count(0), texts.count(1)
+    if first + second <= room:
+        return encoded.ids, encoded.type_ids, 0
+    # As in the library's own truncation: a text of less than half of the room stays whole.
+    short = min(first, second)
+    long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    left = [short, long] if first <= second else [long, short]
+    kept: list[int] = []
+    for place, text in enumerate(texts):
+        if text is not None:
+            left[text] -= 1
+        if text is None or left[text] >= 0:
+            kept.append(place)
+    ids, types = encoded.ids, encoded.type_ids
+    return [ids[i] for i in kept], [types[i] for i in kept], first + second - room
 
 
 def _add_missing_tokens(

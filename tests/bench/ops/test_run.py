@@ -4,7 +4,7 @@ import pytest
 
 from verax import ops
 from verax.bench import timing
-from verax.bench.ops import attention, conv, linear
+from verax.bench.ops import attention, conv, grouped, linear
 from verax.bench.ops import run as bench
 from verax.bench.results import markdown, write
 from verax.errors import InvalidParameterError
@@ -61,6 +61,19 @@ def test_attention_and_cache_writes_are_cases_too(monkeypatch):
     assert result["cases"][0]["flops"] == 4 * 2 * 20 * 20 * 16
     assert all(case["runs"] in case["sides"] for case in result["cases"])
     assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
+
+
+def test_experts_are_cases_too(monkeypatch):
+    monkeypatch.setattr(grouped, "SIZES", {"experts": 6, "chosen": 2, "size_in": 64, "size_out": 48})
+    monkeypatch.setattr(grouped, "TOKENS", (1, 40))
+    cases = run(operations=["grouped"])["cases"]
+    assert [case["case"] for case in cases] == [
+        f"{kind}, {count} tokens" for kind in ("bfloat16", "int4-32") for count in (1, 40)
+    ]
+    # One token reads two of the experts, forty read all of them.
+    assert [case["bytes_moved"] for case in cases[:2]] == [2 * 48 * 64 * 2, 6 * 48 * 64 * 2]
+    assert [case["flops"] for case in cases[:2]] == [2 * count * 2 * 48 * 64 for count in (1, 40)]
+    assert all(case["runs"] in case["sides"] for case in cases)
 
 
 def test_convolutions_are_cases_too(monkeypatch):

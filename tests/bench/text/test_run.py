@@ -124,6 +124,17 @@ def test_without_a_model_the_weights_are_random_in_the_real_shapes():
     assert not folder.exists()
 
 
+def test_experts_that_are_not_chosen_are_not_counted(tmp_path):
+    sizes = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    folder = tiny_checkpoint(tmp_path, family="qwen3_moe", **sizes)
+    workload = Workload("short-prompts", ((5, 6, 7),), (4,), 0.7)
+    work = bench_text(str(folder), lambda vocab: workload, runs=1, warmup=0, dtype="float32")["work"]
+    experts, attention, router = 3 * 32 * 64, 2 * 64 * 64 + 2 * 64 * 32, 8 * 64
+    layers, head = 2 * (2 * experts + attention + router), 320 * 64
+    assert work["flops"] == 2 * (layers * 6 + head * 4)
+    assert work["bytes_moved"] == pytest.approx(4 * 4 * (layers + head), rel=0.01)  # four steps, and norms
+
+
 def test_an_unknown_baseline_or_dtype_is_refused_before_any_work():
     with pytest.raises(
         InvalidParameterError, match=r"against: expected transformers or llama.cpp or verax, got 'vllm'"
@@ -133,7 +144,7 @@ def test_an_unknown_baseline_or_dtype_is_refused_before_any_work():
         bench_text(None, short_prompts, runs=1, warmup=0, against=("verax",))
     with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
         bench_text(None, short_prompts, runs=1, warmup=0, dtype="int8")
-    with pytest.raises(InvalidParameterError, match=r"shapes: expected qwen3 or hybrid, got 'llama'"):
+    with pytest.raises(InvalidParameterError, match=r"shapes: expected one of qwen3, hybrid, moe, got 'llama'"):
         bench_text(None, short_prompts, runs=1, warmup=0, shapes="llama")
 
 

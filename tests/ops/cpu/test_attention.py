@@ -14,7 +14,7 @@ pytestmark = needs_library
 
 native = jax.jit(
     lambda *args, **options: ops.attention.implementations["native"].function(*args, **options),
-    static_argnames=("causal", "scale"),
+    static_argnames=("causal", "scale", "window", "soft_cap"),
 )
 reference = ops.attention.reference
 
@@ -76,6 +76,24 @@ def test_a_query_sees_its_own_segment_only(level, dtype, causal):
     with library.use_level(level):
         out = native(q, k, v, causal=causal, segments=jnp.asarray(segments))
     assert_close(out, exact(q, k, v, causal, segments), dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("window", [1, 40, 100])
+def test_a_query_sees_its_window_only_and_scores_are_capped(level, dtype, window):
+    options = {"scale": 0.4, "soft_cap": 3.0}
+    q, k, v = arrays(1, 150, 230, 4, 2, 32, dtype)
+    seen = visible(150, 230, True) & ~np.tril(np.ones((150, 230), bool), 80 - window)
+    with library.use_level(level):
+        out = native(q, k, v, window=window, **options)
+    assert_close(out[0], exact_attention(q[0], k[0], v[0], seen, **options), dtype)
+    q, k, v = arrays(1, 150, 150, 4, 2, 32, dtype)
+    segments = np.sort(np.random.default_rng(1).integers(0, 3, 150))
+    seen = visible(150, 150, True) & ~np.tril(np.ones((150, 150), bool), -window)
+    with library.use_level(level):
+        out = native(q, k, v, segments=jnp.asarray(segments[None]), window=window)
+    assert_close(out[0], exact_attention(q[0], k[0], v[0], seen & np.equal.outer(segments, segments)), dtype)
 
 
 @for_each_level
@@ -172,6 +190,8 @@ def test_memory_is_linear_in_the_sequence():
 def test_it_is_chosen_except_where_queries_see_nothing():
     q, k, v = arrays(1, 8, 8, 2, 1, 16)
     assert ops.attention.select(q, k, v).name == "native"
+    assert ops.attention.select(q, k, v, window=8, soft_cap=2.0).name == "native"
+    assert ops.attention.select(q, k, v, window=8, causal=False).name == "reference"
     assert ops.attention.select(q, k[:, :4], v[:, :4]).name == "reference"
     assert ops.attention.select(q, k[:, :4], v[:, :4], causal=False).name == "native"
     assert ops.attention.select(q, k.astype(jnp.float16), v.astype(jnp.float16)).name == "reference"

@@ -19,6 +19,7 @@ from tests.support.attention import (
     paged_problem,
     quantized_problem,
     quantized_tokens,
+    without_pages_behind,
 )
 from tests.support.cpu import for_each_level, needs_library
 from verax import ops
@@ -28,8 +29,9 @@ from verax.ops.pages import QuantizedPages
 
 pytestmark = needs_library
 
-ragged = jax.jit(ops.paged_attention.implementations["native"].function)
-decode = jax.jit(ops.paged_decode_attention.implementations["native"].function)
+options = ("scale", "window", "soft_cap")
+ragged = jax.jit(ops.paged_attention.implementations["native"].function, static_argnames=options)
+decode = jax.jit(ops.paged_decode_attention.implementations["native"].function, static_argnames=options)
 write = jax.jit(ops.write_pages.implementations["native"].function)
 
 RAGGED = {
@@ -103,6 +105,64 @@ def test_int8_decode_attention_equals_the_definition(level, N, K, H, p):
     assert_close(out, expected, jnp.int8)
 
 
+WINDOWS = [1, 16, 70, 512, 600]
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_no_key_outside_of_a_window_is_read(level, dtype):
+    lengths, counts = [1100, 9, 513, 700, 0, 400], [1, 1, 2, 200, 0, 400]
+    for window in WINDOWS:
+        sizes = dict(N=4, K=1, H=20, p=16)
+        if dtype == jnp.int8:
+            (q, *pages), (_, *floats), table, kv, starts = quantized_problem(3, lengths, counts, **sizes)
+        else:
+            (q, *pages), table, kv, starts = paged_problem(3, lengths, counts, dtype=dtype, **sizes)
+            floats = pages
+        expected = exact_paged_attention((q, *floats), table, kv, starts, window=window)
+        freed = without_pages_behind(window, table, kv, starts, 16)
+        # Page 0, in the place of those that were freed, would turn what reads it into NaN.
+        pages = jax.tree.map(lambda x: x.at[0].set(jnp.nan) if x.dtype != jnp.int8 else x, pages)
+        with library.use_level(level):
+            assert_close(ragged(q, *pages, freed, kv, starts, window=window), expected, dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_a_decode_step_reads_its_window_only(level, dtype):
+    lengths = [1, 15, 64, 65, 511, 512, 513, 1500]
+    for window in WINDOWS:
+        sizes = dict(N=6, K=2, H=64, p=16)
+        counts = [1] * len(lengths)
+        if dtype == jnp.int8:
+            (q, *pages), (_, *floats), table, kv, starts = quantized_problem(4, lengths, counts, **sizes)
+        else:
+            (q, *pages), table, kv, starts = paged_problem(4, lengths, counts, dtype=dtype, **sizes)
+            floats = pages
+        rows = q[: len(lengths)]
+        expected = exact_paged_attention((rows, *floats), table, kv, starts, window=window)
+        freed = without_pages_behind(window, table, kv, starts, 16)
+        pages = jax.tree.map(lambda x: x.at[0].set(jnp.nan) if x.dtype != jnp.int8 else x, pages)
+        with library.use_level(level):
+            assert_close(decode(rows, *pages, freed, kv, window=window), expected, dtype)
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_scores_are_scaled_then_capped(level, dtype):
+    lengths, counts, changes = [600, 40, 5], [1, 40, 1], {"scale": 0.3, "soft_cap": 4.0}
+    sizes = dict(N=4, K=2, H=20, p=16)
+    if dtype == jnp.int8:
+        (q, *pages), (_, *floats), *rest = quantized_problem(5, lengths, counts, **sizes)
+    else:
+        (q, *pages), *rest = paged_problem(5, lengths, counts, dtype=dtype, **sizes)
+        floats = pages
+    with library.use_level(level):
+        out = ragged(q, *pages, *rest, **changes)
+        assert np.isfinite(ragged(1e9 * q, *pages, *rest, **changes)).all()
+    assert_close(out, exact_paged_attention((q, *floats), *rest, **changes), dtype)
+
+
 @for_each_level
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_does_not_depend_on_its_batch(level, dtype):
@@ -115,23 +175,25 @@ def test_a_row_does_not_depend_on_its_batch(level, dtype):
 
 
 @for_each_level
+@pytest.mark.parametrize("window", [None, 50, 520])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_token_does_not_depend_on_how_its_prompt_was_cut(level, dtype):
+def test_a_token_does_not_depend_on_how_its_prompt_was_cut(level, dtype, window):
     length = 600
     (q, k, v), table, _, _ = paged_problem(3, [length], [length], N=4, K=2, H=32, p=16, dtype=dtype)
 
     def chunk(begin, end):
         queries = jnp.zeros((256, 4, 32), dtype).at[: end - begin].set(q[begin:end])
-        return np.asarray(ragged(queries, k, v, table, jnp.asarray([end]), jnp.asarray([0, end - begin])))
+        sizes = jnp.asarray([end]), jnp.asarray([0, end - begin])
+        return np.asarray(ragged(queries, k, v, table, *sizes, window=window))
 
     with library.use_level(level):
-        whole = np.asarray(ragged(q, k, v, table, jnp.asarray([length]), jnp.asarray([0, length])))
+        whole = np.asarray(ragged(q, k, v, table, jnp.asarray([length]), jnp.asarray([0, length]), window=window))
         for cuts in ([0, 256, 512, 600], [0, 2, 64, 66, 200, 455, 512, 514, 600]):
             for begin, end in itertools.pairwise(cuts):
                 np.testing.assert_array_equal(chunk(begin, end)[: end - begin], whole[begin:end])
         # A lone query adds the same products in another order: always the same one.
         for position in (0, 15, 16, 511, 512, 599):
-            newest = decode(q[position : position + 1], k, v, table, jnp.asarray([position + 1]))
+            newest = decode(q[position : position + 1], k, v, table, jnp.asarray([position + 1]), window=window)
             np.testing.assert_array_equal(newest, chunk(position, position + 1)[:1])
             assert_close(newest, whole[position : position + 1], dtype)
 

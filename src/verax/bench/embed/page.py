@@ -30,5 +30,7 @@ def render(result: Mapping[str, Any]) -> list[str]:
 
 
 def slug(result: Mapping[str, Any]) -> list[str]:
-    """Part of the file name: the dtype."""
-    return [result["settings"]["dtype"]]
+    """Parts of the file name: shapes that are not the usual ones, and the dtype."""
+    settings = result["settings"]
+    shapes = [settings["shapes"]] if settings.get("shapes") not in (None, "minilm") else []
+    return [*shapes, settings["dtype"]]

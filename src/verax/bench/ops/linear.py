@@ -20,7 +20,7 @@ from verax.checkpoint.host_memory import HostMemory
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 
-__all__ = ["WEIGHTS", "linear_cases"]
+__all__ = ["WEIGHTS", "in_turn", "linear_cases", "quantized_as"]
 
 WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
     "float32": None,
@@ -55,7 +55,7 @@ def linear_cases(
     rng = np.random.default_rng(0)
     dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
     for kind in weights:
-        weight = _weight(dense, kind)
+        weight = quantized_as(dense, kind)
         held = [_as_loaded(weight) for _ in range(_num_copies(weight.nbytes))]
         dtype = "float32" if kind == "float32" else "bfloat16"
         theirs = [] if torch is None else [torch_tensor(torch, dense, dtype)]
@@ -64,13 +64,13 @@ def linear_cases(
             x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
             sides = _implementations(x, held)
             if torch is not None:
-                sides["torch"] = _in_turn(partial(torch.nn.functional.linear, torch_tensor(torch, x, dtype)), theirs)
+                sides["torch"] = in_turn(partial(torch.nn.functional.linear, torch_tensor(torch, x, dtype)), theirs)
             products = 2 * count * size_out * size_in
             chosen = ops.linear.select(x, weight).name
             yield operation_case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
 
 
-def _in_turn(run: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], object]:
+def in_turn(run: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], object]:
     """A call with the next of the weights, round and round."""
     turn = itertools.cycle(weights)
     return lambda: run(next(turn))
@@ -93,11 +93,12 @@ def _implementations(x: jax.Array, weights: Sequence[Any]) -> dict[str, Callable
         forced = impl.is_reference or (name == "native" and impl.runs_on(ops.target()) and library.available())
         if forced or impl.supports(x, weights[0]):
             run = partial(jax.jit(impl.function), x)
-            sides[name] = _in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
+            sides[name] = in_turn(lambda weight, run=run: jax.block_until_ready(run(weight)), weights)
     return sides
 
 
-def _weight(dense: jax.Array, kind: str) -> Any:
+def quantized_as(dense: jax.Array, kind: str) -> Any:
+    """A weight as a kind out of `WEIGHTS`."""
     scheme = WEIGHTS[kind]
     if scheme is None:
         return dense.astype(kind)

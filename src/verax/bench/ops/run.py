@@ -10,6 +10,7 @@ from verax.bench.case import Case, ratios, time_case
 from verax.bench.harness import Benchmark
 from verax.bench.ops.attention import attention_cases
 from verax.bench.ops.conv import conv_cases
+from verax.bench.ops.grouped import grouped_cases
 from verax.bench.ops.linear import WEIGHTS, linear_cases
 from verax.bench.ops.sides import import_torch
 from verax.errors import InvalidParameterError
@@ -17,9 +18,9 @@ from verax.ops.cpu import library
 
 __all__ = ["OPERATIONS", "bench_ops", "measure_case"]
 
-OPERATIONS = ("linear", "attention", "conv")
-"""Groups of cases: products with a weight; attention over whole sequences and over pages, with the cache's writes;
-convolutions of a video VAE."""
+OPERATIONS = ("linear", "grouped", "attention", "conv")
+"""Groups of cases: products with a weight; with a mixture of experts; attention over whole sequences and over pages,
+with the cache's writes; convolutions of a video VAE."""
 
 READ = "streaming read"
 """The side of each case that shows the memory's bandwidth while the others run."""
@@ -62,6 +63,7 @@ def bench_ops(
     benchmark, cases = Benchmark("ops"), []
     groups = {
         "linear": lambda: linear_cases(size_in, size_out, rows, weights, torch),
+        "grouped": lambda: grouped_cases(weights, torch),
         "attention": lambda: attention_cases(torch),
         "conv": lambda: conv_cases(torch),
     }

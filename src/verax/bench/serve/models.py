@@ -61,7 +61,7 @@ def served_model(model: str | None, shapes: str | None, dtype: str) -> Iterator[
         InvalidParameterError: for unknown shapes, or shapes beside a model.
     """
     if shapes is not None and (model is not None or shapes not in SHAPES):
-        raise InvalidParameterError(f"shapes: expected {' or '.join(SHAPES)} and no model, got {shapes!r}")
+        raise InvalidParameterError(f"shapes: expected one of {', '.join(SHAPES)} and no model, got {shapes!r}")
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name, contextlib.ExitStack() as stack:
         scratch = Path(name)
         if shapes is not None:

@@ -15,6 +15,7 @@ from flax import nnx
 
 from verax import checkpoint, progress
 from verax.bench.harness import Benchmark, product_weights
+from verax.bench.text.experts import MOE, unread_bytes, unused_weights
 from verax.bench.text.workload import Workload
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
@@ -77,7 +78,11 @@ HYBRID: dict[str, Any] = {
 }
 """Three delta layers and one of attention, as wide as Qwen3.5-0.8B's 24; an eighth of its vocabulary."""
 
-SHAPES = {"qwen3": ("Qwen3-0.6B shapes", QWEN3_0_6B), "hybrid": ("4 layers of Qwen3.5-0.8B shapes", HYBRID)}
+SHAPES = {
+    "qwen3": ("Qwen3-0.6B shapes", QWEN3_0_6B),
+    "hybrid": ("4 layers of Qwen3.5-0.8B shapes", HYBRID),
+    "moe": ("4 layers of Qwen3-30B-A3B shapes", MOE),
+}
 """Shapes of random weights: in words, and as a config.json."""
 
 
@@ -111,7 +116,7 @@ def bench_text(
         shapes: of random weights, a name out of `SHAPES`.
     """
     if shapes not in SHAPES:
-        raise InvalidParameterError(f"shapes: expected {' or '.join(SHAPES)}, got {shapes!r}")
+        raise InvalidParameterError(f"shapes: expected one of {', '.join(SHAPES)}, got {shapes!r}")
     unknown = [name for name in against if name not in BASELINES]
     if unknown:
         raise InvalidParameterError(f"against: expected {' or '.join(BASELINES)}, got {unknown[0]!r}")
@@ -177,7 +182,8 @@ def bench_text(
         head = sizes.vocab_size * sizes.hidden_size  # of which only a token that another is drawn after needs a product
         layers = product_weights(opened, tables=None if module.config.tie_word_embeddings else "embed_tokens") - head
         positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)  # a last token is not read
-        products = layers * positions + head * workload.new_tokens
+        products = (layers - unused_weights(opened, sizes)) * positions + head * workload.new_tokens
+        moved = runner.weight_bytes - unread_bytes(module, runner.config.max_num_seqs)
         result = benchmark.result(
             settings,
             versions,
@@ -198,7 +204,7 @@ def bench_text(
                 "steps": steps,
                 **benchmark.against_limit(
                     samples["verax"].median,
-                    bytes_moved=steps * runner.weight_bytes,
+                    bytes_moved=steps * moved,
                     flops=2 * products,
                     dtype=dtype,
                 ),

@@ -11,7 +11,7 @@ https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -131,7 +131,7 @@ def _describe(values: str, stored: TensorInfo, scales: str, scale: TensorInfo, D
 
 def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
     """The arrays that stand for the weight `key` in a file, pack-quantized."""
-    F, D = weight.shape
+    F, D = weight.size_out, weight.size_in
     codes = (np.asarray(weight.integers()).astype(np.int16) + (1 << (weight.bits - 1))).astype(np.uint8)
     if weight.bits == 4:
         codes = np.pad(codes, ((0, 0), (0, -D % 8)))
@@ -145,8 +145,12 @@ def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
     }
 
 
-def quantization_config(weights: Iterable[QuantizedWeight]) -> dict[str, Any]:
+def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str] = ()) -> dict[str, Any]:
     """config.json's `quantization_config` for a model whose linear layers are all quantised alike.
+
+    Args:
+        weights: the quantised weights.
+        ignore: paths of the layers that are not.
 
     Raises:
         CheckpointError: if they are not quantised alike.
@@ -169,5 +173,5 @@ def quantization_config(weights: Iterable[QuantizedWeight]) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
-        "ignore": [],
+        "ignore": list(ignore),
     }

@@ -64,7 +64,8 @@ def text(
         bool, typer.Option("--decode-breakdown", help="Measure the parts of a decode step too.")
     ] = False,
     shapes: Annotated[
-        str, typer.Option(help="Without --model: qwen3 (Qwen3-0.6B), or hybrid (4 layers of Qwen3.5-0.8B).")
+        str,
+        typer.Option(help="Without --model: qwen3 (0.6B), hybrid (4 layers of Qwen3.5-0.8B), moe (4 of 30B-A3B)."),
     ] = "qwen3",
     output: Output = None,
     as_json: options.Json = False,
@@ -84,6 +85,8 @@ def text(
         verax bench text --workload prompt --against transformers
 
         verax bench text --shapes hybrid --against transformers
+
+        verax bench text --shapes moe --against transformers --prompts 1
     """
     from verax.bench.text.run import bench_text
     from verax.bench.text.workload import WORKLOADS, nano_vllm, prompt, short_prompts
@@ -130,7 +133,7 @@ def operations(
             help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, or a GGUF type Q4_K; all if left out."
         ),
     ] = None,
-    only: Annotated[str | None, typer.Option(help="linear, attention or conv; all if left out.")] = None,
+    only: Annotated[str | None, typer.Option(help="linear, grouped, attention or conv; all if left out.")] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 2,
     against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
@@ -218,6 +221,7 @@ def embeddings(
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
     against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
     dtype: options.Dtype = "float32",
+    shapes: Annotated[str, typer.Option(help="Shapes of random weights: minilm, modernbert or qwen3.")] = "minilm",
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
@@ -228,6 +232,8 @@ def embeddings(
         verax bench embed --against transformers
 
         verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
+
+        verax bench embed --shapes modernbert --sentences 128 --against transformers
     """
     from verax.bench.embed.run import bench_embed
 
@@ -239,6 +245,7 @@ def embeddings(
         warmup=warmup,
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
+        shapes=shapes,
     )
     show(result, output, as_json)
 

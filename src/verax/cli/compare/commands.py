@@ -66,7 +66,8 @@ def model(
         bool, typer.Option("--random", help="Small random weights instead of the built-in model.")
     ] = False,
     size: Annotated[
-        str | None, typer.Option(help="video: of random weights: tiny, or 1.3b, whose sizes are SkyReels-V2's.")
+        str | None,
+        typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, as SkyReels-V2 has them."),
     ] = None,
     inputs: InputsFile = None,
     inject: Inject = False,
@@ -100,6 +101,8 @@ def model(
         verax compare text
 
         verax compare text --dtype bfloat16 --output report
+
+        verax compare text --random --size moe
 
         verax compare embed --random --inject --backward
 
@@ -148,10 +151,12 @@ def _cases(
     if random and what != kind:
         raise typer.BadParameter(f"--random: {what} has weights; random ones are made for {', '.join(REFERENCES)}")
     clip = {name: size for name, size in sizes.items() if size is not None}
+    if size is not None and (kind == "embed" or not random):
+        raise typer.BadParameter("--size: of random weights of text or video; it goes with --random")
     if kind != "video":
         for option in (("part",) if part is not None else ()) + tuple(clip):
             raise typer.BadParameter(f"--{option.replace('_', '-')}: only video models have it, not {what}")
-        make = cases.text_case if kind == "text" else cases.embed_case
+        make = partial(cases.text_case, size=size or "tiny") if kind == "text" else cases.embed_case
         model = "random" if random else None if what == kind else what
         if tokens is not None and (inputs.texts or inputs.arrays):
             raise typer.BadParameter("--tokens: so many random ones; --inputs and --prompt have their own")
@@ -159,8 +164,6 @@ def _cases(
         return
     if tokens is not None:
         raise typer.BadParameter("--tokens: parts of video models have no random tokens but their own")
-    if size is not None and not random:
-        raise typer.BadParameter("--size: of random weights; it goes with --random")
     if inputs.arrays and part is None:
         raise typer.BadParameter("--inputs: each part takes arrays of its own; name one with --part")
     if len(inputs.texts) > 1:
@@ -214,12 +217,19 @@ def _kind(model: str) -> str:
     if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir():
         return "video"
     own = folder / "config.json"
-    config = read_json(own) if own.is_file() else Checkpoint.open(model).config
+    if own.is_file():
+        config = read_json(own)
+    else:
+        opened = Checkpoint.open(model)
+        folder, config = opened.folder, opened.config
     if "_class_name" in config:
         return "video"
-    try:
+    if (folder / "modules.json").is_file():  # sentence-transformers': it may be a language model's too
         encoder(config)
-    except UnsupportedModelError:
+        return "embed"
+    try:
         causal_lm(config)
-        return "text"
-    return "embed"
+    except UnsupportedModelError:
+        encoder(config)
+        return "embed"
+    return "text"

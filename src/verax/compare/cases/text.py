@@ -14,13 +14,14 @@ from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.random_weights import random_weights
 from verax.compare.case import Case, Side
+from verax.compare.cases.encoders import EncoderReference
 from verax.compare.inputs import Inputs
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.recorder import Watch
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm, load_model
-from verax.models import causal_lm, encoder
+from verax.models import causal_lm, encoder, hidden_states
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["embed_case", "text_case", "transformers"]
@@ -50,6 +51,17 @@ RANDOM_TEXT = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 512,
 }
+RANDOM_MOE = {
+    **RANDOM_TEXT,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 40,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
 RANDOM_BERT = {
     "model_type": "bert",
     "architectures": ["BertModel"],
@@ -63,6 +75,8 @@ RANDOM_BERT = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
 }
+RANDOM = {"tiny": RANDOM_TEXT, "moe": RANDOM_MOE}
+"""Configurations of random language models, by size: dense, and one of experts."""
 VARIANTS = {"hierarchical": "B", "local": "C"}
 """The published rules of LAM, and what its PyTorch form calls them."""
 
@@ -71,7 +85,14 @@ NOTHING = Inputs()
 """Given: all is random."""
 
 
-def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
+def text_case(
+    model: str | Path | None,
+    scratch: Path,
+    *,
+    inputs: Inputs = NOTHING,
+    tokens: int | None = None,
+    size: str = "tiny",
+) -> Case:
     """A language model in transformers and in verax: logits of every position.
 
     Both sides have the dequantised weights of a GGUF file, in the dtype of the comparison.
@@ -82,15 +103,18 @@ def text_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHI
         inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
             tokens if there are neither.
         tokens: how many of these, in each of two rows.
+        size: a random model's: `tiny`, or `moe` with experts.
 
     Raises:
         CheckpointError: if the model cannot be read.
-        InvalidParameterError: for inputs that it does not take.
+        InvalidParameterError: for inputs that it does not take, or an unknown size.
         MissingDependencyError: without torch or transformers; for a GGUF file, without accelerate.
     """
     lib = transformers()
+    if size not in RANDOM:
+        raise InvalidParameterError(f"size: expected {' or '.join(RANDOM)}, got {size!r}")
     if model == "random":
-        model = _random_folder(RANDOM_TEXT, scratch, causal_lm)
+        model = _random_folder(RANDOM[size], scratch, causal_lm)
     opened = Checkpoint.open(builtin.text_model() if model is None else model)
     source: dict[str, Any] = {"pretrained_model_name_or_path": opened.folder}
     is_file = opened.folder.is_file()
@@ -131,7 +155,7 @@ def _logits(model: Any, tokens: Any) -> Any:
 
 
 def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
-    """A text encoder, BERT in transformers or LAM in its PyTorch form, and in verax: hidden states.
+    """A text encoder, in transformers or LAM in its PyTorch form, and in verax: hidden states.
 
     Of LAM's rule `gated`, which is verax's own and the built-in model's, there is no PyTorch form: its weights are
     compared under the published rule `hierarchical`.
@@ -152,29 +176,21 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     name = _name(model, opened)
     if opened.config.get("model_type") == "lam":
         return _lam_case(opened, name, inputs, tokens)
-    lib = transformers()
+    kind = str(opened.config.get("model_type"))
     model_class, config = encoder(opened.config)
+    theirs = EncoderReference(transformers(), opened.folder, config, kind)
     most = config.max_position_embeddings
     rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
-    # Sentence and padding see themselves only, as ours has it, so that there is a right answer for padding too.
-    seen = rows.real[:, None, :, None] == rows.real[:, None, None, :]
-    masked = np.where(seen, 0.0, np.finfo(np.float32).min / 2).astype(np.float32)
-
-    def theirs(model: Any, ids: Any, masked: Any) -> Any:
-        return model(input_ids=ids, attention_mask=masked.to(model.dtype)).last_hidden_state
 
     def reference(dtype: str) -> Side:
-        loaded: Any = lib.AutoModel.from_pretrained(
-            opened.folder, dtype=getattr(torch(), dtype), attn_implementation="eager", add_pooling_layer=False
-        )
-        return Side(loaded.eval(), (rows.ids, masked), call=theirs, inputs=(r"attention\.output\.dense$",))
+        return Side(theirs.load(dtype), theirs.arguments(rows.ids, rows.real), call=theirs.call, inputs=theirs.inputs)
 
     def ours(dtype: str) -> Side:
         loaded = load_model(opened, model_class, config, dtype=dtype)
-        return Side(loaded, (rows.ids, rows.lengths), inputs=(r"attention\.output\.dense$",))
+        return Side(loaded, (rows.ids, rows.lengths), call=hidden_states, inputs=theirs.inputs)
 
-    about = {"model": name, "architecture": "BertModel", **rows.about}
-    return Case("BertModel and transformers", reference, ours, judge=rows.pooled, about=about)
+    about = {"model": name, "architecture": model_class.__name__, **rows.about}
+    return Case(f"{model_class.__name__} and transformers", reference, ours, judge=rows.pooled, about=about)
 
 
 def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None) -> Case:

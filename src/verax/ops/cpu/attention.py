@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from verax.ops.attention import attention
 from verax.ops.cpu import library
 
-__all__ = ["FLOATS", "takes"]
+__all__ = ["FLOATS", "score_attributes", "takes"]
 
 FLOATS = (jnp.float32, jnp.bfloat16)
 """Dtypes that the kernels read."""
@@ -40,13 +40,17 @@ def _accepts(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> bool:
-    if window is not None or soft_cap is not None:
-        return False
     # With fewer keys than causal queries, the first queries see nothing, for which the reference has its own answer.
-    return takes(q, k, v, k.shape[2]) and (not causal or k.shape[1] >= q.shape[1])
+    return takes(q, k, v, k.shape[2]) and (k.shape[1] >= q.shape[1] if causal else window is None)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def score_attributes(q: Any, scale: float | None, window: int | None, soft_cap: float | None) -> dict[str, np.generic]:
+    """What becomes of scores, as attributes of the kernels: 0 stands for no window and no cap."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    return {"scale": np.float32(factor), "window": np.int64(window or 0), "soft_cap": np.float32(soft_cap or 0)}
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
 def _attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -54,21 +58,29 @@ def _attention(
     segments: Int[Array, "B T"] | None,
     causal: bool,
     scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Float[Array, "B T N H"]:
     listed = jnp.zeros((0, 0), jnp.int32) if segments is None else segments.astype(jnp.int32)
-    factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
-    return library.call("verax_attention", q.shape, q, k, v, listed, causal=causal, scale=factor)
+    attributes = score_attributes(q, scale, window, soft_cap)
+    return library.call("verax_attention", q.shape, q, k, v, listed, causal=causal, **attributes)
 
 
 @_attention.defjvp
 def _attention_jvp(
-    causal: bool, scale: float | None, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
 ) -> tuple[Array, Array]:
     # Where a derivative is taken, the reference computes the value too: its softmax is what the derivative needs.
     *arrays, segments = primals
 
     def reference(q: Array, k: Array, v: Array) -> Array:
-        return attention.reference(q, k, v, causal=causal, segments=segments, scale=scale)
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        return attention.reference(q, k, v, causal=causal, segments=segments, **options)
 
     return jax.jvp(reference, tuple(arrays), tangents[:3])
 
@@ -85,4 +97,4 @@ def _attention_native(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    return _attention(q, k, v, segments, causal, scale)
+    return _attention(q, k, v, segments, causal, scale, window, soft_cap)

@@ -36,6 +36,8 @@ HANDLERS = (
     "verax_conv",
     "verax_delta",
     "verax_gemm",
+    "verax_grouped_linear",
+    "verax_grouped_linear_quantized",
     "verax_hierarchical",
     "verax_hierarchical_local",
     "verax_linear",

@@ -6,28 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from verax.ops.cpu import library
-from verax.ops.cpu.attention import FLOATS, takes
+from verax.ops.cpu.attention import FLOATS, score_attributes, takes
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
 from verax.ops.pages import Pages, QuantizedPages
 
 __all__: list[str] = []
 
 
-def _accepts(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    *_: Any,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> bool:
-    if window is not None or soft_cap is not None:
-        return False
+def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
     if isinstance(k_cache, QuantizedPages):  # its values in the place of an array that the kernels read
         return isinstance(v_cache, QuantizedPages) and takes(q, q, q, k_cache.shape[1])
     return takes(q, k_cache, v_cache, k_cache.shape[1])
@@ -47,11 +36,11 @@ def _paged_attention_native(
     soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
     integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
-    factor = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    attributes = score_attributes(q, scale, window, soft_cap)
     handler, pages = "verax_paged_attention", jax.tree.leaves((k_cache, v_cache))
     if isinstance(k_cache, QuantizedPages):
         handler = "verax_paged_attention_quantized"
-    return library.call(handler, q.shape, q, *pages, *integers, scale=factor)
+    return library.call(handler, q.shape, q, *pages, *integers, **attributes)
 
 
 @paged_decode_attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
@@ -68,7 +57,8 @@ def _paged_decode_attention_native(
 ) -> Float[Array, "B N H"]:
     # One query a sequence; one of length 0 sees nothing, which the kernel answers with 0.
     starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return _paged_attention_native(q, k_cache, v_cache, page_table, kv_lengths, starts, scale=scale)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    return _paged_attention_native(q, k_cache, v_cache, page_table, kv_lengths, starts, **options)
 
 
 def _accepts_cache(cache: Any, x: Any, *_: Any) -> bool:

@@ -16,9 +16,15 @@ bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
+// What becomes of scores: attributes that all handlers have.
+struct Scores {
+  int64_t window;
+  float scale, soft_cap;
+};
+
 // The fields that both handlers set alike; keys of [.., K, ..] heads are not yet said where.
 AttentionTask task_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, int64_t K,
-                      float scale, ffi::ResultBuffer<ffi::F32>& out) {
+                      Scores scores, ffi::ResultBuffer<ffi::F32>& out) {
   const auto shape = q.dimensions();
   AttentionTask task{};
   task.N = shape[shape.size() - 2];
@@ -29,13 +35,16 @@ AttentionTask task_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ff
   task.k = k.untyped_data();
   task.v = v.untyped_data();
   task.keys = k.element_type() == ffi::F32 ? Keys::f32 : k.element_type() == ffi::BF16 ? Keys::bf16 : Keys::int8;
-  task.scale = scale;
+  task.window = std::max<int64_t>(0, scores.window);
+  task.scale = scores.scale;
+  task.soft_cap = scores.soft_cap;
   task.out = out->typed_data();
   return task;
 }
 
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     ffi::Buffer<ffi::S32> segments, bool causal, float scale, ffi::ResultBuffer<ffi::F32> out) {
+                     ffi::Buffer<ffi::S32> segments, bool causal, int64_t window, float scale, float soft_cap,
+                     ffi::ResultBuffer<ffi::F32> out) {
   const auto queries = q.dimensions(), keys = k.dimensions();
   if (queries.size() != 4 || keys.size() != 4 || !same(keys, v.dimensions()) || !same(queries, out->dimensions()) ||
       keys[0] != queries[0] || keys[3] != queries[3] || (keys[2] ? queries[2] % keys[2] : queries[2])) {
@@ -49,8 +58,9 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   if (segmented && (T != S || static_cast<int64_t>(segments.element_count()) != B * T)) {
     return ffi::Error::InvalidArgument("attention: expected segments [B, T], and as many keys as queries");
   }
+  if (window && !causal) return ffi::Error::InvalidArgument("attention: expected no window unless causal");
   if (out->element_count() == 0) return ffi::Error::Success();
-  AttentionTask task = task_of(q, k, v, K, scale, out);
+  AttentionTask task = task_of(q, k, v, K, {window, scale, soft_cap}, out);
   task.causal = causal;
   task.num_pages = B;
   task.page_size = std::max<int64_t>(1, S);
@@ -76,7 +86,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
 // `k_scales` and `v_scales` are null, or of int8 pages.
 ffi::Error attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                         const float* k_scales, const float* v_scales, ffi::Buffer<ffi::S32> page_table,
-                        ffi::Buffer<ffi::S32> kv_lengths, ffi::Buffer<ffi::S32> query_starts, float scale,
+                        ffi::Buffer<ffi::S32> kv_lengths, ffi::Buffer<ffi::S32> query_starts, Scores scores,
                         ffi::ResultBuffer<ffi::F32> out) {
   const auto queries = q.dimensions(), cache = k.dimensions(), table = page_table.dimensions();
   if (queries.size() != 3 || cache.size() != 4 || !same(cache, v.dimensions()) || !same(queries, out->dimensions()) ||
@@ -95,7 +105,7 @@ ffi::Error attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
   }
   if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t T = queries[0], B = table[0], W = table[1];
-  AttentionTask task = task_of(q, k, v, cache[1], scale, out);
+  AttentionTask task = task_of(q, k, v, cache[1], scores, out);
   task.k_scales = k_scales;
   task.v_scales = v_scales;
   task.causal = true;
@@ -126,21 +136,23 @@ ffi::Error attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
 
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
-                           ffi::Buffer<ffi::S32> query_starts, float scale, ffi::ResultBuffer<ffi::F32> out) {
-  return attend_pages(pool, q, k, v, nullptr, nullptr, page_table, kv_lengths, query_starts, scale, out);
+                           ffi::Buffer<ffi::S32> query_starts, int64_t window, float scale, float soft_cap,
+                           ffi::ResultBuffer<ffi::F32> out) {
+  return attend_pages(pool, q, k, v, nullptr, nullptr, page_table, kv_lengths, query_starts, {window, scale, soft_cap},
+                      out);
 }
 
 ffi::Error paged_attention_quantized(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                                      ffi::Buffer<ffi::F32> k_scales, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> v_scales,
                                      ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
-                                     ffi::Buffer<ffi::S32> query_starts, float scale,
-                                     ffi::ResultBuffer<ffi::F32> out) {
+                                     ffi::Buffer<ffi::S32> query_starts, int64_t window, float scale,
+                                     float soft_cap, ffi::ResultBuffer<ffi::F32> out) {
   const auto cache = k.dimensions(), scales = k_scales.dimensions();
   if (cache.size() != 4 || !same(scales, cache.first(3)) || !same(scales, v_scales.dimensions())) {
     return ffi::Error::InvalidArgument("paged attention: expected scales [P, K, p] of pages [P, K, p, H]");
   }
   return attend_pages(pool, q, k, v, k_scales.typed_data(), v_scales.typed_data(), page_table, kv_lengths, query_starts,
-                      scale, out);
+                      {window, scale, soft_cap}, out);
 }
 
 }  // namespace
@@ -154,7 +166,9 @@ VERAX_HANDLER(verax_attention, verax::attention,
                   .Arg<xla::ffi::AnyBuffer>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Attr<bool>("causal")
+                  .Attr<int64_t>("window")
                   .Attr<float>("scale")
+                  .Attr<float>("soft_cap")
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 VERAX_HANDLER(verax_paged_attention, verax::paged_attention,
@@ -166,7 +180,9 @@ VERAX_HANDLER(verax_paged_attention, verax::paged_attention,
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Attr<int64_t>("window")
                   .Attr<float>("scale")
+                  .Attr<float>("soft_cap")
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 VERAX_HANDLER(verax_paged_attention_quantized, verax::paged_attention_quantized,
@@ -180,5 +196,7 @@ VERAX_HANDLER(verax_paged_attention_quantized, verax::paged_attention_quantized,
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Attr<int64_t>("window")
                   .Attr<float>("scale")
+                  .Attr<float>("soft_cap")
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

@@ -27,13 +27,13 @@ class AttentionRun {
       tile.num_queries = std::min(at_once, sequence.num_queries - done);
       tile.visible += task_.causal ? done : 0;
       if (tile.query_segments) tile.query_segments += done;
-      tile.begin = 0;
+      tile.begin = task_.window ? std::max<int64_t>(0, tile.visible - task_.window) : 0;
       tile.end = std::max<int64_t>(0, tile.visible + (task_.causal ? tile.num_queries - 1 : 0));
       tile.partial = nullptr;
       most_rows_ = std::max(most_rows_, tile.num_queries * group_);
       for (tile.head = 0; tile.head < task_.K; ++tile.head) {
         // Many queries make enough tiles for all threads; a single one is divided by its keys.
-        if (sequence.num_queries == 1 && tile.end > ATTENTION_SPAN) {
+        if (sequence.num_queries == 1 && tile.end - tile.begin > ATTENTION_SPAN) {
           split(tile);
         } else {
           tiles_.push_back(tile);
@@ -63,13 +63,14 @@ class AttentionRun {
   };
 
   void split(const AttentionTile& whole) {
-    const int64_t spans = (whole.end + ATTENTION_SPAN - 1) / ATTENTION_SPAN;
+    const int64_t first = whole.begin / ATTENTION_SPAN;
+    const int64_t spans = (whole.end + ATTENTION_SPAN - 1) / ATTENTION_SPAN - first;
     const int64_t floats = attention_partial_floats(group_, task_.H);
     splits_.push_back({whole, spans, std::make_unique<AlignedBytes>(spans * floats * sizeof(float))});
     for (int64_t i = 0; i < spans; ++i) {
       AttentionTile tile = whole;
-      tile.begin = i * ATTENTION_SPAN;
-      tile.end = std::min(whole.end, tile.begin + ATTENTION_SPAN);
+      tile.begin = std::max(whole.begin, (first + i) * ATTENTION_SPAN);
+      tile.end = std::min(whole.end, (first + i + 1) * ATTENTION_SPAN);
       tile.partial = static_cast<float*>(splits_.back().partials->data()) + i * floats;
       tiles_.push_back(tile);
     }

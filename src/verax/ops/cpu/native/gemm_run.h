@@ -1,9 +1,10 @@
-// Divides a product into blocks and shares them over the threads.
+// Divides products into blocks and shares them over the threads.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "kernels/gemm.h"
 #include "levels.h"
@@ -18,36 +19,64 @@ constexpr int64_t GEMM_ROWS = 192, GEMM_COLUMNS = 384;
 constexpr int64_t GEMM_ROWS_OF_BLOCKS = 512;  // in tiles: W takes as long to unpack as a third of these to multiply
 constexpr int64_t GEMM_PIECES = 4;  // for each thread, at least
 
+// x of all products in tiles of 16 rows, shared over the threads; where each product finds its own is noted in it.
 template <typename Pool>
-void run_gemm(Pool& pool, GemmTask t) {
-  if (t.M == 0 || t.N == 0) return;
-  const auto pieces = [](int64_t size, int64_t most) { return (size + most - 1) / most; };
-  const bool tiles = gemm_has_tiles(t);
-  std::optional<SharedScratch> packed;
-  if (tiles) {
-    packed.emplace(gemm_packed_bytes(t));
-    t.packed = packed->data();
-    const auto pack = VERAX_KERNEL(gemm_pack);
-    parallel_for(pool, pieces(t.M, GEMM_TILE_ROWS), 1, [&](int64_t begin, int64_t end) { pack(t, begin, end); });
-  }
-  const int64_t step = tiles ? 2 * GEMM_TILE_ROWS : 1, strip = tiles ? 2 * GEMM_TILE_ROWS : GEMM_STRIP;
-  const int64_t most = tiles && t.kind == Weights::blocks ? GEMM_ROWS_OF_BLOCKS : GEMM_ROWS;
-  const int64_t rows = pieces(pieces(t.M, pieces(t.M, most)), step) * step, down = pieces(t.M, rows);
-  const int64_t across = std::max(pieces(t.N, GEMM_COLUMNS), pieces(GEMM_PIECES * pool.num_threads(), down));
-  const int64_t columns = pieces(pieces(t.N, across), strip) * strip, strips = pieces(t.N, columns);
-  const auto multiply = VERAX_KERNEL(gemm_block);
-  const int64_t scratch = gemm_scratch_bytes(rows);
-  parallel_for(pool, down * strips, 1, [&](int64_t begin, int64_t end) {
+void pack_gemms(Pool& pool, std::vector<GemmTask>& tasks, std::optional<SharedScratch>& packed) {
+  std::vector<int64_t> begins{0};  // of each task's tiles
+  for (const GemmTask& t : tasks) begins.push_back(begins.back() + (t.M + GEMM_TILE_ROWS - 1) / GEMM_TILE_ROWS);
+  const int64_t tile = GEMM_TILE_ROWS * tasks.front().K * 2;
+  packed.emplace(begins.back() * tile);
+  for (size_t i = 0; i < tasks.size(); ++i) tasks[i].packed = static_cast<char*>(packed->data()) + begins[i] * tile;
+  const auto pack = VERAX_KERNEL(gemm_pack);
+  parallel_for(pool, begins.back(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      // Blocks of the same columns follow each other: that part of W then comes from a cache.
-      GemmBlock block{};
-      block.n = i / down * columns;
-      block.columns = std::min(columns, t.N - block.n);
-      block.m = i % down * rows;
-      block.rows = std::min(rows, t.M - block.m);
-      multiply(t, block, thread_scratch(scratch));
+      const size_t t = std::upper_bound(begins.begin(), begins.end(), i) - begins.begin() - 1;
+      pack(tasks[t], i - begins[t], i - begins[t] + 1);
     }
   });
+}
+
+// One round of work for all products, which share K and the kind of weight.
+template <typename Pool>
+void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
+  tasks.erase(std::remove_if(tasks.begin(), tasks.end(), [](const GemmTask& t) { return t.M == 0 || t.N == 0; }),
+              tasks.end());
+  if (tasks.empty()) return;
+  const auto pieces = [](int64_t size, int64_t most) { return (size + most - 1) / most; };
+  const bool tiles = gemm_has_tiles(tasks.front());
+  std::optional<SharedScratch> packed;
+  if (tiles) pack_gemms(pool, tasks, packed);
+  const int64_t step = tiles ? 2 * GEMM_TILE_ROWS : 1, strip = tiles ? 2 * GEMM_TILE_ROWS : GEMM_STRIP;
+  const int64_t wanted = pieces(GEMM_PIECES * pool.num_threads(), static_cast<int64_t>(tasks.size()));
+  struct Piece {
+    const GemmTask* task;
+    GemmBlock block;
+  };
+  const int64_t most_rows = tiles && tasks.front().kind == Weights::blocks ? GEMM_ROWS_OF_BLOCKS : GEMM_ROWS;
+  std::vector<Piece> work;
+  int64_t most = 0;
+  for (const GemmTask& t : tasks) {
+    const int64_t rows = pieces(pieces(t.M, pieces(t.M, most_rows)), step) * step, down = pieces(t.M, rows);
+    const int64_t across = std::max(pieces(t.N, GEMM_COLUMNS), pieces(wanted, down));
+    const int64_t columns = pieces(pieces(t.N, across), strip) * strip;
+    most = std::max(most, rows);
+    // Blocks of the same columns follow each other: that part of W then comes from a cache.
+    for (int64_t n = 0; n < t.N; n += columns) {
+      for (int64_t m = 0; m < t.M; m += rows) {
+        work.push_back({&t, {m, std::min(rows, t.M - m), n, std::min(columns, t.N - n)}});
+      }
+    }
+  }
+  const auto multiply = VERAX_KERNEL(gemm_block);
+  const int64_t scratch = gemm_scratch_bytes(most);
+  parallel_for(pool, static_cast<int64_t>(work.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) multiply(*work[i].task, work[i].block, thread_scratch(scratch));
+  });
+}
+
+template <typename Pool>
+void run_gemm(Pool& pool, const GemmTask& task) {
+  run_gemms(pool, {task});
 }
 
 }  // namespace verax

@@ -1,13 +1,12 @@
-// The FFI handlers of kernels/linear.cc: check shapes, pack x, share the rows of W over the threads.
+// The FFI handlers of kernels/linear.cc: check shapes, pack x.
 #include <algorithm>
 #include <initializer_list>
-#include <numeric>
 #include <vector>
 
 #include "export.h"
 #include "kernels/linear.h"
 #include "levels.h"
-#include "parallel.h"
+#include "linear_run.h"
 #include "scratch.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -16,35 +15,14 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// Bytes of weight that a thread takes at a time: some ten microseconds of memory traffic.
-constexpr int64_t PIECE = 256 * 1024;
-
-// Products of the same x with several weights, which differ in N alone, and in their kind of blocks. One round of work
-// for all of them: to hand work to the other threads and to wait for the last piece costs as much as reading a
-// megabyte.
+// Products of the same x with several weights, which differ in N alone, and in their kind of blocks.
 void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
-  LinearTask& first = tasks.front();
-  const int64_t total = std::accumulate(tasks.begin(), tasks.end(), int64_t{0},
-                                        [](int64_t sum, const LinearTask& task) { return sum + task.N; });
-  if (first.M == 0 || total == 0) return;
+  const LinearTask& first = tasks.front();
+  if (first.M == 0) return;
   const AlignedBytes packed(std::max<int64_t>(64, linear_packed_bytes(first.M, first.K)));
-  first.packed = packed.data();
+  for (LinearTask& task : tasks) task.packed = packed.data();
   VERAX_KERNEL(linear_pack)(first);
-  const auto columns = VERAX_KERNEL(linear_columns);
-  std::vector<int64_t> grains, begins{0};  // of each task: rows of a piece; number of the first piece
-  for (LinearTask& task : tasks) {
-    task.packed = first.packed;
-    const int64_t rows = std::min(PIECE / std::max<int64_t>(1, linear_row_bytes(task)), total / 8);
-    grains.push_back(std::max(LINEAR_STEP, rows / LINEAR_STEP * LINEAR_STEP));
-    begins.push_back(begins.back() + (task.N + grains.back() - 1) / grains.back());
-  }
-  parallel_for(pool, begins.back(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t piece = begin; piece < end; ++piece) {
-      const size_t t = std::upper_bound(begins.begin(), begins.end(), piece) - begins.begin() - 1;
-      const int64_t row = (piece - begins[t]) * grains[t];
-      columns(tasks[t], row, std::min(tasks[t].N, row + grains[t]));
-    }
-  });
+  run_linear(pool, tasks);
 }
 
 bool is(ffi::Span<const int64_t> dimensions, std::initializer_list<int64_t> expected) {

@@ -2,12 +2,16 @@
 //   for each block of BLOCK keys:                          (packed into the first cache level, zeros past the end)
 //     for each group of up to ROWS rows that see any of it:            (if they are few: FEW rows, nothing packed)
 //       scores[row, key] = q . k                           (scores are in powers of 2: q carries scale x log2(e))
+//       scores = cap tanh(scores / cap), where there is a cap
 //       m, l, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
 //       sums[row, h] = alpha x sums + weights . v, with alpha = 2^(old m - new m)
 //   merge the span's (sums, m, l) into those of the spans before it
 // out = sums / l
 //
 // With int8 keys and values, a key's scale multiplies its scores, a value's scale its weights; sums have neither.
+//
+// With a window, a tile begins at the first key that its first query sees, and no key before it is read: its page may be
+// another sequence's.
 //
 // A row of q is one query with one head. What a row computes depends on its own keys only: a block that it does not see
 // is skipped, or adds exactly nothing. This is FlashAttention's algorithm (Dao et al., 2022, arXiv:2205.14135).
@@ -124,7 +128,7 @@ void pack_query(float* to, const Element* from, int64_t H, float scale) {
 // own prefetching, which ends where a page of memory ends, follows all of them at once (a third faster, measured).
 constexpr int64_t STREAMS = 4, EACH = BLOCK / STREAMS;
 
-// Where the keys and values of a block lie, and their scales if they are int8. Past its end: a row of zeros.
+// Where the keys and values of a block lie, and their scales if they are int8. Outside of the tile: a row of zeros.
 template <class Element>
 struct Block {
   static constexpr bool scaled = sizeof(Element) == 1;
@@ -133,15 +137,17 @@ struct Block {
 
   Block(const AttentionTask& t, const AttentionTile& tile, int64_t begin, int64_t count, const Element* zeros) {
     int64_t page = begin / t.page_size, within = begin % t.page_size, at = count ? offset(t, tile, page, within) : 0;
+    const int64_t first = tile.begin - begin;  // of a window, if it is in this block
     // It sees the whole block, in which order does not matter to it then.
-    const bool in_streams = count == BLOCK && tile.num_queries == 1 && !tile.query_segments;
+    const bool in_streams = count == BLOCK && first <= 0 && tile.num_queries == 1 && !tile.query_segments;
     for (int64_t j = 0; j < BLOCK; ++j) {
       const int64_t i = in_streams ? j % EACH * STREAMS + j / EACH : j;
-      k[i] = i < count ? static_cast<const Element*>(t.k) + at : zeros;
-      v[i] = i < count ? static_cast<const Element*>(t.v) + at : zeros;
+      const bool read = first <= i && i < count;
+      k[i] = read ? static_cast<const Element*>(t.k) + at : zeros;
+      v[i] = read ? static_cast<const Element*>(t.v) + at : zeros;
       if constexpr (scaled) {
-        k_scales[i] = i < count ? t.k_scales[at / t.H] : 0;
-        v_scales[i] = i < count ? t.v_scales[at / t.H] : 0;
+        k_scales[i] = read ? t.k_scales[at / t.H] : 0;
+        v_scales[i] = read ? t.v_scales[at / t.H] : 0;
       }
       at += t.token_stride;
       if (++within == t.page_size && j + 1 < count) at = offset(t, tile, ++page, within = 0);
@@ -164,16 +170,24 @@ struct Steps {
 };
 constexpr Steps STEPS;
 
+// Scores, in powers of 2, bent into (-cap log2(e), cap log2(e)): tanh(y) = 1 - 2 / (1 + e^2y).
+inline F32 soft_capped(F32 score, float cap) {
+  const F32 twice = sub(zero(), max(broadcast(-126), mul(score, broadcast(-2 / cap))));  // exp2 takes less than 127
+  const F32 rest = div(broadcast(-2), add(broadcast(1), exp2(twice)));
+  return mul(add(broadcast(1), rest), broadcast(cap * LOG2_E));
+}
+
 // Scores to weights, for one row over `vectors` registers of keys; `hidden` is null where every key is visible.
 // Returns alpha, the factor of the sums before this block.
 template <class Kind>
-float soften(float* scores, float* weights, int64_t vectors, const Block<typename Kind::Element>& block,
+float soften(float soft_cap, float* scores, float* weights, int64_t vectors, const Block<typename Kind::Element>& block,
              const float* hidden, float& m, float& l) {
   constexpr bool scaled = Block<typename Kind::Element>::scaled;
   F32 most = broadcast(m);
   for (int64_t i = 0; i < vectors; ++i) {
     float* at = scores + i * F32::lanes;
     if (scaled) store(at, mul(load(at), load(block.k_scales + i * F32::lanes)));
+    if (soft_cap != 0) store(at, soft_capped(load(at), soft_cap));
     if (hidden) store(at, pick(load(hidden + i * F32::lanes), load(at), broadcast(-__builtin_inff())));
     most = max(load(at), most);
   }
@@ -202,13 +216,21 @@ struct Visibility {
   float buffer[BLOCK];
 
   int64_t visible(int64_t query) const { return tile.visible + (task.causal ? query : 0) - begin; }
+  int64_t first(int64_t query) const { return task.window ? visible(query) - task.window : 0; }
+  bool none(int64_t first_query, int64_t last_query) const {
+    return visible(last_query) <= 0 || first(first_query) >= count;
+  }
 
   const float* hidden(int64_t query) {
+    const int64_t from = first(query);
     int64_t seen = visible(query);
     seen = seen < 0 ? 0 : seen < count ? seen : count;
-    if (tile.query_segments) {
-      const int32_t segment = tile.query_segments[query], *segments = tile.key_segments + begin;
-      for (int64_t i = 0; i < columns; ++i) buffer[i] = i < seen && segments[i] == segment ? 0 : -1;
+    if (tile.query_segments || from > 0) {
+      const int32_t *segment = tile.query_segments, *segments = tile.key_segments;
+      for (int64_t i = 0; i < columns; ++i) {
+        const bool sees = from <= i && i < seen && (!segment || segments[begin + i] == segment[query]);
+        buffer[i] = sees ? 0 : -1;
+      }
       return buffer;
     }
     return seen < columns ? STEPS.sign + BLOCK - seen : nullptr;
@@ -227,12 +249,12 @@ void attend_block(const AttentionTask& t, const AttentionTile& tile, int64_t row
   Visibility visibility{t, tile, begin, count, columns, {}};
   for (int64_t row = 0; row < rows; row += ROWS) {
     const int64_t n = rows - row < ROWS ? rows - row : ROWS;
-    if (visibility.visible((row + n - 1) / G) <= 0) continue;
+    if (visibility.none(row / G, (row + n - 1) / G)) continue;
     product<Kind>(n, {s.q.row(row), s.q.stride}, s.k, key_depth, s.scores, vectors, nullptr);
     float alpha[ROWS];
     for (int64_t i = 0; i < n; ++i) {
-      alpha[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, visibility.hidden((row + i) / G),
-                               state.m[row + i], state.l[row + i]);
+      alpha[i] = soften<Kind>(t.soft_cap, s.scores.row(i), s.weights.row(i), vectors, block,
+                               visibility.hidden((row + i) / G), state.m[row + i], state.l[row + i]);
     }
     product<Kind>(n, s.weights, s.v, depth, {state.sums.row(row), state.sums.stride},
                   (t.H + F32::lanes - 1) / F32::lanes, alpha);
@@ -253,8 +275,8 @@ void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, in
       direct_scores<Kind, R>({s.q.row(row), s.q.stride}, block.k, next.k, columns, t.H, s.scores);
       float alpha[R];
       for (int i = 0; i < R; ++i) {
-        alpha[i] = soften<Kind>(s.scores.row(i), s.weights.row(i), vectors, block, hidden, state.m[row + i],
-                                 state.l[row + i]);
+        alpha[i] = soften<Kind>(t.soft_cap, s.scores.row(i), s.weights.row(i), vectors, block, hidden,
+                                 state.m[row + i], state.l[row + i]);
       }
       direct_sums<Kind, R>(s.weights, block.v, next.v, count, t.H, {state.sums.row(row), state.sums.stride}, alpha);
     };
@@ -278,6 +300,7 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
   }
   const bool direct = tile.num_queries == 1 && rows <= DIRECT_ROWS;
   const auto attend_keys = direct ? attend_block_directly<Kind> : attend_block<Kind>;
+  const int64_t first_block = tile.begin / BLOCK * BLOCK;
   const auto attend_span = [&](int64_t begin, int64_t end, State& state) {
     clear(state, rows);
     const auto keys_from = [&](int64_t at) { return at > end ? 0 : end - at < BLOCK ? end - at : BLOCK; };
@@ -291,12 +314,14 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
   };
   if (tile.partial) {
     State state = state_at(tile.partial, rows, t.H);
-    return attend_span(tile.begin, tile.end, state);
+    return attend_span(first_block, tile.end, state);
   }
   clear(s.merged, rows);
-  for (int64_t begin = tile.begin; begin < tile.end; begin += ATTENTION_SPAN) {
-    attend_span(begin, tile.end - begin < ATTENTION_SPAN ? tile.end : begin + ATTENTION_SPAN, s.span);
+  for (int64_t begin = first_block; begin < tile.end;) {
+    const int64_t next = (begin / ATTENTION_SPAN + 1) * ATTENTION_SPAN, end = next < tile.end ? next : tile.end;
+    attend_span(begin, end, s.span);
     merge(s.merged, s.span, rows);
+    begin = end;
   }
   finish(t, tile, s.merged, rows);
 }

@@ -20,7 +20,9 @@ struct AttentionTask {
   const float *k_scales, *v_scales;  // of int8: one for each H elements of k and v
   int64_t num_pages, page_size, page_stride, head_stride, token_stride;
   bool causal;            // each query sees one key more than the one before it
+  int64_t window;         // keys that a causal query sees at most, the last ones; 0: all of them
   float scale;            // on the scores
+  float soft_cap;         // bound of the scores, soft_cap tanh(score / soft_cap); 0: none
   float* out;             // [queries, N, H]
 };
 
@@ -29,7 +31,8 @@ struct AttentionTile {
   int64_t first_query, num_queries;
   int64_t head;                      // of keys and values
   int64_t visible;                   // keys that the first query sees
-  int64_t begin, end;                // keys of this tile, at most those that its last query sees
+  int64_t begin, end;                // keys of this tile: at most those from the first that its first query sees to
+                                     // the last that its last one sees; others are not read
   const int32_t* pages;
   const int32_t* query_segments;     // null, or by query and by key: they see their own segment
   const int32_t* key_segments;

@@ -1,4 +1,4 @@
-"""`EmbeddingQueue`: batches of whatever waits, bounds, cancellation and the end."""
+"""`BatchQueue`: batches of whatever waits, bounds, cancellation and the end."""
 
 import asyncio
 import threading
@@ -7,20 +7,18 @@ import numpy as np
 import pytest
 
 from verax.errors import EngineDeadError, QueueFullError
-from verax.serve.embedding_queue import EmbeddingQueue
+from verax.serve.batch_queue import BatchQueue
 
 
 class SlowEncoder:
     """Stands in for an encoder: a vector is the sentence's tokens, and a batch waits for permission."""
-
-    dimension = 2
 
     def __init__(self):
         self.batches = []
         self.may_go = threading.Semaphore(0)
         self.started = threading.Semaphore(0)
 
-    def encode_tokens(self, token_ids, batch_size):
+    def encode_tokens(self, token_ids):
         self.batches.append([ids[0] for ids in token_ids])
         self.started.release()
         assert self.may_go.acquire(timeout=10)
@@ -36,11 +34,15 @@ def encoder():
 
 @pytest.fixture
 def queue(encoder):
-    queue = EmbeddingQueue(encoder, batch_size=4, max_inputs=8)
+    queue = BatchQueue(encoder.encode_tokens, name="test", batch_size=4, max_inputs=8)
     yield queue
     for _ in range(8):
         encoder.may_go.release()
     queue.close()
+
+
+def embed(queue, token_ids):
+    return queue.run(token_ids, [len(ids) for ids in token_ids])
 
 
 async def started(encoder):
@@ -49,9 +51,9 @@ async def started(encoder):
 
 def test_what_waits_when_the_thread_becomes_free_is_one_batch(queue, encoder):
     async def main():
-        first = asyncio.create_task(queue.embed([[1]]))
+        first = asyncio.create_task(embed(queue, [[1]]))
         await started(encoder)
-        rest = [asyncio.create_task(queue.embed([[10 * i, 0], [10 * i + 1]])) for i in (1, 2, 3)]
+        rest = [asyncio.create_task(embed(queue, [[10 * i, 0], [10 * i + 1]])) for i in (1, 2, 3)]
         await asyncio.sleep(0)
         for _ in range(3):
             encoder.may_go.release()
@@ -67,9 +69,9 @@ def test_what_waits_when_the_thread_becomes_free_is_one_batch(queue, encoder):
 
 def test_a_request_that_was_cancelled_is_left_out(queue, encoder):
     async def main():
-        first = asyncio.create_task(queue.embed([[1]]))
+        first = asyncio.create_task(embed(queue, [[1]]))
         await started(encoder)
-        gone, rest = asyncio.create_task(queue.embed([[2]])), asyncio.create_task(queue.embed([[3]]))
+        gone, rest = asyncio.create_task(embed(queue, [[2]])), asyncio.create_task(embed(queue, [[3]]))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.sleep(0)
@@ -85,8 +87,8 @@ def test_an_error_reaches_its_batch_and_the_queue_goes_on(queue, encoder):
 
     async def main():
         with pytest.raises(ValueError, match="negative"):
-            await queue.embed([[-1]])
-        return await queue.embed([[5]])
+            await embed(queue, [[-1]])
+        return await embed(queue, [[5]])
 
     assert asyncio.run(main()).tolist() == [[5, 1]]
 
@@ -102,10 +104,10 @@ def test_places_are_bounded_and_given_back(queue):
 
 
 def test_closing_fails_those_who_wait(encoder):
-    queue = EmbeddingQueue(encoder, batch_size=1, max_inputs=8)
+    queue = BatchQueue(encoder.encode_tokens, name="test", batch_size=1, max_inputs=8)
 
     async def main():
-        tasks = [asyncio.create_task(queue.embed([[i]])) for i in (1, 2)]
+        tasks = [asyncio.create_task(embed(queue, [[i]])) for i in (1, 2)]
         await started(encoder)
         closing = asyncio.create_task(asyncio.to_thread(queue.close))
         while not queue._closed:
@@ -116,6 +118,6 @@ def test_closing_fails_those_who_wait(encoder):
         with pytest.raises(EngineDeadError):
             await tasks[1]
         with pytest.raises(EngineDeadError):
-            await queue.embed([[3]])
+            await embed(queue, [[3]])
 
     asyncio.run(main())

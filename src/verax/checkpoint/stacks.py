@@ -1,0 +1,95 @@
+"""Stacks: weights `[E, F, D]`, such as a layer's experts, that many checkpoints have as single matrices.
+
+A model's class declares `stacked_weights`: pairs of a pattern of a stack's key, and the replacements that turn it into
+the keys of the matrices which lie one below the other in each of the E, `{}` being the number of the expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from verax.checkpoint.checkpoint import Checkpoint
+from verax.errors import CheckpointError
+from verax.ops.quantized import INT4_ROWS, QuantizedWeight
+
+__all__ = ["Patterns", "Stack", "StackedKeys", "split_quantized", "stacked_keys"]
+
+Patterns = Iterable[tuple[str, tuple[str, ...]]]
+"""A model's `stacked_weights`."""
+
+StackedKeys = Sequence[tuple[str, ...]]
+"""Keys of a stack's matrices: for each of the E, those that lie one below the other."""
+
+
+def stacked_keys(name: str, shape: tuple[int, ...], patterns: Patterns) -> StackedKeys | None:
+    """Keys of the matrices of a stack of this shape; None for a weight whose name no pattern is found in."""
+    for pattern, replacements in patterns:
+        if re.search(pattern, name):
+            keys = [re.sub(pattern, replacement, name) for replacement in replacements]
+            return [tuple(key.format(i) for key in keys) for i in range(shape[0])]
+    return None
+
+
+class Stack:
+    """A stack in a checkpoint: one array, or single matrices.
+
+    Attributes:
+        shape: `(E, F, D)`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, shape: tuple[int, int, int], keys: str | StackedKeys):
+        self.shape = shape
+        self._checkpoint = checkpoint
+        self._keys = keys
+
+    def read(self, i: int) -> np.ndarray | QuantizedWeight:
+        """Matrix `[F, D]` of expert i: a view of the file if it lies there in one piece, else a copy.
+
+        Raises:
+            CheckpointError: if its parts are quantised differently, with their keys.
+        """
+        if isinstance(self._keys, str):
+            whole = self._checkpoint.read(self._keys)
+            return whole[i] if isinstance(whole, np.ndarray) else jax.tree.map(lambda array: array[i], whole)
+        parts = [self._checkpoint.read(key) for key in self._keys[i]]
+        if len(parts) == 1:
+            return parts[0]
+        if all(isinstance(part, np.ndarray) for part in parts):
+            return np.concatenate(parts)
+        if len({self._checkpoint.kind(key) for key in self._keys[i]}) > 1:
+            kinds = ", ".join(f"{key}: {self._checkpoint.kind(key)}" for key in self._keys[i])
+            raise CheckpointError(f"{self._checkpoint.folder}: one expert in two precisions ({kinds})")
+        return _concatenate(parts)
+
+    def release(self, i: int) -> None:
+        """Give the memory of a matrix's pages back; of one array, after its last matrix."""
+        if isinstance(self._keys, str):
+            if i == self.shape[0] - 1:
+                self._checkpoint.release(self._keys)
+        else:
+            for key in self._keys[i]:
+                self._checkpoint.release(key)
+
+
+def _concatenate(parts: Sequence[Any]) -> QuantizedWeight:
+    first = parts[0]
+    if first.bits == 4 and any(part.size_out % INT4_ROWS for part in parts[:-1]):
+        pairs = zip(*((part.integers(), part.row_scales()) for part in parts), strict=True)
+        return QuantizedWeight.from_integers(*map(jnp.concatenate, pairs), first.bits, first.group_size)
+    pairs = zip(*((part.values, part.scales) for part in parts), strict=True)
+    rows = sum(part.size_out for part in parts)
+    return QuantizedWeight(*map(jnp.concatenate, pairs), rows, first.size_in, first.group_size, first.bits)
+
+
+def split_quantized(stack: QuantizedWeight, parts: int) -> Iterator[list[QuantizedWeight]]:
+    """Matrices of a quantised stack, each cut into so many parts of equal rows."""
+    for i in range(stack.shape[0]):
+        matrix: QuantizedWeight = jax.tree.map(lambda array, i=i: array[i], stack)
+        pairs = zip(jnp.split(matrix.integers(), parts), jnp.split(matrix.row_scales(), parts), strict=True)
+        yield [QuantizedWeight.from_integers(*pair, matrix.bits, matrix.group_size) for pair in pairs]

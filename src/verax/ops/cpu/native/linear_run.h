@@ -1,0 +1,40 @@
+// Shares products with few rows over the threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/linear.h"
+#include "levels.h"
+#include "parallel.h"
+
+namespace verax {
+
+// Bytes of weight that a thread takes at a time: some ten microseconds of memory traffic.
+constexpr int64_t LINEAR_PIECE = 256 * 1024;
+
+// Products whose x is packed, with weights of one K and one kind, but for that of blocks. One round of work for all of them: to hand work to the
+// other threads and to wait for the last piece costs as much as reading a megabyte.
+template <typename Pool>
+void run_linear(Pool& pool, const std::vector<LinearTask>& tasks) {
+  int64_t total = 0;
+  for (const LinearTask& task : tasks) total += task.N;
+  if (total == 0) return;
+  const auto columns = VERAX_KERNEL(linear_columns);
+  std::vector<int64_t> grains, begins{0};  // of each task: rows of a piece; number of the first piece
+  for (const LinearTask& task : tasks) {
+    const int64_t rows = std::min(LINEAR_PIECE / std::max<int64_t>(1, linear_row_bytes(task)), total / 8);
+    grains.push_back(std::max(LINEAR_STEP, rows / LINEAR_STEP * LINEAR_STEP));
+    begins.push_back(begins.back() + (task.N + grains.back() - 1) / grains.back());
+  }
+  parallel_for(pool, begins.back(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const size_t t = std::upper_bound(begins.begin(), begins.end(), piece) - begins.begin() - 1;
+      const int64_t row = (piece - begins[t]) * grains[t];
+      columns(tasks[t], row, std::min(tasks[t].N, row + grains[t]));
+    }
+  });
+}
+
+}  // namespace verax

@@ -1,0 +1,122 @@
+"""`y = x W[g]^T`: each row by the matrix of its group, as a mixture of experts multiplies tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from verax.ops._dispatch import operation
+from verax.ops._example import Example, bfloat16, float32, int32
+from verax.ops._target import target
+from verax.ops.linear import linear
+from verax.ops.quantized import QuantizedWeight
+
+__all__ = ["Stack", "flat_rows", "grouped_linear"]
+
+Stack = Float[Array, "E F D"] | QuantizedWeight
+
+
+@operation
+def grouped_linear(x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, "*#B"]) -> Float[Array, "*B F"]:
+    """`linear(x[i], weights[groups[i]])` for each row i, float32.
+
+    Leading axes of `x` and `groups` are broadcast against each other: a token's k experts are
+    `grouped_linear(x[:, None], weights, experts)` with `x [T, D]` and `experts [T, k]`. Inputs are rounded as by
+    `ops.linear` for few rows, however many there are: an answer should not depend on its batch.
+
+    Args:
+        x: the rows.
+        weights: E matrices `[F, D]`, as an array or quantised.
+        groups: 0 to E - 1, of each row.
+    """
+
+    def add_group(y: Float[Array, "*B F"], group: tuple[Int[Array, ""], Any]) -> tuple[Float[Array, "*B F"], None]:
+        index, weight = group
+        return jnp.where((groups == index)[..., None], linear.reference(x, weight), y), None
+
+    E, F, _ = weights.shape
+    zeros = jnp.zeros((*jnp.broadcast_shapes(x.shape[:-1], groups.shape), F))
+    return jax.lax.scan(add_group, zeros, (jnp.arange(E), weights))[0]
+
+
+@grouped_linear.example
+def _grouped_linear_examples() -> list[Example]:
+    return [
+        Example((float32(tokens, 1, 2048), bfloat16(128, 1536, 2048), int32(tokens, 8)), label=label)
+        for tokens, label in ((1, "1 token"), (512, "512 tokens"))
+    ]
+
+
+def flat_rows(x: Float[Array, "*#B D"], groups: Int[Array, "*#B"]) -> tuple[Float[Array, "R D"], Int[Array, "R"]]:
+    """Rows and their groups, one behind the other."""
+    leading = jnp.broadcast_shapes(x.shape[:-1], groups.shape)
+    rows = jnp.broadcast_to(x, (*leading, x.shape[-1]))
+    return rows.reshape(-1, x.shape[-1]), jnp.broadcast_to(groups, leading).reshape(-1)
+
+
+def _is_array(x: Any, weights: Any, groups: Any) -> bool:
+    return not isinstance(weights, QuantizedWeight)
+
+
+@grouped_linear.implementation("ragged_dot", platforms=("gpu", "tpu"), single_device=True, accepts=_is_array)
+def _grouped_linear_ragged_dot(
+    x: Float[Array, "*#B D"], weights: Float[Array, "E F D"], groups: Int[Array, "*#B"]
+) -> Float[Array, "*B F"]:
+    # Not on a CPU, where JAX multiplies every row by every matrix.
+    rows, of = flat_rows(x, groups)
+    order = jnp.argsort(of)
+    y = jax.lax.ragged_dot(
+        rows[order].astype(weights.dtype),
+        weights.swapaxes(1, 2),
+        jnp.bincount(of, length=weights.shape[0]).astype(jnp.int32),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return y[jnp.argsort(order)].reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])
+
+
+def _are_few(x: Any, weights: Any, groups: Any) -> bool:
+    # A copy of a matrix costs as much as its product, so that half as many rows as groups are the break-even point.
+    return 2 * math.prod(jnp.broadcast_shapes(x.shape[:-1], groups.shape)) <= weights.shape[0]
+
+
+@grouped_linear.implementation("gathered", single_device=True, accepts=_are_few)
+def _grouped_linear_gathered(
+    x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, "*#B"]
+) -> Float[Array, "*B F"]:
+    # Few rows: only the matrices of their groups are read.
+    rows, of = flat_rows(x, groups)
+    y = jax.vmap(linear.reference)(rows, jax.tree.map(lambda part: part[of], weights))
+    return y.reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])
+
+
+ROWS_AT_ONCE = 256
+"""Rows that `on_a_mesh` multiplies at a time: what lies between holds E copies of each."""
+
+
+def _is_on_a_mesh(x: Any, weights: Any, groups: Any) -> bool:
+    return target().num_devices > 1 and _is_array(x, weights, groups)
+
+
+@grouped_linear.implementation("on_a_mesh", accepts=_is_on_a_mesh)
+def _grouped_linear_on_a_mesh(
+    x: Float[Array, "*#B D"], weights: Float[Array, "E F D"], groups: Int[Array, "*#B"]
+) -> Float[Array, "*B F"]:
+    # A row stands in the place of its group, with zeros in all others. So XLA's partitioner divides the sum over E:
+    # each device multiplies by the matrices that it holds, and only y is added up between them.
+    def multiply(row: tuple[Float[Array, "D"], Int[Array, ""]]) -> Float[Array, "F"]:
+        placed = jnp.where(jnp.arange(weights.shape[0])[:, None] == row[1], row[0], 0).astype(weights.dtype)
+        return jnp.einsum(
+            "ed,efd->f",
+            placed,
+            weights,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+    y = jax.lax.map(multiply, flat_rows(x, groups), batch_size=ROWS_AT_ONCE)
+    return y.reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])

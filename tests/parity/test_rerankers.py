@@ -1,0 +1,112 @@
+"""Rerankers against transformers' models: cross-encoders of each family, and Qwen3-Reranker's model card."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.parity.test_sentence_models import MODERN, QWEN, filled
+from tests.support.tiny_encoder import (
+    ROBERTA_PAIR,
+    ROBERTA_SPECIAL,
+    SIZES,
+    qwen_tokenizer,
+    random_sentences,
+    tiny_tokenizer,
+)
+from verax import Reranker
+from verax.embed.scorers import PREFIX, SUFFIX
+
+DOCUMENTS = random_sentences(30, seed=5)
+QUERIES = ["who sat on the mat ?", " ".join(random_sentences(3, seed=6, most=30))]
+LONGEST = 32
+
+
+def bert(folder):
+    tiny_tokenizer(folder)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=1))
+
+
+def roberta(folder):
+    tiny_tokenizer(folder, ROBERTA_SPECIAL, ROBERTA_PAIR)
+    sizes = {**SIZES, "type_vocab_size": 1, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}
+    return transformers.XLMRobertaForSequenceClassification(transformers.XLMRobertaConfig(**sizes, num_labels=1))
+
+
+def modernbert(folder, pooling="cls"):
+    tiny_tokenizer(folder)
+    options = dict(num_labels=1, classifier_pooling=pooling, classifier_bias=pooling == "mean")
+    return transformers.ModernBertForSequenceClassification(transformers.ModernBertConfig(**MODERN, **options))
+
+
+FAMILIES = {
+    "bert": bert,
+    "xlm-roberta": roberta,
+    "modernbert": modernbert,
+    "modernbert-mean": lambda folder: modernbert(folder, "mean"),
+}
+
+
+def logits(model, folder, query, max_length=LONGEST):
+    """As sentence-transformers' CrossEncoder: padded batches of pairs, the longer text cut first."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(
+        [(query, document) for document in DOCUMENTS],
+        **dict(padding=True, truncation="longest_first", max_length=max_length, return_tensors="pt"),
+        return_token_type_ids=model.config.model_type == "bert",
+    )
+    with torch.no_grad():
+        return model(**inputs).logits[:, 0].float()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_the_sigmoid_of_transformers_logits(family, tmp_path):
+    theirs = filled(FAMILIES[family](tmp_path))
+    theirs.save_pretrained(tmp_path)
+    reranker = Reranker(tmp_path, max_length=LONGEST)
+    for query in QUERIES:  # a short one, and one that loses its end
+        ours = reranker.score(query, DOCUMENTS)
+        assert reranker.truncated > 0
+        expected = logits(theirs, tmp_path, query)
+        assert expected.std() > 0.1
+        np.testing.assert_allclose(ours, torch.sigmoid(expected).numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert-mean"])
+def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
+    rounded = filled(FAMILIES[family](tmp_path)).to(torch.bfloat16)
+    rounded.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    rounded.save_pretrained(tmp_path)
+    theirs = logits(rounded, tmp_path, QUERIES[0]).numpy()
+    truth = logits(rounded.float(), tmp_path, QUERIES[0]).numpy()
+    ours = Reranker(tmp_path, dtype="bfloat16", max_length=LONGEST).score(QUERIES[0], DOCUMENTS)
+    assert np.linalg.norm(ours - truth) <= 1.1 * np.linalg.norm(theirs - truth)
+
+
+@pytest.mark.parametrize(("instruction", "tied"), [(None, True), ("the document is about a fox", False)])
+def test_a_language_model_gives_the_probability_of_yes_as_on_its_model_card(instruction, tied, tmp_path):
+    assert qwen_tokenizer(tmp_path) <= QWEN["vocab_size"]
+    sizes = {**QWEN, "max_position_embeddings": 1024, "tie_word_embeddings": tied}
+    theirs = filled(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)))
+    theirs.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
+    prefix, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
+    max_length = len(prefix) + len(suffix) + 200
+    told = instruction or "Given a web search query, retrieve relevant passages that answer the query"
+    pairs = [f"<Instruct>: {told}\n<Query>: {QUERIES[0]}\n<Document>: {document}" for document in DOCUMENTS]
+    inputs = tokenizer(
+        pairs, padding=False, truncation="longest_first", max_length=max_length - len(prefix) - len(suffix)
+    )
+    for i, ids in enumerate(inputs["input_ids"]):
+        inputs["input_ids"][i] = prefix + ids + suffix
+    inputs.pop("attention_mask", None)
+    padded = tokenizer.pad({"input_ids": inputs["input_ids"]}, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        last = theirs(**padded).logits[:, -1]
+    yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    expected = torch.stack([last[:, no], last[:, yes]], dim=1).log_softmax(dim=1)[:, 1].exp().numpy()
+    assert expected.std() > 0.005
+    reranker = Reranker(tmp_path, max_length=max_length)
+    np.testing.assert_allclose(reranker.score(QUERIES[0], DOCUMENTS, instruction=instruction), expected, atol=2e-6)
+    assert reranker.truncated > 0

@@ -1,0 +1,176 @@
+"""Sentence encoders against transformers' models: RoBERTa, ModernBERT and Qwen3, with prompts and every pooling.
+
+Pooling and prompts are written here as sentence-transformers has them.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import save_file
+
+from tests.support.tiny_encoder import (
+    ROBERTA_PAIR,
+    ROBERTA_SPECIAL,
+    SIZES,
+    qwen_tokenizer,
+    random_sentences,
+    sentence_files,
+    tiny_tokenizer,
+)
+from verax import Encoder
+
+SENTENCES = random_sentences(45, seed=3)
+LONGEST = 24
+QUERY = "the house : "
+
+QWEN = dict(
+    vocab_size=330,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    eos_token_id=1,
+    bos_token_id=None,
+)
+MODERN = {name: SIZES[name] for name in SIZES if name not in ("type_vocab_size", "hidden_act", "layer_norm_eps")}
+MODERN |= dict(
+    # A window of 5 tokens on each side, in sentences of up to 24.
+    local_attention=10,
+    global_attn_every_n_layers=2,
+    rope_parameters={
+        "full_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+)
+
+
+def filled(model):
+    """A model with weights of real spread, biases and norms included."""
+    generator = torch.Generator().manual_seed(0)
+    for key, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        norm = "norm" in key.lower() and key.endswith("weight")
+        weight.data = 1.5 * noise * weight.shape[1] ** -0.5 if weight.ndim == 2 else 0.3 * noise + norm
+    return model.eval()
+
+
+def roberta(folder):
+    tiny_tokenizer(folder, ROBERTA_SPECIAL, ROBERTA_PAIR)
+    sizes = {**SIZES, "type_vocab_size": 1, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}
+    return filled(transformers.XLMRobertaModel(transformers.XLMRobertaConfig(**sizes)))
+
+
+def modernbert(folder):
+    tiny_tokenizer(folder)
+    return filled(transformers.ModernBertModel(transformers.ModernBertConfig(**MODERN)))
+
+
+def qwen3(folder):
+    assert qwen_tokenizer(folder, appends_end=True) <= QWEN["vocab_size"]
+    return filled(transformers.Qwen3Model(transformers.Qwen3Config(**QWEN, tie_word_embeddings=False)))
+
+
+FAMILIES = {"roberta": roberta, "modernbert": modernbert, "qwen3": qwen3}
+
+
+def embed(model, folder, *, mode, prompt="", include_prompt=True, normalize=True, max_length=LONGEST):
+    """Vectors as sentence-transformers makes them: padded batches, masked pooling."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
+    texts = [prompt + sentence for sentence in SENTENCES]
+    inputs = tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    if mode == "cls":
+        vectors = hidden[:, 0]
+    elif mode == "lasttoken":
+        vectors = hidden[torch.arange(len(ids)), mask.sum(1) - 1]
+    else:
+        counted = mask.clone()
+        if prompt and not include_prompt:
+            before = tokenizer([prompt])["input_ids"][0]
+            counted[:, : len(before) - (before[-1] in tokenizer.all_special_ids)] = 0
+        weights = counted[..., None].to(hidden.dtype)
+        vectors = (hidden * weights).sum(1) / weights.sum(1)
+    return (torch.nn.functional.normalize(vectors) if normalize else vectors).float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("roberta", "mean"), ("modernbert", "cls"), ("modernbert", "mean"), ("qwen3", "lasttoken"), ("qwen3", "mean")],
+)
+def test_float32_vectors_are_those_of_transformers(family, mode, tmp_path):
+    theirs = FAMILIES[family](tmp_path)
+    theirs.save_pretrained(tmp_path)
+    sentence_files(tmp_path, mode=mode, max_seq_length=LONGEST)
+    encoder = Encoder(tmp_path)
+    ours = encoder.encode(SENTENCES)
+    assert encoder.truncated > 0
+    np.testing.assert_allclose(ours, embed(theirs, tmp_path, mode=mode), atol=2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
+    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
+    rounded = FAMILIES[family](tmp_path).to(torch.bfloat16)
+    rounded.save_pretrained(tmp_path)
+    sentence_files(tmp_path, max_seq_length=LONGEST)
+    theirs = embed(rounded, tmp_path, mode="mean")
+    truth = embed(rounded.float(), tmp_path, mode="mean")
+    ours = Encoder(tmp_path, dtype="bfloat16").encode(SENTENCES)
+    assert np.linalg.norm(ours - truth) <= 1.1 * np.linalg.norm(theirs - truth)
+
+
+@pytest.mark.parametrize(("include_prompt", "normalize"), [(True, True), (False, False)])
+def test_prompts_go_before_sentences_and_count_unless_told_otherwise(include_prompt, normalize, tmp_path):
+    theirs = modernbert(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    sentence_files(tmp_path, max_seq_length=LONGEST, prompts={"query": QUERY}, include_prompt=include_prompt)
+    expected = embed(theirs, tmp_path, mode="mean", prompt=QUERY, include_prompt=include_prompt, normalize=normalize)
+    encoder = Encoder(tmp_path)
+    ours = encoder.encode(SENTENCES, prompt_name="query", normalize=normalize)
+    np.testing.assert_allclose(ours, expected, atol=2e-6 * max(1.0, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("family", ["modernbert", "qwen3"])
+def test_a_language_model_or_a_model_with_a_head_is_an_encoder_without_it(family, tmp_path):
+    theirs = FAMILIES[family](tmp_path)
+    heads = {"modernbert": transformers.ModernBertForMaskedLM, "qwen3": transformers.Qwen3ForCausalLM}
+    whole = filled(heads[family](theirs.config))
+    whole.save_pretrained(tmp_path)
+    ours = Encoder(tmp_path, pooling="lasttoken", max_length=LONGEST).encode(SENTENCES)
+    np.testing.assert_allclose(ours, embed(whole.model, tmp_path, mode="lasttoken"), atol=2e-6)
+
+
+def test_layers_behind_the_pooling_are_those_of_sentence_transformers(tmp_path):
+    theirs = roberta(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    sentence_files(tmp_path, steps=("Transformer", "Pooling", "Dense", "Dense", "Normalize"), max_seq_length=LONGEST)
+    vectors = torch.from_numpy(embed(theirs, tmp_path, mode="mean", normalize=False))
+    generator = torch.Generator().manual_seed(1)
+    for folder, sizes, name, bias in (("2_Dense", (48, 30), "Tanh", True), ("3_Dense", (30, 20), "Identity", False)):
+        weight = torch.randn(sizes[::-1], generator=generator)
+        weights = {"linear.weight": weight} | (
+            {"linear.bias": torch.randn(sizes[1], generator=generator)} if bias else {}
+        )
+        (tmp_path / folder).mkdir()
+        save_file(weights, tmp_path / folder / "model.safetensors")
+        module = "activation" if name == "Tanh" else "linear"
+        config = {"in_features": sizes[0], "out_features": sizes[1], "bias": bias}
+        config["activation_function"] = f"torch.nn.modules.{module}.{name}"
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        vectors = getattr(torch.nn, name)()(torch.nn.functional.linear(vectors, weight, weights.get("linear.bias")))
+    expected = torch.nn.functional.normalize(vectors).numpy()
+    encoder = Encoder(tmp_path)
+    assert encoder.dimension == 20
+    np.testing.assert_allclose(encoder.encode(SENTENCES), expected, atol=2e-6)
+    assert encoder.encode(SENTENCES, dimensions=7).shape == (45, 7)

@@ -1,0 +1,188 @@
+"""Engine on a model with sliding windows: blocks behind them go to other sequences, and no token changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.tiny import WINDOWED, tiny_checkpoint
+from tests.text.conftest import make_llm
+from verax.errors import InvalidParameterError
+from verax.text.block_manager import BlockManager
+from verax.text.cache_groups import most_blocks
+from verax.text.sampling_params import SamplingParams
+from verax.text.scheduler import Scheduler
+
+WINDOW = WINDOWED["sliding_window"]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 70, 33, 64, 7, 40, 12, 3, 50)]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """An engine with blocks of 4 tokens, steps of 32 and layers that see 10, 96 and 10 tokens."""
+    return make_llm(tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "windowed", **WINDOWED))
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """Greedy answers of the model without an engine: a forward pass over the whole text for each token."""
+    runner = llm.engine.runner
+
+    @jax.jit
+    def scores(text):
+        model = runner.abstract_model.build(runner._weights)
+        return model.logits(model(text[None])[0])
+
+    def answer(prompt):
+        text = list(prompt)
+        for _ in range(GREEDY.max_tokens):
+            text.append(int(scores(jnp.asarray([*text, *[0] * (96 - len(text))]))[len(text) - 1].argmax()))
+        return tuple(text[len(prompt) :])
+
+    return [answer(prompt) for prompt in PROMPTS]
+
+
+def set_blocks(llm, counts, *, caching=True):
+    """Give the engine a new scheduler with fewer blocks of each group than there are pages; its block manager."""
+    config = llm.engine.runner.config
+    windows = [group.window for group in config.groups]
+    assert all(count <= group.num_blocks for count, group in zip(counts, config.groups, strict=True))
+    blocks = BlockManager(counts, config.block_size, windows=windows, enable_prefix_caching=caching)
+    llm.engine.scheduler = Scheduler(
+        blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    return blocks
+
+
+@pytest.fixture(autouse=True)
+def all_blocks(llm):
+    """Every test begins with all blocks and an empty prefix cache."""
+    set_blocks(llm, [group.num_blocks for group in llm.engine.runner.config.groups])
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def generate(llm, prompts, params=GREEDY):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_tokens_alone_are_those_of_the_model_without_an_engine(llm, expected):
+    assert [tokens(generate(llm, [prompt]))[0] for prompt in PROMPTS] == expected
+
+
+def test_tokens_in_a_crowd_are_those_of_the_model_without_an_engine(llm, expected):
+    assert tokens(generate(llm, PROMPTS)) == expected
+    blocks = llm.engine.scheduler.blocks
+    assert blocks.num_free == blocks.num_usable
+
+
+@pytest.mark.parametrize("counts", [(26, 40), (100, 13)], ids=["full attention is short", "windows are short"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+def test_preemption_changes_no_token(llm, expected, counts, caching):
+    set_blocks(llm, counts, caching=caching)
+    order = sorted(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))  # short ones are admitted, and grow
+    assert tokens(generate(llm, [PROMPTS[i] for i in order])) == [expected[i] for i in order]
+    assert llm.engine.scheduler.num_preemptions > 0
+    llm.engine.check()
+
+
+def test_a_long_sequence_owns_no_more_blocks_than_its_window_and_a_chunk_need(llm):
+    llm.add_request(PROMPTS[2], GREEDY)
+    (sequence,) = llm.engine.scheduler.waiting
+    owned = []
+    while llm.has_unfinished_requests:
+        llm.step()
+        owned.append([sum(map(bool, table)) for table in sequence.tables])
+    prompt, answer = owned[1:3], owned[5:-1]
+    assert max(windowed for _, windowed in prompt) <= most_blocks(96, WINDOW, 32, 4) == 11
+    assert max(windowed for _, windowed in answer) <= most_blocks(96, WINDOW, 1, 4) == 4
+    assert answer[-1][0] == 23  # 89 or 90 tokens, whose blocks full attention keeps
+
+
+def test_pages_behind_the_window_are_never_read(llm, expected):
+    blocks = set_blocks(llm, (100, 25), caching=False)
+    runner = llm.engine.runner
+    windowed = runner.config.groups[1]
+    run, poisoned = runner.run, set()
+
+    def poison_and_run(schedule):
+        # What the plan has given back is another sequence's from this step on.
+        free = set(blocks._pools[1]._free)
+        reused = [page[1] for chunk in schedule.chunks for page in chunk.new_blocks]
+        for layer in windowed.layers:
+            pages = (x.at[np.asarray(reused, int)].set(0.0) for x in runner._cache[layer])
+            pages = tuple(x.at[np.asarray(sorted(free))].set(jnp.nan) for x in pages)
+            runner._cache = (*runner._cache[:layer], pages, *runner._cache[layer + 1 :])
+        poisoned.update(free)
+        reusing.update(poisoned.intersection(reused))
+        return run(schedule)
+
+    reusing = set()
+    runner.run = poison_and_run
+    try:
+        assert tokens(generate(llm, PROMPTS)) == expected
+    finally:
+        del runner.run
+        for layer in windowed.layers:
+            pages = tuple(jnp.zeros_like(x) for x in runner._cache[layer])
+            runner._cache = (*runner._cache[:layer], pages, *runner._cache[layer + 1 :])
+    assert len(poisoned) == 24
+    assert len(reusing) > 10
+
+
+def test_a_prefix_hit_changes_no_token(llm, expected):
+    for cached in (0, 68):  # all whole blocks before the last token
+        (output,) = generate(llm, [PROMPTS[2]])
+        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (cached, expected[2])
+    (again,) = generate(llm, [[*PROMPTS[2], *expected[2][:5]]], SamplingParams(temperature=0, max_tokens=15))
+    assert again.num_cached_tokens == 72
+    assert again.outputs[0].token_ids == expected[2][5:]
+
+
+def test_a_prefix_is_used_only_where_its_last_window_is_cached(llm, expected):
+    set_blocks(llm, (100, 15))  # 14 blocks for windows: the prompt itself takes the blocks of its beginning again
+    assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]
+    cached = [
+        generate(llm, [PROMPTS[2][:length]], SamplingParams(temperature=0, max_tokens=4))[0].num_cached_tokens
+        for length in (65, 41)
+    ]
+    assert cached == [64, 0]
+    assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]
+
+
+def test_prefixes_are_shared_while_their_first_owner_runs(llm, expected):
+    params = SamplingParams(n=3, temperature=0, max_tokens=20, ignore_eos=True)
+    (output,) = generate(llm, [PROMPTS[4]], params)
+    assert [sample.token_ids for sample in output.outputs] == [expected[4]] * 3
+
+
+def test_a_request_goes_on_behind_a_long_answer_so_far(llm, expected):
+    llm.add_request(PROMPTS[3], GREEDY, output_token_ids=[expected[3][:13]])
+    ended = []
+    while llm.has_unfinished_requests:
+        ended += [output for output in llm.step() if output.finished]
+        llm.engine.check()
+    assert tokens(ended) == [expected[3]]
+
+
+def test_the_cache_is_described_by_group(llm):
+    assert "768 tokens and 156 tokens of windows of 10 in" in llm.kv_cache
+
+
+def test_a_window_of_the_whole_context_is_full_attention(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "wide", **{**WINDOWED, "sliding_window": 20})
+    wide = make_llm(folder, max_model_len=20, max_num_seqs=1, max_num_batched_tokens=8)
+    assert [(group.layers, group.window) for group in wide.engine.runner.config.groups] == [((0, 1, 2), None)]
+
+
+def test_a_model_that_attends_to_another_window_than_it_declares_is_refused(llm, monkeypatch):
+    runner = llm.engine.runner
+    monkeypatch.setattr(
+        type(runner.abstract_model.config), "sliding_windows", property(lambda self: (None, None, None))
+    )
+    with pytest.raises(InvalidParameterError, match=r"layer 0 attends to a window of None, but .* has 10"):
+        runner.program(runner.config.shapes[0]).lower()
