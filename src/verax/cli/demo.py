@@ -170,7 +170,7 @@ def _proof(output: Path, say: _Transcript) -> None:
 
 
 def _published(say: _Transcript) -> dict[str, Any]:
-    """What the published models make, of those that are installed."""
+    """Texts that the published models make, those that are installed."""
     from verax import published
     from verax.text.llm import LLM
     from verax.text.sampling_params import SamplingParams
