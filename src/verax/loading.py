@@ -56,6 +56,7 @@ def load_model(
     *,
     dtype: DTypeLike,
     quantization: str | Precision | None = None,
+    requantize: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> M:
@@ -69,6 +70,7 @@ def load_model(
         quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
             head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
             `dtype` of those that are quantised already.
+        requantize: quantise weights that are quantised already too, by way of floats.
         mesh: devices to divide the weights over by the model's partition rules; the default device if None.
         progress: called with (bytes done, bytes in all) after each weight.
 
@@ -84,7 +86,7 @@ def load_model(
         raise InvalidParameterError(f"quantization: expected one of {names}, got {quantization!r}")
     tied = getattr(model_class, "tied_weights", {}) if getattr(config, "tie_word_embeddings", False) else {}
     if precision is not None:
-        if opened.packed:
+        if opened.packed and not requantize:
             raise CheckpointError(
                 f"{opened.folder}: it is quantised already; load it without quantization, or as floats with "
                 f"quantization={DEQUANTIZE!r}"
@@ -97,7 +99,7 @@ def load_model(
         opened,
         tied_weights=tied,
         precision=precision,
-        dequantize=dequantize,
+        dequantize=dequantize or requantize,
         mesh=mesh,
         progress=progress,
     )
@@ -108,20 +110,29 @@ def load_causal_lm(
     *,
     dtype: DTypeLike,
     quantization: str | Precision | None = None,
+    requantize: bool = False,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
     Args:
         opened: the checkpoint.
-        dtype, quantization, progress: as in `load_model`.
+        dtype, quantization, requantize, progress: as in `load_model`.
 
     Raises:
         CheckpointError, InvalidParameterError: as in `load_model`.
         UnsupportedModelError: if verax has no such architecture, or it has no linear layer to quantise.
     """
     model_class, config = causal_lm(opened.config)
-    return load_model(opened, model_class, config, dtype=dtype, quantization=quantization, progress=progress)
+    return load_model(
+        opened,
+        model_class,
+        config,
+        dtype=dtype,
+        quantization=quantization,
+        requantize=requantize,
+        progress=progress,
+    )
 
 
 def load_weights(

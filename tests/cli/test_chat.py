@@ -42,6 +42,18 @@ def test_a_checkpoint_without_a_template_says_so_in_one_line(run, tmp_path):
     assert done.err.count("\n") == 1
 
 
+def test_a_template_of_a_file_goes_before_the_checkpoint_s(run, folder, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[-1].content }} =>")
+    done = run("chat", "-m", folder, "--message", "abc", "--json", "--chat-template", template, *QUICK)
+    assert json.loads(done.out)["prompt"] == "abc =>"
+    template.write_bytes(b"\xff")
+    done = run("chat", "-m", folder, "--message", "abc", "--chat-template", template, *QUICK)
+    assert done.status == 2
+    assert "is not UTF-8 text" in done.err
+    assert "nowhere.jinja" in run("chat", "-m", folder, "--chat-template", "nowhere.jinja").err
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

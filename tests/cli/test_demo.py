@@ -2,10 +2,14 @@
 
 import json
 
+from verax import published
 from verax.cli.demo import PARAPHRASES
 
 
-def test_the_demo_writes_what_it_shows(run, tmp_path):
+def test_the_demo_writes_what_it_shows(run, tmp_path, monkeypatch):
+    # tests/real has the published models.
+    monkeypatch.setattr(published, "gemma", lambda: None)
+    monkeypatch.setattr(published, "minilm", lambda: None)
     done = run("demo", "--output", tmp_path / "demo")
     assert done.status == 0
     record = json.loads((tmp_path / "demo" / "text.json").read_text())
@@ -20,5 +24,6 @@ def test_the_demo_writes_what_it_shows(run, tmp_path):
     assert (tmp_path / "demo" / "clip.gif").read_bytes().startswith(b"GIF8")
     assert (tmp_path / "demo" / "contact-sheet.png").stat().st_size > 0
     assert "tokens/s" in (tmp_path / "demo" / "benchmark.md").read_text()
+    assert f"Gemma 3 270M and all-MiniLM-L6-v2: {published.INSTALL}" in done.out
     assert "equal: the largest relative error" in done.out
     assert list((tmp_path / "demo" / "comparison").glob("*.html"))

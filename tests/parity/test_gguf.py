@@ -8,8 +8,10 @@ transformers = pytest.importorskip("transformers")
 
 from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS, logits, relative
 from tests.support import gguf as files
-from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
 from verax.checkpoint import Checkpoint
+from verax.compare import compare_case
+from verax.compare.cases.text import text_case
 from verax.loading import load_causal_lm
 
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
@@ -62,3 +64,13 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kin
         assert relative(few, expected[:, :length]) < (2e-5 if kind == "F32" else rounded)
     floats = load_causal_lm(opened, dtype="float32", quantization="dequantize")
     assert relative(logits(floats, TOKENS), expected) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_every_layer_of_a_quantised_file_is_that_of_transformers_own_reader(family, tmp_path):
+    pytest.importorskip("accelerate")
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, head_dim=128 if family == "qwen3" else 16)
+    files.write(folder, tmp_path / "a.gguf", "Q8_0")  # transformers takes a Qwen3's head size for 128
+    result = compare_case(text_case(tmp_path / "a.gguf", tmp_path / "scratch", tokens=9), dtype="float32")
+    assert result.passed
+    assert len(result.rows) > 20

@@ -44,6 +44,7 @@ def chat(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: options.MaxModelLen = None,
+    chat_template: options.ChatTemplate = None,
     as_json: options.Json = False,
 ) -> None:
     """Talk to a model. On a terminal: type, /help for commands. Otherwise: each line of standard input is a turn.
@@ -67,6 +68,7 @@ def chat(
         max_num_seqs=1,
         seed=seed,
     )
+    options.with_chat_template(llm, chat_template)
     sampling = options.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop
     )

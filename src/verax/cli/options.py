@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from verax.text.llm import LLM
+
 __all__ = [
+    "ChatTemplate",
     "Dtype",
     "FrequencyPenalty",
     "IgnoreEos",
@@ -25,6 +30,7 @@ __all__ = [
     "TopK",
     "TopP",
     "given",
+    "with_chat_template",
 ]
 
 _SAMPLING = "Sampling"
@@ -45,6 +51,12 @@ Quantization = Annotated[
 ]
 KvCacheDtype = Annotated[
     str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")
+]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        help="A Jinja file to render conversations with.", show_default="the checkpoint's", exists=True, dir_okay=False
+    ),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and answer, in tokens.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
@@ -88,3 +100,17 @@ IgnoreEos = Annotated[
 def given(**options: Any) -> dict[str, Any]:
     """Options that are not None. The checkpoint's generation_config.json has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def with_chat_template(llm: LLM, file: Path | None) -> None:
+    """Render conversations with the template of a file, if one is given.
+
+    Raises:
+        typer.BadParameter: if the file is not UTF-8 text.
+    """
+    if file is None or llm.tokenizer is None:
+        return
+    try:
+        llm.tokenizer = llm.tokenizer.with_chat_template(file.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"--chat-template: {file} is not UTF-8 text") from error

@@ -62,6 +62,7 @@ def serve(
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    chat_template: options.ChatTemplate = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     seed: options.Seed = 0,
     structured_outputs: Annotated[
@@ -182,6 +183,7 @@ def serve(
         seed=seed,
         structured_outputs=structured_outputs,
     )
+    options.with_chat_template(llm.llm, chat_template)
     server = Server(
         llm=llm,
         served_names=tuple(served_model_name or [model or BUILT_IN]),

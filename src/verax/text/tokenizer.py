@@ -57,11 +57,14 @@ class Tokenizer:
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
-            UnsupportedModelError: for a GGUF file with a tokenizer that is not byte-level BPE.
+            UnsupportedModelError: for a GGUF file with a kind of tokenizer that is not supported.
         """
         if not opened.metadata:
             return cls.from_folder(opened.folder)
         parts = read_gguf_tokenizer(opened.metadata, opened.folder)
+        tokens, rows = parts.backend.get_vocab_size(), opened.config["vocab_size"]
+        if tokens > rows:
+            raise CheckpointError(f"{opened.folder}: its vocabulary has {tokens} tokens, its embeddings {rows} rows")
         return cls(
             parts.backend,
             special_tokens=parts.special_tokens,
@@ -94,6 +97,15 @@ class Tokenizer:
             special_tokens=special,
             eos_token_ids=frozenset(end for end in ends if end is not None),
             chat_templates=_chat_templates(folder, config),
+        )
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer, with this Jinja text as its only chat template."""
+        return Tokenizer(
+            self._backend,
+            special_tokens=self._special_tokens,
+            eos_token_ids=self.eos_token_ids,
+            chat_templates={"default": template},
         )
 
     @property
@@ -212,7 +224,7 @@ class Tokenizer:
         if not self._chat_templates:
             raise TemplateError(
                 "this checkpoint has no chat template: give a prompt as text instead of messages, or save the model's "
-                "template as chat_template.jinja beside tokenizer.json"
+                "template as chat_template.jinja beside tokenizer.json, or give --chat-template"
             )
         name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
         template = self._chat_templates.get(name)

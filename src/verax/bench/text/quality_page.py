@@ -29,14 +29,14 @@ def render(result: Mapping[str, Any]) -> list[str]:
         if "left_out" in row:
             lines.append(f"| {name} | left out: {row['left_out']} | | | | | |")
             continue
-        exact = row["additions_exact"]
+        exact, is_ours = row.get("additions_exact"), "kl_divergence" in row
         cells = [
             f"{row['perplexity']:.4f}",
-            f"{row['kl_divergence']:.2g}",
-            f"{100 * row['top1_agreement']:.2f}%",
+            f"{row['kl_divergence']:.2g}" if is_ours else "",
+            f"{100 * row['top1_agreement']:.2f}%" if is_ours else "",
             "" if exact is None else f"{100 * exact:.1f}%",
             f"{row['weights_mb']:.1f}",
-            str(row["cache_bytes_per_token"]),
+            str(row["cache_bytes_per_token"]) if is_ours else "",
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

@@ -184,6 +184,9 @@ def quality(
     additions: Annotated[
         int | None, typer.Option(help="Held-out sums; all of the built-in model, 200 of others, if left out.", min=0)
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="llama.cpp: its perplexity on the same tokens too, of a GGUF file.")
+    ] = None,
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
@@ -194,15 +197,18 @@ def quality(
         verax bench quality
 
         verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
+
+        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt --additions 0 --against llama.cpp
     """
-    from verax.bench.text.quality import VARIANTS, bench_quality, read_text
+    from verax.bench.text.quality import bench_quality, read_text
 
     result = bench_quality(
         model,
         text=None if text is None else read_text(text),
-        variants=[name.strip() for name in variants.split(";")] if variants else tuple(VARIANTS),
+        variants=[name.strip() for name in variants.split(";")] if variants else None,
         tokens=tokens,
         additions=additions,
+        against=[against] if against else (),
     )
     show(result, output, as_json)
 

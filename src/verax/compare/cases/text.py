@@ -20,7 +20,7 @@ from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_l
 from verax.compare.recorder import Watch
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
-from verax.loading import load_causal_lm, load_model
+from verax.loading import DEQUANTIZE, load_causal_lm, load_model
 from verax.models import causal_lm, encoder, hidden_states
 from verax.text.tokenizer import Tokenizer
 
@@ -95,8 +95,10 @@ def text_case(
 ) -> Case:
     """A language model in transformers and in verax: logits of every position.
 
+    Both sides have the dequantised weights of a GGUF file, in the dtype of the comparison.
+
     Args:
-        model: a folder or hub id; `"random"` for a small one of random weights; None for the built-in model.
+        model: a folder, hub id or GGUF file; `"random"` for a small one of random weights; None for the built-in model.
         scratch: a folder for random weights.
         inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
             tokens if there are neither.
@@ -106,7 +108,7 @@ def text_case(
     Raises:
         CheckpointError: if the model cannot be read.
         InvalidParameterError: for inputs that it does not take, or an unknown size.
-        MissingDependencyError: without torch or transformers.
+        MissingDependencyError: without torch or transformers; for a GGUF file, without accelerate.
     """
     lib = transformers()
     if size not in RANDOM:
@@ -114,15 +116,18 @@ def text_case(
     if model == "random":
         model = _random_folder(RANDOM[size], scratch, causal_lm)
     opened = Checkpoint.open(builtin.text_model() if model is None else model)
-    if opened.folder.is_file():
-        raise InvalidParameterError(f"model: transformers reads folders, not {opened.folder.name}")
+    source: dict[str, Any] = {"pretrained_model_name_or_path": opened.folder}
+    is_file = opened.folder.is_file()
+    if is_file:
+        reference_package("accelerate")  # transformers' reader of these files needs it
+        source = {"pretrained_model_name_or_path": opened.folder.parent, "gguf_file": opened.folder.name}
     architecture, config = causal_lm(opened.config)
-    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=2)
+    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=2)
     given = (rows.ids,)  # what is padded on the right, nothing before it sees
 
     def reference(dtype: str) -> Side:
         loaded: Any = lib.AutoModelForCausalLM.from_pretrained(
-            opened.folder, dtype=getattr(torch(), dtype), attn_implementation="eager"
+            **source, dtype=getattr(torch(), dtype), attn_implementation="eager"
         )
         code = sys.modules[type(loaded).__module__]
         names = ("rotary_q", "rotary_k")
@@ -131,7 +136,7 @@ def text_case(
 
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
-        loaded = load_causal_lm(opened, dtype=dtype)
+        loaded = load_causal_lm(opened, dtype=dtype, quantization=DEQUANTIZE if is_file else None)
         call = lambda model, tokens: model.logits(model(tokens))
         return Side(loaded, given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
 
@@ -175,7 +180,7 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     model_class, config = encoder(opened.config)
     theirs = EncoderReference(transformers(), opened.folder, config, kind)
     most = config.max_position_embeddings
-    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
+    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
 
     def reference(dtype: str) -> Side:
         return Side(theirs.load(dtype), theirs.arguments(rows.ids, rows.real), call=theirs.call, inputs=theirs.inputs)
@@ -195,7 +200,7 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
     config: Any = encoder(opened.config)[1]
     rule = config.rule if config.rule in VARIANTS else "hierarchical"
     most = config.max_position_embeddings
-    rows = _rows(opened.folder, config.vocab_size, inputs, tokens or min(LAM_TOKENS, most), count=VECTORS, most=most)
+    rows = _rows(opened, config.vocab_size, inputs, tokens or min(LAM_TOKENS, most), count=VECTORS, most=most)
     layer = {**(opened.config.get("lam_config") or {}), "rule": rule}
     as_published = {**opened.config, "lam_config": layer}
     watched = (r"\.o_norm$",)
@@ -269,11 +274,13 @@ class _Rows(NamedTuple):
         return compare_vectors((theirs * weights).sum(axis=1), (mine * weights).sum(axis=1))
 
 
-def _rows(folder: Path, vocab_size: int, inputs: Inputs, tokens: int, *, count: int, most: int | None = None) -> _Rows:
+def _rows(
+    opened: Checkpoint, vocab_size: int, inputs: Inputs, tokens: int, *, count: int, most: int | None = None
+) -> _Rows:
     """The tokens of texts, or those that are given, or random ones: `count` rows of so many `tokens`."""
     given = inputs.checked({"input_ids": (None, None), "attention_mask": (None, None)}, texts=True)
     if inputs.texts:
-        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer = Tokenizer.from_checkpoint(opened)
         found = [tokenizer.encode(text) for text in inputs.texts]
         if not all(found):
             raise InvalidParameterError(f"inputs: text {found.index([]) + 1} has no tokens")

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file gives the ids, texts and prompts of the tokenizer.json that it was made from."""
+"""Byte-level BPE of a GGUF file gives the ids, texts and prompts of the tokenizer.json that it was made from."""
 
 import json
 
@@ -7,9 +7,8 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers, processors
 
 from tests.support import gguf as files
-from tests.support.tiny import END, TURN_END, TURN_START, tiny_checkpoint
+from tests.support.tiny import END, TURN_END, TURN_START, tiny_checkpoint, tiny_tokenizer
 from verax.checkpoint import Checkpoint
-from verax.errors import CheckpointError, UnsupportedModelError
 from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 from verax.text.tokenizer import Tokenizer
@@ -21,6 +20,7 @@ TEXTS = [
     "cafe\u0301 naïve 日本 🦊 \u200d",
     f"{TURN_START}user\nhi{TURN_END}\n<think>hm</think>{END}",
     "<thin k>[PAD] fox",
+    "\u0915\u093e\u0928 a\u0301\u0323b .\u0301, \u2167\u00bd",
     "",
 ]
 # The pre-tokenisers as the published tokenizer.json files of these models have them.
@@ -28,19 +28,26 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+[", r"[^\s\p{L}\p{M}\p{N}]+[")
+SPLITS = {"qwen2": QWEN2, "llama-bpe": LLAMA3, "qwen35": QWEN35}
 
 
 def published(folder, family):
-    """Make a folder's tokenizer.json like that of a family."""
+    """Make a folder's tokenizer.json like that of a family, with a token of a user as its last one."""
+    tiny_tokenizer(folder, vocab_size=322)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if family != "gpt-2":
+    if family in SPLITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(tokenizers.Regex(QWEN2 if family == "qwen2" else LLAMA3), "isolated"),
+                pre_tokenizers.Split(tokenizers.Regex(SPLITS[family]), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    if family == "qwen2":
+    if family == "smollm":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    if family in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
     if family == "llama-bpe":
         backend.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
@@ -56,12 +63,12 @@ def published(folder, family):
 
 
 def both(tmp_path, family, **options):
-    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=322), family)
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), family)
     files.write(folder, tmp_path / "a.gguf", pre=family, **options)
     return Tokenizer.from_folder(folder), Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
 
 
-@pytest.mark.parametrize("family", ["gpt-2", "qwen2", "llama-bpe"])
+@pytest.mark.parametrize("family", ["gpt-2", "qwen2", "qwen35", "llama-bpe", "smollm"])
 def test_ids_and_texts_are_those_of_tokenizer_json(family, tmp_path):
     theirs, ours = both(tmp_path, family)
     for text in TEXTS:
@@ -96,14 +103,14 @@ def test_conversations_are_rendered_by_the_files_template(tmp_path):
 
 
 def test_files_of_early_converters_go_by_their_architecture(tmp_path):
-    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=322), "qwen2")
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
     files.write(folder, tmp_path / "a.gguf", pre="default")
     ours = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
     assert [ours.encode(text) for text in TEXTS] == [Tokenizer.from_folder(folder).encode(text) for text in TEXTS]
 
 
 def test_a_file_generates_like_its_folder(tmp_path):
-    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=322), "qwen2")
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
     files.write(folder, tmp_path / "a.gguf", pre="qwen2")
     options = dict(dtype="float32", max_num_seqs=2, max_model_len=128, use_tqdm=False)
     greedy = SamplingParams(temperature=0, max_tokens=20)
@@ -113,25 +120,3 @@ def test_a_file_generates_like_its_folder(tmp_path):
     got = ours.generate(prompts, greedy, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
     assert [o.outputs[0].text for o in got] == [o.outputs[0].text for o in expected]
-
-
-@pytest.mark.parametrize(
-    ("metadata", "error", "says"),
-    [
-        ({"model": None}, CheckpointError, "has no tokenizer"),
-        ({"model": "no_vocab"}, CheckpointError, "has no tokenizer"),
-        ({"model": "llama"}, UnsupportedModelError, r"tokenizer\.ggml\.model 'llama' is not supported in GGUF files"),
-        ({"pre": "tekken"}, UnsupportedModelError, r"tokenizer\.ggml\.pre 'tekken' is not supported in GGUF files"),
-        ({"tokens": None}, CheckpointError, r"tokenizer\.ggml\.tokens or tokenizer\.ggml\.merges is missing"),
-        ({"merges": ["a q"]}, CheckpointError, "its vocabulary is damaged"),
-        ({"token_type": [1]}, CheckpointError, "its vocabulary is damaged"),
-        ({"eos_token_id": 9}, CheckpointError, r"eos_token_id 9 is no token"),
-    ],
-)
-def test_other_kinds_and_damage_are_refused_with_the_reason(metadata, error, says):
-    from verax.text.gguf_tokenizer import read_gguf_tokenizer
-
-    sound = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
-    given = {f"tokenizer.ggml.{key}": value for key, value in {**sound, **metadata}.items() if value is not None}
-    with pytest.raises(error, match=says):
-        read_gguf_tokenizer({"general.architecture": "qwen3", **given}, "a.gguf")

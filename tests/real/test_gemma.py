@@ -1,0 +1,137 @@
+"""Gemma 3 270M as published, a GGUF file of Q4_K_M, beside transformers on the same dequantised float32 weights.
+
+transformers reads the tokens that verax generated and says at each what it would have taken itself. That they agree at
+every token means that its own greedy continuation is the same.
+"""
+
+import gc
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.real.texts import PAGE, PROMPTS
+from tests.support.published import gemma_file
+from verax import LLM, SamplingParams
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+BEHIND_A_PAGE = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=0)
+
+
+class Tolerance(NamedTuple):
+    """Distance from float32 that a precision may have."""
+
+    logit: float
+    """Most by which a token that was taken lies below the best one."""
+    logprobs: float
+    """Relative error of the sum of a text's log-probabilities."""
+
+
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4), "stored": Tolerance(0.5, 5e-3)}
+"""By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp."""
+
+
+class Answers(NamedTuple):
+    """Token ids of verax: greedy continuations, and what it said about a page of text."""
+
+    prompts: list[tuple[int, ...]]
+    continuations: list[tuple[int, ...]]
+    texts: list[str]
+    page: tuple[int, ...]
+    behind_page: tuple[int, ...]
+    logprobs: np.ndarray
+
+
+@pytest.fixture(scope="module", params=TOLERANCES)
+def precision(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def answers(precision):
+    """Answers of an engine that is gone before transformers' model comes: the two would take 3 GB together."""
+    path = gemma_file()
+    options = dict(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=256, use_tqdm=False)
+    how = {} if precision == "stored" else {"dtype": "float32", "quantization": "dequantize"}
+    llm = LLM(path, **how, **options)
+    short = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    (page,) = llm.generate([PAGE], BEHIND_A_PAGE, use_tqdm=False)
+    ids = page.prompt_token_ids
+    logprobs = [page.prompt_logprobs[at][ids[at]].logprob for at in range(1, len(ids))]
+    made = Answers(
+        [output.prompt_token_ids for output in short],
+        [output.outputs[0].token_ids for output in short],
+        [output.outputs[0].text for output in short],
+        ids,
+        page.outputs[0].token_ids,
+        np.array(logprobs, np.float64),
+    )
+    del llm
+    gc.collect()
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(answers):
+    path = gemma_file()
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return model.eval()
+
+
+def logits(model, tokens, begin, rows=64):
+    """transformers' logits `[V]` behind each token from `begin` on."""
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([tokens])).last_hidden_state[0, begin:]
+        for part in hidden.split(rows):
+            yield from model.lm_head(part).numpy()
+
+
+def furthest_below_the_best(model, prompt, continuation):
+    """Most by which the logit of a token lies below the best one, and the number of tokens that are not the best."""
+    rows = logits(model, [*prompt, *continuation[:-1]], len(prompt) - 1)
+    gaps = [float(row.max() - row[token]) for row, token in zip(rows, continuation, strict=True)]
+    return max(gaps), sum(gap > 0 for gap in gaps)
+
+
+def test_greedy_continuations_are_those_of_transformers(answers, reference, precision):
+    for prompt, continuation in zip(answers.prompts, answers.continuations, strict=True):
+        assert len(continuation) == 100
+        # A gap within the tolerance of float32 is a tie, which either side may take.
+        gap, others = furthest_below_the_best(reference, prompt, continuation)
+        assert gap <= TOLERANCES[precision].logit, (prompt, others)
+
+
+def test_a_continuation_behind_more_than_a_window_is_that_of_transformers(answers, reference, precision):
+    window = reference.config.sliding_window
+    assert len(answers.page) > window + 100
+    gap, _ = furthest_below_the_best(reference, answers.page, answers.behind_page)
+    assert gap <= TOLERANCES[precision].logit
+
+
+def test_the_logprobs_of_a_page_add_up_to_those_of_transformers(answers, reference, precision):
+    ids = answers.page
+    rows = logits(reference, ids, 0)
+    expected = np.array(
+        [torch.log_softmax(torch.from_numpy(row), -1)[after].item() for row, after in zip(rows, ids[1:], strict=False)]
+    )
+    assert answers.logprobs.sum() == pytest.approx(expected.sum(), rel=TOLERANCES[precision].logprobs)
+    if precision == "float32":
+        assert np.abs(answers.logprobs - expected).max() < 1e-3
+
+
+def test_answers_are_sensible_text(answers):
+    story = dict(zip(PROMPTS, answers.texts, strict=True))["Once upon a time, in a village by the sea,"]
+    assert story.startswith(" there lived a")
+    assert all(text.isprintable() or "\n" in text for text in answers.texts)
+
+
+def test_ids_of_prompts_are_those_of_transformers_from_the_file(answers):
+    path = gemma_file()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    for text, ids in [*zip(PROMPTS, answers.prompts, strict=True), (PAGE, answers.page)]:
+        assert tuple(tokenizer(text)["input_ids"]) == ids

@@ -1,0 +1,96 @@
+"""all-MiniLM-L6-v2 as published: vectors beside transformers', and what the model is known to find alike."""
+
+import numpy as np
+import pytest
+
+from tests.support.published import minilm_folder
+from verax import Encoder
+
+SENTENCES = [
+    "A man is playing a guitar.",
+    "Someone plays an instrument on the stage of a small theatre.",
+    "The stock market fell by three percent on Tuesday.",
+    "Shares lost ground this week.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.",
+    "How do I reset my password?",
+    "I forgot my login details, what now?",
+    "The cat sat on the mat.",
+    "THE CAT SAT ON THE MAT!!!",
+    "Le chat est assis sur le tapis.",
+    "Die Katze sitzt auf der Matte, während es draußen regnet.",
+    "猫はマットの上に座っています。",
+    "Кошка сидит на коврике.",
+    "قطة تجلس على السجادة",
+    "🦊🦊🦊 foxes 👩‍👩‍👧 and families",
+    "",
+    " ",
+    "\n\t\n",
+    "a",
+    "?",
+    "1234567890 3.14159 -1e-9 0x7f",
+    "naïve café résumé e\u0301 ﬁ Ⅷ",
+    "def f(x: int) -> int:\n    return x ** 2  # square",
+    "<b>bold</b> &amp; <script>alert('x')</script>",
+    "[CLS] [SEP] [MASK] [PAD] are tokens",
+    "https://example.org/a/very/long/path?with=query&and=more#fragment",
+    "supercalifragilisticexpialidocious pneumonoultramicroscopicsilicovolcanoconiosis",
+    "zero\u200bwidth\u00a0space\ufeff and control \x00\x01\x7f characters",
+    "word " * 300,
+    "Rain is expected in the north. " * 40,
+    "He said: “Well, that’s that—isn’t it?”",
+    "SELECT name, COUNT(*) FROM users WHERE age >= 18 GROUP BY name HAVING COUNT(*) > 1;",
+    "E = mc², ∑ᵢ xᵢ ≤ ∫₀¹ f(t) dt",
+    "Mia bought three apples for $5 at the market.",
+    "Mia spent five dollars on three apples.",
+    "Tom's phone will not start since the update.",
+]
+
+ALIKE = [
+    ("A man is playing a guitar.", "Someone is strumming a guitar.", "A man is eating a sandwich."),
+    ("How do I reset my password?", "I forgot my login details, what now?", "How do I bake bread?"),
+    ("The stock market fell on Tuesday.", "Shares lost ground this week.", "The cat sat on the mat."),
+    ("Mia bought three apples for $5.", "Mia spent five dollars on 3 apples.", "Rain is expected in the north."),
+    ("A plane is taking off.", "An air plane is taking off.", "A dog is chewing on a stick."),
+]
+"""A sentence, one that means nearly the same, and one that does not."""
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return minilm_folder()
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """Vectors as the model's card computes them with transformers: the masked mean, normalised."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    vectors = []
+    for sentence in SENTENCES:
+        inputs = tokenizer(sentence, truncation=True, max_length=256, return_tensors="pt")
+        with torch.no_grad():
+            hidden = model(**inputs).last_hidden_state[0]
+        vectors.append(torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy())
+    return np.stack(vectors)
+
+
+def test_float32_vectors_are_those_of_transformers(folder, expected):
+    encoder = Encoder(folder)
+    assert (encoder.dimension, encoder.max_length) == (384, 256)
+    ours = encoder.encode(SENTENCES, batch_size=8, show_progress=False)
+    assert encoder.truncated == 2
+    assert np.abs(ours - expected).max() < 1e-6  # measured: 4e-7, of numbers up to 0.2
+
+
+def test_bfloat16_vectors_point_the_same_way(folder, expected):
+    ours = Encoder(folder, dtype="bfloat16").encode(SENTENCES, show_progress=False)
+    assert (ours * expected).sum(axis=1).min() > 0.9995
+
+
+def test_sentences_that_mean_the_same_are_nearer(folder):
+    encoder = Encoder(folder)
+    for sentence, same, other in ALIKE:
+        one, near, far = encoder.encode([sentence, same, other], show_progress=False)
+        assert one @ near > 0.5 > 0.3 > one @ far

