@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,8 @@ class BlockQuantizedWeight:
     scales of zero.
     """
 
-    words: UInt32[Array, "sixteens units words 16"] | UInt32[np.ndarray, "sixteens units words 16"]
+    words: Any
+    """uint32 `[sixteens, units, words, 16]`, or what JAX puts in its place, as for tangents."""
     size_out: int
     size_in: int
     kind: str
