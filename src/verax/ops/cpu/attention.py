@@ -45,7 +45,7 @@ def _accepts(
 
 
 def score_attributes(q: Any, scale: float | None, window: int | None, soft_cap: float | None) -> dict[str, np.generic]:
-    """What becomes of scores, as attributes of the kernels: 0 stands for no window and no cap."""
+    """Attributes of the kernels for what becomes of scores: 0 stands for no window and no cap."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     return {"scale": np.float32(factor), "window": np.int64(window or 0), "soft_cap": np.float32(soft_cap or 0)}
 

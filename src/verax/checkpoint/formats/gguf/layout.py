@@ -170,7 +170,7 @@ _WIDE_QUERIES = {("gemma3", 62), ("gemma2", 46)}
 
 
 def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim: int) -> dict[str, Any]:
-    """What a Gemma's config.json has beside; llama.cpp knows by the depth what no metadata say."""
+    """Further entries of a Gemma's config.json; llama.cpp knows by the depth what no metadata say."""
     depth, pattern = given("block_count"), given("attention.sliding_window_pattern", _WINDOW_PATTERN[kind])
     window = given("attention.sliding_window", 4096 if kind == "gemma2" else None)
     if isinstance(pattern, int):
