@@ -35,7 +35,7 @@ class Parsed(NamedTuple):
     scales: Float16[np.ndarray, "F B 1"] | UInt8[np.ndarray, "F B groups"]
     minimums: Float16[np.ndarray, "F B 1"] | UInt8[np.ndarray, "F B groups"] | None = None
     factors: Float16[np.ndarray, "F B 2"] | None = None
-    """Of scales and of minimums; the second is zero where there are none."""
+    """Factors of scales and of minimums; the second is zero where there are none."""
 
 
 def parse_blocks(kind: str, blocks: UInt8[np.ndarray, "F B bytes"]) -> Parsed:

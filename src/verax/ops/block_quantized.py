@@ -52,7 +52,7 @@ class BlockKind:
     super_blocks: bool = False
     group: int = 32
     values: tuple[int, ...] = ()
-    """What the codes are indices of, where they are no integers themselves; `offset` is none then."""
+    """Values that the codes are indices of, where they are no integers themselves; `offset` is none then."""
 
     @property
     def unit(self) -> int:
