@@ -174,7 +174,7 @@ def _place_stack(
     """Copy a stack to its device or devices, matrix by matrix; quantised if the file has it so, or by `precision`."""
     if sharding is not None:
         return jax.block_until_ready(
-            jax.make_array_from_callback(stack.shape, sharding, lambda index: _part_of_stack(stack, index, dtype))
+            jax.make_array_from_callback(stack.shape, sharding, lambda index: _part_of_stack(stack, index or (), dtype))
         )
     whole: list[np.ndarray] = []
     structure = None
@@ -256,7 +256,7 @@ def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str
 def _is_bias_of_zeros(name: str, checkpoint: Checkpoint) -> bool:
     """True for a bias that a quantisation library wrote for a layer that has none."""
     layer, _, last = name.rpartition(".")
-    return last == "bias" and f"{layer}.weight" in checkpoint.packed and not np.any(checkpoint.read(name))
+    return last == "bias" and f"{layer}.weight" in checkpoint.packed and not np.any(checkpoint.read_raw(name))
 
 
 def _keys(stack: StackedKeys) -> list[str]:

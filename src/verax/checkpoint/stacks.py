@@ -54,17 +54,16 @@ class Stack:
             CheckpointError: if its parts are quantised differently, with their keys.
         """
         if isinstance(self._keys, str):
-            whole = self._checkpoint.read(self._keys)
-            return whole[i] if isinstance(whole, np.ndarray) else jax.tree.map(lambda array: array[i], whole)
+            return jax.tree.map(lambda array: array[i], self._checkpoint.read(self._keys))
         parts = [self._checkpoint.read(key) for key in self._keys[i]]
-        if len(parts) == 1:
-            return parts[0]
-        if all(isinstance(part, np.ndarray) for part in parts):
-            return np.concatenate(parts)
-        if len({self._checkpoint.kind(key) for key in self._keys[i]}) > 1:
+        floats = [part for part in parts if isinstance(part, np.ndarray)]
+        quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if len(floats) == len(parts):
+            return floats[0] if len(floats) == 1 else np.concatenate(floats)
+        if len(quantized) < len(parts) or len({self._checkpoint.kind(key) for key in self._keys[i]}) > 1:
             kinds = ", ".join(f"{key}: {self._checkpoint.kind(key)}" for key in self._keys[i])
             raise CheckpointError(f"{self._checkpoint.folder}: one expert in two precisions ({kinds})")
-        return _concatenate(parts)
+        return quantized[0] if len(quantized) == 1 else _concatenate(quantized)
 
     def release(self, i: int) -> None:
         """Give the memory of a matrix's pages back; of one array, after its last matrix."""
@@ -79,7 +78,7 @@ class Stack:
 def _concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     first, orders = parts[0], [part.order for part in parts]
     if any((order is None) != (first.order is None) for order in orders) or not all(
-        first.order is None or np.array_equal(first.order, order) for order in orders
+        first.order is None or np.array_equal(first.order, np.asarray(order)) for order in orders
     ):
         raise CheckpointError("the matrices of one expert take their inputs in several orders")
     zeros = None
@@ -88,10 +87,9 @@ def _concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         none = [jnp.zeros(part.row_scales().shape, jnp.int8) for part in parts]
         zeros = jnp.concatenate([each if each is not None else no for each, no in zip(points, none, strict=True)])
     if first.bits == 4 and (zeros is not None or any(part.size_out % INT4_ROWS for part in parts[:-1])):
-        pairs = zip(*((part.integers(), part.row_scales()) for part in parts), strict=True)
-        return QuantizedWeight.from_integers(
-            *map(jnp.concatenate, pairs), first.bits, first.group_size, zeros, first.order
-        )
+        integers = jnp.concatenate([part.integers() for part in parts])
+        scales = jnp.concatenate([part.row_scales() for part in parts])
+        return QuantizedWeight.from_integers(integers, scales, first.bits, first.group_size, zeros, first.order)
     values, scales = map(jnp.concatenate, zip(*((part.values, part.scales) for part in parts), strict=True))
     rows = sum(part.size_out for part in parts)
     return QuantizedWeight(

@@ -152,10 +152,10 @@ def lay_out(
     parts = [fitting_scales(spread(scales, size, size_in, group), group)]
     if zeros is not None and zeros.any():
         parts.append(spread(zeros, size, size_in, group))
-    scales, *rest = map(jnp.array, parts)
+    per_group, *rest = map(jnp.array, parts)
     return _from_integers(
         jnp.array(integers),
-        scales,
+        per_group,
         bits=bits,
         group_size=group,
         zeros=rest[0] if rest else None,

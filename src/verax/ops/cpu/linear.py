@@ -35,7 +35,9 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     return few
 
 
-def _has_kernel(weight: QuantizedWeight) -> bool:
+def _has_kernel(weight: Quantized) -> bool:
+    if isinstance(weight, BlockQuantizedWeight):
+        return True
     return weight.order is None and (weight.zeros is None or weight.bits == 4)
 
 

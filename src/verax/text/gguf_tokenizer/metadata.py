@@ -51,13 +51,14 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
     rules = None if is_sentencepiece else _rules(file)
     vocabulary = file.vocabulary()
     ids = file.ids(vocabulary, _SENTENCEPIECE_IDS if is_sentencepiece else {})
-    ranks = file.scores(vocabulary) if rules is None else file.needed("merges", list[str])
+    scores = file.scores(vocabulary) if is_sentencepiece else []
+    merges: list[str] = [] if is_sentencepiece else file.needed("merges", list[str])
     try:
         if rules is None:
             prefix = file.get("add_space_prefix", bool, True)
-            backend = sentencepiece.build(vocabulary, ranks, ids["unknown"] or 0, space_prefix=prefix)
+            backend = sentencepiece.build(vocabulary, scores, ids["unknown"] or 0, space_prefix=prefix)
         else:
-            backend = byte_level.build(vocabulary, ranks, rules)
+            backend = byte_level.build(vocabulary, merges, rules)
     except Exception as error:  # the library raises bare Exception
         raise file.damage(error) from error
     begins = file.get("add_bos_token", bool, rules is None or rules.begin)
