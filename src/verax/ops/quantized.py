@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float, Int, Int8, Int32, UInt16
+from jaxtyping import Array, BFloat16, Float, Int, Int8
 
 from verax.errors import InvalidParameterError
 
@@ -47,8 +48,9 @@ class QuantizedWeight:
     is its E weights.
     """
 
-    values: Int8[Array, "*E F D"] | Float[Array, "*E F D"] | UInt16[Array, "*E blocks eighths 32"]
-    """Integers, or with 8 bits also float8_e4m3fn."""
+    values: Any
+    """int8 or float8_e4m3fn `[*E, F, D]`, uint16 `[*E, blocks, eighths, 32]` of 4 bits, or what JAX puts in
+    their place, as for tangents."""
     scales: Float[Array, "*E F g"] | Float[Array, "*E blocks g 16"]
     """One for each group of a row; float32 or, to read less, float16."""
     size_out: int
@@ -56,10 +58,10 @@ class QuantizedWeight:
     group_size: int | None
     """Inputs that share a scale: 32, 64 or 128; None for a whole row (8 bits only)."""
     bits: int
-    zeros: Int8[Array, "*E F g"] | Int8[Array, "*E blocks g 16"] | None = None
-    """Integer that stands for 0, laid out as the scales are; None if it is 0 everywhere."""
-    order: Int32[Array, "*E D"] | None = None
-    """Input that each column multiplies; None if it is the column's own number."""
+    zeros: Any = None
+    """int8: the integer that stands for 0, laid out as the scales are; None if it is 0 everywhere."""
+    order: Any = None
+    """int32 `[*E, D]`: the input that each column multiplies; None if it is the column's own number."""
 
     @staticmethod
     def from_integers(
