@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kin
     opened = Checkpoint.open(tmp_path / "a.gguf")
     ours = load_causal_lm(opened, dtype="float32")
     # The norm after each of a Gemma's layers makes more of what the rounding of inputs changes.
-    rounded = 0.1 if "gemma" in family else 0.05
+    rounded = 0.15 if "gemma" in family else 0.05
     for length in (30, TOKENS.shape[1]):  # rounded to integers of 8 bits, and to bfloat16
         few = logits(ours, TOKENS[:, :length])
         assert relative(few, expected[:, :length]) < (2e-5 if kind == "F32" else rounded)
