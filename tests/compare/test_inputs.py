@@ -6,6 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from verax import builtin
+from verax.checkpoint import Checkpoint
 from verax.compare.cases.text import _rows
 from verax.compare.inputs import Inputs, read_inputs
 from verax.errors import InvalidParameterError
@@ -88,7 +89,9 @@ def test_tokens_are_padded_on_the_right(tmp_path):
 
 
 def test_texts_are_rows_of_their_tokens():
-    rows = _rows(builtin.encoder(), 10**6, Inputs(texts=("A dog runs.", "A dog runs over a field.")), 4, count=2)
+    rows = _rows(
+        Checkpoint.open(builtin.encoder()), 10**6, Inputs(texts=("A dog runs.", "A dog runs over a field.")), 4, count=2
+    )
     short = rows.real[0]
     assert short.sum() < short.size == rows.real[1].sum()
     same = np.flatnonzero(rows.ids[0] == rows.ids[1])
