@@ -35,7 +35,7 @@ class AWQWeight(NamedTuple):
     """A quantised weight of a file."""
 
     keys: tuple[str, ...]
-    """Of qweight, qzeros and scales."""
+    """Keys of qweight, qzeros and scales."""
     shape: tuple[int, int]
     groups: int
 

@@ -42,7 +42,7 @@ class PackedWeight(NamedTuple):
 
     where: object
     keys: tuple[str, ...]
-    """Of values and scales, then of zero points and of each input's group where the file has them."""
+    """Keys of values and scales, then of zero points and of each input's group where the file has them."""
     shape: tuple[int, int]
     bits: int
     groups: int

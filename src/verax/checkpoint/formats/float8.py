@@ -46,7 +46,7 @@ class Float8Weight(NamedTuple):
 
     where: object
     keys: tuple[str, str]
-    """Of the values and of the scales."""
+    """Keys of the values and of the scales."""
     shape: tuple[int, int]
     block: tuple[int, int]
     """Outputs and inputs that share a scale."""

@@ -40,7 +40,7 @@ class GPTQWeight(NamedTuple):
 
     where: object
     keys: tuple[str, ...]
-    """Of qweight, qzeros and scales, and of g_idx if the file has it."""
+    """Keys of qweight, qzeros and scales, and of g_idx if the file has it."""
     shape: tuple[int, int]
     bits: int
     groups: int

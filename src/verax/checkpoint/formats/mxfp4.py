@@ -35,7 +35,7 @@ class MXFP4Weight(NamedTuple):
 
     where: object
     keys: tuple[str, str]
-    """Of the values and of the scales."""
+    """Keys of the values and of the scales."""
     shape: tuple[int, int]
 
     @property
