@@ -21,7 +21,7 @@ struct Aligned {
 using Memory = std::unique_ptr<void, Aligned>;
 Memory memory(int64_t size) { return Memory(::operator new(size, std::align_val_t{64})); }
 
-// What ops/block_quantized.py says of a format.
+// A format, as ops/block_quantized.py describes it.
 struct Form {
   BlockKind kind;
   const char* name;

@@ -148,7 +148,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, 
 
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
 def test_a_checkpoint_with_a_vision_tower_answers_texts(layout, tmp_path):
-    """Of the keys as published, and as transformers 5 writes them."""
+    """Keys as they are published, and as transformers 5 writes them."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
     config = transformers.Gemma3Config(
         text_config={**SIZES, "layer_types": KINDS}, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4

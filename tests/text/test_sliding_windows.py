@@ -110,7 +110,7 @@ def test_pages_behind_the_window_are_never_read(llm, expected):
     run, poisoned = runner.run, set()
 
     def poison_and_run(schedule):
-        # What the plan has given back is another sequence's from this step on.
+        # Blocks that the plan has given back are another sequence's from this step on.
         free = set(blocks._pools[1]._free)
         reused = [page[1] for chunk in schedule.chunks for page in chunk.new_blocks]
         for layer in windowed.layers:

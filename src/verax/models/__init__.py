@@ -169,7 +169,7 @@ def hidden_states(model: Any, tokens: Int[Array, "B T"], lengths: Int[Array, "B"
         tokens: token ids.
         lengths: tokens of each sentence that are not padding.
     """
-    # Of a language model, no token sees the padding behind it.
+    # A language model's tokens do not see the padding behind them.
     return model(tokens) if isinstance(model, CausalLM) else model(tokens, lengths)
 
 

@@ -37,7 +37,7 @@ def most_blocks(num_tokens: int, window: int | None, chunk: int | None, block_si
     blocks = -(-num_tokens // block_size)
     if window is None or chunk is None:
         return blocks
-    # What a step needs, the chunk and the window before it, may begin at the last token of a block.
+    # The tokens of a step, the chunk and the window before it, may begin at the last token of a block.
     return min(blocks, (window - 1 + chunk + block_size - 2) // block_size + 1)
 
 

@@ -119,7 +119,7 @@ def test_float_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma2"])
 def test_a_gemmas_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
-    """Of its norms the file has 1 + weight; of its layers' kinds it has none."""
+    """Its norms are 1 + weight in the file, which lacks the kinds of its layers."""
     caps = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0} if family == "gemma2" else {}
     sizes = {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16, **caps}
     folder = tiny_checkpoint(tmp_path / "folder", family=family, **sizes)

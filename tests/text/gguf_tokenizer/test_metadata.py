@@ -1,4 +1,4 @@
-"""What a file lacks or has wrong is refused in one sentence; what it leaves out is as in llama.cpp."""
+"""Missing and wrong metadata is refused in one sentence; optional metadata has llama.cpp's defaults."""
 
 from types import SimpleNamespace
 

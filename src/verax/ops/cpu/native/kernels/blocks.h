@@ -25,7 +25,7 @@ struct Format {
   static constexpr int SCALES = FACTORS ? UNIT / GROUP / 4 : 1;  // words of them
   static constexpr int WORDS = FIRST_SCALES + SCALES * (1 + MINIMUMS) + FACTORS;
 
-  // What a super-block's scales and minimums are multiplied by.
+  // Factors of a super-block's scales and of its minimums.
   struct Factors {
     F32 scale, minimum;
   };

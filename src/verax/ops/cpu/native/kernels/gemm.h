@@ -42,7 +42,7 @@ inline int64_t gemm_packed_bytes(const GemmTask& t) {
   return (t.M + GEMM_TILE_ROWS - 1) / GEMM_TILE_ROWS * GEMM_TILE_ROWS * t.K * 2;
 }
 
-// Of the memory that a block works in: cells of x and of a strip of W, each 4 bytes; or bfloat16 of 32 rows of W, and
+// Bytes of the memory that a block works in: cells of x and of a strip of W, each 4 bytes; or bfloat16 of 32 rows of W, and
 // tiles of sums. Enough at every level.
 inline int64_t gemm_scratch_bytes(int64_t rows) {
   const int64_t cells = 4 * (GEMM_DEPTH * (rows + GEMM_STRIP) + 16);

@@ -17,7 +17,7 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// What goes with 32 bytes of x: their scale, the sum of what they stand for, and less the sums of the bytes: of all, of
+// Numbers beside 32 bytes of x: their scale, the sum of what they stand for, and less the sums of the bytes: of all, of
 // the first 16, of the last 16.
 struct Inputs {
   float scale, sum;

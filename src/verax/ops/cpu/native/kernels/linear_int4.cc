@@ -30,7 +30,7 @@ F32 load_scales(const LinearTask& t, int64_t at) {
 
 #ifdef VERAX_INTEGER_DOT
 
-// What a group's sum of (code) * (byte of x) is multiplied by, and the sum of its bytes: codes are values plus 8.
+// Factor of a group's sum of (code) * (byte of x), and the sum of its bytes: codes are values plus 8.
 struct Group {
   float scale;
   int32_t sum;
