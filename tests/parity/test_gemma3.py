@@ -2,8 +2,6 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -12,12 +10,18 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.gemma3")
 
-from tests.support.tiny import tiny_tokenizer
-from verax.checkpoint import Checkpoint
+from tests.support.causal_lm import (
+    GREEDY,
+    bfloat16_errors,
+    continuations,
+    engine,
+    logits,
+    logprob_errors,
+    relative,
+    save_reference,
+)
 from verax.compare.cases.text import text_case
 from verax.compare.run import compare_case
-from verax.loading import load_causal_lm
-from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 
 SIZES = dict(
@@ -63,19 +67,7 @@ def reference(family, folder, dtype=None):
     """A transformers model, saved to `folder`."""
     config, model, options = FAMILIES[family]
     config = getattr(transformers, f"{config}Config")(**{**SIZES, **options})
-    model = spread(getattr(transformers, f"{model}ForCausalLM")(config))
-    model.to(dtype or torch.float32).save_pretrained(folder)
-    tiny_tokenizer(folder, vocab_size=SIZES["vocab_size"])
-    return model
-
-
-def logits(folder, tokens, dtype="float32"):
-    model = load_causal_lm(Checkpoint.open(folder), dtype=dtype)
-    return np.asarray(jax.jit(lambda t: model.logits(model(t)))(jnp.asarray(tokens)), np.float64)
-
-
-def relative(a, b):
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
+    return save_reference(spread(getattr(transformers, f"{model}ForCausalLM")(config)), folder, dtype)
 
 
 TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 131))
@@ -87,25 +79,6 @@ def test_float32_logits_are_those_of_transformers(family, tmp_path):
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS)).logits.numpy()
     assert relative(logits(tmp_path, TOKENS), expected) < 5e-6
-
-
-def engine(folder, **options):
-    sizes = dict(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256)
-    return LLM(folder, use_tqdm=False, **{"dtype": "float32", **sizes, **options})
-
-
-def continuations(theirs, prompts, tokens):
-    result = []
-    for prompt in prompts:
-        out = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
-        )
-        result.append(tuple(out[0, len(prompt) :].tolist()))
-    return result
-
-
-# min_new_tokens of transformers forbids the end of text; a bias does that here.
-GREEDY = dict(temperature=0, ignore_eos=True, logit_bias={1: -100.0})
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2"])
@@ -125,25 +98,15 @@ def test_greedy_tokens_of_a_batch_are_those_of_transformers(family, tmp_path):
 def test_logprobs_of_the_engine_are_close_to_those_of_transformers(options, tolerance, tmp_path):
     theirs = reference("gemma3", tmp_path)
     prompt = TOKENS[0].tolist()
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    output = engine(tmp_path, **options).generate([prompt], params, use_tqdm=False)[0]
-    with torch.no_grad():
-        exact = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0].double(), -1).numpy()
-    got = [output.prompt_logprobs[i][prompt[i]].logprob for i in range(1, len(prompt))]
-    errors = np.asarray(got) - exact[np.arange(len(prompt) - 1), prompt[1:]]
+    errors = logprob_errors(engine(tmp_path, **options), theirs, prompt)
     assert np.sqrt(np.mean(errors**2)) < tolerance
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2"])
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
-    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
     rounded = reference(family, tmp_path, torch.bfloat16)
-    tokens = torch.tensor(TOKENS)
-    with torch.no_grad():
-        theirs = rounded(tokens).logits.float().numpy()
-        truth = rounded.float()(tokens).logits.numpy()
-    ours = logits(tmp_path, TOKENS, "bfloat16")
-    assert relative(ours, truth) <= 1.1 * relative(theirs, truth)
+    ours, theirs = bfloat16_errors(rounded, tmp_path, TOKENS)
+    assert ours <= 1.1 * theirs
 
 
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])

@@ -6,8 +6,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS, logits, relative
+from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS
 from tests.support import gguf as files
+from tests.support.causal_lm import model_logits, relative
 from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
 from verax.checkpoint import Checkpoint
 from verax.compare import compare_case
@@ -60,10 +61,10 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kin
     # The norm after each of a Gemma's layers makes more of what the rounding of inputs changes.
     rounded = 0.15 if "gemma" in family else 0.05
     for length in (30, TOKENS.shape[1]):  # rounded to integers of 8 bits, and to bfloat16
-        few = logits(ours, TOKENS[:, :length])
+        few = model_logits(ours, TOKENS[:, :length])
         assert relative(few, expected[:, :length]) < (2e-5 if kind == "F32" else rounded)
     floats = load_causal_lm(opened, dtype="float32", quantization="dequantize")
-    assert relative(logits(floats, TOKENS), expected) < 2e-5
+    assert relative(model_logits(floats, TOKENS), expected) < 2e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -9,10 +9,18 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.support.tiny import tiny_tokenizer
+from tests.support.causal_lm import (
+    GREEDY,
+    bfloat16_errors,
+    continuations,
+    engine,
+    logprob_errors,
+    model_logits,
+    relative,
+    save_reference,
+)
 from verax.checkpoint import Checkpoint, load_module
 from verax.models import causal_lm
-from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 
 SIZES = dict(
@@ -82,9 +90,7 @@ def reference(family, folder, dtype=None):
             weight.data.normal_(std=1.5 * weight.shape[1] ** -0.5)
         else:
             weight.data.normal_(mean=0.0 if key.endswith("bias") else 1.0, std=0.3)
-    model.to(dtype or torch.float32).save_pretrained(folder)
-    tiny_tokenizer(folder, vocab_size=SIZES["vocab_size"])
-    return model
+    return save_reference(model, folder, dtype)
 
 
 def load(folder, dtype=jnp.float32):
@@ -95,14 +101,6 @@ def load(folder, dtype=jnp.float32):
     return load_module(abstract, opened, dtype=dtype, ignore=(*architecture.ignored_weights, *tied))
 
 
-def logits(model, tokens):
-    return np.asarray(jax.jit(lambda t: model.logits(model(t)))(jnp.asarray(tokens)), np.float64)
-
-
-def relative(a, b):
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
-
-
 TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 130))
 
 
@@ -111,46 +109,30 @@ def test_float32_logits_are_those_of_transformers(family, tmp_path):
     theirs = reference(family, tmp_path)
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS)).logits.numpy()
-    assert relative(logits(load(tmp_path), TOKENS), expected) < 2e-5
+    assert relative(model_logits(load(tmp_path), TOKENS), expected) < 2e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "qwen2-windows", "mistral"])
 def test_128_greedy_tokens_are_those_of_transformers(family, tmp_path):
     theirs = reference(family, tmp_path)
     prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
-    expected = []
-    for prompt in prompts:
-        out = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0
-        )
-        expected.append(tuple(out[0, len(prompt) :].tolist()))
-    llm = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256, use_tqdm=False)
-    # min_new_tokens of transformers forbids the end of text; a bias does that here.
-    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True, logit_bias={1: -100.0})
+    expected = continuations(theirs, prompts, 128)
+    llm = engine(tmp_path)
+    greedy = SamplingParams(max_tokens=128, **GREEDY)
     assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)] == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
-    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
     rounded = reference(family, tmp_path, torch.bfloat16)
-    tokens = torch.tensor(TOKENS)
-    with torch.no_grad():
-        theirs = rounded(tokens).logits.float().numpy()
-        truth = rounded.float()(tokens).logits.numpy()
-    ours = logits(load(tmp_path, jnp.bfloat16), TOKENS)
-    assert relative(ours, truth) <= 1.1 * relative(theirs, truth)
+    ours, theirs = bfloat16_errors(rounded, tmp_path, TOKENS)
+    assert ours <= 1.1 * theirs
 
 
 def test_logprobs_of_the_engine_are_close_to_those_of_transformers(tmp_path):
     theirs = reference("qwen3", tmp_path)
     prompt = TOKENS[0, :70].tolist()
-    llm = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256, use_tqdm=False)
-    output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    with torch.no_grad():
-        exact = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0].double(), -1).numpy()
-    got = [output.prompt_logprobs[i][prompt[i]].logprob for i in range(1, 70)]
-    np.testing.assert_allclose(got, exact[np.arange(69), prompt[1:]], atol=2e-4)
+    np.testing.assert_allclose(logprob_errors(engine(tmp_path), theirs, prompt), 0, atol=2e-4)
 
 
 def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
@@ -172,4 +154,4 @@ def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
     )
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS)).logits.numpy()
-    assert relative(logits(model, TOKENS), expected) < 2e-5
+    assert relative(model_logits(model, TOKENS), expected) < 2e-5

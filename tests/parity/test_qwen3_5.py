@@ -1,7 +1,5 @@
 """Qwen3.5 and Qwen3-Next (dense) against transformers: random weights saved by it, loaded by verax from disk."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,10 +7,17 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.qwen3_5")
 
-from tests.support.tiny import tiny_tokenizer
+from tests.support.causal_lm import (
+    GREEDY,
+    bfloat16_errors,
+    continuations,
+    engine,
+    logits,
+    logprob_errors,
+    relative,
+    save_reference,
+)
 from verax.checkpoint import Checkpoint
-from verax.loading import load_causal_lm
-from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 
 SIZES = dict(
@@ -67,19 +72,7 @@ def reference(family, folder, dtype=None):
     """A transformers model, saved to `folder`."""
     config, model, options = FAMILIES[family]
     config = getattr(transformers, f"{config}Config")(**{**SIZES, **options})
-    model = spread(getattr(transformers, f"{model}ForCausalLM")(config))
-    model.to(dtype or torch.float32).save_pretrained(folder)
-    tiny_tokenizer(folder, vocab_size=SIZES["vocab_size"])
-    return model
-
-
-def logits(folder, tokens, dtype="float32"):
-    model = load_causal_lm(Checkpoint.open(folder), dtype=dtype)
-    return np.asarray(jax.jit(lambda t: model.logits(model(t)))(jnp.asarray(tokens)), np.float64)
-
-
-def relative(a, b):
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
+    return save_reference(spread(getattr(transformers, f"{model}ForCausalLM")(config)), folder, dtype)
 
 
 TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 131))
@@ -93,37 +86,21 @@ def test_float32_logits_are_those_of_transformers(family, tmp_path):
     assert relative(logits(tmp_path, TOKENS), expected) < 2e-5
 
 
-def engine(folder, **options):
-    sizes = dict(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=256)
-    return LLM(folder, use_tqdm=False, **{"dtype": "float32", **sizes, **options})
-
-
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_128_greedy_tokens_are_those_of_transformers(family, tmp_path):
     theirs = reference(family, tmp_path)
     prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
-    expected = []
-    for prompt in prompts:
-        out = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=128, min_new_tokens=128, do_sample=False, pad_token_id=0
-        )
-        expected.append(tuple(out[0, len(prompt) :].tolist()))
-    # min_new_tokens of transformers forbids the end of text; a bias does that here.
-    greedy = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True, logit_bias={1: -100.0})
+    expected = continuations(theirs, prompts, 128)
+    greedy = SamplingParams(max_tokens=128, **GREEDY)
     outputs = engine(tmp_path).generate(prompts, greedy, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
-    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
     rounded = reference(family, tmp_path, torch.bfloat16)
-    tokens = torch.tensor(TOKENS)
-    with torch.no_grad():
-        theirs = rounded(tokens).logits.float().numpy()
-        truth = rounded.float()(tokens).logits.numpy()
-    ours = logits(tmp_path, TOKENS, "bfloat16")
-    assert relative(ours, truth) <= 1.1 * relative(theirs, truth)
+    ours, theirs = bfloat16_errors(rounded, tmp_path, TOKENS)
+    assert ours <= 1.1 * theirs
 
 
 def test_a_checkpoint_with_a_vision_tower_answers_texts(tmp_path):
@@ -143,9 +120,5 @@ def test_a_checkpoint_with_a_vision_tower_answers_texts(tmp_path):
 def test_int8_weights_answer_nearly_as_the_model_does(tmp_path):
     theirs = reference("qwen3_next", tmp_path)
     prompt = TOKENS[0, :70].tolist()
-    llm = engine(tmp_path, quantization="int8")
-    output = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
-    with torch.no_grad():
-        exact = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0].double(), -1).numpy()
-    errors = [output.prompt_logprobs[i][prompt[i]].logprob - exact[i - 1, prompt[i]] for i in range(1, 70)]
+    errors = logprob_errors(engine(tmp_path, quantization="int8"), theirs, prompt)
     assert np.sqrt(np.mean(np.square(errors))) < 0.1
