@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from msgspec import inspect
 
+from tests.support.tiny_encoder import tiny_reranker
+from verax.embed.reranker import Reranker
 from verax.serve import app as app_module
 from verax.serve.embeddings import EmbeddingRequest
 from verax.serve.routing import ApiRoute
@@ -39,19 +41,21 @@ BASES = {
     "TokenizeRequest": {"prompt": "a"},
     "DetokenizeRequest": {"tokens": [1]},
     "EmbeddingRequest": {"input": "a"},
+    "RerankRequest": {"query": "a", "documents": ["b"]},
     "VideoCreate": {"prompt": "a", "num_frames": 5},
 }
 """A request that is served, for each Struct."""
 
 
 def routes():
-    """Path and Struct of each route that takes a body, without those that differ in `/v1` only."""
+    """Path and Struct of each route that takes a body, without those that are served under `/v1` too."""
     server = Server(settings=ServerSettings(port=0))
     found = {}
     for module in app_module.ROUTE_MODULES:
         for route in module.routes(server):
-            if isinstance(route, ApiRoute) and route.described.body is not None:
-                found[route.path.removeprefix("/v1")] = route.described.body
+            body = route.described.body if isinstance(route, ApiRoute) else None
+            if body is not None and f"/v1{route.path}" not in found:
+                found[route.path] = body
     return found
 
 
@@ -124,10 +128,12 @@ class InstantPipeline:
 
 
 @pytest.fixture(scope="module")
-def client(http, served_llm, served_encoder, served_pipeline):
+def client(http, served_llm, served_encoder, served_pipeline, tmp_path_factory):
+    reranker = Reranker(tiny_reranker(tmp_path_factory.mktemp("reranker")))
     server = Server(
         llm=AsyncLLM.from_llm(served_llm),
         encoder=LazyModel("sentences", lambda: served_encoder),
+        reranker=LazyModel("pairs", lambda: reranker),
         videos=LazyModel("clips", lambda: InstantPipeline(served_pipeline)),
         settings=ServerSettings(port=0, max_queued_videos=1000),
     )
@@ -152,14 +158,14 @@ def check(response, field, number):
 
 def test_each_struct_has_a_request_that_is_served(client):
     for path, body in routes().items():
-        assert client.post(f"/v1{path}", json=BASES[body.__name__]).status_code == 200, path
+        assert client.post(path, json=BASES[body.__name__]).status_code == 200, path
 
 
 @pytest.mark.parametrize(("path", "body", "field", "value"), CASES)
 def test_a_number_is_served_or_refused_by_the_name_of_its_field(client, path, body, field, value):
     for number in (*NUMBERS, *NO_NUMBERS):
         text = json.dumps({**BASES[body.__name__], field: value}).replace(json.dumps(MARK), number)
-        response = client.post(f"/v1{path}", content=text, headers={"content-type": "application/json"})
+        response = client.post(path, content=text, headers={"content-type": "application/json"})
         check(response, field, number)
     assert client.get("/health").status_code == 200
 
