@@ -144,13 +144,15 @@ def test_a_prefix_hit_changes_no_token(llm, expected):
 
 
 def test_a_prefix_is_used_only_where_its_last_window_is_cached(llm, expected):
+    short = SamplingParams(temperature=0, max_tokens=4)
+    beginnings = [PROMPTS[2][:length] for length in (65, 41, 21)]
+    alone = [tokens(generate(llm, [beginning], short)) for beginning in beginnings]
     set_blocks(llm, (100, 15))  # 14 blocks for windows: the prompt itself takes the blocks of its beginning again
     assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]
-    cached = [
-        generate(llm, [PROMPTS[2][:length]], SamplingParams(temperature=0, max_tokens=4))[0].num_cached_tokens
-        for length in (65, 41)
-    ]
-    assert cached == [64, 0]
+    outputs = [generate(llm, [beginning], short) for beginning in beginnings]
+    # The blocks of tokens 0 to 19 and 36 to 51 are taken; those of 20 to 35 hold the last window of 32 tokens.
+    assert [output[0].num_cached_tokens for output in outputs] == [64, 32, 0]
+    assert [tokens(output) for output in outputs] == alone
     assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]
 
 
