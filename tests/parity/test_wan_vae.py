@@ -9,13 +9,20 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from verax.checkpoint.names.wan_vae import name_table
-from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.checkpoint.names.wan_vae import table_for
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
 
 CONFIGS = {
     "as in diffusers' tests": dict(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
     "with shortcuts": dict(base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=2),
+    "as in Wan 2.2": dict(
+        base_dim=4, decoder_base_dim=6, dim_mult=[1, 2, 4, 4], num_res_blocks=1, is_residual=True, patch_size=2
+    )
+    | dict(in_channels=12, out_channels=12, scale_factor_spatial=16),
 }
+PLAIN = [name for name in CONFIGS if "is_residual" not in CONFIGS[name]]
+LATENTS = 3, 2
 
 
 def reference(name):
@@ -32,7 +39,7 @@ def reference(name):
 
 
 def ported(model, dtype=jnp.float32):
-    table = name_table(model.config.num_res_blocks)
+    table = table_for(model.config)
     weights = {table.backward(key)[0]: value.float().numpy() for key, value in model.state_dict().items()}
     config = WanVaeConfig.from_hf(model.config)
     graph, state = nnx.split(nnx.eval_shape(lambda: WanVae(config, dtype=dtype, rngs=nnx.Rngs(0))))
@@ -45,7 +52,7 @@ def ported(model, dtype=jnp.float32):
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=PLAIN)
 def pair(request):
     model = reference(request.param)
     return model, ported(model)
@@ -69,12 +76,13 @@ def decode(model, latents):
     return frames.permute(0, 2, 3, 4, 1).float().numpy()
 
 
-def clip(frames, height=24, width=16, batch=1):
-    return np.random.default_rng(frames).uniform(-1, 1, (batch, frames, height, width, 3)).astype(np.float32)
+def clip(model, frames):
+    height, width = (side * model.config.scale_factor_spatial for side in LATENTS)
+    return np.random.default_rng(frames).uniform(-1, 1, (1, frames, height, width, 3)).astype(np.float32)
 
 
-def latents(count, height=3, width=2, batch=1):
-    return np.random.default_rng(count).standard_normal((batch, count, height, width, 16)).astype(np.float32)
+def latents(count):
+    return np.random.default_rng(count).standard_normal((1, count, *LATENTS, 16)).astype(np.float32)
 
 
 def relative(ours, theirs):
@@ -84,7 +92,7 @@ def relative(ours, theirs):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_latents_are_those_of_diffusers_at_every_chunk(pair, count):
     theirs, ours = pair
-    frames = clip(4 * count - 3)
+    frames = clip(theirs, 4 * count - 3)
     expected, _ = encode(theirs, frames)
     for chunk in (None, *range(1, count)):
         got = jax.jit(lambda x, chunk=chunk: ours.encode(x, chunk=chunk))(frames)
@@ -98,5 +106,35 @@ def test_frames_are_those_of_diffusers_at_every_chunk(pair, count):
     expected = decode(theirs, latents(count))
     for chunk in (None, *range(1, count)):
         got = jax.jit(lambda z, chunk=chunk: ours.decode(z, chunk=chunk))(latents(count))
-        assert got.shape == (1, 4 * count - 3, 24, 16, 3)
+        assert got.shape == clip(theirs, 4 * count - 3).shape
         assert relative(got, expected) < 1e-5, chunk
+
+
+@pytest.fixture(scope="module")
+def residual():
+    model = reference("as in Wan 2.2")
+    return model, ported(model)
+
+
+@pytest.mark.parametrize(("count", "chunk"), [(1, None), (4, 1), (5, 3)])
+def test_levels_that_add_a_copy_are_those_of_diffusers(residual, count, chunk):
+    theirs, ours = residual
+    frames, z = clip(theirs, 4 * count - 3), latents(count)
+    encoded = jax.jit(lambda x: ours.encode(x, chunk=chunk))(frames)
+    assert relative(encoded, encode(theirs, frames)[0]) < 1e-5
+    decoded = jax.jit(lambda z: ours.decode(z, chunk=chunk))(z)
+    assert decoded.shape == frames.shape
+    assert relative(decoded, decode(theirs, z)) < 1e-5
+
+
+def test_bfloat16_is_no_further_from_float32_than_diffusers_bfloat16():
+    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
+    model = reference("as in Wan 2.2").to(torch.bfloat16)
+    ours, z = ported(model, jnp.bfloat16), latents(2)
+    mean, std = statistics(model)
+    given = (torch.from_numpy(z).permute(0, 4, 1, 2, 3) * std + mean).bfloat16()
+    with torch.no_grad():
+        rounded = model.decode(given).sample.permute(0, 2, 3, 4, 1).float().numpy()
+    truth = decode(model.float(), z)
+    got = np.asarray(jax.jit(lambda z: ours.decode(z, chunk=1))(z))
+    assert np.linalg.norm(got - truth) <= 1.1 * np.linalg.norm(rounded - truth)

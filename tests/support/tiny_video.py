@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
 
 SIZES = dict(
     num_attention_heads=2,
@@ -29,15 +30,26 @@ SIZES = dict(
 )
 IMAGE = dict(in_channels=36, out_channels=16, image_dim=20, added_kv_proj_dim=24)
 PLAIN = dict(in_channels=16, out_channels=16)
+SKYREELS, WAN = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
 KINDS: dict[str, dict[str, Any]] = {
     "t2v": PLAIN,
     "i2v": IMAGE,
     "df": dict(**PLAIN, inject_sample_info=True),
+    "t2v-a14b": PLAIN,
+    "i2v-a14b": dict(in_channels=36, out_channels=16),
+    "ti2v": dict(in_channels=24, out_channels=24),
 }
+"""Transformers of each kind. The last three are Wan 2.2's."""
+BOUNDARY = 0.9
+"""Where the second transformer of `-a14b` begins."""
 WORDS = ("a", "red", "blue", "green", "circle", "square", "floats", "left", "right", "over", "gradient", "static")
 PIPELINES = {kind: f"SkyReelsV2{name}Pipeline" for kind, name in (("t2v", ""), ("i2v", "ImageToVideo"))}
-PIPELINES["df"] = "SkyReelsV2DiffusionForcingPipeline"
+PIPELINES |= {"df": "SkyReelsV2DiffusionForcingPipeline", "t2v-a14b": "WanPipeline", "ti2v": "WanPipeline"}
+PIPELINES |= {"i2v-a14b": "WanImageToVideoPipeline"}
 VAE = dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True])
+LARGE_VAE = dict(VAE, base_dim=4, decoder_base_dim=6, z_dim=24, is_residual=True, patch_size=2) | dict(
+    in_channels=12, out_channels=12, scale_factor_spatial=16, latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12
+)
 TEXT = dict(vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu")
 VISION = dict(
     hidden_size=20,
@@ -61,18 +73,20 @@ def word_tokenizer() -> Tokenizer:
 
 
 def video_folder(kind: str, folder: Path, **settings: Any) -> Path:
-    """A checkpoint of verax's own modules, made without torch. `settings` go into verax.json."""
+    """A checkpoint of verax's own modules, made without torch; `kind` of `KINDS`. `settings` go into verax.json."""
     parts: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "transformer": (
             WanModel,
             WanConfig,
-            {"_class_name": "SkyReelsV2Transformer3DModel", **SIZES, **KINDS[kind]},
+            {"_class_name": transformer_class(kind), **SIZES, **KINDS[kind]},
         ),
-        "vae": (WanVae, WanVaeConfig, {"_class_name": "AutoencoderKLWan", **VAE}),
+        "vae": (WanVae, WanVaeConfig, {"_class_name": "AutoencoderKLWan", **(LARGE_VAE if kind == "ti2v" else VAE)}),
         "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT}),
     }
     if kind == "i2v":
         parts["image_encoder"] = (CLIPVisionModel, CLIPVisionConfig, {"model_type": "clip_vision_model", **VISION})
+    if kind.endswith("-a14b"):
+        parts["transformer_2"] = parts["transformer"]
     rng = np.random.default_rng(0)
     for name, (model, config, fields) in parts.items():
         (folder / name).mkdir(parents=True)
@@ -85,7 +99,7 @@ def video_folder(kind: str, folder: Path, **settings: Any) -> Path:
         stem = "model" if "encoder" in name else "diffusion_pytorch_model"
         save_file(weights, folder / name / f"{stem}.safetensors")
     for name, fields in (
-        ("model_index.json", {"_class_name": PIPELINES[kind]}),
+        ("model_index.json", {"_class_name": PIPELINES[kind], **extras(kind)}),
         ("scheduler/scheduler_config.json", {"flow_shift": 5.0}),
         ("verax.json", settings),
     ):
@@ -96,13 +110,25 @@ def video_folder(kind: str, folder: Path, **settings: Any) -> Path:
     return folder
 
 
+def transformer_class(kind: str) -> str:
+    """Name of diffusers' class."""
+    return SKYREELS if kind in ("t2v", "i2v", "df") else WAN
+
+
+def extras(kind: str) -> dict[str, Any]:
+    """Settings of model_index.json beside the parts."""
+    if kind == "ti2v":
+        return {"expand_timesteps": True}
+    return {"boundary_ratio": BOUNDARY} if kind.endswith("-a14b") else {}
+
+
 def _random(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     fan = np.prod(shape[1:]) if len(shape) > 1 else 9.0
     return (rng.normal(size=shape) * fan**-0.5 + (len(shape) == 1)).astype(np.float32)
 
 
 def diffusers_pipeline(kind: str, folder: Path) -> Any:
-    """A pipeline of diffusers, random, saved to `folder`. `kind` is t2v, i2v or df."""
+    """A pipeline of diffusers, random, saved to `folder`; `kind` of `KINDS`."""
     diffusers, transformers = (import_module(name) for name in ("diffusers", "transformers"))
     torch = import_module("torch")
     torch.manual_seed(0)
@@ -111,8 +137,8 @@ def diffusers_pipeline(kind: str, folder: Path) -> Any:
             tokenizer_object=word_tokenizer(), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
         ),
         "text_encoder": transformers.UMT5EncoderModel(transformers.UMT5Config(**TEXT)),
-        "transformer": diffusers.SkyReelsV2Transformer3DModel(**SIZES, **KINDS[kind]),
-        "vae": diffusers.AutoencoderKLWan(**VAE),
+        "transformer": getattr(diffusers, transformer_class(kind))(**SIZES, **KINDS[kind]),
+        "vae": diffusers.AutoencoderKLWan(**(LARGE_VAE if kind == "ti2v" else VAE)),
         "scheduler": diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
         ),
@@ -121,10 +147,12 @@ def diffusers_pipeline(kind: str, folder: Path) -> Any:
         vision = transformers.CLIPVisionConfig(**VISION, projection_dim=8)
         parts["image_encoder"] = transformers.CLIPVisionModelWithProjection(vision)
         parts["image_processor"] = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
+    if kind.endswith("-a14b"):
+        parts["transformer_2"] = diffusers.WanTransformer3DModel(**SIZES, **KINDS[kind])
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
             _spread(part)
-    made = getattr(diffusers, PIPELINES[kind])(**parts)
+    made = getattr(diffusers, PIPELINES[kind])(**parts, **extras(kind))
     made.save_pretrained(folder)
     made.set_progress_bar_config(disable=True)
     return made

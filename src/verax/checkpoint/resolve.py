@@ -55,7 +55,7 @@ _VIDEO_WANTED = ("*.json", "*.safetensors", "*.pth", "*.model")
 _VIDEO_UNWANTED = ("xlm-roberta-large/*", "*.fp16.*", "*.bf16.*")
 """Patterns of files that are not fetched: the tokenizer of CLIP's text encoder, and second copies of weights."""
 
-_VIDEO_POSSIBLE = "expected a folder of SkyReels-V2 or Wan2.1, or a hub id (organisation/name)"
+_VIDEO_POSSIBLE = "expected a folder of SkyReels-V2, Wan2.1 or Wan2.2, or a hub id (organisation/name)"
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 

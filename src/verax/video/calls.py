@@ -61,7 +61,7 @@ class Conditioning(Protocol):
     """Conditioning of one kind of model."""
 
     takes_image: bool
-    """True if the transformer attends to an image's states and has image channels behind the latents."""
+    """True if the transformer has image channels behind the latents; it may also attend to an image's states."""
 
     def check(self, request: ResolvedRequest, settings: VideoSettings) -> None:
         """Raise InvalidParameterError for options that this kind of model does not have."""
@@ -118,7 +118,7 @@ class PipelineParts:
 
     @property
     def config(self) -> WanConfig:
-        """Configuration of the first transformer; those of others differ in nothing that matters to the stages."""
+        """Configuration of the transformers."""
         return self.transformers.denoisers[0].transformer.config
 
     @property

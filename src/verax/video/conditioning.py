@@ -1,4 +1,5 @@
-"""Conditioning of a clip by kind of model: text alone, a first image, or diffusion forcing with prefix latents.
+"""Conditioning of a clip by kind of model: text alone, a first image, either of the two, or diffusion forcing with
+prefix latents.
 
 Each kind is a class with the methods of `calls.Conditioning`. `CONDITIONINGS` is the only place that tells kinds apart.
 """
@@ -29,6 +30,7 @@ __all__ = [
     "ForcingConditioning",
     "ImageConditioning",
     "TextConditioning",
+    "TextImageConditioning",
 ]
 
 
@@ -64,7 +66,10 @@ class TextConditioning:
 
 
 class ImageConditioning(TextConditioning):
-    """Image to video: the first frame as states of the image encoder, and as channels behind the latents."""
+    """Image to video: the first frame as channels behind the latents, and as states of an image encoder.
+
+    Wan2.2 has no image encoder.
+    """
 
     takes_image = True
 
@@ -83,6 +88,38 @@ class ImageConditioning(TextConditioning):
         geometry = parts.geometry
         *size, C = geometry.shape(geometry.latents(request.num_frames), request.height, request.width)
         return floats(*size, parts.config.in_dim - C)
+
+
+class TextImageConditioning(TextConditioning):
+    """Text to video, or image to video by the same model (Wan2.2's 5B).
+
+    The latents of an image are the first frame, whose time is 0 in every iteration, as in diffusers'
+    `WanImageToVideoPipeline` with `expand_timesteps`.
+    """
+
+    def check(self, request: ResolvedRequest, settings: VideoSettings) -> None:
+        """Raise InvalidParameterError for an option of diffusion forcing, or an image that would be the whole clip."""
+        _check_no_forcing(request, settings)
+        if request.image is not None and request.num_frames == 1:
+            raise InvalidParameterError("num_frames: expected more than the one frame that the image is")
+
+    def stages(self, request: ResolvedRequest, parts: PipelineParts) -> list[StageCall]:
+        """Latents of the image, if there is one."""
+        return [] if request.image is None else [EncodePrefix(request, parts, segment=0)]
+
+    def prefix(self, request: ResolvedRequest, geometry: LatentGeometry, segment: int) -> int:
+        """1 for an image."""
+        return int(request.image is not None)
+
+    def schedule(
+        self, request: ResolvedRequest, rules: ReferenceRules, *, latents: int, prefix: int, last: int
+    ) -> SegmentSchedule:
+        """One iteration for each step, which the image's frame does not take."""
+        if not prefix:
+            return super().schedule(request, rules, latents=latents, prefix=prefix, last=last)
+        levels = noise_levels(request.num_inference_steps, request.shift, rules.sigma_schedule)
+        forcing = forcing_schedule(latents, levels.timesteps, prefix=prefix)
+        return SegmentSchedule(make_tables(levels, forcing), forcing.timesteps)
 
 
 class ForcingConditioning:
@@ -130,7 +167,12 @@ class ForcingConditioning:
 
 
 CONDITIONINGS: Mapping[str, Conditioning] = MappingProxyType(
-    {"t2v": TextConditioning(), "i2v": ImageConditioning(), "df": ForcingConditioning()}
+    {
+        "t2v": TextConditioning(),
+        "i2v": ImageConditioning(),
+        "ti2v": TextImageConditioning(),
+        "df": ForcingConditioning(),
+    }
 )
 """Conditioning of each kind of model, see `settings.KINDS`."""
 

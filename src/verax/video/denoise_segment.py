@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float32
 from verax.video.calls import PipelineParts, RunState, SegmentSchedule, StageCall
 from verax.video.denoise import Carry, Conditions, Denoiser, Tables, padded_rows
 from verax.video.programs import ProgramCall, floats
-from verax.video.reporter import Reporter
+from verax.video.reporter import Reporter, Step
 from verax.video.request import ResolvedRequest
 from verax.video.teacache import steps_running_blocks, teacache_for
 
@@ -26,12 +27,14 @@ class Span:
 
     Attributes:
         denoiser: programs of the transformer.
+        guidance_scale: scale of guidance with this transformer.
         begin, end: first iteration, and the one after the last.
         context: call that makes the transformer's cross-attention keys.
         loop: call of the loop over iterations.
     """
 
     denoiser: Denoiser
+    guidance_scale: float
     begin: int
     end: int
     context: ProgramCall
@@ -70,11 +73,13 @@ class DenoiseSegment(StageCall):
         request, parts = self.request, self.parts
         sample = floats(*parts.geometry.shape(self.latents + self.last, request.height, request.width))
         found = []
-        for denoiser, begin, end in parts.transformers.spans(schedule.timesteps):
+        for index, begin, end in parts.transformers.spans(schedule.timesteps):
+            denoiser, scale = parts.transformers.denoisers[index], request.guidance_scales[index]
             context = denoiser.context_call(_text_states(request, parts), _image_states(request, parts))
-            conditions = self._conditions(context.results(), parts.conditioning.image_condition(request, parts))
+            image_condition = parts.conditioning.image_condition(request, parts)
+            conditions = self._conditions(context.results(), image_condition, scale)
             loop = denoiser.call(sample, schedule.tables, conditions, request)
-            found.append(Span(denoiser, begin, end, context, loop))
+            found.append(Span(denoiser, scale, begin, end, context, loop))
         return found
 
     def run(self, state: RunState, reporter: Reporter) -> None:
@@ -90,16 +95,11 @@ class DenoiseSegment(StageCall):
         state.latents.append(latents[:, overlap:] if self.segment else latents)
 
     def _denoise(self, state: RunState, reporter: Reporter) -> Float32[Array, "1 F h w C"]:
-        request, parts = self.request, self.parts
+        request = self.request
         schedule = self.schedule
         spans = self.spans(schedule)
 
-        # 1. Cross-attention keys for each transformer.
-        text = state.texts[min(self.segment, len(state.texts) - 1)]
-        image = _or_zeros(state.image_states, _image_states(request, parts))
-        contexts = [span.context(text, image) for span in spans]
-
-        # 2. The first sample: noise, and the given latents in their places.
+        # 1. The first sample: noise, and the given latents in their places.
         sample = self._noise()
         if self.prefix:
             assert state.prefix_latents is not None
@@ -108,28 +108,42 @@ class DenoiseSegment(StageCall):
             assert state.last_latents is not None
             sample = jnp.concatenate([sample, state.last_latents], axis=1)
 
-        # 3. Iterations that skip the transformer's blocks.
+        # 2. Iterations that skip the transformer's blocks.
         total = len(schedule.timesteps)
         tables = self._with_teacache(schedule, spans) if request.cache else schedule.tables
         computed = int(tables.run_blocks[:total].sum())
 
-        # 4. The loop, one program call for each span, or for each iteration if it is to be reported.
-        image_condition = _or_zeros(state.image_condition, parts.conditioning.image_condition(request, parts))
+        # 3. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
         carry: Carry = spans[0].denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
         note = f", {computed} of {total} steps computed" if computed < total else ""
-        with reporter.stage(self.name, total, self.segment, note) as step:
-            for span, context in zip(spans, contexts, strict=True):
-                conditions = self._conditions(context, image_condition)
-                each = 1 if reporter.every_step else span.end - span.begin
-                with span.loop.opened() as loop:
-                    for begin in range(span.begin, span.end, each):
-                        # Numbers as arrays: arguments of the program.
-                        carry = loop(carry, tables, conditions, np.int32(begin), np.int32(begin + each))
-                        step(begin + each, latents=jax.block_until_ready(carry.solver.sample))
+        with contextlib.ExitStack() as held:
+            held.enter_context(spans[0].denoiser.transformer.weights())
+            with reporter.stage(self.name, total, self.segment, note) as step:
+                for span in spans:
+                    carry = self._run_span(span, carry, tables, state, step, every_step=reporter.every_step)
+                    held.close()
         state.iterations, state.computed = state.iterations + total, state.computed + computed
         return carry.solver.sample[:, : self.latents] if self.last else carry.solver.sample
 
-    def _conditions(self, context: Any, image_condition: Any) -> Conditions:
+    def _run_span(
+        self, span: Span, carry: Carry, tables: Tables, state: RunState, step: Step, *, every_step: bool
+    ) -> Carry:
+        """State after the iterations of a span: one program call, or one for each iteration if it is to be reported."""
+        request, parts = self.request, self.parts
+        text = state.texts[min(self.segment, len(state.texts) - 1)]
+        image = _or_zeros(state.image_states, _image_states(request, parts))
+        image_condition = _or_zeros(state.image_condition, parts.conditioning.image_condition(request, parts))
+        each = 1 if every_step else span.end - span.begin
+        with span.denoiser.transformer.weights():
+            conditions = self._conditions(span.context(text, image), image_condition, span.guidance_scale)
+            with span.loop.opened() as loop:
+                for begin in range(span.begin, span.end, each):
+                    # Numbers as arrays: arguments of the program.
+                    carry = loop(carry, tables, conditions, np.int32(begin), np.int32(begin + each))
+                    step(begin + each, latents=jax.block_until_ready(carry.solver.sample))
+        return carry
+
+    def _conditions(self, context: Any, image_condition: Any, guidance_scale: float) -> Conditions:
         """Conditions of arrays, or of the shapes of arrays."""
         request = self.request
         noisy = request.addnoise_condition > 0 and self.prefix > 0
@@ -137,7 +151,7 @@ class DenoiseSegment(StageCall):
             context=context,
             image_condition=image_condition,
             fps=self._fps,
-            guidance_scale=np.array(request.guidance_scale, np.float32),
+            guidance_scale=np.array(guidance_scale, np.float32),
             prefix_mask=np.arange(self.latents + self.last) < self.prefix if noisy else None,
             added_noise=np.array(request.addnoise_condition, np.int32),
             key=jax.random.fold_in(jax.random.key(request.seed + 1), self.segment),

@@ -19,7 +19,8 @@ from verax.loading import load_weights
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
 from verax.video.programs import Component
 
 __all__ = ["Components", "load_components"]
@@ -32,7 +33,7 @@ class Components(NamedTuple):
 
     text_encoder: Component[UMT5EncoderModel]
     image_encoder: Component[CLIPVisionModel] | None
-    transformer: Component[WanModel]
+    transformers: tuple[Component[WanModel], ...]
     vae: Component[WanVae]
 
 
@@ -40,6 +41,7 @@ def load_components(
     folder: VideoFolder,
     dtype: DTypeLike,
     *,
+    experts: bool,
     keep_encoders: bool | None,
     offload: bool,
     lora: Mapping[Path, float],
@@ -50,6 +52,7 @@ def load_components(
     Args:
         folder: of either layout.
         dtype: of the transformer's and the encoders' weights. The VAE's are float32.
+        experts: True for two transformers, of which large ones are on the device in turn.
         keep_encoders: whether text and image encoder stay on the device; by their size if None.
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the transformer's weights, each with a factor.
@@ -57,7 +60,8 @@ def load_components(
 
     Raises:
         CheckpointError: if a part is missing, or a LoRA file does not fit the transformer.
-        UnsupportedModelError: if verax has no such model, or the parts do not fit each other.
+        UnsupportedModelError: if verax has no such model, or the parts do not fit each other, or for LoRA files and two
+            transformers.
     """
 
     def component(
@@ -83,15 +87,25 @@ def load_components(
     _same("text_dim", transformer.text_dim, "the text encoder's d_model", text.d_model)
     _same("output channels", transformer.out_dim, "the VAE's z_dim", vae.z_dim)
     if lora:
+        if experts:
+            raise UnsupportedModelError("lora: files for a model of two transformers are not supported")
         open_part("transformer")  # now rather than after minutes of reading the prompt
-    more = 0 if image is None else vae.z_dim + vae.frames_per_latent
-    _same("input channels", transformer.in_dim, "what a clip's latents and condition have", vae.z_dim + more)
+    if image is not None or transformer.in_dim != vae.z_dim:
+        channels = 2 * vae.z_dim + vae.frames_per_latent
+        _same("input channels", transformer.in_dim, "what a clip's latents and condition have", channels)
+    if experts and (second := WanConfig.from_hf(folder.config("transformer_2"))) != transformer:
+        raise UnsupportedModelError(f"the two transformers should be of one size, got {transformer} and {second}")
     return Components(
         component("text_encoder", "text encoder", UMT5EncoderModel, text, dtype, keep_encoders),
         None
         if image is None
         else component("image_encoder", "image encoder", CLIPVisionModel, image, dtype, keep_encoders),
-        component("transformer", "transformer", WanModel, transformer, dtype, True),
+        (
+            component("transformer", "high-noise transformer", WanModel, transformer, dtype, None),
+            component("transformer_2", "low-noise transformer", WanModel, transformer, dtype, None),
+        )
+        if experts
+        else (component("transformer", "transformer", WanModel, transformer, dtype, True),),
         component("vae", "video VAE", WanVae, vae, jnp.float32, True),
     )
 

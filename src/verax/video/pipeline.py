@@ -13,7 +13,7 @@ from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.models.wan.model import WanConfig
-from verax.models.wan.vae import WanVaeConfig
+from verax.models.wan.vae_config import WanVaeConfig
 from verax.video.calls import PipelineParts
 from verax.video.conditioning import CONDITIONINGS
 from verax.video.denoise import Denoiser
@@ -29,7 +29,7 @@ from verax.video.rules import REFERENCES, SKYREELS
 from verax.video.run import run_request, stages_of
 from verax.video.settings import VideoSettings, read_settings
 from verax.video.stages import Stages
-from verax.video.transformers import TransformerSchedule
+from verax.video.transformers import TransformerSchedule, by_noise, first_transformer
 
 __all__ = ["VideoPipeline"]
 
@@ -40,7 +40,7 @@ Lora = str | Path | Sequence[str | Path] | Mapping[Any, float] | None
 
 
 class VideoPipeline:
-    """SkyReels-V2 and Wan2.1: text to video, image to video, diffusion forcing.
+    """SkyReels-V2, Wan2.1 and Wan2.2: text to video, image to video, diffusion forcing.
 
     Examples:
         >>> pipe = VideoPipeline.from_pretrained("SkyReels-V2-I2V-1.3B-540P")
@@ -77,17 +77,19 @@ class VideoPipeline:
         found = load_components(
             opened,
             models.DTYPES[dtype],
+            experts=settings.boundary_ratio is not None,
             keep_encoders=keep_encoders,
             offload=offload,
             lora=factors,
             show_progress=show_progress,
         )
-        transformer: WanConfig = found.transformer.config
+        transformer: WanConfig = found.transformers[0].config
         vae: WanVaeConfig = found.vae.config
         conditioning = CONDITIONINGS[settings.kind]
-        if conditioning.takes_image != (transformer.image_dim is not None):
+        if conditioning.takes_image != (transformer.in_dim > vae.z_dim):
             raise InvalidParameterError(
-                f"kind: {settings.kind} does not fit this transformer, whose image_dim is {transformer.image_dim}"
+                f"kind: {settings.kind} does not fit this transformer, which takes {transformer.in_dim} channels, "
+                f"{vae.z_dim} of them the latents'"
             )
         stages = Stages(
             text_encoder=found.text_encoder,
@@ -108,7 +110,10 @@ class VideoPipeline:
             rules=rules,
             conditioning=conditioning,
             stages=stages,
-            transformers=TransformerSchedule((Denoiser(found.transformer),)),
+            transformers=TransformerSchedule(
+                tuple(map(Denoiser, found.transformers)),
+                first_transformer if settings.boundary_ratio is None else by_noise(settings.boundary_ratio),
+            ),
             prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
         )
         self._show_progress = show_progress
@@ -137,8 +142,8 @@ class VideoPipeline:
             dtype: `"bfloat16"` or `"float32"`: dtype of weights and of the inputs of matmuls; all else is float32.
             reference: rules where the two PyTorch pipelines differ: `"skyreels"` (the original's, less its slips; the
                 default) or `"diffusers"`.
-            kind: `"t2v"`, `"i2v"` or `"df"` (diffusion forcing), where the folder does not determine it: the
-                original's 14B models for text and for forcing differ in nothing but their folders' names.
+            kind: `"t2v"`, `"i2v"`, `"ti2v"` (either) or `"df"` (diffusion forcing), where the folder does not determine
+                it: the original's 14B models for text and for forcing differ in nothing but their folders' names.
             lora: a LoRA file (safetensors; diffusers', PEFT's or kohya's names), several, or files with a factor for
                 each. They change the transformer's weights as these are read.
             keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are

@@ -62,6 +62,7 @@ class Component(Generic[M]):
         self._offload = offload
         self._weights: Weights | None = None
         self._waiting: Weights | None = None
+        self._uses = 0
 
     @property
     def size(self) -> int:
@@ -75,7 +76,10 @@ class Component(Generic[M]):
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[Weights]:
-        """Weights on the device, read if they are not there, and given back afterwards unless they are kept."""
+        """Weights on the device, read if they are not there, and given back afterwards unless they are kept.
+
+        Uses may be nested: the last one gives them back.
+        """
         if self._weights is None and self._waiting is not None:
             self._weights = in_memory(self._waiting, "device")
         if self._weights is None:
@@ -83,10 +87,12 @@ class Component(Generic[M]):
             self._weights = tuple(jax.tree.leaves(nnx.state(self._load(self._abstract))))
             if self._offload:
                 self._waiting = in_memory(self._weights, "pinned_host")
+        self._uses += 1
         try:
             yield self._weights
         finally:
-            if not self.keep:
+            self._uses -= 1
+            if not self.keep and not self._uses:
                 self._weights = None
 
     @property

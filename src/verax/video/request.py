@@ -36,16 +36,19 @@ class VideoRequest:
         video: clip to continue: a path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only. The
             result begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.
         negative_prompt: description of what the clip should not show; unused where `guidance_scale` is 1 or less.
-        height, width: size of a frame in pixels, multiples of 16. If both are None and the image is upright, so is the
-            clip.
+        height, width: size of a frame in pixels, multiples of 16; of 32 for Wan2.2's 5B. If both are None and the
+            image is upright, so is the clip.
         resolution: `"540P"` (544 x 960) or `"720P"` (720 x 1280) in place of height and width.
         num_frames: number of frames, 4n + 1. More than `base_num_frames` are made in segments.
         num_inference_steps: steps of the solver.
         guidance_scale: scale of classifier-free guidance; 1 or less for none.
+        guidance_scale_2: scale with the second of two transformers, where noise is low; `guidance_scale` if only that
+            is given.
         shift: shift of the noise levels towards noise, see `sigmas.noise_levels`.
         fps: frames per second: of the file, and as an input of models that have one.
         seed: seed of the noise. The same seed gives the same clip.
-        latents: initial noise of the first segment, `[1, 16, F, height / 8, width / 8]`.
+        latents: initial noise of the first segment, `[1, channels, F, h, w]`: `[1, 16, F, height / 8, width / 8]`, and
+            `[1, 48, F, height / 16, width / 16]` for Wan2.2's 5B.
         prompt_embeds, negative_prompt_embeds: states `[1, tokens, width]` of the text encoder in place of prompts.
         output_type: `"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.
         callback: function that is called after every step, see `VideoProgress`; the run ends if it returns False.
@@ -78,6 +81,7 @@ class VideoRequest:
     num_frames: int | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
     shift: float | None = None
     fps: int | None = None
     seed: int = 42
@@ -117,6 +121,7 @@ class VideoOptions(TypedDict, total=False):
     num_frames: int | None
     num_inference_steps: int | None
     guidance_scale: float | None
+    guidance_scale_2: float | None
     shift: float | None
     fps: int | None
     seed: int
@@ -166,6 +171,7 @@ class ResolvedRequest(VideoRequest):
     num_frames: int = VideoSettings.num_frames
     num_inference_steps: int = VideoSettings.num_inference_steps
     guidance_scale: float = VideoSettings.guidance_scale
+    guidance_scale_2: float | None = None
     shift: float = VideoSettings.shift
     fps: int = VideoSettings.fps
     causal_block_size: int = 1
@@ -177,6 +183,12 @@ class ResolvedRequest(VideoRequest):
     def guided(self) -> bool:
         """True if classifier-free guidance is used, and so the negative prompt."""
         return self.guidance_scale > 1
+
+    @property
+    def guidance_scales(self) -> tuple[float, float]:
+        """Scales with the first and with the second transformer of a pipeline, which may have one."""
+        second = self.guidance_scale if self.guidance_scale_2 is None else self.guidance_scale_2
+        return self.guidance_scale, second
 
     @property
     def rows(self) -> int:

@@ -52,6 +52,9 @@ def resolve_request(
     if request.height is None and request.width is None:
         height, width = _oriented(first_frame, height, width)
     blocks = request.causal_block_size
+    if settings.boundary_ratio is not None and request.guidance_scale_2 is None:
+        second = settings.guidance_scale_2 if request.guidance_scale is None else request.guidance_scale
+        values["guidance_scale_2"] = settings.guidance_scale if second is None else second
     defaults = {
         "height": height,
         "width": width,
@@ -67,6 +70,7 @@ def resolve_request(
     resolved = ResolvedRequest(**values)
     _check_choices(resolved)
     _check_numbers(resolved, geometry)
+    _check_second_scale(resolved, settings)
     CONDITIONINGS[settings.kind].check(resolved, settings)
     _check_images(resolved)
     _check_texts(resolved, geometry)
@@ -115,7 +119,8 @@ def _check_numbers(request: ResolvedRequest, geometry: LatentGeometry) -> None:
             raise InvalidParameterError(
                 f"{name}: expected a whole number of at least {least.get(name, 0)}, got {value!r}"
             )
-    for name in ("guidance_scale", "shift", "cache_threshold"):
+    second = () if request.guidance_scale_2 is None else ("guidance_scale_2",)
+    for name in ("guidance_scale", *second, "shift", "cache_threshold"):
         value = getattr(request, name)
         if not isinstance(value, int | float | np.number) or not math.isfinite(value) or value < 0:
             raise InvalidParameterError(f"{name}: expected a number of at least 0, got {value!r}")
@@ -126,6 +131,18 @@ def _check_numbers(request: ResolvedRequest, geometry: LatentGeometry) -> None:
     if request.addnoise_condition > _ADDED_NOISE:
         raise InvalidParameterError(
             f"addnoise_condition: expected at most {_ADDED_NOISE}, got {request.addnoise_condition}; 20 is usual"
+        )
+
+
+def _check_second_scale(request: ResolvedRequest, settings: VideoSettings) -> None:
+    if request.guidance_scale_2 is None:
+        return
+    if settings.boundary_ratio is None:
+        raise InvalidParameterError("guidance_scale_2: this model has one transformer; give guidance_scale alone")
+    if request.guidance_scale_2 > 1 >= request.guidance_scale:
+        raise InvalidParameterError(
+            f"guidance_scale_2: expected at most 1 where guidance_scale is {request.guidance_scale:g}, which is no "
+            f"guidance, got {request.guidance_scale_2:g}"
         )
 
 

@@ -25,7 +25,8 @@ KEY = "verax"
 """Key of the file's metadata that describes how its segments were made."""
 
 _COMMON = (
-    *("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "shift", "fps", "seed"),
+    *("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "guidance_scale_2", "shift"),
+    *("fps", "seed"),
     *("cache", "cache_threshold", "ar_step", "causal_block_size", "causal_attention", "overlap_history"),
     *("addnoise_condition", "image", "video", "latents", "prompt_embeds", "negative_prompt_embeds"),
 )

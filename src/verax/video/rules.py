@@ -77,10 +77,14 @@ SKYREELS = ReferenceRules(
     name="skyreels",
     sigma_schedule="skyreels",
     resize=MappingProxyType(
-        {"i2v": partial(_crop_and_resize, method="lanczos"), "df": partial(_crop_and_resize, method="bicubic")}
+        {
+            "i2v": partial(_crop_and_resize, method="lanczos"),
+            "ti2v": partial(_crop_and_resize, method="lanczos"),
+            "df": partial(_crop_and_resize, method="bicubic"),
+        }
     ),
     clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(frame), size),
-    negative_prompts=MappingProxyType({"t2v": ENGLISH, "i2v": ENGLISH, "df": CHINESE}),
+    negative_prompts=MappingProxyType({"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE}),
     decode_whole_clip=False,
     causal_attention=False,
     keep_partial_blocks=True,
@@ -91,7 +95,7 @@ SKYREELS = ReferenceRules(
 DIFFUSERS = ReferenceRules(
     name="diffusers",
     sigma_schedule="diffusers",
-    resize=MappingProxyType({"i2v": images.resize, "df": images.resize}),
+    resize=MappingProxyType({"i2v": images.resize, "ti2v": images.resize, "df": images.resize}),
     clip_pixels=lambda image, frame, size: images.clip_pixels_diffusers(image, size),
     negative_prompts=MappingProxyType({}),
     decode_whole_clip=True,

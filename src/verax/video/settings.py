@@ -9,13 +9,13 @@ from typing import Any
 
 from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.fields import Finite, Positive, Size, read_fields
+from verax.fields import Epsilon, Finite, Positive, Size, read_fields
 from verax.files import read_json
 
 __all__ = ["KINDS", "RESOLUTIONS", "VideoSettings", "read_settings"]
 
-KINDS = ("t2v", "i2v", "df")
-"""Text to video, image to video, diffusion forcing."""
+KINDS = ("t2v", "i2v", "ti2v", "df")
+"""Text to video, image to video, either of the two, diffusion forcing."""
 
 _PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v"}
 """Kinds by a part of the name of diffusers' pipeline, the first that fits."""
@@ -25,6 +25,15 @@ RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
 
 _FRAMES = {"540P": 97, "720P": 121}
 """Frames that the published models are trained on."""
+
+_WAN_2_2: Mapping[str, Mapping[str, Any]] = {
+    "t2v": dict(height=720, width=1280, num_frames=81, fps=16, num_inference_steps=40)
+    | dict(guidance_scale=4.0, guidance_scale_2=3.0),
+    "i2v": dict(height=720, width=1280, num_frames=81, fps=16, num_inference_steps=40)
+    | dict(guidance_scale=3.5, guidance_scale_2=3.5),
+    "ti2v": dict(height=704, width=1280, num_frames=121, fps=24, num_inference_steps=50, guidance_scale=5.0),
+}
+"""Settings of Wan2.2's own commands (`wan/configs`), by kind of model: two with two transformers, and 5B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,10 @@ class VideoSettings:
     """Frames of a clip, and of a segment of a longer one."""
     num_inference_steps: Size = 30
     guidance_scale: Finite = 6.0
+    guidance_scale_2: Finite | None = None
+    """Scale with the second of two transformers; `guidance_scale` if None."""
+    boundary_ratio: Epsilon | None = None
+    """Share of the noise levels from which the first of two transformers is used; None for one transformer."""
     shift: Positive = 8.0
     fps: Size = 24
     negative_prompt: str = ""
@@ -66,6 +79,7 @@ def read_settings(
         raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     if kind is None:
         kind = next((kind for part, kind in _PIPELINES.items() if part in folder.pipeline), "t2v")
+        kind = "ti2v" if folder.expand_timesteps else kind
     size = "720P" if "720P" in folder.name.upper() else "540P"
     settings = VideoSettings(
         kind=kind,
@@ -74,7 +88,10 @@ def read_settings(
         num_frames=_FRAMES[size],
         shift=shift if shift != 1 else VideoSettings.shift,
         negative_prompt=negative_prompts.get(kind, ""),
+        boundary_ratio=folder.boundary_ratio,
     )
+    if settings.boundary_ratio is not None or kind == "ti2v":
+        settings = replace(settings, **_WAN_2_2.get(kind, {}))
     return replace(settings, **_own(folder.path / SETTINGS))
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Float32, Int32
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["SIGMA_SCHEDULES", "NoiseLevels", "noise_levels"]
+__all__ = ["SIGMA_SCHEDULES", "TRAIN_TIMESTEPS", "NoiseLevels", "noise_levels"]
 
 TRAIN_TIMESTEPS = 1000
 """Noise levels in training: the timestep of sigma 1."""

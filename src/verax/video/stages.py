@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from verax.models.clip import CLIPVisionModel
 from verax.models.umt5 import UMT5EncoderModel
-from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
 from verax.video.programs import Component, Program, ProgramCall, Weights, floats, shapes_of
 
 __all__ = ["Stages", "latents_at_once", "tile_at_once"]

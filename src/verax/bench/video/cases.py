@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,10 +17,12 @@ from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names import wan_vae as names_wan_vae
 from verax.checkpoint.names.table import Renaming
 from verax.checkpoint.random_weights import random_weights
+from verax.checkpoint.video.published import VAE_2_2
 from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
 from verax.video.programs import Component
 from verax.video.stages import latents_at_once
 
@@ -44,13 +46,14 @@ class Size:
 SIZES: Mapping[str, Size] = {
     "1.3b": Size(WAN_CONFIGS["i2v-1.3b"]),
     "14b": Size(WAN_CONFIGS["i2v-14b"]),
+    "5b": Size(WAN_CONFIGS["ti2v-5b"], WanVaeConfig.from_hf(VAE_2_2)),
     "tiny": Size(
         WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=2, in_dim=36, text_dim=32, image_dim=32),
         WanVaeConfig(base_dim=8, dim_mult=(1, 2, 2, 2), num_res_blocks=1),
         UMT5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
     ),
 }
-"""Image to video: SkyReels-V2's two published sizes, and one for tests."""
+"""SkyReels-V2's two published sizes of image to video, Wan2.2's 5B of text and image, and one for tests."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def work(stage: str, size: str, *, frames: int, height: int, width: int, dtype: 
     Args:
         stage: one of `STAGES`: one forward pass of the transformer, decoding a clip's latents, or encoding 512 tokens.
         size: one of `SIZES`.
-        frames, height, width: of the clip: 4n + 1 frames, and sides divisible by 16.
+        frames, height, width: of the clip: 4n + 1 frames, and sides that divide into tokens.
         dtype: of weights and inputs.
         layers: of transformer and text encoder, to fit a small machine; all of them if None.
 
@@ -94,12 +97,16 @@ def work(stage: str, size: str, *, frames: int, height: int, width: int, dtype: 
     for name, value, known in (("stage", stage, STAGES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
         if value not in known:
             raise InvalidParameterError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    if frames % 4 != 1 or height % 16 or width % 16 or min(frames, height, width) < 1:
+    sizes = SIZES[size]
+    pixels = sizes.vae.pixels_per_latent
+    token = pixels * sizes.transformer.patch
+    if frames % 4 != 1 or height % token or width % token or min(frames, height, width) < 1:
         raise InvalidParameterError(
-            f"frames, height, width: expected 4n + 1 frames and sides divisible by 16, got {frames}, {height} x {width}"
+            f"frames, height, width: expected 4n + 1 frames and sides divisible by {token}, got {frames}, {height} x "
+            f"{width}"
         )
     return {"transformer": _transformer, "vae": _vae, "text": _text}[stage](
-        SIZES[size], (frames + 3) // 4, height // 8, width // 8, jnp.dtype(dtype), layers
+        sizes, (frames + 3) // 4, height // pixels, width // pixels, jnp.dtype(dtype), layers
     )
 
 
@@ -113,10 +120,10 @@ def _transformer(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | N
         _normal(rng, 1, F, h, w, config.in_dim),
         np.asarray([500], np.int32),
         _normal(rng, 1, WORDS, config.text_dim),
-        _normal(rng, 1, PATCHES, config.image_dim or 0),
+        *(() if config.image_dim is None else (_normal(rng, 1, PATCHES, config.image_dim),)),
     )
 
-    def prepare(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any) -> tuple[Any, ...]:
+    def prepare(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any = None) -> tuple[Any, ...]:
         return latents, timesteps, model.encode_context(text, image)
 
     def forward(model: WanModel, latents: Any, timesteps: Any, context: Any, *, attention: str = "auto") -> Any:
@@ -128,12 +135,12 @@ def _transformer(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | N
 def _vae(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | None) -> Work:
     config = size.vae
     inputs = (_normal(np.random.default_rng(1), 1, F, h, w, config.z_dim),)
-    chunk = latents_at_once(config, 8 * h, 8 * w)
+    chunk = latents_at_once(config, config.pixels_per_latent * h, config.pixels_per_latent * w)
 
     def decode(model: WanVae, latents: Any) -> Any:
         return model.decode(latents, chunk=chunk)
 
-    table = names_wan_vae.name_table(config.num_res_blocks)
+    table = names_wan_vae.table_for(asdict(config))
     return _made("vae", WanVae, config, dtype, table, inputs, decode, None)
 
 

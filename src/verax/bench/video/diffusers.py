@@ -101,12 +101,12 @@ class DiffusersSide:
             config = self._work.config
             mean, std = np.asarray(config.latents_mean, np.float32), np.asarray(config.latents_std, np.float32)
             return {"z": tensor(inputs[0] * std + mean, 0, 4, 1, 2, 3), "return_dict": False}
-        latents, timesteps, text, image = inputs
+        latents, timesteps, text, *image = inputs
         return {
             "hidden_states": tensor(latents, 0, 4, 1, 2, 3),
             "timestep": tensor(timesteps),
             "encoder_hidden_states": tensor(text),
-            "encoder_hidden_states_image": tensor(image),
+            **({"encoder_hidden_states_image": tensor(image[0])} if image else {}),
             "return_dict": False,
         }
 
@@ -133,7 +133,7 @@ def _transformer(diffusers: Any, transformers: Any, config: Any) -> Any:
         ffn_dim=config.ffn_dim,
         num_layers=config.num_layers,
         image_dim=config.image_dim,
-        added_kv_proj_dim=config.dim,
+        added_kv_proj_dim=None if config.image_dim is None else config.dim,
         inject_sample_info=config.inject_sample_info,
     )
 
@@ -141,6 +141,12 @@ def _transformer(diffusers: Any, transformers: Any, config: Any) -> Any:
 def _vae(diffusers: Any, transformers: Any, config: Any) -> Any:
     return diffusers.AutoencoderKLWan(
         base_dim=config.base_dim,
+        decoder_base_dim=config.decoder_base_dim,
+        in_channels=config.in_channels,
+        out_channels=config.out_channels,
+        is_residual=config.is_residual,
+        patch_size=config.patch_size,
+        scale_factor_spatial=config.pixels_per_latent,
         z_dim=config.z_dim,
         dim_mult=list(config.dim_mult),
         num_res_blocks=config.num_res_blocks,

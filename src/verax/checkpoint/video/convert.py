@@ -17,7 +17,14 @@ from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.formats.safetensors import DTYPES
 from verax.checkpoint.save import SHARD_BYTES
 from verax.checkpoint.video.folder import SETTINGS, TOKENIZER, VideoFolder
-from verax.checkpoint.video.parts import PARTS, Part, diffusers_transformer, original_transformer
+from verax.checkpoint.video.parts import (
+    EXPERTS,
+    PARTS,
+    Part,
+    diffusers_transformer,
+    has_image_states,
+    original_transformer,
+)
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.files import atomic_path, write_json
 
@@ -109,10 +116,12 @@ def convert(
 
 
 def _wanted(source: VideoFolder) -> list[str]:
-    """The parts that a model has; an image encoder only if its transformer looks at images."""
-    config = source.config("transformer")
-    looks = config.get("image_dim") is not None or config.get("model_type") == "i2v"
-    return [name for name in PARTS if name != "image_encoder" or looks or name in source]
+    """The parts that a model has; an image encoder and a second transformer only if the first part says so."""
+    optional = {
+        "image_encoder": has_image_states(source.config("transformer")),
+        "transformer_2": source.boundary_ratio is not None,
+    }
+    return [name for name in PARTS if optional.get(name, True) or name in source]
 
 
 def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -> _PartFiles:
@@ -126,12 +135,16 @@ def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -
             raise CheckpointError(f"{where}: {key} is not a weight of the {part.what} in either layout")
         tensors += _tensors(part, checkpoint, key, theirs if to == "diffusers" else None, dtype)
     settings = checkpoint.config
-    if name == "transformer":
-        settings = (original_transformer if to == "original" else diffusers_transformer)(settings, source.pipeline)
     if to == "diffusers":
+        settings = diffusers_transformer(settings, source.pipeline) if name in EXPERTS else settings
         return _PartFiles(name, part.stem, tensors, ("config.json", settings))
-    own = "config.json" if name == "transformer" else f"{part.original}.json"
-    return _PartFiles("", part.original, tensors, (own, settings))
+    stem = part.original_stem(settings)
+    if name not in EXPERTS:
+        return _PartFiles("", stem, tensors, (f"{stem}.json", settings))
+    boundary = source.boundary_ratio
+    more = {"boundary_ratio": boundary, "expand_timesteps": source.expand_timesteps}
+    settings = original_transformer(settings, source.pipeline, **more)
+    return _PartFiles("" if boundary is None else EXPERTS[name], stem, tensors, ("config.json", settings))
 
 
 def _tensors(
@@ -200,9 +213,13 @@ _CLIP_PROCESSOR = {
 def _model_index(source: VideoFolder) -> dict[str, Any]:
     """Diffusers' list of a pipeline's parts and the classes that load them."""
     transformer = diffusers_transformer(source.config("transformer"), source.pipeline)["_class_name"]
+    more: dict[str, Any] = {"expand_timesteps": True} if source.expand_timesteps else {}
+    if source.boundary_ratio is not None:
+        more = {"boundary_ratio": source.boundary_ratio, "transformer_2": ["diffusers", transformer]}
     index: dict[str, Any] = {
         "_class_name": source.pipeline,
         "_diffusers_version": "0.35.0",
+        **more,
         "scheduler": ["diffusers", source.scheduler.get("_class_name", "UniPCMultistepScheduler")],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", "T5TokenizerFast"],

@@ -2,7 +2,8 @@
 
 - The original's: `config.json` and the transformer's safetensors, beside `Wan2.1_VAE.pth`,
   `models_t5_umt5-xxl-enc-bf16.pth`, `models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth` and `google/umt5-xxl/`.
-  Each `.pth` may be safetensors instead, with its settings beside it under the same name (`Wan2.1_VAE.json`).
+  Each `.pth` may be safetensors instead, with its settings beside it under the same name (`Wan2.1_VAE.json`). The two
+  transformers of Wan 2.2 are in `high_noise_model/` and `low_noise_model/`.
 - Diffusers': `model_index.json` and a folder for each part.
 
 Weights may have the names of either layout in both, and ComfyUI's prefix `model.diffusion_model.`.
@@ -21,12 +22,20 @@ from verax.checkpoint.checkpoint import Checkpoint, TensorFile, open_stem, open_
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.checkpoint.resolve import resolve_video
-from verax.checkpoint.video.parts import PARTS, Form, Part, pipeline_name, scheduler_settings
+from verax.checkpoint.video.parts import (
+    EXPERTS,
+    PARTS,
+    Form,
+    Part,
+    boundary_of,
+    pipeline_name,
+    scheduler_settings,
+)
 from verax.errors import CheckpointError
-from verax.fields import Positive, read_value
+from verax.fields import Epsilon, Positive, file_of, read_value
 from verax.files import read_json
 
-__all__ = ["VideoFolder"]
+__all__ = ["VideoFolder", "is_video_folder"]
 
 TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
@@ -34,6 +43,15 @@ SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
 _COMFY = "model.diffusion_model."
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def is_video_folder(folder: Path) -> bool:
+    """True if a folder has a video model in either layout, by its files."""
+    experts = folder / EXPERTS["transformer"]
+    if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir() or experts.is_dir():
+        return True
+    own = folder / "config.json"
+    return own.is_file() and "_class_name" in read_json(own)
 
 
 class VideoFolder:
@@ -53,10 +71,11 @@ class VideoFolder:
         """Layout of the folder."""
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
             self.layout = "original"
-            if not (self.path / "config.json").is_file():
+            if not (self.path / "config.json").is_file() and not self._has_experts:
                 raise CheckpointError(
                     f"{self.path}: no video model here: expected model_index.json and a folder for each part "
-                    "(diffusers' layout), or config.json and the transformer's safetensors (the original's)"
+                    "(diffusers' layout), or config.json and the transformer's safetensors (the original's; Wan 2.2's "
+                    "in high_noise_model and low_noise_model)"
                 )
 
     @property
@@ -64,7 +83,39 @@ class VideoFolder:
         """The name of the pipeline in diffusers, such as `SkyReelsV2ImageToVideoPipeline`."""
         if self.layout == "original":
             return pipeline_name(self.config("transformer"), self.name)
-        return read_value(read_json(self.path / "model_index.json"), "_class_name", str)
+        return read_value(self._index, "_class_name", str)
+
+    @property
+    def boundary_ratio(self) -> float | None:
+        """Share of the noise levels from which the first of two transformers is used; None for one transformer.
+
+        Raises:
+            CheckpointError: for a second transformer without the ratio, or a ratio out of range.
+        """
+        if self.layout == "original":
+            config = self.config("transformer") if self._has_experts else {}
+            found = boundary_of(config) if self._has_experts else None
+        else:
+            config, found = self._index, self._index.get("boundary_ratio")
+        if found is None and "transformer_2" in self:
+            raise CheckpointError(f"{file_of(config)}: it has no boundary_ratio, beside a second transformer")
+        return None if found is None else read_value({**config, "boundary_ratio": found}, "boundary_ratio", Epsilon)
+
+    @property
+    def expand_timesteps(self) -> bool:
+        """True for a model of text and image, in which each latent frame has a time of its own (Wan 2.2's 5B)."""
+        if self.layout == "original":
+            return self.config("transformer").get("model_type") == "ti2v"
+        return read_value(self._index, "expand_timesteps", bool, False)
+
+    @property
+    def _index(self) -> dict[str, Any]:
+        return read_json(self.path / "model_index.json")
+
+    @property
+    def _has_experts(self) -> bool:
+        """True for two transformers in the original layout."""
+        return (self.path / EXPERTS["transformer"] / "config.json").is_file()
 
     @property
     def scheduler(self) -> dict[str, Any]:
@@ -72,7 +123,7 @@ class VideoFolder:
         if self.layout == "diffusers":
             return read_json(self.path / "scheduler" / "scheduler_config.json")
         own = self.path / "scheduler_config.json"
-        return read_json(own) if own.is_file() else scheduler_settings(self.pipeline)
+        return read_json(own) if own.is_file() else scheduler_settings(self.pipeline, experts=self._has_experts)
 
     @property
     def flow_shift(self) -> float:
@@ -99,11 +150,12 @@ class VideoFolder:
         return folder
 
     def __contains__(self, name: str) -> bool:
-        """True if the folder has the part: transformer, vae, text_encoder or image_encoder."""
-        part = PARTS[name]
+        """True if the folder has the part, one of `PARTS`."""
         if self.layout == "diffusers":
             return (self.path / name).is_dir()
-        return name == "transformer" or bool(self._original_file(part))
+        if name in EXPERTS:
+            return name == "transformer" or (self.path / EXPERTS[name]).is_dir()
+        return bool(self._original_file(PARTS[name]))
 
     def config(self, name: str) -> dict[str, Any]:
         """A part's config.json; of a file that was published without one, what it would be.
@@ -114,10 +166,14 @@ class VideoFolder:
         if self.layout == "diffusers":
             self._check_folder(name)
             return read_json(self.path / name / "config.json")
-        if name == "transformer":
-            return read_json(self.path / "config.json")
-        beside = self.path / f"{self._stem(PARTS[name])}.json"
-        return read_json(beside) if beside.is_file() else dict(PARTS[name].config)
+        if name in EXPERTS:
+            config = read_json(self._transformer_folder(name) / "config.json")
+            if self._has_experts:
+                config.setdefault("image_dim", None)  # no published pair attends to an image encoder's states
+            return config
+        stem = self._stem(PARTS[name])
+        beside = self.path / f"{stem}.json"
+        return read_json(beside) if beside.is_file() else PARTS[name].published(stem)
 
     def checkpoint(self, name: str) -> Checkpoint:
         """A part's configuration and weights, these by the original's names.
@@ -132,7 +188,7 @@ class VideoFolder:
         entries = _by_original_names(part, config, files)
         if not entries:
             raise CheckpointError(f"{self.path}: the {part.what} has no weights")
-        where = self.path / name if self.layout == "diffusers" else self.path
+        where = self.path / name if self.layout == "diffusers" else self._transformer_folder(name)
         return Checkpoint(where, config, {}, entries)
 
     def _check_folder(self, name: str) -> None:
@@ -152,8 +208,8 @@ class VideoFolder:
         return files
 
     def _original_files(self, name: str) -> Mapping[str, TensorFile]:
-        if name == "transformer":
-            return self._original_transformer()
+        if name in EXPERTS:
+            return self._original_transformer(self._transformer_folder(name))
         part = PARTS[name]
         stem = self._stem(part)
         if files := open_stem(self.path, stem):
@@ -161,19 +217,24 @@ class VideoFolder:
         file = PthFile(self.path / f"{stem}.pth")
         return dict.fromkeys(file.tensors, file)
 
-    def _original_transformer(self) -> Mapping[str, TensorFile]:
+    def _transformer_folder(self, name: str) -> Path:
+        """Folder of a part's files in the original layout."""
+        return self.path / EXPERTS[name] if self._has_experts and name in EXPERTS else self.path
+
+    @staticmethod
+    def _original_transformer(folder: Path) -> Mapping[str, TensorFile]:
         for stem in ("model", "diffusion_pytorch_model"):
-            if files := open_stem(self.path, stem):
+            if files := open_stem(folder, stem):
                 return files
-        others = [part.pattern for name, part in PARTS.items() if name != "transformer"]
+        others = [part.pattern for name, part in PARTS.items() if name not in EXPERTS]
         rest = [
             path
-            for path in sorted(self.path.glob("*.safetensors"))
+            for path in sorted(folder.glob("*.safetensors"))
             if not any(pattern.fullmatch(path.name) for pattern in others)
         ]
         if not rest:
             raise CheckpointError(
-                f"{self.path}: no weights of the transformer: expected model.safetensors or "
+                f"{folder}: no weights of the transformer: expected model.safetensors or "
                 "diffusion_pytorch_model.safetensors, or numbered files of either name"
             )
         return open_together(rest)

@@ -1,13 +1,14 @@
 """Parts of a SkyReels-V2 or Wan model: names of folders, files, weights and settings in its two published layouts.
 
-The original layout is that of the repositories SkyworkAI/SkyReels-V2 and Wan-Video/Wan2.1. The other is diffusers'.
+The original layout is that of the repositories SkyworkAI/SkyReels-V2, Wan-Video/Wan2.1 and Wan-Video/Wan2.2. The other
+is diffusers'.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,13 +18,17 @@ from verax.checkpoint.names import clip as names_clip
 from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names.table import Renaming
-from verax.checkpoint.names.wan_vae import name_table
+from verax.checkpoint.names.wan_vae import table_for
+from verax.checkpoint.video.published import UMT5_XXL, VAE, VIT_H14
 
 __all__ = [
+    "EXPERTS",
     "PARTS",
     "Names",
     "Part",
+    "boundary_of",
     "diffusers_transformer",
+    "has_image_states",
     "original_transformer",
     "pipeline_name",
     "scheduler_settings",
@@ -82,85 +87,56 @@ class Part:
     dropped: re.Pattern[str] = re.compile(r"(?!)")
     forms: Mapping[str, _Forms] = field(default_factory=dict)
 
+    def published(self, stem: str) -> dict[str, Any]:
+        """Its config.json for a file of the original layout that has none, by the file's name."""
+        return dict(VAE_2_2 if self.config is VAE and _SECOND.search(stem) else self.config)
+
+    def original_stem(self, config: Mapping[str, Any]) -> str:
+        """Stem of its file in the original layout, by its config.json."""
+        return self.original.replace("2.1", "2.2") if config.get("is_residual") else self.original
+
     def form(self, name: str) -> _Forms:
         """Rearrangements of a tensor, by the original's name; the identity for most."""
         return self.forms.get(name, _SAME)
 
 
-_VAE = {
-    "_class_name": "AutoencoderKLWan",
-    "base_dim": 96,
-    "z_dim": 16,
-    "dim_mult": [1, 2, 4, 4],
-    "num_res_blocks": 2,
-    "attn_scales": [],
-    "temperal_downsample": [False, True, True],
-    "dropout": 0.0,
-}
+_SECOND = re.compile(r"(?i)wan[_-]?2[._]2")
+"""Sign of Wan 2.2 in the names of files."""
 
-_UMT5_XXL = {
-    "architectures": ["UMT5EncoderModel"],
-    "model_type": "umt5",
-    "vocab_size": 256384,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_decoder_layers": 24,
-    "num_heads": 64,
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "layer_norm_epsilon": 1e-6,
-    "feed_forward_proj": "gated-gelu",
-    "is_encoder_decoder": True,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 0,
-}
+EXPERTS: Mapping[str, str] = MappingProxyType({"transformer": "high_noise_model", "transformer_2": "low_noise_model"})
+"""Folders of the two transformers of Wan 2.2 in the original layout."""
 
-_VIT_H14 = {
-    "architectures": ["CLIPVisionModelWithProjection"],
-    "model_type": "clip_vision_model",
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 14,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-5,
-    "projection_dim": 1024,
-}
+_BOUNDARIES = MappingProxyType({"t2v": 0.875, "i2v": 0.9})
+"""Share of the noise levels from which the published originals use the first of their two transformers."""
 
 _CLIP_HEAD = Renaming([("visual.head", "visual_projection.weight")])
 """Name of the projection to CLIP's space. No video model uses it; it is kept in converted files for other programs."""
 
+_TRANSFORMER = Part(
+    what="transformer",
+    original="diffusion_pytorch_model",
+    pattern=re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors"),
+    names=lambda config: Names(names_wan.TABLE),
+    dropped=re.compile(r"norm_added_q\.|norm_q_img\."),
+)
+
 PARTS: Mapping[str, Part] = MappingProxyType(
     {
-        "transformer": Part(
-            what="transformer",
-            original="diffusion_pytorch_model",
-            pattern=re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors"),
-            names=lambda config: Names(names_wan.TABLE),
-            dropped=re.compile(r"norm_added_q\.|norm_q_img\."),
-        ),
+        "transformer": _TRANSFORMER,
+        "transformer_2": replace(_TRANSFORMER, what="low-noise transformer"),
         "vae": Part(
             what="video VAE",
             original="Wan2.1_VAE",
             pattern=re.compile(r"(?i).*vae.*\.(pth|safetensors)"),
-            config=MappingProxyType(_VAE),
-            names=lambda config: Names(
-                name_table(config.get("num_res_blocks", 2), len(config.get("dim_mult", _VAE["dim_mult"])))
-            ),
+            config=VAE,
+            names=lambda config: Names(table_for(config)),
         ),
         "text_encoder": Part(
             what="text encoder",
             stem="model",
             original="models_t5_umt5-xxl-enc-bf16",
             pattern=re.compile(r"(?i).*(_t5_|umt5).*\.(pth|safetensors)"),
-            config=MappingProxyType(_UMT5_XXL),
+            config=UMT5_XXL,
             names=lambda config: Names(names_umt5.TABLE),
             dropped=re.compile(r"^(decoder\.|lm_head\.|spiece_model$)"),
         ),
@@ -169,7 +145,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             stem="model",
             original="models_clip_open-clip-xlm-roberta-large-vit-huge-14",
             pattern=re.compile(r"(?i).*clip.*\.(pth|safetensors)"),
-            config=MappingProxyType(_VIT_H14),
+            config=VIT_H14,
             names=lambda config: Names(names_clip.TABLE, _CLIP_HEAD),
             dropped=re.compile(r"^(textual\.|text_model\.|text_projection\.|log_scale$|logit_scale$)|position_ids$"),
             forms=MappingProxyType(
@@ -201,7 +177,9 @@ _SKYREELS, _WAN = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
 _ORIGINAL = "WanModel"
 
 
-def original_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
+def original_transformer(
+    config: Mapping[str, Any], pipeline: str, *, boundary_ratio: float | None = None, expand_timesteps: bool = False
+) -> dict[str, Any]:
     """Transformer's config.json of the original layout, from that of either layout.
 
     Settings that the original layout lacks are kept by diffusers' names, where they differ from the published models'.
@@ -209,17 +187,23 @@ def original_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, 
     Args:
         config: config.json of either layout.
         pipeline: name of diffusers' pipeline, which is kept under `pipeline`.
+        boundary_ratio: where the second transformer begins, which is kept too; None for a model with one.
+        expand_timesteps: True for a model of text and image, whose frames have a time each.
     """
     if config.get("_class_name", _ORIGINAL) == _ORIGINAL:
         return {**config, "pipeline": pipeline}
-    image = config.get("image_dim") is not None
+    image = config.get("in_channels", 16) > config.get("out_channels", config.get("in_channels", 16))
     skyreels = {"inject_sample_info": config.get("inject_sample_info", False)} if _is_skyreels(pipeline) else {}
     more = {name: config[name] for name, value in _UNSAID.items() if name in config and not _equal(config[name], value)}
-    if not image:
+    if image:
+        more |= {"image_dim": None} if config.get("image_dim") is None else {}
+    else:
         more.pop("image_dim", None)
+    if boundary_ratio is not None:
+        more["boundary_ratio"] = boundary_ratio
     return {
         "_class_name": _ORIGINAL,
-        "model_type": "i2v" if image else "t2v",
+        "model_type": "i2v" if image else "ti2v" if expand_timesteps else "t2v",
         "dim": config["num_attention_heads"] * config["attention_head_dim"],
         **{ours: config[theirs] for ours, theirs in _SIZES.items() if theirs in config},
         "text_len": 512,
@@ -238,7 +222,7 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
     """
     if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
         return dict(config)
-    image = config.get("model_type") == "i2v"
+    image = has_image_states(config)
     unsaid = dict(_UNSAID)
     if not _is_skyreels(pipeline):
         del unsaid["num_frame_per_block"]
@@ -255,6 +239,21 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
     }
 
 
+def has_image_states(config: Mapping[str, Any]) -> bool:
+    """True if a transformer attends to an image encoder's states, by its config.json of either layout."""
+    if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
+        return config.get("image_dim") is not None
+    return config.get("model_type") == "i2v" and config.get("image_dim", _UNSAID["image_dim"]) is not None
+
+
+def boundary_of(config: Mapping[str, Any]) -> float | None:
+    """Share of the noise levels from which the first of two transformers is used, by its config.json of the original's.
+
+    `verax convert` writes it there; published files have none.
+    """
+    return config.get("boundary_ratio", _BOUNDARIES.get(config.get("model_type", "t2v")))
+
+
 def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
     """Name of diffusers' pipeline for a folder of the original layout.
 
@@ -269,9 +268,15 @@ def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
     return family + ("ImageToVideoPipeline" if config.get("model_type") == "i2v" else "Pipeline")
 
 
-def scheduler_settings(pipeline: str) -> dict[str, Any]:
-    """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend."""
-    shift = 5.0 if "ImageToVideo" in pipeline or not _is_skyreels(pipeline) else 8.0
+def scheduler_settings(pipeline: str, *, experts: bool = False) -> dict[str, Any]:
+    """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend.
+
+    Args:
+        pipeline: name of diffusers' pipeline.
+        experts: True for a model with two transformers.
+    """
+    shift = 12.0 if experts else 8.0 if _is_skyreels(pipeline) else 5.0
+    shift = 5.0 if "ImageToVideo" in pipeline else shift
     return {
         "_class_name": "UniPCMultistepScheduler",
         "num_train_timesteps": 1000,

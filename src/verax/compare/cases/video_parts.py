@@ -16,7 +16,7 @@ from verax.checkpoint.names import clip as names_clip
 from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names.table import Renaming
-from verax.checkpoint.names.wan_vae import name_table
+from verax.checkpoint.names.wan_vae import table_for
 from verax.compare.align import Names
 from verax.compare.case import Side
 from verax.compare.cases.text import transformers
@@ -28,15 +28,17 @@ from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import layers as wan_layers
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
 
 __all__ = ["PART_SIDES", "PartSides", "diffusers"]
 
 FRAMES, HEIGHT, WIDTH = 3, 8, 10
 """Size of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
 
-CLIP_FRAMES, CLIP_HEIGHT, CLIP_WIDTH = 9, 40, 56
-"""Size of the clip that the VAE encodes and decodes, a latent at a time, which is how diffusers does it."""
+CLIP_FRAMES, CLIP_HEIGHT, CLIP_WIDTH = 9, 5, 7
+"""Frames, and latents in height and width, of the clip that the VAE encodes and decodes, a latent at a time, which is
+how diffusers does it."""
 
 WORDS = 512
 """diffusers takes what is before the last 512 tokens of a context for the image."""
@@ -206,22 +208,19 @@ def _vae(settings: dict[str, Any]) -> Any:
     return diffusers().AutoencoderKLWan(**{name: value for name, value in settings.items() if name != "_class_name"})
 
 
-def _vae_table(settings: Mapping[str, Any]) -> Renaming:
-    return name_table(settings.get("num_res_blocks", 2), len(settings.get("dim_mult", (1, 2, 4, 4))))
-
-
 def _vae_inputs(config: WanVaeConfig) -> dict[str, Shape]:
     return {"sample": (1, 3, None, None, None)}
 
 
 def _run_vae(model: Any, config: WanVaeConfig, given: Arrays) -> tuple[Side, Side]:
-    frames = np.clip(_normal(1, CLIP_FRAMES, CLIP_HEIGHT, CLIP_WIDTH, 3), -1, 1)
+    pixels = config.pixels_per_latent
+    frames = np.clip(_normal(1, CLIP_FRAMES, pixels * CLIP_HEIGHT, pixels * CLIP_WIDTH, 3), -1, 1)
     if "sample" in given:
         frames = _float32(given["sample"]).transpose(0, 2, 3, 4, 1)
-    if frames.shape[1] % 4 != 1 or frames.shape[2] % 8 or frames.shape[3] % 8:
+    if frames.shape[1] % 4 != 1 or frames.shape[2] % pixels or frames.shape[3] % pixels:
         raise InvalidParameterError(
-            f"inputs: sample has 4n + 1 frames and sides divisible by 8, got {frames.shape[1]} of {frames.shape[2]} x "
-            f"{frames.shape[3]}"
+            f"inputs: sample has 4n + 1 frames and sides divisible by {pixels}, got {frames.shape[1]} of "
+            f"{frames.shape[2]} x {frames.shape[3]}"
         )
 
     def theirs(model: Any, frames: Any) -> Any:
@@ -276,21 +275,24 @@ def _eager(kind: str, config: str, settings: dict[str, Any]) -> Any:
     return getattr(transformers(), kind)(made)
 
 
+_TRANSFORMER = PartSides(
+    WanModel,
+    WanConfig.from_hf,
+    _transformer,
+    lambda settings: (names_wan.TABLE, _WAN_MODULES),
+    _transformer_inputs,
+    _run_transformer,
+)
+
 PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
     {
-        "transformer": PartSides(
-            WanModel,
-            WanConfig.from_hf,
-            _transformer,
-            lambda settings: (names_wan.TABLE, _WAN_MODULES),
-            _transformer_inputs,
-            _run_transformer,
-        ),
+        "transformer": _TRANSFORMER,
+        "transformer_2": _TRANSFORMER,
         "vae": PartSides(
             WanVae,
             WanVaeConfig.from_hf,
             _vae,
-            lambda settings: (_vae_table(settings), _Parents(_vae_table(settings))),
+            lambda settings: (table_for(settings), _Parents(table_for(settings))),
             _vae_inputs,
             _run_vae,
         ),

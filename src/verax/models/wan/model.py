@@ -1,5 +1,5 @@
-"""The diffusion transformer of Wan2.1 (Wan Team, 2025, arXiv:2503.20314) and SkyReels-V2 (Chen et al., 2025,
-arXiv:2504.13074): text to video, image to video, and diffusion forcing, where each latent frame has its own time.
+"""The diffusion transformer of Wan 2.1 and 2.2 (Wan Team, 2025, arXiv:2503.20314) and SkyReels-V2 (Chen et al., 2025,
+arXiv:2504.13074): text to video, image to video, and models in which each latent frame has its own time.
 
 Module paths are the keys of the original checkpoints; `checkpoint.names_wan` has diffusers'. Follows both originals'
 `WanModel` and diffusers' `SkyReelsV2Transformer3DModel`, which agree in float32.
@@ -92,16 +92,17 @@ class WanConfig:
 
 def _original(config: Mapping[str, Any]) -> WanConfig:
     kind = config.get("model_type", "t2v")
-    if kind not in ("t2v", "i2v"):
-        raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are t2v and i2v")
+    if kind not in ("t2v", "i2v", "ti2v"):
+        raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are t2v, i2v and ti2v")
     required = ("dim", "ffn_dim", "num_heads", "num_layers")
     same = ("in_dim", "out_dim", "text_dim", "freq_dim", "eps", "inject_sample_info")
     require_fields(config, required, "Wan transformer")
     return WanConfig(
         **read_fields(config, WanConfig, (*required, *same)),
         patch=_patch(config),
-        # Two settings that the published files leave unsaid; `verax convert` keeps them by diffusers' names.
-        image_dim=read_value(config, "image_dim", Size, IMAGE_DIM) if kind == "i2v" else None,
+        # Two settings that the published files leave unsaid; `verax convert` keeps them by diffusers' names. Null is
+        # an image-to-video model without an image encoder, as Wan 2.2's are.
+        image_dim=read_value({"image_dim": IMAGE_DIM, **config}, "image_dim", Size, None) if kind == "i2v" else None,
         max_positions=read_value(config, "rope_max_seq_len", Size, 1024),
     )
 
@@ -171,9 +172,13 @@ WAN_CONFIGS: Mapping[str, WanConfig] = MappingProxyType(
         "t2v-14b": _LARGE,
         "i2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM),
         "df-14b": _LARGE,
+        "t2v-a14b": _LARGE,
+        "i2v-a14b": replace(_LARGE, in_dim=36),
+        "ti2v-5b": WanConfig(dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48),
     }
 )
-"""The published sizes: Wan2.1's text to video, SkyReels-V2's image to video and diffusion forcing, and both's 14B."""
+"""The published sizes: Wan2.1's text to video, SkyReels-V2's image to video and diffusion forcing, and both's 14B. Then
+those of Wan2.2: each of the two experts of A14B, and 5B."""
 
 
 def _blocks(config: WanConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> list[Block]:

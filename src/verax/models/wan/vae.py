@@ -1,22 +1,19 @@
-"""The video VAE of Wan 2.1 and SkyReels-V2 (Wan Team, 2025, arXiv:2503.20314): clips to latents and back.
+"""The video VAEs of Wan 2.1, SkyReels-V2 and Wan 2.2 (Wan Team, 2025, arXiv:2503.20314): clips to latents and back.
 
-Follows `modules/vae.py` of Wan 2.1; module paths are the keys of `Wan2.1_VAE.pth`. Both directions are causal in time
-and can be run in chunks of frames of any size, with the same result.
+Follows `modules/vae.py` of Wan 2.1 and `modules/vae2_2.py` of Wan 2.2; module paths are the keys of `Wan2.1_VAE.pth`
+and `Wan2.2_VAE.pth`. Both directions are causal in time and can be run in chunks of frames of any size, with the same
+result.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.fields import Depth, Finite, Positive, Size, read_fields
+from verax.errors import InvalidParameterError
+from verax.models.wan.vae_config import WanVaeConfig
 from verax.models.wan.vae_layers import (
     AttentionBlock,
     Downsample,
@@ -26,120 +23,39 @@ from verax.models.wan.vae_layers import (
     Upsample,
     in_chunks,
     in_tiles,
+    residual_blocks,
 )
+from verax.models.wan.vae_residual import DownBlock, UpBlock, patchify, unpatchify
 from verax.nn import CausalConv3d
 
-__all__ = ["WanVae", "WanVaeConfig"]
+__all__ = ["WanVae"]
 
 LOG_VARIANCE = (-30.0, 20.0)
 """Between these the logarithm of a variance is kept, as everywhere since Stable Diffusion's VAE."""
-
-# fmt: off
-PUBLISHED_MEAN = (
-    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
-    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
-)
-PUBLISHED_STD = (
-    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
-    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
-)
-# fmt: on
-
-
-@dataclass(frozen=True)
-class WanVaeConfig:
-    """Sizes by the names of diffusers' config.json; the defaults are the published model's, which has no such file.
-
-    Attributes:
-        base_dim: channels of the encoder at full resolution; `decoder_base_dim` those of the decoder, the same if None.
-        z_dim: channels of a latent.
-        dim_mult: channels at each resolution, in multiples; between two, height and width halve.
-        num_res_blocks: residual blocks at each resolution of the encoder. The decoder has one more.
-        temperal_downsample: where also frames halve (diffusers' spelling).
-        latents_mean, latents_std: of each channel of the latents, over the training data.
-    """
-
-    base_dim: Size = 96
-    decoder_base_dim: Size | None = None
-    z_dim: Size = 16
-    dim_mult: tuple[Size, ...] = (1, 2, 4, 4)
-    num_res_blocks: Depth = 2
-    temperal_downsample: tuple[bool, ...] = (False, True, True)
-    latents_mean: tuple[Finite, ...] = PUBLISHED_MEAN
-    latents_std: tuple[Positive, ...] = PUBLISHED_STD
-    in_channels: Size = 3
-    out_channels: Size = 3
-
-    def __post_init__(self) -> None:
-        if len(self.temperal_downsample) != len(self.dim_mult) - 1:
-            raise UnsupportedModelError(
-                f"temperal_downsample has {len(self.temperal_downsample)} entries, expected {len(self.dim_mult) - 1}: "
-                f"one between each two of dim_mult {list(self.dim_mult)}"
-            )
-        for name in ("latents_mean", "latents_std"):
-            if len(getattr(self, name)) != self.z_dim:
-                raise UnsupportedModelError(
-                    f"{name} has {len(getattr(self, name))} entries, expected z_dim, {self.z_dim}"
-                )
-
-    @property
-    def frames_per_latent(self) -> int:
-        """Frames for each latent after the first, which stands for one frame."""
-        return 2 ** sum(self.temperal_downsample)
-
-    @property
-    def pixels_per_latent(self) -> int:
-        """Pixels in height, and in width, for each of a latent."""
-        return 2 ** len(self.temperal_downsample)
-
-    @property
-    def halo(self) -> int:
-        """Latents at each side of a tile that its pixels depend on."""
-        depth = 0  # pixels from an edge that is not the frame's, to where it no longer shows
-        for level in range(len(self.dim_mult)):
-            if level:
-                depth = 2 * depth + 1  # enlarged, and a convolution
-            depth += 2 * (self.num_res_blocks + 1)
-        return -(-(depth + 1) // self.pixels_per_latent)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> WanVaeConfig:
-        """Read the config.json of diffusers' `AutoencoderKLWan`; an empty one is the published model's.
-
-        Raises:
-            UnsupportedModelError: for the VAE of Wan 2.2, attention elsewhere than in the middle, or sizes that
-                contradict each other.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
-        for name in ("is_residual", "patch_size", "attn_scales"):
-            if config.get(name):
-                raise UnsupportedModelError(
-                    f"a video VAE with {name} {config[name]!r} is not supported; only that of Wan 2.1 and SkyReels-V2 "
-                    "is, which has none"
-                )
-        return cls(**read_fields(config, cls))
 
 
 class Encoder(nnx.Module):
     """Frames to twice as many channels as a latent has."""
 
     def __init__(self, config: WanVaeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        sizes = [config.base_dim * multiple for multiple in config.dim_mult]
+        sizes = [config.base_dim * multiple for multiple in (1, *config.dim_mult)]
+        self.patch = config.patch
         self.conv1 = CausalConv3d(config.in_channels, sizes[0], (3, 3, 3), padding=1, dtype=dtype, rngs=rngs)
         layers = []
-        size = sizes[0]
-        for level, size_out in enumerate(sizes):
-            for _ in range(config.num_res_blocks):
-                layers.append(ResidualBlock(size, size_out, dtype=dtype, rngs=rngs))
-                size = size_out
-            if level < len(sizes) - 1:
-                layers.append(Downsample(size, time=config.temperal_downsample[level], dtype=dtype, rngs=rngs))
+        for size, size_out, time in zip(sizes, sizes[1:], (*config.temperal_downsample, None), strict=False):
+            if config.is_residual:
+                layers.append(DownBlock(size, size_out, config.num_res_blocks, time=time, dtype=dtype, rngs=rngs))
+                continue
+            layers += residual_blocks(size, size_out, config.num_res_blocks, dtype=dtype, rngs=rngs)
+            if time is not None:
+                layers.append(Downsample(size_out, time=time, dtype=dtype, rngs=rngs))
         self.downsamples = nnx.List(layers)
+        size = sizes[-1]
         self.middle = nnx.List(_middle(size, dtype=dtype, rngs=rngs))
         self.head = Head(size, 2 * config.z_dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, frames: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B F h w Z"]:
-        x = tails.convolve(self.conv1, frames)
+        x = tails.convolve(self.conv1, patchify(frames, self.patch))
         for layer in (*self.downsamples, *self.middle):
             x = layer(x, tails)
         return self.head(x, tails)
@@ -150,18 +66,21 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: WanVaeConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         sizes = [(config.decoder_base_dim or config.base_dim) * multiple for multiple in reversed(config.dim_mult)]
-        doubled = config.temperal_downsample[::-1]
-        size = sizes[0]
+        self.patch = config.patch
+        size, blocks = sizes[0], config.num_res_blocks + 1
         self.conv1 = CausalConv3d(config.z_dim, size, (3, 3, 3), padding=1, dtype=dtype, rngs=rngs)
         self.middle = nnx.List(_middle(size, dtype=dtype, rngs=rngs))
         layers = []
-        for level, size_out in enumerate(sizes):
-            for _ in range(config.num_res_blocks + 1):
-                layers.append(ResidualBlock(size, size_out, dtype=dtype, rngs=rngs))
+        for size_out, time in zip(sizes, (*reversed(config.temperal_downsample), None), strict=True):
+            if config.is_residual:
+                layers.append(UpBlock(size, size_out, blocks, time=time, dtype=dtype, rngs=rngs))
                 size = size_out
-            if level < len(sizes) - 1:
-                layers.append(Upsample(size, time=doubled[level], dtype=dtype, rngs=rngs))
+                continue
+            layers += residual_blocks(size, size_out, blocks, dtype=dtype, rngs=rngs)
+            size = size_out
+            if time is not None:
                 size //= 2
+                layers.append(Upsample(size_out, size, time=time, dtype=dtype, rngs=rngs))
         self.upsamples = nnx.List(layers)
         self.head = Head(size, config.out_channels, dtype=dtype, rngs=rngs)
 
@@ -179,7 +98,7 @@ class Decoder(nnx.Module):
         """The rest, where a pixel depends on its neighbourhood only."""
         for layer in self.upsamples:
             x = layer(x, tails)
-        return self.head(x, tails)
+        return unpatchify(self.head(x, tails), self.patch)
 
 
 def _middle(size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> list[nnx.Module]:

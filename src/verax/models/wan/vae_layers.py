@@ -21,7 +21,17 @@ from jaxtyping import Array, Float
 from verax import ops
 from verax.nn import CausalConv3d, Conv2d
 
-__all__ = ["AttentionBlock", "Downsample", "Head", "ResidualBlock", "Tails", "Upsample", "in_chunks", "in_tiles"]
+__all__ = [
+    "AttentionBlock",
+    "Downsample",
+    "Head",
+    "ResidualBlock",
+    "Tails",
+    "Upsample",
+    "in_chunks",
+    "in_tiles",
+    "residual_blocks",
+]
 
 
 class Tails:
@@ -169,6 +179,12 @@ class ResidualBlock(nnx.Module):
         return kept + self.residual(x, tails)
 
 
+def residual_blocks(size_in: int, size_out: int, count: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> list[nnx.Module]:
+    """Residual blocks of one level, the first of which changes the number of channels."""
+    sizes = [size_in, *[size_out] * count]
+    return [ResidualBlock(*pair, dtype=dtype, rngs=rngs) for pair in itertools.pairwise(sizes)]
+
+
 class Head(Layers):
     """The network's last normalisation, SiLU and convolution."""
 
@@ -228,10 +244,10 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Twice the height and width with half the channels; with `time`, also two frames for each after the first."""
+    """Twice the height and width with other channels; with `time`, also two frames for each after the first."""
 
-    def __init__(self, size: int, *, time: bool, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.resample = Spatial(Conv2d(size, size // 2, (3, 3), padding=1, dtype=dtype, rngs=rngs))
+    def __init__(self, size: int, size_out: int, *, time: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.resample = Spatial(Conv2d(size, size_out, (3, 3), padding=1, dtype=dtype, rngs=rngs))
         self.time_conv = CausalConv3d(size, 2 * size, (3, 1, 1), dtype=dtype, rngs=rngs) if time else None
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout Hout Wout O"]:
