@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +27,8 @@ def info(
 ) -> None:
     """Versions, devices, memory, measured bandwidth and matmul rate, and the chosen implementation of each operation.
 
-    With a checkpoint: its architecture, size, precision and tokenizer, without loading it.
+    With a checkpoint: its architecture, size, precision and tokenizer, without loading it. With a video model's folder:
+    its kind, its defaults, and the parameters of its parts.
 
     Examples:
 
@@ -87,6 +89,12 @@ def _show_model(model: str, as_json: bool) -> None:
 
 def _describe(model: str) -> dict[str, Any]:
     """Facts about a checkpoint, from its configuration and the headers of its files."""
+    from verax.checkpoint.video.folder import is_video_folder
+
+    if is_video_folder(Path(model).expanduser()):
+        from verax.video.describe import describe_folder
+
+        return describe_folder(model)
     from verax.checkpoint import Checkpoint
     from verax.models import causal_lm
     from verax.text.tokenizer import Tokenizer
@@ -120,5 +128,7 @@ def _table(title: str, facts: dict[str, Any]) -> Table:
 
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in facts.items():
+        if isinstance(value, dict):
+            value = [f"{part} {count:,}" for part, count in value.items()]
         table.add_row(name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value))
     return table

@@ -44,7 +44,7 @@ def video(
             "-m",
             "--model-id",
             "--model_id",
-            help="A folder of SkyReels-V2 or Wan2.1, or its hub id.",
+            help="A folder of SkyReels-V2, Wan2.1 or Wan2.2, or its hub id.",
         ),
     ] = None,
     image: Annotated[str | None, _option("An image: the first frame.")] = None,
@@ -68,11 +68,17 @@ def video(
         float | None,
         _option("Scale of classifier-free guidance.", names=["--guidance-scale"], show_default="checkpoint's"),
     ] = None,
+    guidance_scale_2: Annotated[
+        float | None,
+        _option(
+            "Scale with the second of two transformers.", names=["--guidance-scale-2"], show_default="checkpoint's"
+        ),
+    ] = None,
     shift: Annotated[float | None, _option("More: more steps at high noise.", show_default="checkpoint's")] = None,
     fps: Annotated[int | None, _option("Frames per second.", show_default="checkpoint's")] = None,
     seed: Annotated[int, _option("The same seed gives the same clip.")] = 42,
     reference: Annotated[str | None, _option("skyreels or diffusers: rules where the two differ.")] = None,
-    kind: Annotated[str | None, _option("t2v, i2v or df.", show_default="as the folder says")] = None,
+    kind: Annotated[str | None, _option("t2v, i2v, ti2v or df.", show_default="as the folder says")] = None,
     lora: Annotated[list[str] | None, _option("FILE or FILE:FACTOR; can be repeated.")] = None,
     contact_sheet: Annotated[Path | None, _option("Also some frames in one .png.", names=["--contact-sheet"])] = None,
     resume: Annotated[
@@ -147,6 +153,7 @@ def video(
         num_frames=num_frames,
         num_inference_steps=inference_steps,
         guidance_scale=guidance_scale,
+        guidance_scale_2=guidance_scale_2,
         shift=shift,
         fps=fps,
         seed=seed,

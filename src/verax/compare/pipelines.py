@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from verax.errors import InvalidParameterError
 from verax.video.pipeline import VideoPipeline
 from verax.video.prompt import PromptTokenizer
 
-__all__ = ["MIN_PSNR", "Clip", "compare_pipelines", "random_video"]
+__all__ = ["MIN_PSNR", "RANDOM_PIPELINES", "Clip", "compare_pipelines", "random_video"]
 
 MIN_PSNR = 60.0
 """dB, of the worst frame in float32. A difference of one level of 256 in every pixel would be 48 dB."""
@@ -45,7 +47,14 @@ FRAMES, STEPS = 9, 4
 NOTHING = Inputs()
 
 WORDS = tuple(PROMPT.lower().split())
-RANDOM_SIZE = dict(height=32, width=48, fps=8, guidance_scale=4.0)
+RANDOM_SIZE = dict(height=32, width=64, fps=8, guidance_scale=4.0)
+RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "tiny": {"_class_name": "SkyReelsV2ImageToVideoPipeline"},
+        "tiny-5b": {"_class_name": "WanPipeline", "expand_timesteps": True},
+    }
+)
+"""Settings of model_index.json of the sizes of `RANDOM` that have all parts of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,9 @@ def compare_pipelines(
             "guidance_scale": settings.guidance_scale,
             "output_type": "np",
         }
+        if settings.boundary_ratio is not None:
+            second = settings.guidance_scale_2
+            options["guidance_scale_2"] = settings.guidance_scale if second is None else second
         for name, text in (("prompt_embeds", clip.prompt), ("negative_prompt_embeds", settings.negative_prompt)):
             options[name] = np.array(pipe.stages.text(*tokenize([text])), np.float32)
         latents = (options["num_frames"] - 1) // geometry.frames_per_latent + 1
@@ -143,6 +155,10 @@ def compare_pipelines(
 def _components(opened: VideoFolder, dtype: str, shift: float) -> dict[str, Any]:
     """Arguments of diffusers' pipeline, without a text encoder."""
     made: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
+    if opened.boundary_ratio is not None:
+        made["boundary_ratio"] = opened.boundary_ratio
+    if opened.expand_timesteps:
+        made["expand_timesteps"] = True
     for part in PARTS:
         if part in opened and part != "text_encoder":
             made[part] = video_case(opened.path, part).reference(dtype).model
@@ -162,20 +178,21 @@ def _picture(height: int, width: int) -> np.ndarray:
     return np.round(255 * np.stack([x, y, 1 - x * y], axis=-1)).astype(np.uint8)
 
 
-def random_video(folder: Path) -> Path:
-    """Write a small image-to-video model of random weights, in diffusers' layout; its folder."""
-    for part, settings in RANDOM["tiny"].items():
+def random_video(folder: Path, size: str = "tiny") -> Path:
+    """Write a small model of random weights, of one of `RANDOM_PIPELINES`, in diffusers' layout; its folder."""
+    for part, settings in RANDOM[size].items():
         (folder / part).mkdir(parents=True)
         abstract = nnx.eval_shape(partial(build_part, part, settings))
         save_file(random_weights(abstract), folder / part / f"{PARTS[part].stem}.safetensors")
         _write(folder / part / "config.json", settings)
-    side = RANDOM["tiny"]["image_encoder"]["image_size"]
-    _write(folder / "model_index.json", {"_class_name": "SkyReelsV2ImageToVideoPipeline"})
+    _write(folder / "model_index.json", dict(RANDOM_PIPELINES[size]))
     _write(folder / "scheduler" / "scheduler_config.json", {"flow_shift": 5.0})
-    _write(
-        folder / "image_processor" / "preprocessor_config.json",
-        {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}},
-    )
+    if "image_encoder" in RANDOM[size]:
+        side = RANDOM[size]["image_encoder"]["image_size"]
+        _write(
+            folder / "image_processor" / "preprocessor_config.json",
+            {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}},
+        )
     _write(folder / "verax.json", RANDOM_SIZE)
     vocabulary = {word: i for i, word in enumerate(("<pad>", "</s>", "<unk>", *WORDS))}
     tokenizer: Any = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -45,7 +45,7 @@ _SEEDS = 1 << 32
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _NESTED = re.compile(r"(input_reference|image_reference)\[(image_url|file_id)\]")
-_NUMBERS = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "flow_shift", "seed")
+_NUMBERS = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed")
 _PARTS = 32
 """Fields of a form."""
 
@@ -75,6 +75,8 @@ class VideoCreate(msgspec.Struct):
     fps: Annotated[int, _within(1, MAX_FPS)] | None = None
     num_inference_steps: Annotated[int, _within(1, MAX_STEPS)] | None = None
     guidance_scale: Annotated[float, _within(0, MAX_SCALE)] | None = None
+    guidance_scale_2: Annotated[float, _within(0, MAX_SCALE)] | None = None
+    """Scale with the second of two transformers (Wan2.2's A14B)."""
     flow_shift: Annotated[float, _within(MIN_SHIFT, MAX_SCALE)] | None = None
     negative_prompt: Annotated[str, Meta(extra_json_schema={"maxLength": MAX_PROMPT})] | None = None
     seed: int | None = None
@@ -175,6 +177,7 @@ def resolve(body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipe
         num_frames=_num_frames(body, pipeline, fps),
         num_inference_steps=body.num_inference_steps,
         guidance_scale=body.guidance_scale,
+        guidance_scale_2=body.guidance_scale_2,
         shift=body.flow_shift,
         fps=fps,
         seed=secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS,
@@ -208,6 +211,7 @@ def _check_numbers(body: VideoCreate) -> None:
         "fps": (1, MAX_FPS),
         "num_inference_steps": (1, MAX_STEPS),
         "guidance_scale": (0, MAX_SCALE),
+        "guidance_scale_2": (0, MAX_SCALE),
         "flow_shift": (MIN_SHIFT, MAX_SCALE),
     }
     for name, (least, most) in limits.items():

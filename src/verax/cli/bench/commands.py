@@ -302,7 +302,7 @@ def delta(
 
 @app.command("video")
 def video(
-    size: Annotated[str, typer.Option(help="1.3b, 14b or tiny: image to video of that size.")] = "1.3b",
+    size: Annotated[str, typer.Option(help="1.3b or 14b: image to video. 5b: text and image. tiny.")] = "1.3b",
     stage: Annotated[
         str, typer.Option(help="transformer, vae, text, several with commas, or all.")
     ] = "transformer,vae",

@@ -67,7 +67,7 @@ def model(
     ] = False,
     size: Annotated[
         str | None,
-        typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, as SkyReels-V2 has them."),
+        typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, 5b, tiny-5b."),
     ] = None,
     inputs: InputsFile = None,
     inject: Inject = False,
@@ -75,7 +75,9 @@ def model(
     fused: Fused = False,
     part: Annotated[
         str | None,
-        typer.Option(help="video: transformer, vae, text_encoder, image_encoder, or output; all if left out."),
+        typer.Option(
+            help="video: transformer, transformer_2, vae, text_encoder, image_encoder, output; all if left out."
+        ),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="text, embed: a text instead of random tokens; video: of the output.")
@@ -189,12 +191,12 @@ def _video(
             if part is not None or has_part(model, name, size=size):
                 given = Inputs() if part is None else inputs
                 yield name if part is None else "", video_case(model, name, inputs=given, size=size)
-    if part == OUTPUT or (part is None and (model is not None or size == "tiny")):
-        from verax.compare.pipelines import Clip, compare_pipelines, random_video
+    from verax.compare.pipelines import RANDOM_PIPELINES, Clip, compare_pipelines, random_video
 
-        if model is None and size != "tiny":
+    if part == OUTPUT or (part is None and (model is not None or size in RANDOM_PIPELINES)):
+        if model is None and size not in RANDOM_PIPELINES:
             raise typer.BadParameter(f"--size: {size} has no random weights for a whole pipeline; name a --part")
-        model = random_video(scratch / "video") if model is None else model
+        model = random_video(scratch / "video", size) if model is None else model
         yield "", partial(compare_pipelines, model, Clip(**clip), inputs=inputs if part == OUTPUT else Inputs())
 
 
@@ -210,11 +212,12 @@ def _video_model(what: str) -> str | Path | None:
 def _kind(model: str) -> str:
     """Kind of a checkpoint: text, embed or video."""
     from verax.checkpoint import Checkpoint
+    from verax.checkpoint.video.folder import is_video_folder
     from verax.files import read_json
     from verax.models import causal_lm, encoder
 
     folder = Path(model).expanduser()
-    if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir():
+    if is_video_folder(folder):
         return "video"
     own = folder / "config.json"
     if own.is_file():
@@ -222,8 +225,6 @@ def _kind(model: str) -> str:
     else:
         opened = Checkpoint.open(model)
         folder, config = opened.folder, opened.config
-    if "_class_name" in config:
-        return "video"
     if (folder / "modules.json").is_file():  # sentence-transformers': it may be a language model's too
         encoder(config)
         return "embed"

@@ -14,7 +14,8 @@ from flax import nnx
 from verax import builtin
 from verax.checkpoint.random_weights import random_weight
 from verax.checkpoint.video.folder import VideoFolder
-from verax.checkpoint.video.parts import PARTS, diffusers_transformer
+from verax.checkpoint.video.parts import EXPERTS, PARTS, diffusers_transformer
+from verax.checkpoint.video.published import VAE_2_2
 from verax.compare.case import Case, Side
 from verax.compare.cases.video_parts import PART_SIDES
 from verax.compare.inputs import Inputs
@@ -26,7 +27,9 @@ from verax.models import DTYPES
 __all__ = ["RANDOM", "VIDEO_PARTS", "build_part", "has_part", "video_case"]
 
 VIDEO_PARTS = tuple(PARTS)
-"""Names of the parts: transformer, vae, text_encoder, image_encoder."""
+"""Names of the parts: transformer, transformer_2, vae, text_encoder, image_encoder."""
+
+_TEXT = dict(vocab_size=100, d_model=16, d_kv=6, d_ff=36, num_layers=2, num_heads=5, feed_forward_proj="gated-gelu")
 
 RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -47,10 +50,40 @@ RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
             ),
             "vae": dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
             | dict(temperal_downsample=[False, True, True]),
-            "text_encoder": dict(vocab_size=100, d_model=16, d_kv=6, d_ff=36, num_layers=2, num_heads=5)
-            | dict(feed_forward_proj="gated-gelu"),
+            "text_encoder": _TEXT,
             "image_encoder": dict(hidden_size=20, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4)
             | dict(image_size=35, patch_size=7, hidden_act="gelu"),
+        },
+        "tiny-5b": {
+            "transformer": dict(
+                _class_name="WanTransformer3DModel",
+                num_attention_heads=2,
+                attention_head_dim=12,
+                in_channels=24,
+                out_channels=24,
+                text_dim=16,
+                freq_dim=64,
+                ffn_dim=32,
+                num_layers=2,
+                rope_max_seq_len=32,
+            ),
+            "vae": dict(VAE_2_2, base_dim=4, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
+            | dict(latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12),
+            "text_encoder": _TEXT,
+        },
+        "5b": {
+            "transformer": dict(
+                _class_name="WanTransformer3DModel",
+                num_attention_heads=24,
+                attention_head_dim=128,
+                in_channels=48,
+                out_channels=48,
+                text_dim=4096,
+                freq_dim=256,
+                ffn_dim=14336,
+                num_layers=30,
+            ),
+            "vae": dict(VAE_2_2),
         },
         "1.3b": {
             "transformer": dict(
@@ -71,7 +104,8 @@ RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
         },
     }
 )
-"""Settings of the parts of random models, by size: small ones, which fit each other, and SkyReels-V2-I2V-1.3B's."""
+"""Settings of the parts of random models, by size: small ones, which fit each other, those of SkyReels-V2-I2V-1.3B, and
+small and published ones like Wan2.2-TI2V-5B's."""
 
 RANDOM_INPUTS = Inputs()
 
@@ -96,7 +130,7 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
     if folder is None and part not in (known := _random(size)):
         raise InvalidParameterError(f"part: random weights of {size} are made for {', '.join(known)}, not {part}")
     settings = dict(RANDOM[size][part]) if folder is None else folder.config(part)
-    if part == "transformer" and folder is not None:
+    if part in EXPERTS and folder is not None:
         settings = diffusers_transformer(settings, folder.pipeline)
     config = kind.config(settings)
     given = inputs.checked(kind.inputs(config))
