@@ -22,6 +22,7 @@ from transformers import (
 from verax.checkpoint.load import load_module
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
+from verax.checkpoint.video.parts import EXPERTS
 from verax.models.clip import CLIPVisionConfig as ClipConfig
 from verax.models.clip import CLIPVisionModel as Clip
 from verax.models.umt5 import UMT5Config as OurUMT5Config
@@ -46,6 +47,16 @@ def reset(module, seed):
 
 def models(kind):
     torch.manual_seed(0)
+    if kind in PIPELINES_2_2:
+        more = dict(in_channels=36, out_channels=16) if kind == "experts" else dict(in_channels=16)
+        experts = {name: WanTransformer3DModel(**SIZES, **more, rope_max_seq_len=32) for name in EXPERTS}
+        found = experts if kind == "experts" else {"transformer": experts["transformer"]}
+        levels = dict(is_residual=True, patch_size=2, in_channels=12, out_channels=12) if kind == "5b" else {}
+        found["vae"] = AutoencoderKLWan(base_dim=8, z_dim=16, num_res_blocks=1, **levels)
+        found["text_encoder"] = UMT5EncoderModel(
+            UMT5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+        ).bfloat16()
+        return {name: reset(model, seed) for seed, (name, model) in enumerate(found.items())}
     if kind == "wan":
         transformer = WanTransformer3DModel(**SIZES, **IMAGE, rope_max_seq_len=32)
         vision = CLIPVisionModel
@@ -71,10 +82,14 @@ PIPELINES = {
     "df": "SkyReelsV2DiffusionForcingPipeline",
     "wan": "WanImageToVideoPipeline",
 }
+PIPELINES_2_2 = {"experts": "WanImageToVideoPipeline", "5b": "WanPipeline"}
+MORE = {"experts": {"boundary_ratio": 0.8}, "5b": {"expand_timesteps": True}}
+"""Settings of model_index.json beside the parts."""
 
 
 def save_folder(folder, kind):
-    for name, model in models(kind).items():
+    parts = models(kind)
+    for name, model in parts.items():
         model.save_pretrained(folder / name)
     UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=7.0).save_pretrained(
         folder / "scheduler"
@@ -82,13 +97,14 @@ def save_folder(folder, kind):
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "tokenizer" / "spiece.model").write_bytes(b"\0\1\2")
-    if kind != "df":
+    if "image_encoder" in parts:
         (folder / "image_processor").mkdir()
         (folder / "image_processor" / "preprocessor_config.json").write_text('{"crop_size": 28}')
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": PIPELINES[kind]}))
+    index = {"_class_name": (PIPELINES | PIPELINES_2_2)[kind], **MORE.get(kind, {})}
+    (folder / "model_index.json").write_text(json.dumps(index))
 
 
-@pytest.fixture(scope="module", params=PIPELINES)
+@pytest.fixture(scope="module", params=[*PIPELINES, *PIPELINES_2_2])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param) / "diffusers"
     save_folder(path, request.param)
@@ -138,13 +154,15 @@ def test_there_and_back_all_else_is_the_same(folder, back):
     for path in configs:
         ours, theirs = (json.loads((at / path).read_text()) for at in (back, folder))
         assert all(key.startswith("_") or ours[key] == theirs[key] for key in theirs), path
-    assert VideoFolder(back).pipeline == VideoFolder(folder).pipeline
+    for name in ("pipeline", "boundary_ratio", "expand_timesteps"):
+        assert getattr(VideoFolder(back), name) == getattr(VideoFolder(folder), name)
 
 
 def test_diffusers_loads_what_is_converted_back(folder, back):
     wan = VideoFolder(folder).pipeline.startswith("Wan")
     transformer = WanTransformer3DModel if wan else SkyReelsV2Transformer3DModel
-    for name, kind in {"transformer": transformer, "vae": AutoencoderKLWan}.items():
+    kinds = {name: transformer for name in EXPERTS if name in VideoFolder(folder)}
+    for name, kind in {**kinds, "vae": AutoencoderKLWan}.items():
         model = kind.from_config(kind.load_config(back / name))
         model.load_state_dict(load_file(back / name / "diffusion_pytorch_model.safetensors"), strict=True)
         assert_equal(model.state_dict(), load_file(folder / name / "diffusion_pytorch_model.safetensors"))
@@ -221,7 +239,7 @@ def test_the_models_load_from_either_layout(layout, folder, there):
         "image_encoder": (ClipConfig, Clip),
     }
     if layout == "diffusers":
-        kinds["transformer"] = (WanConfig, WanModel)
+        kinds |= dict.fromkeys(EXPERTS, (WanConfig, WanModel))
     for name, (config, model) in kinds.items():
         if name not in opened:
             continue

@@ -1,6 +1,7 @@
 """Wan's transformer against diffusers' SkyReelsV2Transformer3DModel and WanTransformer3DModel: random weights, through
 the table of names."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from verax.checkpoint.names.wan import TABLE
-from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 
 FRAMES, HEIGHT, WIDTH = 5, 6, 10
 WORDS = 512
@@ -112,12 +113,37 @@ def test_float32_is_that_of_diffusers_wan(sizes):
     assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["i2v-a14b", "ti2v-5b"])
+def test_the_published_sizes_of_wan_2_2_have_as_many_parameters(name):
+    config = WAN_CONFIGS[name]
+    with torch.device("meta"):
+        model = diffusers.WanTransformer3DModel(
+            num_attention_heads=config.num_heads,
+            attention_head_dim=config.head_dim,
+            in_channels=config.in_dim,
+            out_channels=config.out_dim,
+            ffn_dim=config.ffn_dim,
+            num_layers=config.num_layers,
+        )
+    state = nnx.state(nnx.eval_shape(lambda: WanModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == sum(x.numel() for x in model.parameters())
+
+
 @pytest.mark.parametrize("sizes", [SMALL, WIDE])
 def test_each_frame_has_its_own_time(sizes):
     model = reference(sizes)
     latents, text, image = inputs(sizes)
     timesteps = np.array([[0, 12.5, 470, 988.75, 999], [999, 0, 0, 3, 640]])
     expected = theirs(model, latents, timesteps, text, image, enable_diffusion_forcing=True)
+    assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
+
+
+def test_tokens_of_a_frame_have_its_time():
+    model = reference(SMALL, "WanTransformer3DModel")
+    latents, text, image = inputs(SMALL)
+    timesteps = np.array([[0, 12, 12, 12, 12], [7, 0, 3, 9, 9]])
+    tokens = np.repeat(timesteps, HEIGHT * WIDTH // 4, axis=1)
+    expected = theirs(model, latents, tokens, text, image)
     assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
 
 

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from verax.checkpoint.names.wan_vae import table_for
+from verax.checkpoint.video.published import VAE, VAE_2_2
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
 
@@ -108,6 +109,15 @@ def test_frames_are_those_of_diffusers_at_every_chunk(pair, count):
         got = jax.jit(lambda z, chunk=chunk: ours.decode(z, chunk=chunk))(latents(count))
         assert got.shape == clip(theirs, 4 * count - 3).shape
         assert relative(got, expected) < 1e-5, chunk
+
+
+def test_the_published_sizes_have_as_many_parameters():
+    for settings in (VAE, VAE_2_2):
+        with torch.device("meta"):
+            theirs = diffusers.AutoencoderKLWan.from_config({**settings, "dropout": 0.0})
+        config = WanVaeConfig.from_hf(settings)
+        ours = nnx.state(nnx.eval_shape(lambda config=config: WanVae(config, rngs=nnx.Rngs(0))))
+        assert sum(leaf.size for leaf in jax.tree.leaves(ours)) == sum(x.numel() for x in theirs.parameters())
 
 
 @pytest.fixture(scope="module")

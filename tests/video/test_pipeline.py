@@ -316,7 +316,7 @@ def test_there_must_be_a_prompt(pipes):
     [
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, got 'int8'"),
         ({"reference": "comfy"}, "reference: expected one of skyreels, diffusers, got 'comfy'"),
-        ({"kind": "v2v"}, "kind: expected one of t2v, i2v, df, got 'v2v'"),
+        ({"kind": "v2v"}, "kind: expected one of t2v, i2v, ti2v, df, got 'v2v'"),
         ({"kind": "i2v"}, "kind: i2v does not fit this transformer"),
     ],
 )

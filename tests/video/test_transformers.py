@@ -13,16 +13,20 @@ from verax.video import unipc
 from verax.video.denoise import Denoiser
 from verax.video.programs import Component
 from verax.video.sigmas import noise_levels
-from verax.video.transformers import TransformerSchedule
+from verax.video.transformers import TransformerSchedule, by_noise
 
 STEPS = 5
 OPTIONS: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=STEPS, guidance_scale=1.0)
 NOISE = np.random.default_rng(0).normal(size=(1, 16, 3, 2, 4)).astype(np.float32)
 
 
-def by_noise(timesteps):
-    """High noise to the first transformer, low noise to the second."""
-    return (timesteps.reshape(len(timesteps), -1).max(axis=1) < 900).astype(int)
+RULE = by_noise(0.9)
+
+
+def test_the_iteration_at_the_boundary_is_the_first_transformers():
+    rule = by_noise(0.875)
+    np.testing.assert_array_equal(rule(np.array([999, 876, 875, 874, 0], np.int32)), [0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(rule(np.array([[0, 999], [0, 874]], np.int32)), [0, 1])
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def pipe(tmp_path_factory):
     with first.weights() as weights:
         scaled = tuple(0.7 * weight for weight in weights)
     second = Component("second transformer", lambda: first.module(scaled), lambda _: first.module(scaled), keep=True)
-    made.parts = replace(made.parts, transformers=TransformerSchedule((made.denoiser, Denoiser(second)), by_noise))
+    made.parts = replace(made.parts, transformers=TransformerSchedule((made.denoiser, Denoiser(second)), RULE))
     return made
 
 
@@ -53,7 +57,7 @@ def by_hand(pipe, chosen):
 
 @pytest.mark.parametrize("callback", [None, lambda now: True], ids=["one call a span", "one call a step"])
 def test_high_noise_goes_to_the_first_transformer_and_low_noise_to_the_second(pipe, callback):
-    chosen = by_noise(noise_levels(STEPS, pipe.settings.shift, "skyreels").timesteps)
+    chosen = RULE(noise_levels(STEPS, pipe.settings.shift, "skyreels").timesteps)
     assert 0 < chosen.sum() < STEPS
     made = pipe("a red circle", latents=NOISE, output_type="latent", callback=callback, **OPTIONS)
     assert (made.steps, made.computed) == (STEPS, STEPS)

@@ -125,6 +125,7 @@ def test_sizes_that_were_never_published_are_read_from_the_originals_layout():
     found = WanConfig.from_hf(dict(ORIGINAL, image_dim=20, rope_max_seq_len=32))
     assert (found.image_dim, found.max_positions) == (20, 32)
     assert WanConfig.from_hf(dict(ORIGINAL, model_type="t2v", image_dim=20)).image_dim is None
+    assert WanConfig.from_hf(dict(ORIGINAL, image_dim=None)).image_dim is None
 
 
 def test_the_original_tells_its_diffusion_forcing_model_the_frames_per_second():
@@ -135,7 +136,10 @@ def test_the_original_tells_its_diffusion_forcing_model_the_frames_per_second():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(ORIGINAL, model_type="vace"), "model_type 'vace' is not supported; those supported are t2v and i2v"),
+        (
+            dict(ORIGINAL, model_type="vace"),
+            "model_type 'vace' is not supported; supported are t2v, i2v and ti2v",
+        ),
         (dict(ORIGINAL, _class_name="UNet"), "_class_name 'UNet'; transformers supported are WanModel, SkyReels"),
         ({"_class_name": "WanModel", "dim": 8}, "lacks ffn_dim, num_heads, num_layers"),
         (dict(ORIGINAL, num_heads=7), "dim 1536 does not divide into 7 heads"),

@@ -19,7 +19,7 @@ from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names.table import Renaming
 from verax.checkpoint.names.wan_vae import table_for
-from verax.checkpoint.video.published import UMT5_XXL, VAE, VIT_H14
+from verax.checkpoint.video.published import UMT5_XXL, VAE, VAE_2_2, VIT_H14
 
 __all__ = [
     "EXPERTS",

@@ -1,0 +1,191 @@
+"""Wan 2.2's pipelines beyond parity: folders of either layout, one transformer in memory at a time, what is refused."""
+
+import json
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.tiny_video import BOUNDARY, video_folder
+from verax import VideoPipeline, VideoRequest
+from verax.checkpoint.video.convert import convert
+from verax.checkpoint.video.folder import VideoFolder
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.serve.media.preview import LatentPreview
+from verax.serve.video_fields import VideoCreate, resolve
+from verax.video import programs
+from verax.video.describe import describe_folder
+from verax.video.settings import read_settings
+
+STEPS = 8
+OPTIONS: dict[str, Any] = dict(height=32, width=64, num_frames=5, num_inference_steps=STEPS, output_type="latent")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            made[kind] = video_folder(kind, tmp_path_factory.mktemp(kind), num_frames=9)
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def pipes(folders):
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            made[kind] = VideoPipeline.from_pretrained(folders(kind), dtype="float32", show_progress=False)
+        return made[kind]
+
+    return get
+
+
+def picture(height=40, width=60):
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_models_in_the_originals_layout_are_the_same(folders, pipes, tmp_path):
+    files = {"ti2v": {"Wan2.2_VAE.safetensors"}, "i2v-a14b": {"high_noise_model", "low_noise_model"}}
+    for kind, names in files.items():
+        there = convert(VideoFolder(folders(kind)), tmp_path / kind, "original")
+        assert {path.name for path in there.iterdir()} >= names
+        ours = VideoPipeline.from_pretrained(there, dtype="float32", show_progress=False)
+        assert ours.settings == pipes(kind).settings
+        for one, other in zip(ours.parts.components, pipes(kind).parts.components, strict=True):
+            with one.weights() as weights, other.weights() as expected:
+                assert all(np.array_equal(*pair) for pair in zip(weights, expected, strict=True))
+
+
+def test_large_transformers_are_in_memory_in_turn_and_make_the_same_clip(folders, pipes, monkeypatch):
+    monkeypatch.setattr(programs, "KEEP_LIMIT", 0)
+    pipe = VideoPipeline.from_pretrained(folders("t2v-a14b"), dtype="float32", show_progress=False)
+    first, second = (denoiser.transformer for denoiser in pipe.parts.transformers.denoisers)
+    seen = []
+    made = pipe("a red circle", callback=lambda now: seen.append((first.loaded, second.loaded)), **OPTIONS)
+    steps = list(dict.fromkeys(seen))
+    assert steps[-2:] == [(True, False), (False, True)]
+    assert (True, True) not in steps
+    assert not first.loaded
+    assert not second.loaded
+    kept = pipes("t2v-a14b")("a red circle", **OPTIONS)
+    np.testing.assert_allclose(made.frames, kept.frames, atol=1e-4)
+    plan = [row for row in pipe.plan(VideoRequest("a red circle", **OPTIONS)) if row.stage == "denoise"]
+    assert [row.others for row in plan] == [0, 0]
+
+
+def test_each_transformer_has_its_scale_of_guidance(pipes):
+    pipe = pipes("t2v-a14b")
+    one, same, other = (
+        pipe("a red circle", guidance_scale=3.0, **more, **OPTIONS).frames
+        for more in ({}, {"guidance_scale_2": 3.0}, {"guidance_scale_2": 1.5})
+    )
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(other - one).max() > 1e-2
+    settings = pipe.settings
+    assert (settings.guidance_scale, settings.guidance_scale_2, settings.boundary_ratio) == (4.0, 3.0, BOUNDARY)
+    assert pipe.resolve(VideoRequest("a red circle", **OPTIONS)).guidance_scales == (4.0, 3.0)
+
+
+def test_teacache_works_with_an_image_whose_frame_has_its_own_time(pipes):
+    options: dict[str, Any] = {**OPTIONS, "num_inference_steps": 20, "image": picture(), "guidance": "sequential"}
+    cached = pipes("ti2v")("a red circle", cache="teacache", cache_threshold=1e9, **options)
+    assert (cached.steps, cached.computed) == (20, 5)
+
+
+def test_finished_latents_are_not_of_another_scale(pipes, tmp_path):
+    options = dict(OPTIONS, resume=tmp_path / "clip.safetensors")
+    pipes("t2v-a14b")("a red circle", guidance_scale_2=2.0, **options)
+    with pytest.raises(InvalidParameterError, match=r"resume: .*guidance_scale_2 was 2\.0, now 3\.0"):
+        pipes("t2v-a14b")("a red circle", **options)
+
+
+@pytest.mark.parametrize(("kind", "frames"), [("t2v-a14b", None), ("i2v-a14b", picture()), ("ti2v", picture())])
+def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
+    pipe = pipes(kind)
+    more: dict[str, Any] = {} if kind == "ti2v" else {"guidance_scale_2": 2.0}
+    body = VideoCreate("a red circle", size="64x32", num_frames=5, **more)
+    request = resolve(body, None if frames is None else frames[None], pipe)
+    assert (request.height, request.width, request.guidance_scale_2) == (32, 64, more.get("guidance_scale_2"))
+    preview = LatentPreview(pipe.stages.encode, pipe.geometry.pixels_per_latent)
+    shape = pipe.geometry.shape(2, 32, 64)
+    assert preview.image(np.zeros((1, shape[-1], *shape[1:4]), np.float32)).shape == (128, 256, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("t2v-a14b", {"image": picture()}, "image: this model is for text alone"),
+        ("i2v-a14b", {}, "image: this model is for image to video, and needs the first frame"),
+        ("ti2v", {"guidance_scale_2": 2.0}, "guidance_scale_2: this model has one transformer"),
+        ("t2v-a14b", {"guidance_scale_2": "much"}, "guidance_scale_2: expected a number of at least 0, got 'much'"),
+        (
+            "t2v-a14b",
+            {"guidance_scale": 1, "guidance_scale_2": 2},
+            "guidance_scale_2: expected at most 1 where guidance",
+        ),
+        ("ti2v", {"height": 48}, "height: expected a multiple of 32, got 48; nearest 32 or 64"),
+        ("ti2v", {"image": picture(), "num_frames": 1}, "num_frames: expected more than the one frame that the image"),
+        ("ti2v", {"last_image": picture()}, "last_image: needs a model for diffusion forcing"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        pipes(kind)("a red circle", **{**OPTIONS, **options})
+
+
+def test_folders_that_lack_a_part_are_refused(folders, tmp_path):
+    folder = shutil.copytree(folders("t2v-a14b"), tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="lora: files for a model of two transformers"):
+        VideoPipeline(folder, lora="a.safetensors")
+    index = folder / "model_index.json"
+    fields = json.loads(index.read_text())
+    index.write_text(json.dumps({**fields, "boundary_ratio": None}))
+    with pytest.raises(CheckpointError, match=r"model_index\.json: it has no boundary_ratio, beside a second"):
+        VideoPipeline(folder)
+    index.write_text(json.dumps({**fields, "boundary_ratio": 875}))
+    with pytest.raises(CheckpointError, match=r"boundary_ratio: expected a number of 0 to 1, got 875"):
+        VideoPipeline(folder)
+    index.write_text(json.dumps(fields))
+    shutil.rmtree(folder / "transformer_2")
+    with pytest.raises(CheckpointError, match=r"no low-noise transformer: expected transformer_2/config\.json"):
+        VideoPipeline(folder)
+
+
+def test_transformers_of_two_sizes_are_refused(folders, tmp_path):
+    folder = shutil.copytree(folders("t2v-a14b"), tmp_path / "model")
+    config = folder / "transformer_2/config.json"
+    config.write_text(config.read_text().replace('"num_layers": 2', '"num_layers": 3'))
+    with pytest.raises(UnsupportedModelError, match="the two transformers should be of one size"):
+        VideoPipeline(folder)
+
+
+BASE = {"_class_name": "WanModel", "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "freq_dim": 256}
+
+
+@pytest.mark.parametrize(("kind", "boundary", "shift"), [("t2v", 0.875, 12.0), ("i2v", 0.9, 5.0), ("ti2v", None, 5.0)])
+def test_published_originals_have_the_settings_of_their_own_commands(kind, boundary, shift, tmp_path):
+    channels = {"t2v": 16, "i2v": 36, "ti2v": 48}[kind]
+    config = {**BASE, "model_type": kind, "in_dim": channels, "out_dim": 48 if kind == "ti2v" else 16}
+    for name in ("",) if kind == "ti2v" else ("high_noise_model", "low_noise_model"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for name in ("Wan2.2_VAE.pth" if kind == "ti2v" else "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"):
+        (tmp_path / name).touch()
+    opened = VideoFolder(tmp_path)
+    settings = read_settings(opened, opened.flow_shift, kind=None, negative_prompts={})
+    assert (settings.kind, settings.boundary_ratio, settings.shift) == (kind, boundary, shift)
+    assert (settings.height, settings.num_frames) == ((704, 121) if kind == "ti2v" else (720, 81))
+    assert "image_encoder" not in opened
+    facts = describe_folder(tmp_path)
+    assert (facts["layout"], facts["kind"]) == ("original", kind)
+    pixels = "16 x 16" if kind == "ti2v" else "8 x 8"
+    assert facts["latents"] == f"{48 if kind == 'ti2v' else 16} channels for 4 frames of {pixels} pixels"
+    assert facts["parameters"]["text encoder"] == 5_680_910_336
+    transformers = [name for name in facts["parameters"] if "transformer" in name]
+    assert len(transformers) == (1 if kind == "ti2v" else 2)
