@@ -136,10 +136,7 @@ def test_the_original_tells_its_diffusion_forcing_model_the_frames_per_second():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            dict(ORIGINAL, model_type="vace"),
-            "model_type 'vace' is not supported; supported are t2v, i2v and ti2v",
-        ),
+        (dict(ORIGINAL, model_type="vace"), "model_type 'vace' is not supported; those supported are t2v, i2v and"),
         (dict(ORIGINAL, _class_name="UNet"), "_class_name 'UNet'; transformers supported are WanModel, SkyReels"),
         ({"_class_name": "WanModel", "dim": 8}, "lacks ffn_dim, num_heads, num_layers"),
         (dict(ORIGINAL, num_heads=7), "dim 1536 does not divide into 7 heads"),
