@@ -80,6 +80,8 @@ def read_settings(
     if kind is None:
         kind = next((kind for part, kind in _PIPELINES.items() if part in folder.pipeline), "t2v")
         kind = "ti2v" if folder.expand_timesteps else kind
+    boundary_ratio = folder.boundary_ratio
+    is_wan_2_2 = boundary_ratio is not None or kind == "ti2v"
     size = "720P" if "720P" in folder.name.upper() else "540P"
     settings = VideoSettings(
         kind=kind,
@@ -87,10 +89,11 @@ def read_settings(
         width=RESOLUTIONS[size][1],
         num_frames=_FRAMES[size],
         shift=shift if shift != 1 else VideoSettings.shift,
-        negative_prompt=negative_prompts.get(kind, ""),
-        boundary_ratio=folder.boundary_ratio,
+        # Wan2.2's commands have one negative prompt for all kinds.
+        negative_prompt=negative_prompts.get("ti2v" if is_wan_2_2 else kind, ""),
+        boundary_ratio=boundary_ratio,
     )
-    if settings.boundary_ratio is not None or kind == "ti2v":
+    if is_wan_2_2:
         settings = replace(settings, **_WAN_2_2.get(kind, {}))
     return replace(settings, **_own(folder.path / SETTINGS))
 

@@ -83,7 +83,7 @@ class VideoFolder:
         """The name of the pipeline in diffusers, such as `SkyReelsV2ImageToVideoPipeline`."""
         if self.layout == "original":
             return pipeline_name(self.config("transformer"), self.name)
-        return read_value(self._index, "_class_name", str)
+        return read_value(read_json(self.path / "model_index.json"), "_class_name", str)
 
     @property
     def boundary_ratio(self) -> float | None:
@@ -110,7 +110,7 @@ class VideoFolder:
 
     @property
     def _index(self) -> dict[str, Any]:
-        return read_json(self.path / "model_index.json")
+        return read_json(self.path / "model_index.json", optional=True)
 
     @property
     def _has_experts(self) -> bool:
