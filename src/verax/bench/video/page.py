@@ -30,9 +30,9 @@ def render(result: Mapping[str, Any]) -> list[str]:
     """Markdown: what was done, a table of times, a table of memory."""
     settings = result["settings"]
     layers = f", {settings['layers']} layers" if settings["layers"] else ""
+    what = "text and image to video" if settings["size"] == "5b" else "image to video"
     lines = [
-        f"# Video: {settings['size']} image to video{layers}, {settings['height']} x {settings['width']}, "
-        f"{settings['dtype']}",
+        f"# Video: {settings['size']} {what}{layers}, {settings['height']} x {settings['width']}, {settings['dtype']}",
     ]
     if result["cases"]:
         lines += [
