@@ -119,10 +119,6 @@ $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 # By their names: an editable installation would compile the kernels again.
-$(VENV)/.installed-real: pyproject.toml | $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["real"])')
+$(VENV)/.installed-docs $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
 	@touch $@
-
-$(VENV)/.installed-docs: pyproject.toml $(NATIVE) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	@touch $@ $(VENV)/.installed
