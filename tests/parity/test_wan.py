@@ -113,18 +113,16 @@ def test_float32_is_that_of_diffusers_wan(sizes):
     assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["i2v-a14b", "ti2v-5b"])
-def test_the_published_sizes_of_wan_2_2_have_as_many_parameters(name):
-    config = WAN_CONFIGS[name]
+A14B = dict(num_attention_heads=40, in_channels=36, out_channels=16, ffn_dim=13824, num_layers=40)
+TI2V_5B = dict(num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336, num_layers=30)
+
+
+@pytest.mark.parametrize(("name", "published"), [("i2v-a14b", A14B), ("ti2v-5b", TI2V_5B)])
+def test_the_published_sizes_of_wan_2_2_have_as_many_parameters(name, published):
     with torch.device("meta"):
-        model = diffusers.WanTransformer3DModel(
-            num_attention_heads=config.num_heads,
-            attention_head_dim=config.head_dim,
-            in_channels=config.in_dim,
-            out_channels=config.out_dim,
-            ffn_dim=config.ffn_dim,
-            num_layers=config.num_layers,
-        )
+        model = diffusers.WanTransformer3DModel(**published, attention_head_dim=128)
+    config = WAN_CONFIGS[name]
+    assert WanConfig.from_hf(dict(model.config, _class_name="WanTransformer3DModel")) == config
     state = nnx.state(nnx.eval_shape(lambda: WanModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) == sum(x.numel() for x in model.parameters())
 
