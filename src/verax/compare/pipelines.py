@@ -47,7 +47,8 @@ FRAMES, STEPS = 9, 4
 NOTHING = Inputs()
 
 WORDS = tuple(PROMPT.lower().split())
-RANDOM_SIZE = dict(height=32, width=64, fps=8, guidance_scale=4.0)
+RANDOM_SETTINGS = dict(height=32, fps=8, guidance_scale=4.0)
+RANDOM_WIDTHS = {"tiny": 48, "tiny-5b": 64}
 RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "tiny": {"_class_name": "SkyReelsV2ImageToVideoPipeline"},
@@ -193,7 +194,7 @@ def random_video(folder: Path, size: str = "tiny") -> Path:
             folder / "image_processor" / "preprocessor_config.json",
             {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}},
         )
-    _write(folder / "verax.json", RANDOM_SIZE)
+    _write(folder / "verax.json", {**RANDOM_SETTINGS, "width": RANDOM_WIDTHS[size]})
     vocabulary = {word: i for i, word in enumerate(("<pad>", "</s>", "<unk>", *WORDS))}
     tokenizer: Any = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = tokenizers.normalizers.Lowercase()
