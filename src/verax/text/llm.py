@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
 from verax._optional import require_optional
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import load_causal_lm
 from verax.models import DTYPES, CausalLM
 from verax.models.causal_lm import check_causal_lm
@@ -31,6 +31,7 @@ from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes, state_bytes
+from verax.text.speculative.build import new_speculator
 from verax.text.tokenizer import Tokenizer, eos_token_ids
 
 __all__ = ["DTYPES", "LLM"]
@@ -38,6 +39,11 @@ __all__ = ["DTYPES", "LLM"]
 NO_PREFIX_CACHE = (
     "this model has recurrent layers: to go on behind a shared prefix they need the state that it left, which blocks "
     "of keys and values do not hold"
+)
+
+NO_ROLLBACK = (
+    "this model has recurrent layers, whose state cannot go back behind a draft that did not hold; leave "
+    "speculative_config out"
 )
 
 _log = logging.getLogger("verax.text")
@@ -140,6 +146,8 @@ class LLM:
             raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
         if recurrent:
             _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
+        if recurrent and config.speculation is not None:
+            raise UnsupportedModelError(f"speculative_config: {NO_ROLLBACK}")
         if config.structured_outputs:
             require_optional("llguidance")  # missing it shows now, not at the first request
         enable_compilation_cache()
@@ -158,7 +166,12 @@ class LLM:
             blocks, max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens
         )
         self.engine = Engine(
-            runner, scheduler, vocab_size=model.config.vocab_size, tokenizer=tokenizer, seed=config.seed
+            runner,
+            scheduler,
+            vocab_size=model.config.vocab_size,
+            tokenizer=tokenizer,
+            seed=config.seed,
+            speculator=None if config.speculation is None else new_speculator(config.speculation, runner),
         )
         with progress.bar("compiling steps", enabled=use_tqdm) as report:
             self.compile_seconds = runner.warm_up(report)
