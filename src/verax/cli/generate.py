@@ -136,7 +136,8 @@ def generate(
                     )
                     sys.stdout.write(f"{line}\n")
     seconds = time.perf_counter() - begin
-    sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s\n")
+    drafts = "" if llm.spec_decode is None else f", {llm.spec_decode}"
+    sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s{drafts}\n")
 
 
 def _show_one(llm: LLM, prompt: str, params: SamplingParams) -> int:

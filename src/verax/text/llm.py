@@ -31,7 +31,8 @@ from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes, state_bytes
-from verax.text.speculative.build import new_speculator
+from verax.text.speculative.build import load_draft_model, new_speculator
+from verax.text.stats import SpeculationTotals
 from verax.text.tokenizer import Tokenizer, eos_token_ids
 
 __all__ = ["DTYPES", "LLM"]
@@ -153,7 +154,10 @@ class LLM:
         enable_compilation_cache()
         self.model_config = model.config
         self.tokenizer = tokenizer
-        sizes = plan_sizes(model.config, model.dtype, config)
+        draft = None
+        if config.speculation is not None and config.speculation.model is not None:
+            draft = load_draft_model(config.speculation, model, tokenizer, use_tqdm=use_tqdm)
+        sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
         runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids))
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
         blocks = BlockManager(
@@ -171,10 +175,12 @@ class LLM:
             vocab_size=model.config.vocab_size,
             tokenizer=tokenizer,
             seed=config.seed,
-            speculator=None if config.speculation is None else new_speculator(config.speculation, runner),
+            speculator=None if config.speculation is None else new_speculator(config.speculation, runner, draft),
         )
         with progress.bar("compiling steps", enabled=use_tqdm) as report:
             self.compile_seconds = runner.warm_up(report)
+        if self.engine.speculator is not None:
+            self.engine.speculator.drafter.warm_up()
 
     @property
     def max_model_len(self) -> int:
@@ -191,6 +197,11 @@ class LLM:
             for group in config.groups
         ]
         return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {runner.cache_bytes / 1e9:.2f} GB"
+
+    @property
+    def spec_decode(self) -> SpeculationTotals | None:
+        """Totals of speculative decoding since the start; None without it."""
+        return None if self.engine.speculator is None else self.engine.speculator.totals
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""
@@ -324,6 +335,8 @@ class LLM:
             for request_id in waiting:
                 if request_id not in done:
                     self.engine.abort(request_id)
+        if self.spec_decode is not None:
+            _log.info("speculative decoding: %s since the start", self.spec_decode)
         return [done[request_id] for request_id in waiting]
 
     def _pieces(self, request_id: str) -> Generator[str, None, RequestOutput]:

@@ -23,7 +23,7 @@ from verax.text.program import AbstractModel, StepProgram, new_cache, sampling_p
 from verax.text.sampler import DEFERRED, SAMPLED
 from verax.text.scheduler import Schedule
 from verax.text.sizes import RunnerConfig
-from verax.text.slots import admit, new_slots, pack_admission
+from verax.text.slots import Slots, admit, new_slots, pack_admission
 from verax.text.step import StepOutput, StepShape
 
 __all__ = ["ModelRunner", "PendingStep"]
@@ -134,6 +134,11 @@ class ModelRunner:
         pending.output = output._replace(tokens=tokens, logprobs=logprobs, logits=None)
         pending.deferred = None
         tokens.copy_to_host_async()
+
+    def with_slots(self, call: Callable[[Slots], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call a program on this runner's slots, which it may donate: it returns the new ones first, then the rest."""
+        self._slots, *rest = call(self._slots)
+        return tuple(rest)
 
     def pack(self, schedule: Schedule) -> tuple[np.ndarray, StepShape, tuple[int, ...]]:
         """A schedule as a step's input, its bucket, and the index of each chunk's first token."""

@@ -105,7 +105,9 @@ class RunnerConfig:
         return sorted({shape.num_sampled for shape in self.shapes}) if self.structured_outputs else []
 
 
-def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) -> RunnerConfig:
+def plan_sizes(
+    model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig, *, draft: CausalLMConfig | None = None
+) -> RunnerConfig:
     """Sizes that fit into memory. A context that is not given is cut to what the cache can hold of one sequence.
 
     The cache is blocks and, in models with recurrent layers, a state for each of `max_num_seqs` sequences.
@@ -114,6 +116,7 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
         model: the model's configuration.
         dtype: dtype of the weights.
         config: the engine's options.
+        draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
 
     Raises:
         InvalidParameterError: for a context longer than the model's, or a cache too small for it.
@@ -140,7 +143,11 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
         )
     states = max_num_seqs * per_state
     layers = _layers_by_window(model, config.max_model_len or longest)
-    sizes = tuple(block_bytes(model, block_size, cache_dtype, len(group)) for group in layers.values())
+    sizes = tuple(
+        block_bytes(model, block_size, cache_dtype, len(group))
+        + (0 if draft is None or window is not None else block_bytes(draft, block_size, cache_dtype))
+        for window, group in layers.items()
+    )
     plan = CachePlan(tuple(layers), sizes, block_size, batched)
     affordable = plan.longest(memory - states, longest)
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)

@@ -24,6 +24,9 @@ class SpeculationTotals:
         """Share of the drafts that held, 0 to 1; 0 without drafts."""
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
+    def __str__(self) -> str:
+        return f"{self.num_accepted_tokens} of {self.num_draft_tokens} drafts held ({self.acceptance_rate:.0%})"
+
 
 @dataclass(frozen=True)
 class EngineStats:

@@ -21,7 +21,7 @@ from verax.text.cache_groups import CacheGroup
 from verax.text.sampler import Logprobs, no_logprobs, sample, score
 from verax.text.slots import Slots
 
-__all__ = ["Cache", "StepOutput", "StepShape", "make_step"]
+__all__ = ["Cache", "StepOutput", "StepShape", "make_step", "with_new_blocks"]
 
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
 """By layer: key and value pages, or the recurrent state of each slot, as the configuration's `new_state` makes it."""
@@ -103,7 +103,7 @@ def make_step(
         updates, drafts = packed[4 * shape.rows :], None
         if shape.verify:
             updates, drafts = updates[: -shape.tokens], updates[-shape.tokens :]
-        page_tables = _with_new_blocks(slots.page_tables, updates)
+        page_tables = with_new_blocks(slots.page_tables, updates)
         lengths = start + count  # tokens in the cache after this step
 
         if shape.decode:
@@ -181,7 +181,7 @@ def make_step(
     return step
 
 
-def _with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "n"]) -> tuple[Int[Array, "S W"], ...]:
+def with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "n"]) -> tuple[Int[Array, "S W"], ...]:
     """Page tables after the (slot, index, block) triples of each."""
     size = len(updates) // len(tables)
     triples = [updates[i * size : (i + 1) * size].reshape(-1, 3) for i in range(len(tables))]

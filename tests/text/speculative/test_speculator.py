@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
-from tests.text.conftest import make_llm
-from tests.text.speculative.conftest import NGRAM
+from tests.text.speculative.conftest import NGRAM, make_llm
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.text.async_llm import AsyncLLM
 from verax.text.sampling_params import SamplingParams

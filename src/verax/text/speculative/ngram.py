@@ -86,6 +86,9 @@ class NgramDrafter:
         self._num_drafts = num_drafts
         self._indices: weakref.WeakKeyDictionary[Sequence, NgramIndex] = weakref.WeakKeyDictionary()
 
+    def warm_up(self) -> None:
+        """Compile nothing: the host looks up."""
+
     def can_draft(self, sequence: Sequence) -> bool:
         """True if the end of the text that the host knows occurred before."""
         return bool(self._continuation(sequence, 1))

@@ -28,6 +28,10 @@ class Drafter(Protocol):
         """Time of drafting one token for all sequences, in steps of the model."""
         ...
 
+    def warm_up(self) -> None:
+        """Compile what it runs on the device. Nothing compiles after this."""
+        ...
+
     def can_draft(self, sequence: Sequence) -> bool:
         """True if it has a guess behind the tokens that the host knows."""
         ...
