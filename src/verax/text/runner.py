@@ -26,7 +26,7 @@ from verax.text.sizes import RunnerConfig
 from verax.text.slots import Slots, admit, new_slots, pack_admission
 from verax.text.step import StepOutput, StepShape
 
-__all__ = ["ModelRunner", "PendingStep"]
+__all__ = ["ModelRunner", "PendingStep", "weight_bytes"]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ModelRunner:
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
         self.abstract_model = AbstractModel.from_module(model)
         """The model without its weights."""
-        self.weight_bytes = sum(weight.nbytes for weight in self._weights) - _table_bytes(model)
+        self.weight_bytes = weight_bytes(model)
         """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
         self._cache = new_cache(model.config, config)
         self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
@@ -225,12 +225,13 @@ class ModelRunner:
         return sum(program._cache_size() for program in programs)
 
 
-def _table_bytes(model: CausalLM) -> int:
-    """Bytes of embedding tables of which a step reads single rows: those that are not the output head."""
+def weight_bytes(model: CausalLM) -> int:
+    """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
     tied, vocab_size = model.config.tie_word_embeddings, model.config.vocab_size
     tables = (
         module.weight.get_value()
         for _, module in nnx.iter_modules(cast(nnx.Module, model))
         if isinstance(module, Embedding)
     )
-    return sum(table.nbytes for table in tables if not (tied and table.shape[0] == vocab_size))
+    unread = sum(table.nbytes for table in tables if not (tied and table.shape[0] == vocab_size))
+    return sum(weight.nbytes for weight in jax.tree.leaves(nnx.state(model))) - unread

@@ -21,7 +21,7 @@ from verax._buckets import at_least, powers
 from verax.models import CausalLM
 from verax.text.cache_groups import CacheGroup
 from verax.text.program import AbstractModel, new_cache, step_program
-from verax.text.runner import ModelRunner
+from verax.text.runner import ModelRunner, weight_bytes
 from verax.text.sampler import SAMPLED
 from verax.text.scheduler import Chunk, Schedule
 from verax.text.sequence import Sequence
@@ -75,9 +75,7 @@ class DraftModel:
         self._abstract = AbstractModel.from_module(model)
         self._config = _sizes(model, runner.config)
         self._cache = new_cache(model.config, self._config)
-        self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
-        """Bytes of the draft model's keys and values."""
-        self.step_cost = sum(weight.nbytes for weight in self._weights) / max(1, runner.weight_bytes)
+        self.step_cost = weight_bytes(model) / runner.weight_bytes
         """Bytes of its weights by those of the model: a step takes as long as its weights are read."""
         self._progress: weakref.WeakKeyDictionary[Sequence, _Progress] = weakref.WeakKeyDictionary()
         # A sequence with drafts has two tokens at least in a step that verifies.

@@ -65,8 +65,11 @@ class Speculator:
         return bool(self._num_drafts_of({sequence: sequence.num_tokens for sequence in rows}))
 
     def add_drafts(self, schedule: Schedule, scheduler: Scheduler) -> None:
-        """Add drafts to a schedule whose sequences the host knows all tokens of, if it only decodes."""
-        if not (schedule.chunks and schedule.only_decodes):
+        """Add drafts to a schedule whose sequences the host knows all tokens of, if it only decodes.
+
+        A sequence that it admits has nothing on the device yet, so it waits for its drafts, and the others with it.
+        """
+        if not schedule.chunks or schedule.admitted or not schedule.only_decodes:
             return
         wanted = self._num_drafts_of({chunk.sequence: chunk.start + 1 for chunk in schedule.chunks})
         reserved = scheduler.reserve(schedule, wanted) if wanted else []
@@ -74,9 +77,12 @@ class Speculator:
             return
         drafts = self.drafter.draft(schedule, {sequence: wanted[sequence] for sequence in reserved})
         for i, chunk in enumerate(schedule.chunks):
-            tokens = drafts.get(chunk.sequence, [])
-            if chunk.sequence.matcher is not None:
-                tokens = tokens[: chunk.sequence.matcher.num_allowed(tokens)]
+            sequence = chunk.sequence
+            tokens = made = drafts.get(sequence, [])
+            if sequence.matcher is not None:
+                tokens = made[: sequence.matcher.num_allowed(made)]
+            if made and not tokens:  # refused before the model sees them
+                self._policy.record(self._of(sequence), len(made), 0, len(sequence.tokens))
             schedule.chunks[i] = replace(chunk, count=1 + len(tokens), drafts=tuple(tokens))
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
