@@ -232,7 +232,8 @@ def test_random_schedules_change_no_answer(plain, ngram, seed):
     waiting, ids, done = list(range(len(wanted))), {}, {}
     while waiting or ngram.has_unfinished_requests:
         while waiting and random_of.random() < 0.4:
-            ids[ngram.add_request(*wanted[waiting[-1]])] = waiting.pop()
+            number = waiting.pop()
+            ids[ngram.add_request(*wanted[number])] = number
         for output in ngram.step():
             if output.finished:
                 done[ids[output.request_id]] = output.outputs[0].token_ids
