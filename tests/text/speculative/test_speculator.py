@@ -8,71 +8,40 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
-from tests.text.speculative.conftest import NGRAM, make_llm
+from tests.support.tiny import HYBRID, tiny_checkpoint
+from tests.text.speculative.conftest import (
+    GREEDY,
+    LOOPING,
+    NGRAM,
+    PROMPTS,
+    REPEATED,
+    SAMPLING,
+    accepted,
+    expected,
+    few_blocks,
+    make_llm,
+    outputs,
+    samples,
+    without_drafts,
+)
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.text.async_llm import AsyncLLM
 from verax.text.sampling_params import SamplingParams
-from verax.text.sizes import block_bytes
-
-RNG = np.random.default_rng(0)
-UNIQUE = [RNG.permutation(np.arange(3, 200))[:n].tolist() for n in (1, 5, 16, 33, 7, 12)]
-REPEATED = [RNG.integers(3, 200, n).tolist() * 4 for n in (3, 5, 11)]
-PROMPTS = [*UNIQUE[:3], REPEATED[0], *UNIQUE[3:], *REPEATED[1:]]
-
-GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-LOOPING = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logit_bias": {20: 9.0, 21: 9.0}}
-"""Two tokens are far ahead of all others, so that the answer repeats itself."""
-
-
-def outputs(llm, prompts, params):
-    made = llm.generate(prompts, params, use_tqdm=False)
-    llm.engine.check()
-    assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_usable
-    return made
-
-
-def samples(llm, prompts, params):
-    return [
-        [(s.token_ids, s.text, s.finish_reason, s.stop_reason) for s in output.outputs]
-        for output in outputs(llm, prompts, params)
-    ]
-
-
-def accepted(llm):
-    return llm.engine.speculator.totals.num_accepted_tokens
-
-
-SAMPLING = {
-    "greedy": {"temperature": 0},
-    "seed": {"temperature": 0.8, "seed": 7},
-    "truncated": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3},
-    "penalties": {
-        "temperature": 0.7,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.9,
-        "repetition_penalty": 1.2,
-        "seed": 1,
-    },
-    "min tokens": {"temperature": 0, "ignore_eos": False, "min_tokens": 9, "stop_token_ids": [20]},
-    "stop token": {"temperature": 0, "ignore_eos": False, "stop_token_ids": [21]},
-    "several": {"temperature": 1.0, "n": 3, "seed": 5},
-}
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["free", "repeating"])
 @pytest.mark.parametrize("kind", SAMPLING)
-def test_answers_are_those_of_an_engine_without_drafts(plain, ngram, kind, biased):
+def test_answers_are_those_of_an_engine_without_drafts(ngram, kind, biased):
     common = LOOPING if biased else {"max_tokens": 30, "ignore_eos": True}
     params = SamplingParams(**{**common, **SAMPLING[kind]})
     before = accepted(ngram)
-    assert samples(ngram, PROMPTS, params) == samples(plain, PROMPTS, params)
-    assert samples(ngram, PROMPTS[3:4], params) == samples(plain, PROMPTS[3:4], params)
+    assert samples(ngram, PROMPTS, params) == expected(ngram, PROMPTS, params)
+    assert samples(ngram, PROMPTS[3:4], params) == expected(ngram, PROMPTS[3:4], params)
     if biased and kind in ("greedy", "seed", "several"):
         assert accepted(ngram) > before + 10
 
 
-def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(plain, ngram):
+def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(ngram):
     def steps(llm):
         llm.add_request(REPEATED[0], SamplingParams(**LOOPING))
         count = 0
@@ -81,7 +50,8 @@ def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(plain, ngra
             count += 1
         return count
 
-    assert steps(plain) > 30
+    with without_drafts(ngram):
+        assert steps(ngram) > 30
     assert steps(ngram) < 20
 
 
@@ -96,10 +66,12 @@ def test_counts_are_those_of_the_steps(ngram):
     assert output.to_dict()["metrics"]["num_draft_tokens"] == metrics.num_draft_tokens
 
 
-def test_logprobs_are_those_of_an_engine_without_drafts(plain, ngram):
+def test_logprobs_are_those_of_an_engine_without_drafts(ngram):
     params = SamplingParams(**LOOPING, logprobs=3, prompt_logprobs=2)
     before = accepted(ngram)
-    for ours, theirs in zip(outputs(ngram, PROMPTS, params), outputs(plain, PROMPTS, params), strict=True):
+    with without_drafts(ngram):
+        alone = outputs(ngram, PROMPTS, params)
+    for ours, theirs in zip(outputs(ngram, PROMPTS, params), alone, strict=True):
         (a,), (b,) = ours.outputs, theirs.outputs
         assert a.token_ids == b.token_ids
         assert [list(entry) for entry in a.logprobs] == [list(entry) for entry in b.logprobs]
@@ -112,26 +84,25 @@ def test_logprobs_are_those_of_an_engine_without_drafts(plain, ngram):
     assert accepted(ngram) > before
 
 
-def test_stop_strings_end_an_answer_within_its_drafts(plain, ngram):
-    (free,) = outputs(plain, [REPEATED[0]], SamplingParams(**LOOPING))
-    text = free.outputs[0].text
+def test_stop_strings_end_an_answer_within_its_drafts(ngram):
+    text = expected(ngram, [REPEATED[0]], SamplingParams(**LOOPING))[0][0][1]
     for stop in (text[5:7], text[11:14]):
         params = SamplingParams(**LOOPING, stop=stop)
-        assert samples(ngram, REPEATED, params) == samples(plain, REPEATED, params)
+        assert samples(ngram, REPEATED, params) == expected(ngram, REPEATED, params)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 19])
-def test_an_answer_ends_at_max_tokens(plain, ngram, max_tokens):
+def test_an_answer_ends_at_max_tokens(ngram, max_tokens):
     params = SamplingParams(**{**LOOPING, "max_tokens": max_tokens})
     made = samples(ngram, REPEATED, params)
-    assert made == samples(plain, REPEATED, params)
+    assert made == expected(ngram, REPEATED, params)
     assert [len(sample[0]) for (sample,) in made] == [max_tokens] * 3
 
 
-def test_an_answer_fills_the_context(plain, ngram):
+def test_an_answer_fills_the_context(ngram):
     params = SamplingParams(**{**LOOPING, "max_tokens": None})
     made = samples(ngram, REPEATED, params)
-    assert made == samples(plain, REPEATED, params)
+    assert made == expected(ngram, REPEATED, params)
     assert [len(p) + len(sample[0]) for p, (sample,) in zip(REPEATED, made, strict=True)] == [96] * 3
 
 
@@ -145,41 +116,32 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_forms_hold_within_drafts(plain, ngram, form, temperature):
-    repeating = [plain.tokenizer.encode("abababababab ab ab [1,1,1,1,1,1"), *REPEATED[:2]]
+def test_forms_hold_within_drafts(ngram, form, temperature):
+    repeating = [ngram.tokenizer.encode("abababababab ab ab [1,1,1,1,1,1"), *REPEATED[:2]]
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=30, structured_outputs=FORMS[form])
     before = ngram.engine.speculator.totals.num_draft_tokens
     free = SamplingParams(**LOOPING)
     prompts, mixed = [*repeating, REPEATED[2]], [params, params, params, free]
-    assert samples(ngram, prompts, mixed) == samples(plain, prompts, mixed)
-    assert samples(ngram, repeating[:1], params) == samples(plain, repeating[:1], params)
+    assert samples(ngram, prompts, mixed) == expected(ngram, prompts, mixed)
+    assert samples(ngram, repeating[:1], params) == expected(ngram, repeating[:1], params)
     assert ngram.engine.speculator.totals.num_draft_tokens > before
 
 
-def test_preemption_changes_no_token(folder, plain):
-    memory = 32 * block_bytes(plain.model_config, 4, "float32")
-    crowded = make_llm(folder, kv_cache_memory=memory, speculative_config=NGRAM)
-    for params in (GREEDY, SamplingParams(**LOOPING)):
-        assert samples(crowded, PROMPTS, params) == samples(plain, PROMPTS, params)
-    assert crowded.engine.scheduler.num_preemptions > 0
-    assert accepted(crowded) > 0
+def test_preemption_changes_no_token(ngram):
+    before = accepted(ngram)
+    alone = [expected(ngram, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))]
+    with few_blocks(ngram, 32) as scheduler:
+        assert [samples(ngram, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))] == alone
+    assert scheduler.num_preemptions > 0
+    assert accepted(ngram) > before
 
 
-def test_sliding_windows_change_no_token(tmp_path_factory):
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("windowed") / "model", **WINDOWED)
-    without, llm = make_llm(folder), make_llm(folder, speculative_config=NGRAM)
-    long = [*PROMPTS, RNG.integers(3, 200, 60).tolist()]
-    for params in (GREEDY, SamplingParams(**LOOPING)):
-        assert samples(llm, long, params) == samples(without, long, params)
-    assert accepted(llm) > 0
-
-
-def test_a_prefix_hit_and_an_answer_so_far_change_no_token(plain, ngram):
+def test_a_prefix_hit_and_an_answer_so_far_change_no_token(ngram):
     params = SamplingParams(**LOOPING)
-    (expected,) = samples(plain, [REPEATED[2]], params)
-    answer = expected[0][0]
+    (alone,) = expected(ngram, [REPEATED[2]], params)
+    answer = alone[0][0]
     for _ in range(2):
-        assert samples(ngram, [REPEATED[2]], params) == [expected]
+        assert samples(ngram, [REPEATED[2]], params) == [alone]
     (again,) = outputs(ngram, [[*REPEATED[2], *answer[:20]]], dataclasses.replace(params, max_tokens=10))
     assert again.num_cached_tokens > 40
     assert again.outputs[0].token_ids == answer[20:]
@@ -190,15 +152,15 @@ def test_a_prefix_hit_and_an_answer_so_far_change_no_token(plain, ngram):
         assert ended[0].outputs[0].token_ids == answer
 
 
-def test_a_stream_is_the_answer(plain, ngram):
+def test_a_stream_is_the_answer(ngram):
     params = SamplingParams(**LOOPING)
-    ((expected,),) = samples(plain, [REPEATED[0]], params)
-    assert "".join(ngram.stream({"prompt_token_ids": REPEATED[0]}, params)) == expected[1]
+    ((whole,),) = expected(ngram, [REPEATED[0]], params)
+    assert "".join(ngram.stream({"prompt_token_ids": REPEATED[0]}, params)) == whole[1]
 
 
-def test_the_engine_thread_serves_the_same_parts(plain, ngram):
+def test_the_engine_thread_serves_the_same_parts(ngram):
     params = SamplingParams(**LOOPING, logprobs=1)
-    expected = samples(plain, REPEATED, params)
+    alone = expected(ngram, REPEATED, params)
 
     async def all_parts():
         served = AsyncLLM.from_llm(ngram)
@@ -219,16 +181,16 @@ def test_the_engine_thread_serves_the_same_parts(plain, ngram):
             await served.shutdown()
 
     made, stats = asyncio.run(all_parts())
-    assert made == [sample[:2] for (sample,) in expected]
+    assert made == [sample[:2] for (sample,) in alone]
     assert 0 < stats.spec_decode.num_accepted_tokens <= stats.spec_decode.num_draft_tokens
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_schedules_change_no_answer(plain, ngram, seed):
+def test_random_schedules_change_no_answer(ngram, seed):
     random_of = random.Random(seed)
     kinds = [SamplingParams(**LOOPING), GREEDY, SamplingParams(temperature=1.0, seed=9, max_tokens=17, ignore_eos=True)]
     wanted = [(random_of.choice(PROMPTS), random_of.choice(kinds)) for _ in range(12)]
-    expected = [samples(plain, [prompt], params)[0][0][0] for prompt, params in wanted]
+    alone = [expected(ngram, [prompt], params)[0][0][0] for prompt, params in wanted]
     waiting, ids, done = list(range(len(wanted))), {}, {}
     while waiting or ngram.has_unfinished_requests:
         while waiting and random_of.random() < 0.4:
@@ -240,10 +202,10 @@ def test_random_schedules_change_no_answer(plain, ngram, seed):
         if random_of.random() < 0.05 and (running := ngram.engine.scheduler.running):
             name = random_of.choice(running).request.request_id
             cut = ngram.abort(name).outputs[0].token_ids
-            assert cut == expected[ids[name]][: len(cut)]
-            done[ids[name]] = expected[ids[name]]
+            assert cut == alone[ids[name]][: len(cut)]
+            done[ids[name]] = alone[ids[name]]
         ngram.engine.check()
-    assert [done[i] for i in range(len(wanted))] == expected
+    assert [done[i] for i in range(len(wanted))] == alone
     assert ngram.engine.scheduler.blocks.num_free == ngram.engine.scheduler.blocks.num_usable
 
 

@@ -55,7 +55,7 @@ class SpeculativeConfig:
             if value is None and name != "num_speculative_tokens":
                 continue
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < 1 or (most is not None and value > most):
+            if not (whole and 1 <= (value or 0) <= (most or value or 0)):
                 bounds = "of at least 1" if most is None else f"from 1 to {most}"
                 raise _wrong(f"{name}: expected a whole number {bounds}, got {value!r}")
         if self.method != "ngram":

@@ -111,7 +111,7 @@ class DraftModel:
         shape = StepShape(size := at_least(self._rows, len(chunks)), NEWEST * size, False)
         first = [(chunk, begin, chunk.start + 1 - begin, True) for chunk, begin in zip(chunks, begins, strict=True)]
         tokens = [self._run(shape, first)]
-        rows = [range(len(chunks))]
+        rows = [list(range(len(chunks)))]
         for i in range(1, max(num_drafts.values())):
             rows.append([row for row, chunk in enumerate(chunks) if num_drafts[chunk.sequence] > i])
             shape = StepShape(size := at_least(self._rows, len(rows[i])), size, True)
@@ -143,7 +143,7 @@ class DraftModel:
         new = ((chunk, i, blocks) for chunk in chunks for i, blocks in enumerate(chunk.new_blocks))
         for at, (chunk, i, blocks) in enumerate(new):
             for group, block in enumerate(blocks):
-                updates[group, at] = chunk.sequence.slot, chunk.first_new_block + i, block
+                updates[group, at] = _slot(chunk), chunk.first_new_block + i, block
         self._runner.with_slots(lambda slots: self._extend_tables(slots, updates))
 
     def _run(self, shape: StepShape, rows: abc.Sequence[tuple[Chunk, int, int, bool]]) -> jax.Array:
@@ -153,10 +153,16 @@ class DraftModel:
         packed[0 : 4 * shape.rows : 4] = packed[4 * shape.rows :: 3] = self._config.max_num_seqs
         table = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         for i, (chunk, start, count, sample) in enumerate(rows):
-            table[i] = chunk.sequence.slot, start, count, SAMPLED * sample
+            table[i] = _slot(chunk), start, count, SAMPLED * sample
         step = self._steps[shape]
         self._cache, output = self._runner.with_slots(lambda slots: step(self._weights, slots, self._cache, packed))
         return output.tokens
+
+
+def _slot(chunk: Chunk) -> int:
+    slot = chunk.sequence.slot
+    assert slot is not None, f"{chunk.sequence} is drafted for without a slot"
+    return slot
 
 
 def _with_new_blocks(slots: Slots, updates: Int[Array, "G n 3"]) -> tuple[Slots]:
