@@ -54,8 +54,7 @@ class SpeculativeConfig:
         ):
             if value is None and name != "num_speculative_tokens":
                 continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and 1 <= (value or 0) <= (most or value or 0)):
+            if not _is_whole(value, most):
                 bounds = "of at least 1" if most is None else f"from 1 to {most}"
                 raise _wrong(f"{name}: expected a whole number {bounds}, got {value!r}")
         if self.method != "ngram":
@@ -107,6 +106,11 @@ class SpeculativeConfig:
         if isinstance(given.get("model"), Path):
             given["model"] = str(given["model"])
         return cls(**given)
+
+
+def _is_whole(value: object, most: int | None) -> bool:
+    """True for a whole number from 1 to `most`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= (value if most is None else most)
 
 
 def _wrong(message: str) -> InvalidParameterError:
