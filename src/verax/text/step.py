@@ -121,9 +121,6 @@ def make_step(
         ]
         page = [jnp.where(valid, pages[owner, position // block_size], 0) for pages in pages_by_row]
         offset = position % block_size
-        # Drafts attend as one row each, as in decode steps: the order of sums, and so every bit, is that of decoding.
-        pages_by_query = [pages[owner] for pages in pages_by_row] if shape.verify else pages_by_row
-        keys_by_query = jnp.where(valid, position + 1, 0) if shape.verify else lengths
         layer_cache = list(cache)
 
         def attend(
@@ -140,8 +137,8 @@ def make_step(
                     f"model: layer {layer} attends to a window of {attended}, but its configuration's sliding_windows "
                     f"has {kept}"
                 )
-            if shape.decode or shape.verify:
-                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_query[group], keys_by_query, **options)
+            if shape.decode:
+                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row[group], lengths, **options)
             return ops.paged_attention(q, k_pages, v_pages, pages_by_row[group], lengths, starts, **options)
 
         def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
