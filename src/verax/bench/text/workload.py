@@ -84,11 +84,12 @@ def repeat(
 ) -> Workload:
     """Prompts of 48 tokens four times over: a trained model goes on with them.
 
-    Random weights do not copy. Where the model is not `trained`, one token is favoured instead, and every draft of it
-    holds: the most that drafts can gain.
+    Random weights do not copy. Where the model is not `trained`, the prompts have their tokens once and one token is
+    favoured instead. Every draft of it holds: the most that drafts can gain.
     """
     rng = np.random.default_rng(0)
-    prompts = tuple(tuple(rng.integers(3, vocab_size, 48).tolist() * 4) for _ in range(requests))
+    times = 4 if trained else 1
+    prompts = tuple(tuple(rng.integers(3, vocab_size, 48).tolist() * times) for _ in range(requests))
     favoured = None if trained else prompts[0][0]
     return Workload("repeat", prompts, (max_tokens,) * requests, temperature, favoured)
 
