@@ -95,6 +95,7 @@ def few_blocks(llm, count):
         yield llm.engine.scheduler
     finally:
         llm.engine.scheduler = all_blocks
+        all_blocks.blocks.reset_prefix_cache()  # the pages that it has listed were written to
 
 
 @pytest.fixture(scope="session")
