@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as their expected gain pays for, none where drafts rarely hold.
+"""Number of tokens to draft: as many as their expected gain pays for, none where drafts rarely hold.
 
 The decision depends on what held before and on a cost model, never on a clock, so that it is the same in every run.
 """
