@@ -80,7 +80,7 @@ def test_an_engine_with_drafts_runs_beside_itself_without_them(folder, tmp_path)
 def test_a_repeating_prompt_is_the_same_tokens_over_and_over():
     (text,) = repeat(1000).prompts
     assert text == text[:48] * 4
-    assert repeat(1000).params()[0].logit_bias is None
+    assert not repeat(1000).params()[0].logit_bias
     assert dict(repeat(1000, trained=False).params()[0].logit_bias) == {text[0]: 100.0}
 
 
