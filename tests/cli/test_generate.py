@@ -43,6 +43,16 @@ def test_prompts_come_from_a_file_and_from_a_pipe(run, folder, tmp_path):
     assert strip(from_file.out) == strip(piped.out)
 
 
+def test_drafts_change_no_text_and_are_counted(run, folder):
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}'
+    command = ("generate", "abc abc abc abc", "-m", folder, "--temperature", "0", *QUICK)
+    plain, drafted = run(*command), run(*command, "--speculative-config", drafts)
+    assert drafted.status == 0
+    assert drafted.out == plain.out
+    assert "drafts held" in drafted.err
+    assert "drafts held" not in plain.err
+
+
 def test_the_seed_decides_the_text(run, folder):
     texts = [run("generate", "abc", "-m", folder, "-t", "1.5", "--seed", seed, *QUICK).out for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
@@ -55,6 +65,7 @@ def test_the_seed_decides_the_text(run, folder):
         (["--temperature", "-1", "abc"], None, "temperature"),
         (["--dtype", "int3", "abc"], None, "dtype: expected one of bfloat16, float32"),
         (["--max-model-len", "0", "abc"], None, "max_model_len"),
+        (["--speculative-config", '{"method": "x"}', "abc"], None, "speculative_config: num_speculative_tokens"),
         (["a " * 500], None, "prompt"),
     ],
 )

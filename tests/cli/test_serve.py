@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
 def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(folder):
     command = [sys.executable, "-m", "verax", "serve", str(folder), "--port", "0", "--max-model-len", "64"]
     options = ["--max-num-seqs", "2", "--served-model-name", "tiny", "--log-format", "json"]
+    options += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}']
     process = subprocess.Popen(
         [*command, *options],
         stdout=subprocess.PIPE,
@@ -36,6 +37,7 @@ def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(folde
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
         headers = {"Authorization": "Bearer secret"}
         assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
+        assert "vllm:spec_decode_num_drafts_total" in httpx.get(f"{url}/metrics", headers=headers).text
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=60)
         assert process.returncode == 0

@@ -48,7 +48,8 @@ def test_the_dictionary_is_strict_json_without_infinities():
     assert back["prompt_logprobs"][0] is None
     assert back["prompt_token_ids"] == [1, 2]
     assert (back["outputs"][0]["finish_reason"], back["outputs"][0]["stop_reason"]) == ("stop", "END")
-    assert back["metrics"] == {"time_to_first_token": 0.5, "total_time": 2.0}
+    times = {"time_to_first_token": 0.5, "total_time": 2.0}
+    assert back["metrics"] == {**times, "num_draft_tokens": 0, "num_accepted_tokens": 0}
 
 
 def test_an_output_without_metrics_has_none_in_json():

@@ -44,6 +44,7 @@ def chat(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: options.MaxModelLen = None,
+    speculative_config: options.SpeculativeConfig = None,
     chat_template: options.ChatTemplate = None,
     as_json: options.Json = False,
 ) -> None:
@@ -67,6 +68,7 @@ def chat(
         max_model_len=max_model_len,
         max_num_seqs=1,
         seed=seed,
+        speculative_config=speculative_config,
     )
     options.with_chat_template(llm, chat_template)
     sampling = options.given(

@@ -63,6 +63,7 @@ def generate(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
+    speculative_config: options.SpeculativeConfig = None,
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
@@ -104,6 +105,7 @@ def generate(
         seed=seed,
         skip_tokenizer_init=skip_tokenizer_init,
         structured_outputs=form is not None,
+        speculative_config=speculative_config,
     )
     params = llm.default_sampling_params(
         n=n,
@@ -134,7 +136,8 @@ def generate(
                     )
                     sys.stdout.write(f"{line}\n")
     seconds = time.perf_counter() - begin
-    sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s\n")
+    drafts = "" if llm.spec_decode is None else f", {llm.spec_decode}"
+    sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s{drafts}\n")
 
 
 def _show_one(llm: LLM, prompt: str, params: SamplingParams) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "Quantization",
     "RepetitionPenalty",
     "Seed",
+    "SpeculativeConfig",
     "Stop",
     "Temperature",
     "TopK",
@@ -51,6 +52,14 @@ Quantization = Annotated[
 ]
 KvCacheDtype = Annotated[
     str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")
+]
+SpeculativeConfig = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft tokens and verify several in a step: JSON such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}.',
+        show_default="no drafts",
+    ),
 ]
 ChatTemplate = Annotated[
     Path | None,

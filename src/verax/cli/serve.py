@@ -62,6 +62,7 @@ def serve(
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    speculative_config: options.SpeculativeConfig = None,
     chat_template: options.ChatTemplate = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     seed: options.Seed = 0,
@@ -182,6 +183,7 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         seed=seed,
         structured_outputs=structured_outputs,
+        speculative_config=speculative_config,
     )
     options.with_chat_template(llm.llm, chat_template)
     server = Server(

@@ -15,7 +15,7 @@ from verax.serve.routing import api_route
 from verax.serve.server import Server
 from verax.text.async_llm import AsyncLLM
 from verax.text.outputs import RequestMetrics, RequestOutput
-from verax.text.stats import StepStats
+from verax.text.stats import SpeculationTotals, StepStats
 
 __all__ = ["TextMetrics", "routes"]
 
@@ -107,6 +107,28 @@ class TextMetrics:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        if stats.spec_decode is not None:
+            yield from self._collect_drafts(stats.spec_decode)
+
+    def _collect_drafts(self, totals: SpeculationTotals) -> Iterator[Metric]:
+        """Counters of speculative decoding."""
+        counters = {
+            "drafts": ("Times that drafts of a sequence were verified.", totals.num_drafts),
+            "draft_tokens": ("Drafted tokens.", totals.num_draft_tokens),
+            "accepted_tokens": ("Drafted tokens that held.", totals.num_accepted_tokens),
+        }
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(f"vllm:spec_decode_num_{name}", text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that held, by place in the draft from 0.",
+            labels=(*LABELS, "position"),
+        )
+        for place, value in enumerate(totals.num_accepted_tokens_per_pos):
+            by_place.add_metric((*self._labels, str(place)), value)
+        yield by_place
 
     def _observe_times(self, metrics: RequestMetrics, tokens: int) -> None:
         end = metrics.finished_time or time.perf_counter()

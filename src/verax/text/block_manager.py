@@ -113,8 +113,15 @@ class BlockManager:
             self.num_hits += computed
         return True
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, ...], ...] | None:
+    def grow(
+        self, sequence: Sequence, num_tokens: int, *, first: int | None = None
+    ) -> tuple[tuple[int, ...], ...] | None:
         """Append blocks until the sequence's tables hold `num_tokens`, after giving back those behind the windows.
+
+        Args:
+            sequence: a sequence that owns blocks.
+            num_tokens: length that its tables are to hold.
+            first: first token that the step computes of it; `num_computed` if None.
 
         Returns:
             By new place in the tables, the block of each group. None if there are too few: nothing was appended.
@@ -124,8 +131,8 @@ class BlockManager:
             return ()
         # The step that is in flight may read these blocks still. They are written to by the next one at the earliest.
         for pool in self._windowed:
-            first = first_block(sequence.num_computed, pool.window, self.block_size)
-            self._give_back(pool, sequence.tables[pool.group], first)
+            attended = first_block(sequence.num_computed if first is None else first, pool.window, self.block_size)
+            self._give_back(pool, sequence.tables[pool.group], attended)
         for pool in self._pools:
             if needed > pool.num_free:
                 return None

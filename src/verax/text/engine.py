@@ -2,7 +2,8 @@
 
 While the device computes step n, the host plans and dispatches step n + 1, and only then reads step n. A plan never
 needs the tokens themselves, which stay on the device; what the host learns late is that a sequence has stopped, and
-then one token of step n + 1 is thrown away.
+then one token of step n + 1 is thrown away. A plan with drafts (`speculative/`) needs the tokens: where there may be
+some, step n is read first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from verax.text.runner import ModelRunner, PendingStep
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
 from verax.text.sequence import Request, Sequence
+from verax.text.speculative.speculator import Speculator
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
@@ -32,10 +34,18 @@ class Engine:
     """Scheduler, runner and tokenizer as one loop. Not thread-safe: one caller, or one lock around it."""
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, *, vocab_size: int, tokenizer: Tokenizer | None, seed: int = 0
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        seed: int = 0,
+        speculator: Speculator | None = None,
     ):
         self.runner = runner
         self.scheduler = scheduler
+        self.speculator = speculator
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(runner.eos_token_ids)
         self.vocab_size = vocab_size
@@ -156,10 +166,21 @@ class Engine:
 
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
+        progressed: list[Request] = []
+        in_flight, speculator = self._in_flight, self.speculator
+        if (
+            speculator is not None
+            and in_flight is not None
+            and (in_flight.schedule.verifies or speculator.wants_tokens(self.scheduler.running))
+        ):
+            progressed, in_flight = self._collect(in_flight), None
         schedule = self.scheduler.schedule()
+        if speculator is not None and in_flight is None:
+            speculator.add_drafts(schedule, self.scheduler)
         self.num_computed_tokens += schedule.num_tokens
         pending = self.runner.run(schedule) if schedule.chunks else None
-        progressed = self._collect(self._in_flight) if self._in_flight is not None else []
+        if in_flight is not None:
+            progressed = self._collect(in_flight)
         if pending is not None and pending.deferred is not None:
             progressed = list(dict.fromkeys([*progressed, *self._sample_constrained(pending)]))
         # Once nobody waits for it, what is still on its way belongs to sequences that have stopped.
@@ -216,25 +237,41 @@ class Engine:
             if request.first_token_time is None:
                 request.first_token_time = now
                 self.num_prompt_tokens += len(request.prompt_token_ids)
-            self.num_generated_tokens += 1
-            if request.params.logprobs is not None:
-                entry = self.outputs.logprobs(pending.output.logprobs, row, request.params.logprobs)
-                sequence.logprobs.append(entry)
-                sequence.cumulative_logprob += entry[int(tokens[row])].logprob
-            self._append(sequence, int(tokens[row]))
+            first = pending.token_offsets[row] if pending.schedule.verifies else row
+            accepted = 0
+            for at, draft in enumerate((*chunk.drafts, None), start=first):
+                token = int(tokens[at])
+                self._take(sequence, pending, at, token)
+                accepted += token == draft
+                if sequence.finished or token != draft:
+                    break
+                sequence.num_computed += 1
+            if chunk.drafts and self.speculator is not None:
+                self.speculator.record(sequence, len(chunk.drafts), accepted)
             progressed[request] = None
         return list(progressed)
+
+    def _take(self, sequence: Sequence, pending: PendingStep, row: int, token: int) -> None:
+        """Add a token that a step has sampled, with its log-probabilities."""
+        self.num_generated_tokens += 1
+        num_logprobs = sequence.request.params.logprobs
+        if num_logprobs is not None:
+            entry = self.outputs.logprobs(pending.output.logprobs, row, num_logprobs)
+            sequence.logprobs.append(entry)
+            sequence.cumulative_logprob += entry[token].logprob
+        self._append(sequence, token)
 
     def _sample_constrained(self, pending: PendingStep) -> list[Request]:
         """Fill the masks of a step while the device computes it, and dispatch its sampling; requests that failed."""
         masks = self.runner.new_masks(pending)
         failed: dict[Request, None] = {}
-        for mask, chunk in zip(masks, pending.schedule.chunks, strict=False):
+        for row, chunk in enumerate(pending.schedule.chunks):
             sequence = chunk.sequence
             if not chunk.sample or sequence.matcher is None or sequence.finished:
                 continue
+            first = pending.token_offsets[row] if pending.schedule.verifies else row
             try:
-                sequence.matcher.fill(mask)
+                sequence.matcher.fill(masks[first : first + 1 + len(chunk.drafts)], chunk.drafts)
             except StructuredOutputError as error:
                 self._fail(sequence.request, error)
                 failed[sequence.request] = None

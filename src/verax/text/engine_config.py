@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES
+from verax.text.speculative.config import SpeculativeConfig
 
 __all__ = ["KV_CACHE_DTYPES", "EngineConfig", "EngineOptions"]
 
@@ -26,6 +28,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool | None
     seed: int
     structured_outputs: bool
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class EngineConfig:
         seed: seeds requests that bring no seed of their own.
         structured_outputs: take requests with `SamplingParams(structured_outputs=...)`. Needs llguidance; sampling then
             has compiled programs of its own too.
+        speculative_config: draft tokens and verify several in a step: a `SpeculativeConfig`, a dictionary of its
+            fields, or JSON text of one. None: no drafts.
 
     Raises:
         InvalidParameterError: for a size below 1, an unknown dtype or no truth value, with the option's name.
@@ -63,6 +68,7 @@ class EngineConfig:
     enable_prefix_caching: bool | None = None
     seed: int = 0
     structured_outputs: bool = False
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
@@ -79,6 +85,15 @@ class EngineConfig:
             )
         if not isinstance(self.structured_outputs, bool):
             raise InvalidParameterError(f"structured_outputs: expected True or False, got {self.structured_outputs!r}")
+        if self.speculative_config is not None:
+            parsed = SpeculativeConfig.from_value(self.speculative_config)
+            object.__setattr__(self, "speculative_config", parsed)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, as the record that construction made of it."""
+        assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
+        return self.speculative_config
 
     def with_options(self, options: EngineOptions) -> EngineConfig:
         """A copy with some fields replaced.

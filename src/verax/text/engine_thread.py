@@ -79,6 +79,7 @@ class EngineThread:
             num_preemptions=engine.scheduler.num_preemptions,
             prompt_tokens=engine.num_prompt_tokens,
             generation_tokens=engine.num_generated_tokens,
+            spec_decode=None if engine.speculator is None else engine.speculator.totals,
         )
 
     def add(self, live: LiveRequest, tokens: abc.Sequence[int] | BaseException) -> None:

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,16 +89,38 @@ class GrammarMatcher:
             if self._after in self._text:
                 self._after = None
 
-    def fill(self, mask: Int[np.ndarray, "w"]) -> None:
+    def fill(self, masks: Int[np.ndarray, "B w"], drafts: Sequence[int] = ()) -> None:
         """Set the bits of the tokens that may come next, and clear the others.
+
+        Args:
+            masks: a mask behind the answer so far, then one behind each draft.
+            drafts: guesses how the answer goes on, which the grammar allows. The matcher stays where it is.
 
         Raises:
             StructuredOutputError: if that takes more work than a step may, or the answer has taken too much.
         """
-        if self._after is None:
-            begin = time.thread_time()
-            _fill(self._matcher, mask)
-            self._check(begin)
+        text, after, consumed = self._text, self._after, 0
+        for mask, draft in zip(masks, (*drafts, None), strict=True):
+            if self._after is None:
+                begin = time.thread_time()
+                _fill(self._matcher, mask)
+                self._check(begin)
+            if draft is not None:
+                consumed += self._after is None
+                self.append([draft])
+        self._text, self._after = text, after
+        if consumed:
+            self._matcher.rollback(consumed)
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """Number of tokens, from the first on, that the grammar allows next."""
+        text, after, free = self._text, self._after, 0
+        while self._after is not None and free < len(tokens):
+            self.append([tokens[free]])
+            free += 1
+        behind = self._after is None
+        self._text, self._after = text, after
+        return free + (self._matcher.validate_tokens(list(tokens[free:])) if behind else 0)
 
     def _check(self, begin: float, earned: float = 0.0) -> None:
         """Add `earned` to the time that is left, take off what has passed since `begin`, and look for errors."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
 from verax._optional import require_optional
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import load_causal_lm
 from verax.models import DTYPES, CausalLM
 from verax.models.causal_lm import check_causal_lm
@@ -31,6 +31,8 @@ from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
 from verax.text.sizes import plan_sizes, state_bytes
+from verax.text.speculative.build import load_draft_model, new_speculator
+from verax.text.stats import SpeculationTotals
 from verax.text.tokenizer import Tokenizer, eos_token_ids
 
 __all__ = ["DTYPES", "LLM"]
@@ -38,6 +40,11 @@ __all__ = ["DTYPES", "LLM"]
 NO_PREFIX_CACHE = (
     "this model has recurrent layers: to go on behind a shared prefix they need the state that it left, which blocks "
     "of keys and values do not hold"
+)
+
+NO_ROLLBACK = (
+    "this model has recurrent layers, whose state cannot go back behind a draft that did not hold; leave "
+    "speculative_config out"
 )
 
 _log = logging.getLogger("verax.text")
@@ -140,12 +147,17 @@ class LLM:
             raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
         if recurrent:
             _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
+        if recurrent and config.speculation is not None:
+            raise UnsupportedModelError(f"speculative_config: {NO_ROLLBACK}")
         if config.structured_outputs:
             require_optional("llguidance")  # missing it shows now, not at the first request
         enable_compilation_cache()
         self.model_config = model.config
         self.tokenizer = tokenizer
-        sizes = plan_sizes(model.config, model.dtype, config)
+        draft = None
+        if config.speculation is not None and config.speculation.model is not None:
+            draft = load_draft_model(config.speculation, model, tokenizer, use_tqdm=use_tqdm)
+        sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
         runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids))
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
         blocks = BlockManager(
@@ -158,10 +170,17 @@ class LLM:
             blocks, max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens
         )
         self.engine = Engine(
-            runner, scheduler, vocab_size=model.config.vocab_size, tokenizer=tokenizer, seed=config.seed
+            runner,
+            scheduler,
+            vocab_size=model.config.vocab_size,
+            tokenizer=tokenizer,
+            seed=config.seed,
+            speculator=None if config.speculation is None else new_speculator(config.speculation, runner, draft),
         )
         with progress.bar("compiling steps", enabled=use_tqdm) as report:
             self.compile_seconds = runner.warm_up(report)
+        if self.engine.speculator is not None:
+            self.engine.speculator.drafter.warm_up()
 
     @property
     def max_model_len(self) -> int:
@@ -178,6 +197,11 @@ class LLM:
             for group in config.groups
         ]
         return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {runner.cache_bytes / 1e9:.2f} GB"
+
+    @property
+    def spec_decode(self) -> SpeculationTotals | None:
+        """Totals of speculative decoding since the start; None without it."""
+        return None if self.engine.speculator is None else self.engine.speculator.totals
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""
@@ -311,6 +335,8 @@ class LLM:
             for request_id in waiting:
                 if request_id not in done:
                     self.engine.abort(request_id)
+        if self.spec_decode is not None:
+            _log.info("speculative decoding: %s since the start", self.spec_decode)
         return [done[request_id] for request_id in waiting]
 
     def _pieces(self, request_id: str) -> Generator[str, None, RequestOutput]:

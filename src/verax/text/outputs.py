@@ -43,13 +43,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request in seconds, on the clock of `time.perf_counter`."""
+    """Times of a request in seconds, on the clock of `time.perf_counter`, and its drafts."""
 
     arrival_time: float
     first_token_time: float | None
     finished_time: float | None
     first_scheduled_time: float | None = None
     """Time of the first step that computed a part of the prompt."""
+    num_draft_tokens: int = 0
+    """Tokens that were drafted for its answers (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """Drafts that held."""
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -89,6 +93,8 @@ class RequestOutput:
             result["metrics"] = {
                 "time_to_first_token": self.metrics.time_to_first_token,
                 "total_time": self.metrics.total_time,
+                "num_draft_tokens": self.metrics.num_draft_tokens,
+                "num_accepted_tokens": self.metrics.num_accepted_tokens,
             }
         return result
 

@@ -120,7 +120,8 @@ def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, me
         ...     lowered = step_program(AbstractModel.from_module(module), sizes, sizes.shapes[0]).lower()
     """
     step = make_step(model.build, shape, sizes.block_size, sizes.groups, structured_outputs=sizes.structured_outputs)
-    step.__name__ = name = f"{'decode' if shape.decode else 'mixed'}_{shape.rows}x{shape.tokens}"
+    kind = "decode" if shape.decode else "verify" if shape.verify else "mixed"
+    step.__name__ = name = f"{kind}_{shape.rows}x{shape.tokens}"
     arguments = (
         model.weights,
         _abstract_slots(sizes),

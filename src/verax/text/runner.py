@@ -23,10 +23,10 @@ from verax.text.program import AbstractModel, StepProgram, new_cache, sampling_p
 from verax.text.sampler import DEFERRED, SAMPLED
 from verax.text.scheduler import Schedule
 from verax.text.sizes import RunnerConfig
-from verax.text.slots import admit, new_slots, pack_admission
+from verax.text.slots import Slots, admit, new_slots, pack_admission
 from verax.text.step import StepOutput, StepShape
 
-__all__ = ["ModelRunner", "PendingStep"]
+__all__ = ["ModelRunner", "PendingStep", "weight_bytes"]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ModelRunner:
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
         self.abstract_model = AbstractModel.from_module(model)
         """The model without its weights."""
-        self.weight_bytes = sum(weight.nbytes for weight in self._weights) - _table_bytes(model)
+        self.weight_bytes = weight_bytes(model)
         """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
         self._cache = new_cache(model.config, config)
         self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
@@ -93,8 +93,8 @@ class ModelRunner:
     def _run_padding(self, shape: StepShape) -> StepOutput:
         packed = self._padding(shape)
         pending = PendingStep(Schedule(), self._dispatch(shape, packed), ())
-        if shape.rows in self._samplers:
-            pending.deferred = packed[: 4 * shape.rows].reshape(shape.rows, 4).copy()
+        if shape.num_sampled in self._samplers:
+            pending.deferred = self._sampled_rows(shape, packed)
             self.sample(pending, self.new_masks(pending))
         return pending.output
 
@@ -115,8 +115,7 @@ class ModelRunner:
         pending = PendingStep(schedule, output._replace(logits=None), offsets)
         if schedule.constrained:
             pending.output = output
-            # A copy: the device may still read the array that it was given.
-            pending.deferred = packed[: 4 * shape.rows].reshape(shape.rows, 4).copy()
+            pending.deferred = self._sampled_rows(shape, packed)
         else:
             output.tokens.copy_to_host_async()
         return pending
@@ -136,17 +135,27 @@ class ModelRunner:
         pending.deferred = None
         tokens.copy_to_host_async()
 
+    def with_slots(self, call: Callable[[Slots], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call a program on this runner's slots, which it may donate: it returns the new ones first, then the rest."""
+        self._slots, *rest = call(self._slots)
+        return tuple(rest)
+
     def pack(self, schedule: Schedule) -> tuple[np.ndarray, StepShape, tuple[int, ...]]:
         """A schedule as a step's input, its bucket, and the index of each chunk's first token."""
         shape = self.shape_for(schedule)
         packed = self._padding(shape)
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
-        updates = packed[4 * shape.rows :].reshape(len(self.config.groups), -1, 3)
+        tail = packed[4 * shape.rows :]
+        updates = tail[: len(tail) - shape.tokens] if shape.verify else tail
+        updates = updates.reshape(len(self.config.groups), -1, 3)
         offsets, token, update = [], 0, 0
         sampled = DEFERRED if schedule.constrained else SAMPLED
         for i, chunk in enumerate(schedule.chunks):
             rows[i] = chunk.sequence.slot, chunk.start, chunk.count, sampled * chunk.sample
             offsets.append(token)
+            if chunk.drafts:
+                drafts = tail[-shape.tokens :][token + 1 : token + chunk.count]
+                drafts[:] = chunk.drafts
             token += chunk.count
             for j, blocks in enumerate(chunk.new_blocks, start=chunk.first_new_block):
                 for group, block in enumerate(blocks):
@@ -157,19 +166,38 @@ class ModelRunner:
     def shape_for(self, schedule: Schedule) -> StepShape:
         """The smallest bucket that holds the schedule."""
         rows, tokens = len(schedule.chunks), schedule.num_tokens
+        if schedule.verifies:
+            size = at_least(self.config.verify_tokens, schedule.verify_tokens)
+            return next(s for s in self.config.shapes if s.verify and s.tokens == size)
         # Only a mixed step scores prompts.
         decode = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
         if decode:
             return StepShape(size := at_least(self.config.decode_rows, rows), size, True)
         tokens = at_least(self.config.mixed_tokens, tokens)
-        return min(s for s in self.config.shapes if not s.decode and s.rows >= rows and s.tokens >= tokens)
+        mixed = (s for s in self.config.shapes if not (s.decode or s.verify))
+        return min(s for s in mixed if s.rows >= rows and s.tokens >= tokens)
 
     def _padding(self, shape: StepShape) -> np.ndarray:
         """A step's input in which every row and every block update goes nowhere."""
         packed = np.zeros(shape.input_size(self.config.block_size, len(self.config.groups)), np.int32)
         packed[0 : 4 * shape.rows : 4] = self.config.max_num_seqs
         packed[4 * shape.rows :: 3] = self.config.max_num_seqs
+        if shape.verify:
+            packed[-shape.tokens :] = -1
         return packed
+
+    def _sampled_rows(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
+        """(slot, start, count, sample) of each row of the step's output. A copy: the device may still read `packed`."""
+        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4).copy()
+        if not shape.verify:
+            return rows
+        padding = np.tile(np.asarray([self.config.max_num_seqs, 0, 0, 0], np.int32), (shape.tokens, 1))
+        counts = rows[:, 2]
+        tokens = padding[: counts.sum()]
+        tokens[:] = np.repeat(rows, counts, axis=0)
+        tokens[:, 1] += np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens[:, 2] = 1
+        return padding
 
     def _arguments(self, shape: StepShape) -> tuple[Any, ...]:
         return self._weights, self._slots, self._cache, self._padding(shape)
@@ -197,12 +225,13 @@ class ModelRunner:
         return sum(program._cache_size() for program in programs)
 
 
-def _table_bytes(model: CausalLM) -> int:
-    """Bytes of embedding tables of which a step reads single rows: those that are not the output head."""
+def weight_bytes(model: CausalLM) -> int:
+    """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
     tied, vocab_size = model.config.tie_word_embeddings, model.config.vocab_size
     tables = (
         module.weight.get_value()
         for _, module in nnx.iter_modules(cast(nnx.Module, model))
         if isinstance(module, Embedding)
     )
-    return sum(table.nbytes for table in tables if not (tied and table.shape[0] == vocab_size))
+    unread = sum(table.nbytes for table in tables if not (tied and table.shape[0] == vocab_size))
+    return sum(weight.nbytes for weight in jax.tree.leaves(nnx.state(model))) - unread

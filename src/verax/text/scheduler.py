@@ -8,8 +8,8 @@ it is computed anew later (preemption by recompute).
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections import abc, deque
+from dataclasses import dataclass, field, replace
 
 from verax.text.block_manager import BlockManager
 from verax.text.sequence import Sequence, SequenceState
@@ -29,6 +29,8 @@ class Chunk:
     """By new place in the sequence's block tables: the block of each cache group."""
     first_new_block: int
     """Index of the first of `new_blocks` in the tables."""
+    drafts: tuple[int, ...] = ()
+    """The chunk's tokens but the first, if they are only guessed: a token is sampled after each of its tokens."""
 
 
 @dataclass
@@ -37,11 +39,28 @@ class Schedule:
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    verify_tokens: int = 0
+    """Tokens of a step that verifies drafts, with those that got blocks and were dropped since; 0 for other steps."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the step computes."""
         return sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def verifies(self) -> bool:
+        """True if some of the tokens are drafts, or were to be."""
+        return self.verify_tokens > 0
+
+    @property
+    def only_decodes(self) -> bool:
+        """True if each chunk is a sequence's newest token, and no prompt is scored."""
+        return all(
+            chunk.count == 1
+            and chunk.sample
+            and (chunk.start >= chunk.sequence.num_prompt or chunk.sequence.request.params.prompt_logprobs is None)
+            for chunk in self.chunks
+        )
 
     @property
     def constrained(self) -> bool:
@@ -85,6 +104,30 @@ class Scheduler:
         # A sequence that this plan preempted is the first to wait, and is not admitted: the others took its blocks.
         self._admit(plan, budget)
         return plan
+
+    def reserve(self, plan: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> list[Sequence]:
+        """Give sequences the blocks for drafts behind the one token that the plan computes of them.
+
+        `num_computed` stays what it is without drafts: how many hold is known after the step. Nobody is preempted for a
+        guess.
+
+        Args:
+            plan: a plan that only decodes.
+            num_drafts: most drafts of each sequence.
+
+        Returns:
+            The sequences with blocks for all of theirs.
+        """
+        reserved = []
+        for i, chunk in enumerate(plan.chunks):
+            sequence, length = chunk.sequence, chunk.start + 1 + num_drafts.get(chunk.sequence, 0)
+            new = self.blocks.grow(sequence, length, first=chunk.start) if length > chunk.start + 1 else None
+            if new is not None:
+                plan.chunks[i] = replace(chunk, new_blocks=(*chunk.new_blocks, *new))
+                reserved.append(sequence)
+        if reserved:
+            plan.verify_tokens = len(plan.chunks) + sum(num_drafts[sequence] for sequence in reserved)
+        return reserved
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running or waiting sequence, and free its blocks and its slot."""

@@ -104,6 +104,10 @@ class Request:
     """True if the text is decoded token by token, to be shown as it grows."""
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    num_draft_tokens: int = 0
+    """Tokens that were drafted for it (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """Drafts that held."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     arrival_time: float = field(default_factory=time.perf_counter)
     first_scheduled_time: float | None = None
@@ -122,7 +126,12 @@ class Request:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Times of the request so far."""
+        """Times and drafts of the request so far."""
         return RequestMetrics(
-            self.arrival_time, self.first_token_time, self.finished_time, first_scheduled_time=self.first_scheduled_time
+            self.arrival_time,
+            self.first_token_time,
+            self.finished_time,
+            first_scheduled_time=self.first_scheduled_time,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )

@@ -35,6 +35,12 @@ DEFAULT_BATCHED_TOKENS = 2048
 
 DEFAULT_NUM_SEQS = 256
 
+MOST_VERIFIED = {"cpu": 32}
+"""Most tokens of a step that verifies drafts: more rows of a product cost more than their drafts gain, and each has a
+row of scores over the vocabulary."""
+
+DEFAULT_MOST_VERIFIED = 256
+
 STATE_FRACTION = 0.5
 """Part of the cache's memory that recurrent states take at most, where `max_num_seqs` is not given."""
 
@@ -57,6 +63,8 @@ class RunnerConfig:
     """Dtype of keys and values in the cache."""
     structured_outputs: bool = False
     """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
+    verify_tokens: tuple[int, ...] = ()
+    """Numbers of tokens that steps which verify drafts are compiled for; none without speculative decoding."""
 
     @property
     def table_width(self) -> int:
@@ -87,15 +95,19 @@ class RunnerConfig:
         """Every step shape that a schedule can need: the buckets."""
         decode = [StepShape(rows, rows, True) for rows in self.decode_rows]
         mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
-        return [*decode, *(shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0])]
+        verify = [StepShape(min(size, self.max_num_seqs), size, False, verify=True) for size in self.verify_tokens]
+        fitting = [shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0]]
+        return [*decode, *fitting, *verify]
 
     @cached_property
     def sampling_rows(self) -> list[int]:
         """Numbers of rows that sampling is compiled for by itself: those of every step, with structured output."""
-        return sorted({shape.rows for shape in self.shapes}) if self.structured_outputs else []
+        return sorted({shape.num_sampled for shape in self.shapes}) if self.structured_outputs else []
 
 
-def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) -> RunnerConfig:
+def plan_sizes(
+    model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig, *, draft: CausalLMConfig | None = None
+) -> RunnerConfig:
     """Sizes that fit into memory. A context that is not given is cut to what the cache can hold of one sequence.
 
     The cache is blocks and, in models with recurrent layers, a state for each of `max_num_seqs` sequences.
@@ -104,6 +116,7 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
         model: the model's configuration.
         dtype: dtype of the weights.
         config: the engine's options.
+        draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
 
     Raises:
         InvalidParameterError: for a context longer than the model's, or a cache too small for it.
@@ -130,7 +143,11 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
         )
     states = max_num_seqs * per_state
     layers = _layers_by_window(model, config.max_model_len or longest)
-    sizes = tuple(block_bytes(model, block_size, cache_dtype, len(group)) for group in layers.values())
+    sizes = tuple(
+        block_bytes(model, block_size, cache_dtype, len(group))
+        + (0 if draft is None or window is not None else block_bytes(draft, block_size, cache_dtype))
+        for window, group in layers.items()
+    )
     plan = CachePlan(tuple(layers), sizes, block_size, batched)
     affordable = plan.longest(memory - states, longest)
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
@@ -146,7 +163,14 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
     num_blocks = plan.num_blocks(memory - states, context, max_num_seqs)
     groups = tuple(map(CacheGroup, layers.values(), layers, num_blocks))
     return RunnerConfig(
-        groups, block_size, context, max_num_seqs, batched, cache_dtype, bool(config.structured_outputs)
+        groups,
+        block_size,
+        context,
+        max_num_seqs,
+        batched,
+        cache_dtype,
+        bool(config.structured_outputs),
+        _verify_tokens(config, max_num_seqs, batched),
     )
 
 
@@ -179,6 +203,14 @@ def _layers_by_window(model: CausalLMConfig, max_model_len: int) -> dict[int | N
             kind = None if window is None or window >= max_model_len else window
             layers[kind] = (*layers.get(kind, ()), layer)
     return dict(sorted(layers.items(), key=lambda item: item[0] or 0))
+
+
+def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    if config.speculation is None:
+        return ()
+    longest = max_num_seqs * (1 + config.speculation.num_speculative_tokens)
+    most = MOST_VERIFIED.get(ops.target().platform, DEFAULT_MOST_VERIFIED)
+    return tuple(powers(2, max(2, min(longest, most, max_num_batched_tokens)), 2))
 
 
 def _cache_memory() -> int:

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["EngineStats", "StepStats"]
+__all__ = ["EngineStats", "SpeculationTotals", "StepStats"]
+
+
+@dataclass
+class SpeculationTotals:
+    """Totals of speculative decoding since an engine started, as vLLM counts them."""
+
+    num_drafts: int = 0
+    """Times that drafts of a sequence were verified."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Drafts that held."""
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    """By place in the draft: how often it held."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafts that held, 0 to 1; 0 without drafts."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.num_accepted_tokens} of {self.num_draft_tokens} drafts held ({self.acceptance_rate:.0%})"
 
 
 @dataclass(frozen=True)
@@ -24,6 +45,8 @@ class EngineStats:
     """Prompt tokens of the requests that got a first token."""
     generation_tokens: int
     """Answer tokens that were sampled."""
+    spec_decode: SpeculationTotals | None = None
+    """Totals of speculative decoding; None without it."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from verax.text.cache_groups import CacheGroup
 from verax.text.sampler import Logprobs, no_logprobs, sample, score
 from verax.text.slots import Slots
 
-__all__ = ["Cache", "StepOutput", "StepShape", "make_step"]
+__all__ = ["Cache", "StepOutput", "StepShape", "make_step", "with_new_blocks"]
 
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
 """By layer: key and value pages, or the recurrent state of each slot, as the configuration's `new_state` makes it."""
@@ -31,11 +31,20 @@ PROMPT_LOGPROB_CHUNK = 32
 
 
 class StepShape(NamedTuple):
-    """Shape that a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row."""
+    """Shape that a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row.
+
+    A step that verifies drafts (`verify`) has the newest token and the drafts of each row, and samples behind each.
+    """
 
     rows: int
     tokens: int
     decode: bool
+    verify: bool = False
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of the step's output."""
+        return self.tokens if self.verify else self.rows
 
     def num_updates(self, block_size: int) -> int:
         """Most blocks that such a step's tables can grow by: a row may start one, and fill one every block_size."""
@@ -44,18 +53,21 @@ class StepShape(NamedTuple):
     def input_size(self, block_size: int, num_tables: int) -> int:
         """Length of the packed input: (slot, start, count, sample) by row, then (slot, index, block) by new block.
 
-        The new blocks of one cache group lie together.
+        The new blocks of one cache group lie together. A step that verifies ends with a number for each token: a draft,
+        or -1 for a token that its slot has.
         """
-        return 4 * self.rows + 3 * num_tables * self.num_updates(block_size)
+        drafts = self.tokens if self.verify else 0
+        return 4 * self.rows + 3 * num_tables * self.num_updates(block_size) + drafts
 
 
 class StepOutput(NamedTuple):
     """Results of a step for the host."""
 
     tokens: Int[Array, "B"]
+    """By row; in steps that verify drafts, by token."""
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
-    """By token of the step: the score of the token after it. None in decode steps."""
+    """By token of the step: the score of the token after it. None in decode steps and those that verify."""
     logits: Float[Array, "B V"] | None
     """Scores that `make_sampling` samples from. None without structured output."""
 
@@ -88,7 +100,10 @@ def make_step(
         model = build(weights)
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
-        page_tables = _with_new_blocks(slots.page_tables, packed[4 * shape.rows :])
+        updates, drafts = packed[4 * shape.rows :], None
+        if shape.verify:
+            updates, drafts = updates[: -shape.tokens], updates[-shape.tokens :]
+        page_tables = with_new_blocks(slots.page_tables, updates)
         lengths = start + count  # tokens in the cache after this step
 
         if shape.decode:
@@ -143,15 +158,22 @@ def make_step(
             )
             return out.reshape(x.shape)
 
+        if drafts is not None:
+            # Known tokens have a position past the end, where the update is dropped.
+            at = jnp.where(drafts >= 0, position, slots.tokens.shape[1])
+            slots = slots._replace(tokens=slots.tokens.at[slot[owner], at].set(drafts, mode="drop"))
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
-        newest = hidden if shape.decode else hidden[jnp.maximum(starts[1:] - 1, 0)]
+        newest = hidden if shape.num_sampled == shape.tokens else hidden[jnp.maximum(starts[1:] - 1, 0)]
         logits = model.logits(newest)
+        if shape.verify:
+            wanted = jnp.where(valid, rows[owner, 3], 0)
+            rows = jnp.stack([slot[owner], position, jnp.ones_like(position), wanted], axis=1)
         history, tokens, logprobs = sample(slots, logits, rows)
         output = StepOutput(
             tokens,
             logprobs,
-            None if shape.decode else _prompt_logprobs(model, hidden, slots, slot[owner], position),
+            None if shape.decode or shape.verify else _prompt_logprobs(model, hidden, slots, slot[owner], position),
             logits if structured_outputs else None,
         )
         return Slots(history, page_tables, slots.params), tuple(layer_cache), output
@@ -159,7 +181,7 @@ def make_step(
     return step
 
 
-def _with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "n"]) -> tuple[Int[Array, "S W"], ...]:
+def with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "n"]) -> tuple[Int[Array, "S W"], ...]:
     """Page tables after the (slot, index, block) triples of each."""
     size = len(updates) // len(tables)
     triples = [updates[i * size : (i + 1) * size].reshape(-1, 3) for i in range(len(tables))]

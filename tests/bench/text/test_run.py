@@ -12,7 +12,7 @@ from verax import cli
 from verax.bench.results import markdown, write
 from verax.bench.text import run as text
 from verax.bench.text.run import bench_text
-from verax.bench.text.workload import Workload, nano_vllm, prompt, short_prompts
+from verax.bench.text.workload import Workload, nano_vllm, prompt, repeat, short_prompts
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 
@@ -57,6 +57,31 @@ def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, tmp_pat
     assert side["rate"] == 24 / side["median_s"]
     assert "Tokens are the prompts'." in markdown(result)
     assert write(result, tmp_path).name.endswith("-text-prompt-float32-24-tokens.json")
+
+
+def test_an_engine_with_drafts_runs_beside_itself_without_them(folder, tmp_path):
+    config = '{"method": "ngram", "num_speculative_tokens": 3}'
+    result = bench_text(
+        folder,
+        lambda vocab: repeat(vocab, max_tokens=40, trained=False),
+        runs=2,
+        warmup=0,
+        dtype="float32",
+        speculative_config=config,
+    )
+    assert set(result["ratios"]) == {"verax / verax without drafts"}
+    assert result["settings"]["speculative_config"] == json.loads(config)
+    drafts = result["spec_decode"]
+    assert drafts["num_draft_tokens"] == drafts["num_accepted_tokens"] > 20
+    assert "held (100%)" in markdown(result)
+    assert write(result, tmp_path).name.endswith("-text-repeat-float32-drafts.json")
+
+
+def test_a_repeating_prompt_is_the_same_tokens_over_and_over():
+    (text,) = repeat(1000).prompts
+    assert text == text[:48] * 4
+    assert not repeat(1000).params()[0].logit_bias
+    assert dict(repeat(1000, trained=False).params()[0].logit_bias) == {text[0]: 100.0}
 
 
 def test_quantised_weights_run_beside_our_own_unquantised_ones(folder):

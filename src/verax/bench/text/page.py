@@ -11,7 +11,7 @@ __all__ = ["KIND", "render", "slug"]
 
 KIND = "text"
 
-USUAL_PROMPTS = {"short-prompts": 4, "prompt": 1}
+USUAL_PROMPTS = {"short-prompts": 4, "prompt": 1, "repeat": 1}
 """Prompts of a workload if no other number is given."""
 
 
@@ -31,6 +31,13 @@ def render(result: Mapping[str, Any]) -> list[str]:
         + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
         f"during the runs. Cache: {start['kv_cache']}.",
     ]
+    if "spec_decode" in result:
+        drafts, most = result["spec_decode"], settings["speculative_config"]["num_speculative_tokens"]
+        lines += [
+            "",
+            f"Drafts of at most {most} tokens: {drafts['num_accepted_tokens']} of {drafts['num_draft_tokens']} held "
+            f"({drafts['acceptance_rate']:.0%}), in {drafts['num_drafts']} steps of a sequence, warm-up included.",
+        ]
     if "decode_breakdown" in result:
         lines += _breakdown_table(result["decode_breakdown"])
     return lines
@@ -40,7 +47,8 @@ def slug(result: Mapping[str, Any]) -> list[str]:
     """Parts of the file name: workload, shapes, precision, and the workload's size where it is not the usual one."""
     settings = result["settings"]
     shapes = [settings["shapes"]] if settings.get("shapes") not in (None, "qwen3") else []
-    return [settings["workload"], *shapes, precision(settings), *_size(settings)]
+    drafts = ["drafts"] if settings.get("speculative_config") else []
+    return [settings["workload"], *shapes, precision(settings), *drafts, *_size(settings)]
 
 
 def _size(settings: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +101,7 @@ def bench_text(
     max_num_seqs: int | None = None,
     decode_breakdown: bool = False,
     shapes: str = "qwen3",
+    speculative_config: str | None = None,
 ) -> dict[str, Any]:
     """Run a workload on our engine and, interleaved, on others; a report as JSON holds it.
 
@@ -114,6 +117,7 @@ def bench_text(
         max_num_seqs: sequences in a step; all prompts at once, up to 256, if None.
         decode_breakdown: measure the decode step's parts too.
         shapes: of random weights, a name out of `SHAPES`.
+        speculative_config: drafts of our side (JSON); the same engine without drafts is a side of its own.
     """
     if shapes not in SHAPES:
         raise InvalidParameterError(f"shapes: expected one of {', '.join(SHAPES)}, got {shapes!r}")
@@ -136,7 +140,7 @@ def bench_text(
             "max_model_len": workload.longest,
             "kv_cache_dtype": kv_cache_dtype,
         }
-        llm = LLM.from_module(module, **sized)
+        llm = LLM.from_module(module, speculative_config=speculative_config, **sized)
         runner = llm.engine.runner
         sides: dict[str, Callable[[], object]] = {}
         versions: dict[str, Any] = {}
@@ -159,6 +163,8 @@ def bench_text(
             sides[f"verax {dtype}"] = partial(
                 _generate, LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized), workload
             )
+        if speculative_config is not None:
+            sides["verax without drafts"] = partial(_generate_without_drafts, llm, workload)
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
         with progress.bar("measuring") as report:
@@ -169,6 +175,7 @@ def bench_text(
             "dtype": dtype,
             "quantization": quantization,
             "kv_cache_dtype": kv_cache_dtype,
+            "speculative_config": None if speculative_config is None else json.loads(speculative_config),
             "workload": workload.name,
             "requests": len(workload.prompts),
             "prompt_tokens": workload.prompt_tokens,
@@ -179,6 +186,7 @@ def bench_text(
             "max_num_seqs": runner.config.max_num_seqs,
         }
         steps = workload.steps(runner.config.max_num_seqs)
+        timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
         head = sizes.vocab_size * sizes.hidden_size  # of which only a token that another is drawn after needs a product
         layers = product_weights(opened, tables=None if module.config.tie_word_embeddings else "embed_tokens") - head
         positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)  # a last token is not read
@@ -203,13 +211,18 @@ def bench_text(
             work={
                 "steps": steps,
                 **benchmark.against_limit(
-                    samples["verax"].median,
+                    timed.median,
                     bytes_moved=steps * moved,
                     flops=2 * products,
                     dtype=dtype,
                 ),
             },
         )
+        if llm.spec_decode is not None:
+            result["spec_decode"] = {
+                **dataclasses.asdict(llm.spec_decode),
+                "acceptance_rate": llm.spec_decode.acceptance_rate,
+            }
         if decode_breakdown:
             from verax.bench.text.decode_breakdown import break_down_decode_step
 
@@ -225,6 +238,14 @@ def _generate(llm: LLM, workload: Workload) -> object:
     outputs = llm.generate([list(prompt) for prompt in workload.prompts], workload.params(), use_tqdm=False)
     assert sum(len(output.outputs[0].token_ids) for output in outputs) == workload.new_tokens
     return outputs
+
+
+def _generate_without_drafts(llm: LLM, workload: Workload) -> object:
+    speculator, llm.engine.speculator = llm.engine.speculator, None
+    try:
+        return _generate(llm, workload)
+    finally:
+        llm.engine.speculator = speculator
 
 
 @contextlib.contextmanager

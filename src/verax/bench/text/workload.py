@@ -9,7 +9,7 @@ import numpy as np
 
 from verax.text.sampling_params import SamplingParams
 
-__all__ = ["WORKLOADS", "Workload", "nano_vllm", "prompt", "short_prompts"]
+__all__ = ["WORKLOADS", "Workload", "nano_vllm", "prompt", "repeat", "short_prompts"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Workload:
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
     temperature: float
+    favoured: int | None = None
+    """Token that is made so likely that answers consist of nothing else."""
 
     @property
     def new_tokens(self) -> int:
@@ -47,7 +49,11 @@ class Workload:
 
     def params(self) -> list[SamplingParams]:
         """Sampling of each prompt: temperature only, no end of text."""
-        return [SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True) for m in self.max_tokens]
+        bias = None if self.favoured is None else {self.favoured: 100.0}
+        return [
+            SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True, logit_bias=bias)
+            for m in self.max_tokens
+        ]
 
 
 def short_prompts(vocab_size: int, *, requests: int = 4, max_tokens: int = 100, temperature: float = 0.7) -> Workload:
@@ -73,5 +79,20 @@ def prompt(vocab_size: int, *, requests: int = 1, tokens: int = 512, temperature
     return Workload("prompt", tuple(map(tuple, prompts)), (1,) * requests, temperature)
 
 
-WORKLOADS = ("short-prompts", "nano-vllm", "prompt")
-"""Names of what `short_prompts`, `nano_vllm` and `prompt` make."""
+def repeat(
+    vocab_size: int, *, requests: int = 1, max_tokens: int = 100, temperature: float = 0.0, trained: bool = True
+) -> Workload:
+    """Prompts of 48 tokens four times over: a trained model goes on with them.
+
+    Random weights do not copy. Where the model is not `trained`, the prompts have their tokens once and one token is
+    favoured instead. Every draft of it holds: the most that drafts can gain.
+    """
+    rng = np.random.default_rng(0)
+    times = 4 if trained else 1
+    prompts = tuple(tuple(rng.integers(3, vocab_size, 48).tolist() * times) for _ in range(requests))
+    favoured = None if trained else prompts[0][0]
+    return Workload("repeat", prompts, (max_tokens,) * requests, temperature, favoured)
+
+
+WORKLOADS = ("short-prompts", "nano-vllm", "prompt", "repeat")
+"""Names of what `short_prompts`, `nano_vllm`, `prompt` and `repeat` make."""

@@ -36,17 +36,20 @@ def text(
     model: options.Model = None,
     workload: Annotated[
         str,
-        typer.Option(help="short-prompts (100 new tokens each), nano-vllm (its bench.py) or prompt (reading one)."),
+        typer.Option(
+            help="short-prompts (100 new tokens each), nano-vllm (its bench.py), prompt (reading one) or repeat (going "
+            "on with a text that repeats itself)."
+        ),
     ] = "short-prompts",
     requests: Annotated[
         int | None,
         typer.Option("--requests", "--prompts", help="Prompts; 4, nano-vllm's 256 or prompt's 1 if left out."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="short-prompts: new tokens of each prompt.")] = 100,
+    max_tokens: Annotated[int, typer.Option(help="short-prompts, repeat: new tokens of each prompt.")] = 100,
     prompt_tokens: Annotated[int, typer.Option(help="prompt: tokens of each.", min=1)] = 512,
     scale: Annotated[float, typer.Option(help="nano-vllm: factor on its lengths, to fit a small machine.")] = 1.0,
     temperature: Annotated[
-        float | None, typer.Option(help="0.7 for short-prompts, 0.6 for nano-vllm, 0 for prompt, if left out.")
+        float | None, typer.Option(help="0.7 for short-prompts, 0.6 for nano-vllm, 0 for others, if left out.")
     ] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
@@ -59,6 +62,7 @@ def text(
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    speculative_config: options.SpeculativeConfig = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.")] = None,
     decode_breakdown: Annotated[
         bool, typer.Option("--decode-breakdown", help="Measure the parts of a decode step too.")
@@ -84,12 +88,14 @@ def text(
 
         verax bench text --workload prompt --against transformers
 
+        verax bench text --workload repeat --speculative-config '{"method": "ngram", "num_speculative_tokens": 7}'
+
         verax bench text --shapes hybrid --against transformers
 
         verax bench text --shapes moe --against transformers --prompts 1
     """
     from verax.bench.text.run import bench_text
-    from verax.bench.text.workload import WORKLOADS, nano_vllm, prompt, short_prompts
+    from verax.bench.text.workload import WORKLOADS, nano_vllm, prompt, repeat, short_prompts
 
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"--workload: expected {', '.join(WORKLOADS)}, got {workload!r}")
@@ -104,6 +110,8 @@ def text(
             return short_prompts(vocab_size, max_tokens=max_tokens, **given)
         if workload == "prompt":
             return prompt(vocab_size, tokens=prompt_tokens, **given)
+        if workload == "repeat":
+            return repeat(vocab_size, max_tokens=max_tokens, trained=model is not None, **given)
         return nano_vllm(vocab_size, scale=scale, **given)
 
     result = bench_text(
@@ -118,6 +126,7 @@ def text(
         max_num_seqs=max_num_seqs,
         decode_breakdown=decode_breakdown,
         shapes=shapes,
+        speculative_config=speculative_config,
     )
     show(result, output, as_json)
 

@@ -1,0 +1,108 @@
+"""Engines with drafts, and their answers with and without them."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from tests.text.conftest import make_llm as make_large_llm
+from verax.text.block_manager import BlockManager
+from verax.text.sampling_params import SamplingParams
+from verax.text.scheduler import Scheduler
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+RNG = np.random.default_rng(0)
+UNIQUE = [RNG.permutation(np.arange(3, 200))[:n].tolist() for n in (1, 5, 16, 33, 7, 12)]
+REPEATED = [RNG.integers(3, 200, n).tolist() * 4 for n in (3, 5, 11)]
+PROMPTS = [*UNIQUE[:3], REPEATED[0], *UNIQUE[3:], *REPEATED[1:]]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+LOOPING = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logit_bias": {20: 9.0, 21: 9.0}}
+"""Two tokens are far ahead of all others, so that the answer repeats itself."""
+
+SAMPLING = {
+    "greedy": {"temperature": 0},
+    "seed": {"temperature": 0.8, "seed": 7},
+    "truncated": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3},
+    "penalties": {
+        "temperature": 0.7,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.9,
+        "repetition_penalty": 1.2,
+        "seed": 1,
+    },
+    "min tokens": {"temperature": 0, "ignore_eos": False, "min_tokens": 9, "stop_token_ids": [20]},
+    "stop token": {"temperature": 0, "ignore_eos": False, "stop_token_ids": [21]},
+    "several": {"temperature": 1.0, "n": 3, "seed": 5},
+}
+
+
+def make_llm(folder, **options):
+    """An engine of three sequences at once, which has few programs to compile."""
+    return make_large_llm(folder, **{"max_num_seqs": 3, **options})
+
+
+def draft_config(folder, count=4):
+    return {"model": str(folder), "num_speculative_tokens": count}
+
+
+def outputs(llm, prompts, params):
+    made = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.check()
+    assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_usable
+    return made
+
+
+def samples(llm, prompts, params):
+    return [
+        [(s.token_ids, s.text, s.finish_reason, s.stop_reason) for s in output.outputs]
+        for output in outputs(llm, prompts, params)
+    ]
+
+
+@contextlib.contextmanager
+def without_drafts(llm):
+    """The engine as it is without `speculative_config`."""
+    speculator, llm.engine.speculator = llm.engine.speculator, None
+    try:
+        yield llm
+    finally:
+        llm.engine.speculator = speculator
+
+
+def expected(llm, prompts, params):
+    with without_drafts(llm):
+        return samples(llm, prompts, params)
+
+
+def accepted(llm):
+    return llm.engine.speculator.totals.num_accepted_tokens
+
+
+@contextlib.contextmanager
+def few_blocks(llm, count):
+    """The engine with a scheduler of fewer blocks than there are pages."""
+    config, all_blocks = llm.engine.runner.config, llm.engine.scheduler
+    assert count <= config.groups[0].num_blocks
+    llm.engine.scheduler = Scheduler(
+        BlockManager([count], config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    try:
+        yield llm.engine.scheduler
+    finally:
+        llm.engine.scheduler = all_blocks
+        all_blocks.blocks.reset_prefix_cache()  # the pages that it has listed were written to
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("speculative") / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def ngram(folder):
+    return make_llm(folder, structured_outputs=True, speculative_config=NGRAM)

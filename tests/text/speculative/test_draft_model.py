@@ -1,0 +1,136 @@
+"""Drafts of a model: the same answers as without, all accepted where the two models are one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
+from tests.text.speculative.conftest import (
+    GREEDY,
+    LOOPING,
+    PROMPTS,
+    SAMPLING,
+    accepted,
+    draft_config,
+    expected,
+    few_blocks,
+    make_llm,
+    outputs,
+    samples,
+)
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.text.engine_config import EngineConfig
+from verax.text.sampling_params import SamplingParams
+from verax.text.sizes import block_bytes, plan_sizes
+from verax.text.speculative.build import new_speculator
+from verax.text.speculative.config import SpeculativeConfig
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """A model with other weights, the same vocabulary, and layers that see ten tokens."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("windowed") / "model", seed=1, **WINDOWED)
+
+
+@pytest.fixture(scope="module")
+def twin(folder):
+    """Drafts by the model itself."""
+    return make_llm(folder, speculative_config=draft_config(folder))
+
+
+@pytest.fixture(scope="module")
+def other(folder, windows):
+    """Drafts by another model, which is hardly ever right but for biased requests."""
+    return make_llm(folder, structured_outputs=True, speculative_config=draft_config(windows))
+
+
+@pytest.fixture(autouse=True)
+def every_draft_is_worth_it(monkeypatch):
+    """Drafts cost nothing and are never given up: these models are as large as the one that they draft for."""
+    monkeypatch.setattr("verax.text.speculative.policy.WAITING", -0.9)
+
+
+@pytest.fixture(autouse=True)
+def free_drafts(twin, other, monkeypatch):
+    for llm in (twin, other):
+        monkeypatch.setattr(llm.engine.speculator._policy, "_draft_cost", 0.0)
+
+
+@pytest.mark.parametrize("kind", [*SAMPLING, "repeating"])
+def test_answers_are_those_of_an_engine_without_drafts(other, kind):
+    params = SamplingParams(
+        **(LOOPING if kind == "repeating" else {"max_tokens": 30, "ignore_eos": True} | SAMPLING[kind])
+    )
+    before = other.engine.speculator.totals.num_draft_tokens
+    assert samples(other, PROMPTS, params) == expected(other, PROMPTS, params)
+    assert samples(other, PROMPTS[2:3], params) == expected(other, PROMPTS[2:3], params)
+    assert other.engine.speculator.totals.num_draft_tokens > before
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seed", "truncated", "penalties"])
+def test_all_drafts_of_the_model_itself_are_accepted(twin, kind):
+    params = SamplingParams(**{"max_tokens": 41, "ignore_eos": True} | SAMPLING[kind])
+    for prompt in PROMPTS[1:4]:
+        (output,) = outputs(twin, [prompt], params)
+        assert output.outputs[0].token_ids == expected(twin, [prompt], params)[0][0][0]
+        assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens == 32  # of 8 steps
+
+
+def test_all_are_accepted_in_a_batch_of_prompts_that_come_and_go(twin):
+    totals = dataclasses.replace(twin.engine.speculator.totals)
+    mixed = [dataclasses.replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(PROMPTS))]
+    assert samples(twin, PROMPTS, mixed) == expected(twin, PROMPTS, mixed)
+    drafted = twin.engine.speculator.totals.num_draft_tokens - totals.num_draft_tokens
+    assert accepted(twin) - totals.num_accepted_tokens == drafted > 50
+
+
+def test_forms_hold_within_drafts(other):
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=30, structured_outputs={"regex": "(ab|ba){1,20}c"})
+    free = SamplingParams(**LOOPING)
+    mixed = [params, free] * (len(PROMPTS) // 2) + [params] * (len(PROMPTS) % 2)
+    assert samples(other, PROMPTS, mixed) == expected(other, PROMPTS, mixed)
+
+
+def test_preemption_changes_no_token(twin):
+    before = dataclasses.replace(twin.engine.speculator.totals)
+    alone = [expected(twin, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))]
+    with few_blocks(twin, 32) as scheduler:
+        assert [samples(twin, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))] == alone
+    assert scheduler.num_preemptions > 0
+    now = twin.engine.speculator.totals
+    drafted, held = (getattr(now, x) - getattr(before, x) for x in ("num_draft_tokens", "num_accepted_tokens"))
+    assert held == drafted > 0
+
+
+def test_sliding_windows_change_no_token(folder, windows, monkeypatch):
+    llm = make_llm(windows, speculative_config=draft_config(folder))
+    ngram = SpeculativeConfig(4, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
+    long = [*PROMPTS, np.random.default_rng(5).integers(3, 200, 60).tolist()]
+    for speculator in (llm.engine.speculator, new_speculator(ngram, llm.engine.runner, None)):
+        llm.engine.speculator = speculator
+        monkeypatch.setattr(speculator._policy, "_draft_cost", 0.0)
+        for params in (GREEDY, SamplingParams(**LOOPING)):
+            assert samples(llm, long, params) == expected(llm, long, params)
+        assert accepted(llm) > 0
+
+
+def test_the_cache_of_the_draft_model_is_part_of_the_memory(twin):
+    memory = 2 * 32 * block_bytes(twin.model_config, 4, "float32")
+    sizes = EngineConfig(max_model_len=96, max_num_seqs=3, block_size=4, kv_cache_memory=memory)
+    planned = plan_sizes(twin.model_config, "float32", sizes, draft=twin.model_config)
+    assert planned.groups[0].num_blocks == 32
+
+
+def test_a_draft_that_does_not_fit_is_refused(folder, tmp_path):
+    smaller = tiny_checkpoint(tmp_path / "smaller", vocab_size=319)
+    with pytest.raises(InvalidParameterError, match="has a vocabulary of 319 tokens, the model of 320"):
+        make_llm(folder, speculative_config=draft_config(smaller))
+    renamed = tiny_checkpoint(tmp_path / "renamed")
+    spelled = (renamed / "tokenizer.json").read_text(encoding="utf-8")
+    (renamed / "tokenizer.json").write_text(spelled.replace("<|im_end|>", "<|other|>"), encoding="utf-8")
+    with pytest.raises(InvalidParameterError, match=r"token 1 of .* is '<.other.>', of the model '<.im_end.>'"):
+        make_llm(folder, speculative_config=draft_config(renamed))
+    hybrid = tiny_checkpoint(tmp_path / "hybrid", family="qwen3_5_text", **HYBRID)
+    with pytest.raises(UnsupportedModelError, match="hybrid has recurrent layers"):
+        make_llm(folder, speculative_config=draft_config(hybrid))

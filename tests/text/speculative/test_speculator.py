@@ -1,0 +1,233 @@
+"""The engine with drafts: the same answers as without, whatever is asked for and whatever runs beside it."""
+
+import asyncio
+import dataclasses
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.tiny import HYBRID, tiny_checkpoint
+from tests.text.speculative.conftest import (
+    GREEDY,
+    LOOPING,
+    NGRAM,
+    PROMPTS,
+    REPEATED,
+    SAMPLING,
+    accepted,
+    expected,
+    few_blocks,
+    make_llm,
+    outputs,
+    samples,
+    without_drafts,
+)
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.text.async_llm import AsyncLLM
+from verax.text.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["free", "repeating"])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_answers_are_those_of_an_engine_without_drafts(ngram, kind, biased):
+    common = LOOPING if biased else {"max_tokens": 30, "ignore_eos": True}
+    params = SamplingParams(**{**common, **SAMPLING[kind]})
+    before = accepted(ngram)
+    assert samples(ngram, PROMPTS, params) == expected(ngram, PROMPTS, params)
+    assert samples(ngram, PROMPTS[3:4], params) == expected(ngram, PROMPTS[3:4], params)
+    if biased and kind in ("greedy", "seed", "several"):
+        assert accepted(ngram) > before + 10
+
+
+def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(ngram):
+    def steps(llm):
+        llm.add_request(REPEATED[0], SamplingParams(**LOOPING))
+        count = 0
+        while llm.has_unfinished_requests:
+            llm.step()
+            count += 1
+        return count
+
+    with without_drafts(ngram):
+        assert steps(ngram) > 30
+    assert steps(ngram) < 20
+
+
+def test_counts_are_those_of_the_steps(ngram):
+    totals = dataclasses.replace(ngram.engine.speculator.totals)
+    (output,) = outputs(ngram, [REPEATED[0]], SamplingParams(**LOOPING))
+    now, metrics = ngram.engine.speculator.totals, output.metrics
+    assert metrics.num_draft_tokens == now.num_draft_tokens - totals.num_draft_tokens > 0
+    assert metrics.num_accepted_tokens == now.num_accepted_tokens - totals.num_accepted_tokens > 0
+    assert metrics.num_accepted_tokens <= metrics.num_draft_tokens
+    assert sum(now.num_accepted_tokens_per_pos) == now.num_accepted_tokens
+    assert output.to_dict()["metrics"]["num_draft_tokens"] == metrics.num_draft_tokens
+
+
+def test_logprobs_are_those_of_an_engine_without_drafts(ngram):
+    params = SamplingParams(**LOOPING, logprobs=3, prompt_logprobs=2)
+    before = accepted(ngram)
+    with without_drafts(ngram):
+        alone = outputs(ngram, PROMPTS, params)
+    for ours, theirs in zip(outputs(ngram, PROMPTS, params), alone, strict=True):
+        (a,), (b,) = ours.outputs, theirs.outputs
+        assert a.token_ids == b.token_ids
+        assert [list(entry) for entry in a.logprobs] == [list(entry) for entry in b.logprobs]
+        for entry, other in zip(a.logprobs, b.logprobs, strict=True):
+            np.testing.assert_allclose(
+                [x.logprob for x in entry.values()], [x.logprob for x in other.values()], atol=2e-4
+            )
+        np.testing.assert_allclose(a.cumulative_logprob, b.cumulative_logprob, atol=2e-3)
+        assert [e and list(e) for e in ours.prompt_logprobs] == [e and list(e) for e in theirs.prompt_logprobs]
+    assert accepted(ngram) > before
+
+
+def test_stop_strings_end_an_answer_within_its_drafts(ngram):
+    text = expected(ngram, [REPEATED[0]], SamplingParams(**LOOPING))[0][0][1]
+    for stop in (text[5:7], text[11:14]):
+        params = SamplingParams(**LOOPING, stop=stop)
+        assert samples(ngram, REPEATED, params) == expected(ngram, REPEATED, params)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 19])
+def test_an_answer_ends_at_max_tokens(ngram, max_tokens):
+    params = SamplingParams(**{**LOOPING, "max_tokens": max_tokens})
+    made = samples(ngram, REPEATED, params)
+    assert made == expected(ngram, REPEATED, params)
+    assert [len(sample[0]) for (sample,) in made] == [max_tokens] * 3
+
+
+def test_an_answer_fills_the_context(ngram):
+    params = SamplingParams(**{**LOOPING, "max_tokens": None})
+    made = samples(ngram, REPEATED, params)
+    assert made == expected(ngram, REPEATED, params)
+    assert [len(p) + len(sample[0]) for p, (sample,) in zip(REPEATED, made, strict=True)] == [96] * 3
+
+
+FORMS = {
+    "regex": {"regex": "(ab|ba){1,20}c"},
+    "choice": {"choice": ["abababababab", "abababac"]},
+    "json": {"json": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "maxItems": 12}},
+    "after": {"regex": "[ab]{8}", "after": "b"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_forms_hold_within_drafts(ngram, form, temperature):
+    repeating = [ngram.tokenizer.encode("abababababab ab ab [1,1,1,1,1,1"), *REPEATED[:2]]
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=30, structured_outputs=FORMS[form])
+    before = ngram.engine.speculator.totals.num_draft_tokens
+    free = SamplingParams(**LOOPING)
+    prompts, mixed = [*repeating, REPEATED[2]], [params, params, params, free]
+    assert samples(ngram, prompts, mixed) == expected(ngram, prompts, mixed)
+    assert samples(ngram, repeating[:1], params) == expected(ngram, repeating[:1], params)
+    assert ngram.engine.speculator.totals.num_draft_tokens > before
+
+
+def test_preemption_changes_no_token(ngram):
+    before = accepted(ngram)
+    alone = [expected(ngram, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))]
+    with few_blocks(ngram, 32) as scheduler:
+        assert [samples(ngram, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))] == alone
+    assert scheduler.num_preemptions > 0
+    assert accepted(ngram) > before
+
+
+def test_a_prefix_hit_and_an_answer_so_far_change_no_token(ngram):
+    params = SamplingParams(**LOOPING)
+    (alone,) = expected(ngram, [REPEATED[2]], params)
+    answer = alone[0][0]
+    for _ in range(2):
+        assert samples(ngram, [REPEATED[2]], params) == [alone]
+    (again,) = outputs(ngram, [[*REPEATED[2], *answer[:20]]], dataclasses.replace(params, max_tokens=10))
+    assert again.num_cached_tokens > 40
+    assert again.outputs[0].token_ids == answer[20:]
+    for cut in (1, 7, 29):
+        ngram.add_request(REPEATED[2], params, output_token_ids=[answer[:cut]])
+        while ngram.has_unfinished_requests:
+            ended = [output for output in ngram.step() if output.finished]
+        assert ended[0].outputs[0].token_ids == answer
+
+
+def test_a_stream_is_the_answer(ngram):
+    params = SamplingParams(**LOOPING)
+    ((whole,),) = expected(ngram, [REPEATED[0]], params)
+    assert "".join(ngram.stream({"prompt_token_ids": REPEATED[0]}, params)) == whole[1]
+
+
+def test_the_engine_thread_serves_the_same_parts(ngram):
+    params = SamplingParams(**LOOPING, logprobs=1)
+    alone = expected(ngram, REPEATED, params)
+
+    async def all_parts():
+        served = AsyncLLM.from_llm(ngram)
+
+        async def one(prompt):
+            tokens, texts, entries = [], [], 0
+            async for output in served.generate(prompt, params):
+                part = output.outputs[0]
+                tokens += part.token_ids
+                texts.append(part.text)
+                entries += len(part.logprobs)
+            assert entries == len(tokens)
+            return tuple(tokens), "".join(texts)
+
+        try:
+            return await asyncio.gather(*map(one, REPEATED)), served.stats()
+        finally:
+            await served.shutdown()
+
+    made, stats = asyncio.run(all_parts())
+    assert made == [sample[:2] for (sample,) in alone]
+    assert 0 < stats.spec_decode.num_accepted_tokens <= stats.spec_decode.num_draft_tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules_change_no_answer(ngram, seed):
+    random_of = random.Random(seed)
+    kinds = [SamplingParams(**LOOPING), GREEDY, SamplingParams(temperature=1.0, seed=9, max_tokens=17, ignore_eos=True)]
+    wanted = [(random_of.choice(PROMPTS), random_of.choice(kinds)) for _ in range(12)]
+    alone = [expected(ngram, [prompt], params)[0][0][0] for prompt, params in wanted]
+    waiting, ids, done = list(range(len(wanted))), {}, {}
+    while waiting or ngram.has_unfinished_requests:
+        while waiting and random_of.random() < 0.4:
+            number = waiting.pop()
+            ids[ngram.add_request(*wanted[number])] = number
+        for output in ngram.step():
+            if output.finished:
+                done[ids[output.request_id]] = output.outputs[0].token_ids
+        if random_of.random() < 0.05 and (running := ngram.engine.scheduler.running):
+            name = random_of.choice(running).request.request_id
+            cut = ngram.abort(name).outputs[0].token_ids
+            assert cut == alone[ids[name]][: len(cut)]
+            done[ids[name]] = alone[ids[name]]
+        ngram.engine.check()
+    assert [done[i] for i in range(len(wanted))] == alone
+    assert ngram.engine.scheduler.blocks.num_free == ngram.engine.scheduler.blocks.num_usable
+
+
+def test_nothing_compiles_after_the_start(ngram):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    before = ngram.engine.runner.num_compiled()
+    for batch in (PROMPTS, PROMPTS[3:4], REPEATED):
+        outputs(ngram, batch, SamplingParams(**LOOPING, logprobs=1))
+        outputs(ngram, batch, SamplingParams(max_tokens=9, structured_outputs=FORMS["regex"]))
+    assert ngram.engine.runner.num_compiled() == before
+    assert compiled == []
+
+
+def test_recurrent_layers_are_refused(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "hybrid", family="qwen3_5_text", **HYBRID)
+    with pytest.raises(UnsupportedModelError, match="speculative_config: this model has recurrent layers"):
+        make_llm(folder, speculative_config=NGRAM)
+
+
+def test_an_unknown_method_is_refused_before_loading(tmp_path):
+    with pytest.raises(InvalidParameterError, match="speculative_config: method: expected one of ngram"):
+        make_llm(tmp_path / "missing", speculative_config={"method": "eagle", "num_speculative_tokens": 2})
