@@ -57,6 +57,8 @@ class RunnerConfig:
     """Dtype of keys and values in the cache."""
     structured_outputs: bool = False
     """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
+    adapters: bool = False
+    """Steps have programs of their own for sequences with an adapter."""
 
     @property
     def table_width(self) -> int:
@@ -87,7 +89,9 @@ class RunnerConfig:
         """Every step shape that a schedule can need: the buckets."""
         decode = [StepShape(rows, rows, True) for rows in self.decode_rows]
         mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
-        return [*decode, *(shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0])]
+        mixed = [shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0]]
+        plain = [*decode, *mixed]
+        return [*plain, *(shape._replace(adapters=True) for shape in plain if self.adapters)]
 
     @cached_property
     def sampling_rows(self) -> list[int]:
@@ -146,7 +150,14 @@ def plan_sizes(model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig) ->
     num_blocks = plan.num_blocks(memory - states, context, max_num_seqs)
     groups = tuple(map(CacheGroup, layers.values(), layers, num_blocks))
     return RunnerConfig(
-        groups, block_size, context, max_num_seqs, batched, cache_dtype, bool(config.structured_outputs)
+        groups,
+        block_size,
+        context,
+        max_num_seqs,
+        batched,
+        cache_dtype,
+        structured_outputs=config.structured_outputs,
+        adapters=config.enable_lora,
     )
 
 

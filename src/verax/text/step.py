@@ -36,6 +36,8 @@ class StepShape(NamedTuple):
     rows: int
     tokens: int
     decode: bool
+    adapters: bool = False
+    """True if sequences may have adapters."""
 
     def num_updates(self, block_size: int) -> int:
         """Most blocks that such a step's tables can grow by: a row may start one, and fill one every block_size."""
@@ -64,14 +66,17 @@ StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tupl
 
 
 def make_step(
-    build: Callable[[tuple[Array, ...]], CausalLM],
+    build: Callable[..., CausalLM],
     shape: StepShape,
     block_size: int,
     groups: tuple[CacheGroup, ...],
     *,
     structured_outputs: bool,
 ) -> StepFunction:
-    """The step function of one shape; `build` makes the model of its flat weights, while tracing only.
+    """The step function of one shape.
+
+    While tracing, `build(weights, adapters)` makes the model of its flat weights; `adapters` `[T]` are the slots of the
+    tokens' adapters (-1 for none), or None.
 
     With `structured_outputs` its output has the scores too, which rows that are `DEFERRED` are sampled from later.
 
@@ -85,7 +90,6 @@ def make_step(
     def step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
-        model = build(weights)
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
         page_tables = _with_new_blocks(slots.page_tables, packed[4 * shape.rows :])
@@ -143,6 +147,8 @@ def make_step(
             )
             return out.reshape(x.shape)
 
+        adapters = slots.params.int("adapter")[slot][owner] if shape.adapters else None
+        model = build(weights, adapters)
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         newest = hidden if shape.decode else hidden[jnp.maximum(starts[1:] - 1, 0)]
