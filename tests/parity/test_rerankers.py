@@ -78,8 +78,10 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, 
     rounded = filled(FAMILIES[family](tmp_path)).to(torch.bfloat16)
     rounded.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
     rounded.save_pretrained(tmp_path)
-    theirs = logits(rounded, tmp_path, QUERIES[0]).numpy()
-    truth = logits(rounded.float(), tmp_path, QUERIES[0]).numpy()
+    truth, theirs = (
+        logits(type(rounded).from_pretrained(tmp_path, dtype=dtype), tmp_path, QUERIES[0]).numpy()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     ours = Reranker(tmp_path, dtype="bfloat16", max_length=LONGEST).score(QUERIES[0], DOCUMENTS)
     assert np.linalg.norm(ours - truth) <= 1.1 * np.linalg.norm(theirs - truth)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import tiny_tokenizer
 from verax.checkpoint import Checkpoint
@@ -56,21 +57,22 @@ def continuations(theirs, prompts: list[list[int]], tokens: int) -> list[tuple[i
     return result
 
 
-def bfloat16_errors(rounded, folder: Path, tokens: np.ndarray) -> tuple[float, float]:
-    """Relative errors in bfloat16 of verax and of transformers.
-
-    The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
+def bfloat16_errors(folder: Path, tokens: np.ndarray) -> tuple[float, float]:
+    """Relative errors in bfloat16 of verax and of transformers, beside transformers in float32.
 
     Args:
-        rounded: the transformers model in bfloat16, which is float32 afterwards.
-        folder: its checkpoint.
+        folder: a checkpoint whose weights are rounded to bfloat16 already, so that the float32 run is the truth of
+            both. transformers reads it as users do: `model.to(bfloat16)` would round the rotary frequencies too.
         tokens: token ids `[B, T]`.
     """
     ids = torch.tensor(tokens)
-    with torch.no_grad():
-        theirs = rounded(ids).logits.float().numpy()
-        truth = rounded.float()(ids).logits.numpy()
-    return relative(logits(folder, tokens, "bfloat16"), truth), relative(theirs, truth)
+
+    def theirs(dtype: torch.dtype) -> np.ndarray:
+        with torch.no_grad():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(ids).logits.float().numpy()
+
+    truth = theirs(torch.float32)
+    return relative(logits(folder, tokens, "bfloat16"), truth), relative(theirs(torch.bfloat16), truth)
 
 
 def logprob_errors(llm: LLM, theirs, prompt: list[int]) -> np.ndarray:
