@@ -1,20 +1,23 @@
 """Requests with adapters: each gets the tokens of the model that has its adapter merged, whatever runs beside it."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from tests.support.adapters import adapter_weights, changed, linear_sizes, save_adapter
-from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
+from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
-from verax import LoRARequest, checkpoint
-from verax.errors import InvalidParameterError
+from verax import AsyncLLM, LoRARequest
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.text.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 40, 12)]
-RANKS = (4, 3, 1)
-"""Ranks of three adapters: that of the slots, and smaller ones."""
+ALL = (0, 1, 2, 3)
+MIXED = (0, 1, 2, 1, 3, 2)
+"""Adapter of each prompt, 0 for none: three adapters for two slots."""
 
 
 def tokens(outputs):
@@ -22,45 +25,135 @@ def tokens(outputs):
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
-    """Three adapters of all linear layers, the last of which changes the attention alone; and their weights."""
-    root, made = tmp_path_factory.mktemp("adapters"), []
-    sizes = linear_sizes(random_weights(tiny_config()))
-    for number, rank in enumerate(RANKS, start=1):
-        some = sizes if number < 3 else {module: size for module, size in sizes.items() if "self_attn" in module}
-        weights = adapter_weights(some, seed=number, rank=rank, spread=0.5)
-        folder = save_adapter(root / f"a{number}", weights, rank=rank, lora_alpha=2 * rank)
-        made.append((LoRARequest(f"a{number}", number, str(folder)), weights))
-    return made
+def requests(adapters):
+    return [None, *(request for request, _ in adapters)]
 
 
 @pytest.fixture(scope="module")
-def lora_llm(tiny_folder):
-    return make_llm(tiny_folder, enable_lora=True, max_loras=2, max_lora_rank=4)
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_folder, llm, adapters, tmp_path_factory):
-    """Greedy tokens of each prompt: of the base model, and of one with each adapter merged."""
-    result = [tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))]
-    for request, weights in adapters:
-        folder = tmp_path_factory.mktemp(request.lora_name)
-        merged = changed(random_weights(tiny_config()), weights, scale=2.0)
-        checkpoint.save(merged, folder, config=tiny_config(), tokenizer_from=tiny_folder)
-        result.append(tokens(make_llm(folder).generate(PROMPTS, GREEDY, use_tqdm=False)))
-    assert len(set(map(tuple, result))) == 4  # the adapters do something
+def expected(lora_llm, merged):
+    """Greedy tokens of each prompt, of the base model and with each adapter merged."""
+    result = []
+    for number in ALL:
+        with merged(lora_llm, number):
+            result.append(tokens(lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False)))
+    assert all(a != b for prompt in zip(*result, strict=True) for i, a in enumerate(prompt) for b in prompt[:i])
     return result
 
 
-def test_base_and_adapters_in_one_batch_give_the_tokens_of_merged_models(lora_llm, adapters, expected):
-    choice = [0, 1, 2, 1, 0, 2]
-    requests = [None if i == 0 else adapters[i - 1][0] for i in choice]
-    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests)
-    assert tokens(outputs) == [expected[i][at] for at, i in enumerate(choice)]
+def test_base_and_adapters_in_one_batch_give_the_tokens_of_merged_models(lora_llm, requests, expected):
+    chosen = [requests[number] for number in MIXED]
+    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=chosen)
+    assert tokens(outputs) == [expected[number][at] for at, number in enumerate(MIXED)]
+    lora_llm.engine.check()
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_one_adapter_for_all_prompts(lora_llm, adapters, expected, number):
-    request = None if number == 0 else adapters[number - 1][0]
-    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=request)
+@pytest.mark.parametrize("number", ALL)
+def test_one_adapter_goes_for_all_prompts(lora_llm, requests, expected, number):
+    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests[number])
     assert tokens(outputs) == expected[number]
+
+
+def test_samples_with_a_seed_do_not_depend_on_the_batch(lora_llm, requests):
+    params = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, ignore_eos=True)
+    chosen = [requests[number] for number in MIXED]
+    together = lora_llm.generate(PROMPTS, params, use_tqdm=False, lora_request=chosen)
+    for prompt, request, output in zip(PROMPTS, chosen, together, strict=True):
+        alone = lora_llm.generate(prompt, params, use_tqdm=False, lora_request=request)[0]
+        assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in alone.outputs]
+
+
+def test_blocks_of_one_adapter_serve_no_other(lora_llm, requests):
+    lora_llm.engine.scheduler.blocks.reset_prefix_cache()
+    prompt = PROMPTS[3]
+    for cached in (0, 32):
+        for request in requests:
+            output = lora_llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request)[0]
+            assert output.num_cached_tokens == cached
+
+
+def test_nothing_compiles_after_the_start_whatever_adapters_come(lora_llm, requests, tmp_path):
+    before = lora_llm.engine.runner.num_compiled()
+    sizes = linear_sizes(random_weights(tiny_config()))
+    folder = save_adapter(tmp_path, adapter_weights(sizes, seed=9, rank=2), rank=2)
+    fourth = LoRARequest("fourth", 4, folder)
+    lora_llm.generate(PROMPTS[:5], GREEDY, use_tqdm=False, lora_request=[*requests, fourth])
+    assert lora_llm.engine.runner.num_compiled() == before
+
+
+def test_steps_without_an_adapter_run_the_plain_programs(lora_llm, requests, monkeypatch):
+    runner, ran = lora_llm.engine.runner, []
+    dispatch = runner._dispatch
+    monkeypatch.setattr(runner, "_dispatch", lambda shape, packed: ran.append(shape) or dispatch(shape, packed))
+    lora_llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    assert {shape.adapters for shape in ran} == {False}
+    lora_llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[None, requests[1]])
+    assert {shape.adapters for shape in ran[-3:]} == {True}
+
+
+def test_streams_chats_and_queued_requests_take_an_adapter(lora_llm, requests, expected):
+    messages = [{"role": "user", "content": "abc"}]
+    texts = {number: lora_llm.chat(messages, GREEDY, False, requests[number])[0].outputs[0].text for number in (0, 1)}
+    assert texts[0] != texts[1]
+    assert "".join(lora_llm.stream(messages, GREEDY, requests[1])) == texts[1]
+    lora_llm.add_request(PROMPTS[2], GREEDY, lora_request=requests[2])
+    while lora_llm.has_unfinished_requests:
+        outputs = lora_llm.step()
+    assert tokens(outputs) == [expected[2][2]]
+
+
+def test_the_asynchronous_engine_takes_adapters_and_refuses_bad_ones(lora_llm, requests, expected, tmp_path):
+    async def ask():
+        llm = AsyncLLM.from_llm(lora_llm)
+        calls = [llm.collect(PROMPTS[at], GREEDY, lora_request=requests[i]) for at, i in enumerate(MIXED)]
+        calls.append(llm.collect(PROMPTS[0], GREEDY, lora_request=LoRARequest("none", 8, tmp_path)))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        await llm.shutdown()
+        return results
+
+    *outputs, error = asyncio.run(ask())
+    assert tokens(outputs) == [expected[number][at] for at, number in enumerate(MIXED)]
+    assert isinstance(error, CheckpointError)
+    assert "adapter_config.json" in str(error)
+
+
+def test_arguments_that_make_no_sense_are_refused_before_anything_runs(lora_llm, requests):
+    with pytest.raises(InvalidParameterError, match="lora_request: 1 given for 2 prompts"):
+        lora_llm.generate(PROMPTS[:2], GREEDY, lora_request=[requests[1]])
+    with pytest.raises(InvalidParameterError, match="lora_request: expected a LoRARequest, got 'a1'"):
+        lora_llm.generate(PROMPTS[:2], GREEDY, lora_request=["a1", None])
+    assert not lora_llm.has_unfinished_requests
+
+
+def test_an_engine_without_adapters_says_how_to_start_one(llm, adapters):
+    with pytest.raises(InvalidParameterError, match="enable_lora=True"):
+        llm.generate(PROMPTS[0], GREEDY, lora_request=adapters[0][0])
+
+
+def test_recurrent_layers_take_adapters_too(tmp_path):
+    config = tiny_config("qwen3_5_text", **HYBRID)
+    folder = tiny_checkpoint(tmp_path / "base", family="qwen3_5_text", **HYBRID)
+    llm = make_llm(folder, max_num_seqs=2, enable_lora=True, max_lora_rank=4)
+    sizes = linear_sizes(random_weights(config), ("in_proj_qkv", "out_proj", "q_proj", "up_proj"))
+    assert any("linear_attn.in_proj_qkv" in module for module in sizes)
+    weights = adapter_weights(sizes, spread=0.5)
+    request = LoRARequest("a", 1, save_adapter(tmp_path / "adapter", weights))
+    outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=[request, None, request])
+    runner = llm.engine.runner
+    base, own = tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)), runner._weights
+    runner._weights = _with_changes(runner.abstract_model, own, weights)
+    changed = tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False))
+    assert tokens(outputs) == [changed[0], base[1], changed[2]] != base
+
+
+def _with_changes(abstract, weights, adapter):
+    """Flat weights of a model with an adapter's changes added."""
+    import jax
+    from flax import nnx
+
+    model = abstract.build(weights)
+    for path, module in nnx.iter_modules(model):
+        name = "base_model.model." + ".".join(map(str, path))
+        if f"{name}.lora_A.weight" in adapter:
+            change = adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
+            module.weight.set_value(module.weight.get_value() + change)
+    return tuple(jax.tree.leaves(nnx.state(model)))
