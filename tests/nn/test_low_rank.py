@@ -46,7 +46,7 @@ def attach(layer, down, up):
 
 def change_of(x, down, up):
     """What each token's adapter adds, in float64; nothing for those without one."""
-    change = np.zeros((*x.shape[:-1], up.shape[1]))
+    x, change = np.asarray(x, np.float64), np.zeros((*x.shape[:-1], up.shape[1]))
     for index, slot in zip(np.ndindex(x.shape[:-1]), SLOTS, strict=True):
         if slot >= 0:
             change[index] = up[slot].astype(np.float64) @ (down[slot].astype(np.float64) @ x[index])
@@ -57,7 +57,7 @@ def change_of(x, down, up):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "Q8_0"])
 def test_a_layer_adds_what_each_tokens_adapter_says(kind, shape):
     layer, (down, up) = layer_of(kind, 48), matrices(48)
-    x = RNG.standard_normal(shape).astype(np.float32)
+    x = jnp.asarray(RNG.standard_normal(shape), jnp.float32)
     base = np.asarray(layer(x), np.float64)
     attach(layer, down, up)
     np.testing.assert_allclose(np.asarray(layer(x)) - base, change_of(x, down, up), atol=2e-4)
@@ -66,7 +66,7 @@ def test_a_layer_adds_what_each_tokens_adapter_says(kind, shape):
 @pytest.mark.parametrize("kind", ["float32", "int8", "Q8_0"])
 def test_joined_layers_add_each_its_own(kind):
     layers, pairs = [layer_of(kind, size) for size in (48, 16, 32)], [matrices(size) for size in (48, 16, 32)]
-    x = RNG.standard_normal((5, D)).astype(np.float32)
+    x = jnp.asarray(RNG.standard_normal((5, D)), jnp.float32)
     base = [np.asarray(y, np.float64) for y in fused_linear(x, *layers)]
     for layer, pair in list(zip(layers, pairs, strict=True))[1:]:
         attach(layer, *pair)
@@ -78,7 +78,7 @@ def test_joined_layers_add_each_its_own(kind):
 
 def test_a_token_without_an_adapter_keeps_its_bits():
     layer, (down, up) = layer_of("bfloat16", 48), matrices(48)
-    x = RNG.standard_normal((5, D)).astype(np.float32)
+    x = jnp.asarray(RNG.standard_normal((5, D)), jnp.float32)
     base = np.asarray(layer(x))
     attach(layer, down, up)
     np.testing.assert_array_equal(np.asarray(layer(x))[SLOTS < 0], base[SLOTS < 0])

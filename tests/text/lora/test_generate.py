@@ -130,8 +130,9 @@ def test_an_engine_without_adapters_says_how_to_start_one(llm, adapters):
 
 
 def test_recurrent_layers_take_adapters_too(tmp_path):
-    config = tiny_config("qwen3_5_text", **HYBRID)
-    folder = tiny_checkpoint(tmp_path / "base", family="qwen3_5_text", **HYBRID)
+    changes = {**HYBRID, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = tiny_config("qwen3_5_text", **changes)
+    folder = tiny_checkpoint(tmp_path / "base", family="qwen3_5_text", **changes)
     llm = make_llm(folder, max_num_seqs=2, enable_lora=True, max_lora_rank=4)
     sizes = linear_sizes(random_weights(config), ("in_proj_qkv", "out_proj", "q_proj", "up_proj"))
     assert any("linear_attn.in_proj_qkv" in module for module in sizes)

@@ -28,11 +28,6 @@ class DeviceAdapters:
         options = compiler_options(ops.target().platform)
         self._write: Any = jax.jit(write_adapter, donate_argnums=0, compiler_options=options)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(array.nbytes for array in self.arrays)
-
     def place(self, adapter: LoadedAdapter, slot: int) -> None:
         """Write an adapter into a slot, unless it is there. Steps that were dispatched before see what was there."""
         if self._numbers[slot] != adapter.id:
