@@ -173,7 +173,7 @@ class ModelRunner:
         # Only a mixed step scores prompts.
         decode = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
         if decode:
-            return StepShape(size := at_least(self.config.decode_rows, rows), size, True, schedule.adapted)
+            return StepShape(size := at_least(self.config.decode_rows, rows), size, True, adapters=schedule.adapted)
         tokens = at_least(self.config.mixed_tokens, tokens)
         shapes = (s for s in self.config.shapes if not s.decode and s.adapters == schedule.adapted)
         return min(s for s in shapes if s.rows >= rows and s.tokens >= tokens)
