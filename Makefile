@@ -23,8 +23,9 @@ demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the spee
 test: $(VENV)/.installed-dev  ## Run every test that needs no GPU.
 	$(BIN)/python -m pytest -m "not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers.
-	@$(BIN)/python -m verax.ops.cpu.build build/native --flags="$(SANITIZE)" --programs tests/native/*_test.cc
+test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers; LEVELS="amx avx2" for some of them.
+	@$(BIN)/python -m verax.ops.cpu.build build/native --flags="$(SANITIZE)" $(if $(LEVELS),--levels $(LEVELS)) \
+	  --programs tests/native/*_test.cc
 	@for program in $(patsubst tests/native/%.cc,build/native/%,$(wildcard tests/native/*_test.cc)); do \
 	  $$program || exit 1; \
 	done
@@ -119,10 +120,6 @@ $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 # By their names: an editable installation would compile the kernels again.
-$(VENV)/.installed-real: pyproject.toml | $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["real"])')
+$(VENV)/.installed-docs $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
 	@touch $@
-
-$(VENV)/.installed-docs: pyproject.toml $(NATIVE) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
-	@touch $@ $(VENV)/.installed

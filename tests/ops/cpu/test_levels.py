@@ -40,3 +40,9 @@ def test_a_missing_library_has_no_capabilities(monkeypatch):
 def test_a_level_that_is_not_listed_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match=r"portable.*got 'avx9000'"), library.use_level("avx9000"):
         pass
+
+
+def test_a_library_of_an_unknown_level_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(build.BuildError, match=r"no level avx9000; the levels are amx,.*portable"):
+        build.build(tmp_path / "library.so", levels=["avx2", "avx9000"])
+    assert not list(tmp_path.iterdir())

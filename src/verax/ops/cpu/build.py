@@ -72,13 +72,17 @@ def level_flags() -> dict[str, tuple[str, list[str]]]:
     return {name: (where, flags.replace("\\", " ").replace('"', " ").split()) for name, where, flags in rows}
 
 
-def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = ()) -> list[str]:
+def build(
+    target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = (), levels: Sequence[str] = ()
+) -> list[str]:
     """Compile the library into `target`, replacing it only when all went well.
 
     Args:
         target: the library's path; with `programs`, a folder for them.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
         programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
+        levels: names of the levels to compile beside the one for all processors; every level of the architecture if
+            empty.
 
     Returns:
         The levels that it holds. A level whose flags the compiler does not know is left out.
@@ -94,17 +98,20 @@ def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] =
     with tempfile.TemporaryDirectory(prefix="verax-build-") as name:
         folder = Path(name)
         every = level_flags()
-        levels = {
+        if unknown := sorted({*levels} - {*every}):
+            raise BuildError(f"there is no level {', '.join(unknown)}; the levels are {', '.join(every)}")
+        taken = {
             level: options
             for level, (where, options) in every.items()
-            if where in (architecture(), "any") and _compiles(cxx, options, folder)
+            if (where == "any" or (where == architecture() and level in (levels or every)))
+            and _compiles(cxx, options, folder)
         }
-        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in levels)}" for level in every)]
+        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in every)]
         command += ["-I", str(SOURCES), "-c", *(() if programs else ("-isystem", str(headers())))]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if not (programs and source.stem.endswith("_ffi"))]
         units = {folder / f"{source.stem}.o": [str(source)] for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):
-            for level, options in levels.items():
+            for level, options in taken.items():
                 units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *options, str(source)]
         mains = {folder / f"{program.stem}.o": [str(program)] for program in programs}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -114,7 +121,7 @@ def build(target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] =
             _link([*link, str(main)], target / main.stem)
         if not programs:
             _link([*link, "-shared"], target)
-    return list(levels)
+    return list(taken)
 
 
 def _link(command: list[str], target: Path) -> None:
@@ -149,10 +156,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile verax's native CPU library.")
     parser.add_argument("target", nargs="?", type=Path, default=Path(__file__).with_name(library_name()))
     parser.add_argument("--flags", default="", help="more compiler flags, as one argument")
+    parser.add_argument("--levels", nargs="+", default=[], help="compile these levels and the portable one only")
     parser.add_argument("--programs", type=Path, nargs="+", default=[], help="make executables of these C++ files")
     options = parser.parse_args()
     try:
-        levels = build(options.target, flags=shlex.split(options.flags), programs=options.programs)
+        levels = build(
+            options.target, flags=shlex.split(options.flags), programs=options.programs, levels=options.levels
+        )
     except BuildError as error:
         sys.stderr.write(f"verax: the native library was not built: {error}\n")
         return 1
