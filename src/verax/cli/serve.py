@@ -232,7 +232,8 @@ def serve(
 
 
 def _adapters(modules: list[str]) -> dict[str, LoRARequest]:
-    """Adapters by name, of arguments such as `sql=adapters/sql`."""
+    """Adapters by name, of arguments such as `sql=adapters/sql`; their files are checked before the model is loaded."""
+    from verax.checkpoint.peft import Adapter
     from verax.text.lora.request import LoRARequest
 
     found: dict[str, LoRARequest] = {}
@@ -242,6 +243,7 @@ def _adapters(modules: list[str]) -> dict[str, LoRARequest]:
             raise typer.BadParameter(f"--lora-modules: expected name=folder, got {module!r}")
         if name in found:
             raise typer.BadParameter(f"--lora-modules: {name} is given twice")
+        Adapter.open(path)
         found[name] = LoRARequest(name, number, path)
     return found
 

@@ -324,8 +324,10 @@ class LLM:
             raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {wrong[0]!r}")
         if len(params) != len(prompts):
             raise InvalidParameterError(f"sampling_params: {len(params)} given for {len(prompts)} prompts")
-        one = lora_request is None or isinstance(lora_request, LoRARequest)
-        lora_requests: abc.Sequence[Any] = [lora_request] * len(prompts) if one else lora_request
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_requests: abc.Sequence[LoRARequest | None] = [lora_request] * len(prompts)
+        else:
+            lora_requests = lora_request
         if len(lora_requests) != len(prompts):
             raise InvalidParameterError(f"lora_request: {len(lora_requests)} given for {len(prompts)} prompts")
         adapters = [self.engine.load_adapter(request) for request in lora_requests]

@@ -112,8 +112,9 @@ class ModelRunner:
     def admit(self, schedule: Schedule) -> None:
         """Fill the slots of sequences that the schedule admitted."""
         for sequence in schedule.admitted:
-            if self._adapters is not None and sequence.adapter_slot is not None:
-                self._adapters.place(sequence.request.adapter, sequence.adapter_slot)
+            adapter, slot = sequence.request.adapter, sequence.adapter_slot
+            if self._adapters is not None and adapter is not None and slot is not None:
+                self._adapters.place(adapter, slot)
             packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
             self._slots = self._admit(self._slots, packed)
 

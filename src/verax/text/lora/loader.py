@@ -72,7 +72,7 @@ class AdapterLoader:
             return self._loaded[number]
 
     def _read(self, request: LoRARequest) -> LoadedAdapter:
-        adapter, layers = Adapter.open(request.lora_path), self._layers
+        adapter, layers = Adapter.open(Path(request.lora_path)), self._layers
         paths = {module: layers.names[module] for module in adapter.pairs if module in layers.names}
         if missing := adapter.pairs.keys() - paths.keys():
             raise adapter.fault(missing, "the engine's model has no layers that adapters can change by the names of")
