@@ -31,11 +31,11 @@ class LowRank:
     """True for the rows of `down` that belong to the token's adapter."""
 
     def change(self, reduced: Float[Array, "*B R"]) -> Float[Array, "*B F"]:
-        """What is added to the layer's result, of the inputs' products with `down`; the T tokens have any shape B."""
+        """Change of the layer's result, of the inputs' products with `down`; the T tokens have any shape B."""
         return ops.linear(jnp.where(self.chosen.reshape(reduced.shape), reduced, 0.0), self.up)
 
 
 def low_rank_changes(x: Float[Array, "*B D"], adapters: Sequence[LowRank]) -> tuple[Float[Array, "*B F"], ...]:
-    """What is added to the results of several layers with the same input."""
+    """Changes of the results of several layers with the same input."""
     reduced = ops.multi_linear(x, [adapter.down for adapter in adapters])
     return tuple(adapter.change(each) for adapter, each in zip(adapters, reduced, strict=True))

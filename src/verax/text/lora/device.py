@@ -22,7 +22,7 @@ class DeviceAdapters:
     def __init__(self, layers: AdaptedLayers):
         self.layers = layers
         self.arrays = layers.new_arrays()
-        """What a step takes behind the model's weights."""
+        """Matrices of all slots, which a step takes behind the model's weights."""
         self._numbers: list[int | None] = [None] * layers.max_loras
         """Number of the adapter in each slot."""
         options = compiler_options(ops.target().platform)
