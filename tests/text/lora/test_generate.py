@@ -1,15 +1,25 @@
 """Requests with adapters: each gets the tokens of the model that has its adapter merged, whatever runs beside it."""
 
 import asyncio
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
-from tests.text.conftest import make_llm
 from verax import AsyncLLM, LoRARequest
+from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_causal_lm
+from verax.models import causal_lm
+from verax.text.lora.device import DeviceAdapters
+from verax.text.lora.layers import AdaptedLayers
+from verax.text.lora.loader import AdapterLoader
+from verax.text.program import AbstractModel
 from verax.text.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -130,27 +140,36 @@ def test_an_engine_without_adapters_says_how_to_start_one(llm, adapters):
 
 
 def test_recurrent_layers_take_adapters_too(tmp_path):
-    changes = {**HYBRID, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    config = tiny_config("qwen3_5_text", **changes)
-    folder = tiny_checkpoint(tmp_path / "base", family="qwen3_5_text", **changes)
-    llm = make_llm(folder, max_num_seqs=2, enable_lora=True, max_lora_rank=4)
-    sizes = linear_sizes(random_weights(config), ("in_proj_qkv", "out_proj", "q_proj", "up_proj"))
-    assert any("linear_attn.in_proj_qkv" in module for module in sizes)
-    weights = adapter_weights(sizes, spread=0.5)
+    config = tiny_config("qwen3_5_text", **HYBRID)
+    architecture, sizes = causal_lm(config)
+    abstract = AbstractModel.from_module(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))))
+    model = load_causal_lm(
+        Checkpoint.open(tiny_checkpoint(tmp_path / "base", family="qwen3_5_text", **HYBRID)), dtype="float32"
+    )
+    own = tuple(jax.tree.leaves(nnx.state(model)))
+    modules = linear_sizes(random_weights(config), ("in_proj_qkv", "out_proj", "q_proj", "up_proj"))
+    assert any("linear_attn.in_proj_qkv" in module for module in modules)
+    weights = adapter_weights(modules, spread=0.5)
+    layers = AdaptedLayers.of(abstract.build, abstract.weights, max_loras=2, max_rank=5)
+    device = DeviceAdapters(layers)
     request = LoRARequest("a", 1, save_adapter(tmp_path / "adapter", weights))
-    outputs = llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False, lora_request=[request, None, request])
-    runner = llm.engine.runner
-    base, own = tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)), runner._weights
-    runner._weights = _with_changes(runner.abstract_model, own, weights)
-    changed = tokens(llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False))
-    assert tokens(outputs) == [changed[0], base[1], changed[2]] != base
+    device.place(AdapterLoader(layers, 1).load(request), 1)
+    tokens = jnp.asarray(PROMPTS[2])[None]
+
+    @jax.jit
+    def scores(weights, slots):
+        model = replace(abstract, adapted=layers).build(weights, slots)
+        return model.logits(model(tokens))
+
+    everywhere = scores((*own, *device.arrays), jnp.full(tokens.shape[1], 1))
+    nowhere = scores((*own, *device.arrays), jnp.full(tokens.shape[1], -1))
+    merged = scores((*_with_changes(abstract, own, weights), *device.arrays), jnp.full(tokens.shape[1], -1))
+    np.testing.assert_allclose(everywhere, merged, atol=1e-3)
+    assert np.abs(np.asarray(everywhere - nowhere)).max() > 0.5
 
 
 def _with_changes(abstract, weights, adapter):
     """Flat weights of a model with an adapter's changes added."""
-    import jax
-    from flax import nnx
-
     model = abstract.build(weights)
     for path, module in nnx.iter_modules(model):
         name = "base_model.model." + ".".join(map(str, path))
