@@ -96,6 +96,7 @@ def test_a_quantised_base_becomes_floats(adapter, tmp_path):
     expected = changed({**read(tmp_path / "base"), **stored}, adapter[1], scale=0.75)[f"{Q}.weight"]
     merged = Checkpoint.open(tmp_path / "merged")
     assert not merged.packed
+    assert "quantization_config" not in merged.config
     assert merged.config["torch_dtype"] == "float32"
     np.testing.assert_allclose(merged.read(f"{Q}.weight"), expected, atol=1e-6)
 
