@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verax.text.async_llm import AsyncLLM
     from verax.text.engine_config import EngineConfig
     from verax.text.llm import LLM
+    from verax.text.lora.request import LoRARequest
     from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.sampling_params import SamplingParams
     from verax.text.structured_outputs import StructuredOutputs
@@ -29,6 +30,7 @@ __all__ = [
     "CompletionOutput",
     "Encoder",
     "EngineConfig",
+    "LoRARequest",
     "Logprob",
     "RankedDocument",
     "RequestOutput",
@@ -53,6 +55,7 @@ _HOMES = {
     "CompletionOutput": "verax.text.outputs",
     "Encoder": "verax.embed.encoder",
     "EngineConfig": "verax.text.engine_config",
+    "LoRARequest": "verax.text.lora.request",
     "Logprob": "verax.text.outputs",
     "RankedDocument": "verax.embed.reranker",
     "RequestOutput": "verax.text.outputs",

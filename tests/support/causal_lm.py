@@ -75,10 +75,13 @@ def bfloat16_errors(folder: Path, tokens: np.ndarray) -> tuple[float, float]:
     return relative(logits(folder, tokens, "bfloat16"), truth), relative(theirs(torch.bfloat16), truth)
 
 
-def logprob_errors(llm: LLM, theirs, prompt: list[int]) -> np.ndarray:
-    """Prompt log-probabilities of an engine less those of a transformers model, from the second token on."""
+def logprob_errors(llm: LLM, theirs, prompt: list[int], **options) -> np.ndarray:
+    """Prompt log-probabilities of an engine less those of a transformers model, from the second token on.
+
+    `options` go to `LLM.generate`.
+    """
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    output = llm.generate([prompt], params, use_tqdm=False)[0]
+    output = llm.generate([prompt], params, use_tqdm=False, **options)[0]
     with torch.no_grad():
         exact = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0].double(), -1).numpy()
     got = [output.prompt_logprobs[i][prompt[i]].logprob for i in range(1, len(prompt))]

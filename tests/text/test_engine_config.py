@@ -19,10 +19,16 @@ def test_keyword_arguments_are_the_fields_with_their_types():
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "8"])
-@pytest.mark.parametrize("name", ["max_num_seqs", "block_size", "kv_cache_memory"])
+@pytest.mark.parametrize("name", ["max_num_seqs", "block_size", "kv_cache_memory", "max_loras", "max_lora_rank"])
 def test_a_size_that_is_no_whole_number_above_0_is_refused(name, value):
     with pytest.raises(InvalidParameterError, match=f"{name}: expected a whole number of at least 1"):
         EngineConfig(**{name: value})
+
+
+def test_fewer_adapters_in_memory_than_slots_are_refused():
+    assert EngineConfig(max_loras=3, max_cpu_loras=3).max_cpu_loras == 3
+    with pytest.raises(InvalidParameterError, match=r"max_cpu_loras: 2 is less than max_loras \(3\)"):
+        EngineConfig(max_loras=3, max_cpu_loras=2)
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones_before_anything_is_loaded(tmp_path):

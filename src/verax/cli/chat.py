@@ -16,6 +16,7 @@ from verax.cli import options
 
 if TYPE_CHECKING:
     from verax.text.llm import LLM
+    from verax.text.lora.request import LoRARequest
     from verax.text.outputs import RequestOutput
     from verax.text.sampling_params import SamplingParams
 
@@ -30,6 +31,7 @@ Ctrl-C stops an answer."""
 
 def chat(
     model: options.Model = None,
+    lora: options.Lora = None,
     message: Annotated[str | None, typer.Option("--message", help="One message: print the answer and exit.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: options.MaxTokens = 512,
@@ -69,13 +71,14 @@ def chat(
         max_num_seqs=1,
         seed=seed,
         speculative_config=speculative_config,
+        **options.lora_options(lora),
     )
     options.with_chat_template(llm, chat_template)
     sampling = options.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop
     )
     params = llm.default_sampling_params(max_tokens=max_tokens, **sampling)
-    talk = Conversation(llm, params, system, show=not as_json)
+    talk = Conversation(llm, params, system, show=not as_json, adapter=options.lora_request(lora))
     interactive = message is None and sys.stdin.isatty()
     if interactive:
         sys.stderr.write(f"{model or 'the built-in model'}; /help for commands, /exit to leave\n")
@@ -92,8 +95,17 @@ def chat(
 class Conversation:
     """History of a conversation. The oldest turns are dropped when it no longer fits the context."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, show: bool):
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        *,
+        show: bool,
+        adapter: LoRARequest | None = None,
+    ):
         self._llm = llm
+        self._adapter = adapter
         self._params = params
         self._show = show
         self.reset(system)
@@ -108,7 +120,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         self._make_room()
         try:
-            pieces = self._llm.stream(self.messages, self._params)
+            pieces = self._llm.stream(self.messages, self._params, self._adapter)
         except Exception:
             self.messages.pop()
             raise

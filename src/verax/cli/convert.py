@@ -1,4 +1,4 @@
-"""`verax convert`: convert a video model from one published layout to the other."""
+"""`verax convert`: a video model from one published layout to the other, or a language model with an adapter merged."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ __all__ = ["convert"]
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A SkyReels-V2 or Wan folder, of either layout.", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A SkyReels-V2 or Wan folder of either layout; with --lora a language model's folder or hub id.",
+            show_default=False,
+        ),
+    ],
     target: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
-    to: Annotated[str, typer.Option(help="Layout to write: original or diffusers.", show_default=False)],
+    to: Annotated[
+        str | None, typer.Option(help="Layout of a video model to write: original or diffusers.", show_default=False)
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(help="Folder of a LoRA adapter (PEFT) to merge into a language model.", show_default=False),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of the transformer and the encoders: bfloat16 or float32. The VAE keeps its own.",
+            help="Dtype to write: bfloat16 or float32. A video model's VAE keeps its own.",
             show_default="as they are",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")] = False,
 ) -> None:
-    """Write a video model in the original's layout or in diffusers', as safetensors; weights keep their bits.
+    """Write a video model in another layout, or a language model with a LoRA adapter merged, as safetensors.
+
+    A video model's weights keep their bits. An adapter's changes are added to the weights in float32, which are then
+    rounded once to the dtype that is written; quantised weights become bfloat16.
 
     In the original layout, .pth files become safetensors files of the same name (Wan2.1_VAE.safetensors,
     models_t5_umt5-xxl-enc-bf16.safetensors, ...), with their settings beside them. verax opens either.
@@ -33,19 +48,45 @@ def convert(
         verax convert SkyReels-V2-I2V-1.3B-540P SkyReels-V2-I2V-1.3B-540P-Diffusers --to diffusers
 
         verax convert SkyReels-V2-DF-14B-540P-Diffusers DF-14B --to original --dtype bfloat16
+
+        verax convert Qwen/Qwen3-0.6B merged --lora adapters/sql
     """
     from verax import progress
     from verax.checkpoint.video import convert as video_convert
     from verax.checkpoint.video.folder import VideoFolder
     from verax.errors import InvalidParameterError
 
-    if to not in ("original", "diffusers"):
-        raise InvalidParameterError(f"to: expected original or diffusers, got {to!r}")
     if dtype not in (None, "bfloat16", "float32"):
         raise InvalidParameterError(f"dtype: expected bfloat16 or float32, got {dtype!r}")
+    if lora is not None:
+        if to is not None:
+            raise InvalidParameterError("to: an adapter is merged in the base's own layout; leave --to out")
+        _merge(source, target, lora, dtype, force=force)
+        return
+    if to not in ("original", "diffusers"):
+        raise InvalidParameterError(f"to: expected original or diffusers, got {to!r}")
     with progress.bar("converting", count=False) as report:
-        folder = video_convert.convert(VideoFolder(source), target, to, dtype=dtype, force=force, progress=report)
+        folder = video_convert.convert(VideoFolder(Path(source)), target, to, dtype=dtype, force=force, progress=report)
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     typer.echo(
         f"{folder}: {written / 1e6:.1f} MB in the layout of {'diffusers' if to == 'diffusers' else 'the original'}"
     )
+
+
+def _merge(source: str, target: Path, lora: str, dtype: str | None, *, force: bool) -> None:
+    """Write a language model with an adapter merged."""
+    from verax import checkpoint, progress
+    from verax.checkpoint.peft import Adapter, merge
+    from verax.errors import CheckpointError
+    from verax.models import causal_lm
+
+    opened, adapter = checkpoint.Checkpoint.open(source), Adapter.open(lora)
+    if target.exists() and target.samefile(opened.folder):
+        raise typer.BadParameter(f"{target}: that is the checkpoint itself; name another folder")
+    if target.exists() and not force:
+        raise CheckpointError(f"{target}: it exists already; name another folder, or --force to replace its weights")
+    aliases = causal_lm(opened.config)[0].key_aliases
+    with progress.bar("merging", count=False) as report:
+        folder = merge(opened, adapter, target, aliases=aliases, dtype=dtype, progress=report)
+    written = checkpoint.Checkpoint.open(folder).nbytes
+    typer.echo(f"{folder}: {written / 1e6:.1f} MB, {len(adapter.pairs)} weights changed by {adapter.folder}")

@@ -15,6 +15,7 @@ from verax.cli.lines import checked, read_lines
 
 if TYPE_CHECKING:
     from verax.text.llm import LLM
+    from verax.text.lora.request import LoRARequest
     from verax.text.sampling_params import SamplingParams
     from verax.text.structured_outputs import StructuredOutputs
 
@@ -29,6 +30,7 @@ _FORM = "Form of the answer"
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to complete; standard input if left out.")] = None,
     model: options.Model = None,
+    lora: options.Lora = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with one prompt a line.")] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = None,
@@ -87,6 +89,8 @@ def generate(
         verax generate --skip-tokenizer-init "19 20 305 223"
 
         verax generate --choice yes --choice no "Is a fox an animal?"
+
+        verax generate --model Qwen/Qwen3-0.6B --lora adapters/sql "List all users"
     """
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs: only --json shows them")
@@ -106,7 +110,9 @@ def generate(
         skip_tokenizer_init=skip_tokenizer_init,
         structured_outputs=form is not None,
         speculative_config=speculative_config,
+        **options.lora_options(lora),
     )
+    adapter = options.lora_request(lora)
     params = llm.default_sampling_params(
         n=n,
         max_tokens=max_tokens,
@@ -122,9 +128,9 @@ def generate(
     )
     begin = time.perf_counter()
     if len(texts) == 1 and n == 1 and not (as_json or skip_tokenizer_init):
-        count = _show_one(llm, texts[0], params)
+        count = _show_one(llm, texts[0], params, adapter)
     else:
-        outputs = llm.generate(inputs, params)
+        outputs = llm.generate(inputs, params, lora_request=adapter)
         count = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         for output in outputs:
             if as_json:
@@ -140,9 +146,9 @@ def generate(
     sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s{drafts}\n")
 
 
-def _show_one(llm: LLM, prompt: str, params: SamplingParams) -> int:
+def _show_one(llm: LLM, prompt: str, params: SamplingParams, adapter: LoRARequest | None) -> int:
     """Write a text as it comes, and return its number of tokens."""
-    pieces = llm.stream(prompt, params)  # first of all: it refuses what cannot be served
+    pieces = llm.stream(prompt, params, adapter)  # first of all: it refuses what cannot be served
     sys.stdout.write(prompt)
     sys.stdout.flush()
     while True:

@@ -1,4 +1,4 @@
-"""`verax info`: the machine, the chosen implementation of each operation; or what a checkpoint holds."""
+"""`verax info`: the machine, the chosen implementation of each operation; or what a checkpoint or an adapter holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["info"]
 
 def info(
     model: Annotated[
-        str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id to describe instead of the machine.")
+        str | None,
+        typer.Argument(help="A checkpoint or adapter folder, GGUF file or hub id to describe instead of the machine."),
     ] = None,
     measure: Annotated[bool, typer.Option(help="Measure memory bandwidth and matmul rate (some seconds).")] = True,
     as_json: options.Json = False,
@@ -28,7 +29,7 @@ def info(
     """Versions, devices, memory, measured bandwidth and matmul rate, and the chosen implementation of each operation.
 
     With a checkpoint: its architecture, size, precision and tokenizer, without loading it. With a video model's folder:
-    its kind, its defaults, and the parameters of its parts.
+    its kind, its defaults, and the parameters of its parts. With a LoRA adapter's folder: its base, rank and modules.
 
     Examples:
 
@@ -80,11 +81,14 @@ def info(
 def _show_model(model: str, as_json: bool) -> None:
     from rich.console import Console
 
-    facts = _describe(model)
+    from verax.checkpoint.peft import CONFIG
+
+    is_adapter = (Path(model).expanduser() / CONFIG).is_file()
+    facts = _describe_adapter(model) if is_adapter else _describe(model)
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
-        Console().print(_table("checkpoint", facts))
+        Console().print(_table("adapter" if is_adapter else "checkpoint", facts))
 
 
 def _describe(model: str) -> dict[str, Any]:
@@ -120,6 +124,24 @@ def _describe(model: str) -> dict[str, Any]:
         "tokens": tokenizer.vocab_size,
         "end_of_text": [str(tokenizer.token(number)) for number in sorted(tokenizer.eos_token_ids)],
         "chat_template": tokenizer.has_chat_template,
+    }
+
+
+def _describe_adapter(folder: str) -> dict[str, Any]:
+    """Facts about a LoRA adapter, from its settings and the header of its file."""
+    from verax.checkpoint.peft import Adapter
+
+    adapter = Adapter.open(folder)
+    pairs = adapter.pairs.values()
+    return {
+        "path": str(adapter.folder),
+        "adapter": "LoRA",
+        "base_model": adapter.base or "not named",
+        "modules": sorted({module.rpartition(".")[2] for module in adapter.pairs}),
+        "adapted_weights": len(adapter.pairs),
+        "rank": sorted({str(pair.rank) for pair in pairs}, key=int),
+        "scale": sorted({f"{pair.scale:g}" for pair in pairs}),
+        "parameters": adapter.num_parameters,
     }
 
 

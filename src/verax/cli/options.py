@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from verax.text.llm import LLM
+    from verax.text.lora.request import LoRARequest
 
 __all__ = [
     "ChatTemplate",
@@ -17,6 +18,7 @@ __all__ = [
     "IgnoreEos",
     "Json",
     "KvCacheDtype",
+    "Lora",
     "MaxModelLen",
     "MaxTokens",
     "MinP",
@@ -31,6 +33,8 @@ __all__ = [
     "TopK",
     "TopP",
     "given",
+    "lora_options",
+    "lora_request",
     "with_chat_template",
 ]
 
@@ -60,6 +64,9 @@ SpeculativeConfig = Annotated[
         '{"method": "ngram", "num_speculative_tokens": 4}.',
         show_default="no drafts",
     ),
+]
+Lora = Annotated[
+    str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model goes through.")
 ]
 ChatTemplate = Annotated[
     Path | None,
@@ -109,6 +116,20 @@ IgnoreEos = Annotated[
 def given(**options: Any) -> dict[str, Any]:
     """Options that are not None. The checkpoint's generation_config.json has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def lora_options(lora: str | None) -> dict[str, Any]:
+    """Options of an engine that takes this adapter, whatever its rank; none without an adapter."""
+    from verax.checkpoint.peft import Adapter
+
+    return {} if lora is None else {"enable_lora": True, "max_lora_rank": Adapter.open(lora).rank}
+
+
+def lora_request(lora: str | None) -> LoRARequest | None:
+    """Adapter of a command's requests."""
+    from verax.text.lora.request import LoRARequest
+
+    return None if lora is None else LoRARequest("lora", 1, lora)
 
 
 def with_chat_template(llm: LLM, file: Path | None) -> None:

@@ -12,6 +12,7 @@ from verax.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from verax.serve.server import Server
+    from verax.text.lora.request import LoRARequest
 
 __all__ = ["serve"]
 
@@ -21,6 +22,7 @@ BUILT_IN_VIDEO = "verax-video"
 
 _LIMITS = "Limits"
 _ACCESS = "Access"
+_LORA = "LoRA adapters"
 
 
 def serve(
@@ -70,6 +72,27 @@ def serve(
         bool,
         typer.Option(help="Take requests for JSON, tool calls and other forms; compiles more programs at the start."),
     ] = True,
+    enable_lora: Annotated[
+        bool, typer.Option("--enable-lora", help="Serve adapters; --lora-modules does so too.", rich_help_panel=_LORA)
+    ] = False,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An adapter as name=folder, chosen by this name as a request's model; can be repeated.",
+            rich_help_panel=_LORA,
+        ),
+    ] = None,
+    max_loras: Annotated[int, typer.Option(help="Adapters that one step can use.", min=1, rich_help_panel=_LORA)] = 1,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1, rich_help_panel=_LORA)] = 16,
+    max_cpu_loras: Annotated[
+        int | None,
+        typer.Option(
+            help="Adapters that are kept in memory; others are read when they are used.",
+            min=1,
+            rich_help_panel=_LORA,
+            show_default="all of --lora-modules",
+        ),
+    ] = None,
     max_queued_requests: Annotated[
         int, typer.Option(help="Most requests that wait; more get 429.", min=0, rich_help_panel=_LIMITS)
     ] = 1024,
@@ -135,6 +158,8 @@ def serve(
         verax serve Qwen/Qwen3-0.6B --api-key secret --port 8080
 
         verax serve --embedding-model sentence-transformers/all-MiniLM-L6-v2
+
+        verax serve Qwen/Qwen3-0.6B --lora-modules sql=adapters/sql --lora-modules de=adapters/german --max-loras 2
     """
     from verax._optional import require_optional
 
@@ -167,6 +192,7 @@ def serve(
         disable_page=disable_page,
         reports=reports,
     )
+    adapters = _adapters(lora_modules or [])
     configure_logs(log_format)
     tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
     listener = bind(settings)  # before minutes of loading
@@ -184,11 +210,18 @@ def serve(
         seed=seed,
         structured_outputs=structured_outputs,
         speculative_config=speculative_config,
+        enable_lora=enable_lora or bool(adapters),
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        max_cpu_loras=max_cpu_loras or max(max_loras, len(adapters)),
     )
+    for adapter in adapters.values():
+        llm.llm.engine.load_adapter(adapter)  # one that cannot be served ends the start, not a request
     options.with_chat_template(llm.llm, chat_template)
     server = Server(
         llm=llm,
         served_names=tuple(served_model_name or [model or BUILT_IN]),
+        adapters=adapters,
         root=model or BUILT_IN,
         encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, lambda: _encoder(embedding_model)),
         reranker=None if reranker_model is None else LazyModel(reranker_model, lambda: _reranker(reranker_model)),
@@ -198,6 +231,23 @@ def serve(
     )
     if status := run(server, listener, lambda url: _announce(server, url)):
         raise typer.Exit(status)
+
+
+def _adapters(modules: list[str]) -> dict[str, LoRARequest]:
+    """Adapters by name, of arguments such as `sql=adapters/sql`; their files are checked before the model is loaded."""
+    from verax.checkpoint.peft import Adapter
+    from verax.text.lora.request import LoRARequest
+
+    found: dict[str, LoRARequest] = {}
+    for number, module in enumerate(modules, start=1):
+        name, separator, path = module.partition("=")
+        if not (name and separator and path):
+            raise typer.BadParameter(f"--lora-modules: expected name=folder, got {module!r}")
+        if name in found:
+            raise typer.BadParameter(f"--lora-modules: {name} is given twice")
+        Adapter.open(path)
+        found[name] = LoRARequest(name, number, path)
+    return found
 
 
 def _encoder(model: str | None) -> Any:

@@ -1,6 +1,17 @@
 """The few modules that models share. Parameters keep PyTorch's names, shapes and layouts, so a path is a file's key."""
 
 from verax.nn.layers import CausalConv3d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm, fused_linear
+from verax.nn.low_rank import LowRank
 from verax.nn.pooling import mean_pool
 
-__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_linear", "mean_pool"]
+__all__ = [
+    "CausalConv3d",
+    "Conv2d",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "LowRank",
+    "RMSNorm",
+    "fused_linear",
+    "mean_pool",
+]

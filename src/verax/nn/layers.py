@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
+from verax.nn.low_rank import LowRank, low_rank_changes
 from verax.ops.conv import Padding, Stride
 
 __all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_linear"]
@@ -26,13 +27,17 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Par
 class Linear(nnx.Module):
     """`x W^T + b` with `weight [out, in]`: an array, an `ops.QuantizedWeight` or an `ops.BlockQuantizedWeight`."""
 
+    low_rank: LowRank | None = None
+    """Adapters whose changes are added to the result. An engine sets them while it traces a step."""
+
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs):
         self.weight = _normal(rngs, (size_out, size_in), dtype)
         self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         """Map the last axis."""
-        return ops.linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...])
+        y = ops.linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...])
+        return y if self.low_rank is None else y + low_rank_changes(x, [self.low_rank])[0]
 
 
 def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
@@ -40,7 +45,12 @@ def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
     weights = [layer.weight.get_value() for layer in layers]
     if ops.multi_linear.select(x, weights).is_reference:
         return tuple(layer(x) for layer in layers)  # so that a trace of the model has each layer's result
-    return ops.multi_linear(x, weights, [None if layer.bias is None else layer.bias[...] for layer in layers])
+    ys = ops.multi_linear(x, weights, [None if layer.bias is None else layer.bias[...] for layer in layers])
+    adapters = [layer.low_rank for layer in layers if layer.low_rank is not None]
+    if not adapters:
+        return ys
+    changes = iter(low_rank_changes(x, adapters))
+    return tuple(y if layer.low_rank is None else y + next(changes) for layer, y in zip(layers, ys, strict=True))
 
 
 class Embedding(nnx.Module):

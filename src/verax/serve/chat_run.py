@@ -238,7 +238,8 @@ async def run_chat(server: Server, request: ChatRequest, record: RequestRecord |
         parser_for(form, tools=tools, prompt=prompt, parse_tool_calls=choice != "none", parse_reasoning=True)
         for _ in range(params.n)
     ]
-    outputs = server.engine.generate(prompt, params, add_special_tokens=False)
+    adapter = server.adapters.get(model)
+    outputs = server.engine.generate(prompt, params, add_special_tokens=False, lora_request=adapter)
     return ChatRun(server, request, model=model, prompt=prompt, parsers=parsers, outputs=outputs, record=record)
 
 

@@ -140,7 +140,11 @@ class CompletionRun:
         }
         special = request.add_special_tokens is not False
         # Each joins the queue here. If one finds it full, dropping the others takes them out again.
-        self._streams = [self._engine.generate(prompt, params, add_special_tokens=special) for prompt in prompts]
+        adapter = server.adapters.get(model)
+        self._streams = [
+            self._engine.generate(prompt, params, add_special_tokens=special, lora_request=adapter)
+            for prompt in prompts
+        ]
 
     @property
     def usage(self) -> Usage:

@@ -39,12 +39,14 @@ def routes(server: Server) -> list[Route]:
 
 
 def _models(server: Server, created: int) -> list[dict[str, Any]]:
-    found: list[tuple[str, str, int | None]] = []
+    found: list[tuple[str, str, int | None, str | None]] = []
     if server.llm is not None:
         root = server.root or server.served_names[0]
-        found += [(name, root, server.llm.max_model_len) for name in server.served_names]
+        base, length = server.served_names[0], server.llm.max_model_len
+        found += [(name, root, length, None) for name in server.served_names]
+        found += [(name, str(adapter.lora_path), length, base) for name, adapter in server.adapters.items()]
     others = (server.encoder, server.reranker, server.videos)
-    found += [(model.name, model.root, None) for model in others if model is not None]
+    found += [(model.name, model.root, None, None) for model in others if model is not None]
     return [
         {
             "id": name,
@@ -52,8 +54,8 @@ def _models(server: Server, created: int) -> list[dict[str, Any]]:
             "created": created,
             "owned_by": "verax",
             "root": root,
-            "parent": None,
+            "parent": parent,
             "max_model_len": length,
         }
-        for name, root, length in found
+        for name, root, length, parent in found
     ]

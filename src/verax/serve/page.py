@@ -90,7 +90,7 @@ def routes(server: Server) -> list[Route]:
 
     async def info(request: Request) -> Response:
         about = {
-            "models": list(server.served_names) if server.llm is not None else [],
+            "models": list(server.text_names) if server.llm is not None else [],
             "embeddings": server.encoder and server.encoder.name,
             "videos": server.videos and server.videos.name,
             "reports": reports is not None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from verax.embed.reranker import Reranker
     from verax.serve.tracing import RequestTracer
     from verax.text.async_llm import AsyncLLM
+    from verax.text.lora.request import LoRARequest
     from verax.text.parsing.chat_format import ChatFormat
     from verax.video.pipeline import VideoPipeline
 
@@ -68,6 +69,7 @@ class Server:
     Attributes:
         llm: the text engine, or None.
         served_names: names of the text model in requests; answers have the first.
+        adapters: adapters of the text model by their names in requests.
         encoder: the encoder, or None.
         reranker: the reranker, or None.
         videos: the video pipeline, or None.
@@ -81,6 +83,7 @@ class Server:
 
     llm: AsyncLLM | None = None
     served_names: tuple[str, ...] = ("verax-text",)
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
     encoder: LazyModel[Encoder] | None = None
     reranker: LazyModel[Reranker] | None = None
     videos: LazyModel[VideoPipeline] | None = None
@@ -98,16 +101,23 @@ class Server:
             self.contexts.append(self.tracer.running)
         if self.llm is not None and not self.served_names:
             raise InvalidParameterError("served_names: at least one name is needed")
+        if taken := sorted(set(self.served_names) & set(self.adapters)):
+            raise InvalidParameterError(f"lora_modules: {', '.join(taken)} is the model's own name")
 
     def text_model(self, name: str | None) -> str:
-        """Name of the text model for an answer, if a request's model is that one.
+        """Name of the text model for an answer, if a request's model is that one or an adapter of it.
 
         Raises:
             ApiError: 404 for another name.
         """
         if self.llm is None:
             raise ApiError(404, "model: no text model is served here", param="model", code="model_not_found")
-        return self.check_model(name, self.served_names)
+        return self.check_model(name, self.text_names)
+
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        """Names of the text model, and of its adapters."""
+        return (*self.served_names, *self.adapters)
 
     def check_model(self, name: str | None, served: tuple[str, ...]) -> str:
         """Name of a model in an answer: the request's own, or the first of the served ones if it has none.

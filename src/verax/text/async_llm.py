@@ -20,6 +20,7 @@ from verax.text.engine_config import EngineConfig, EngineOptions
 from verax.text.engine_thread import EngineThread, Observer, dead
 from verax.text.grammar import MAX_COMPILING
 from verax.text.llm import LLM
+from verax.text.lora.request import LoRARequest
 from verax.text.outputs import RequestOutput
 from verax.text.prompts import Message, Prompt, content
 from verax.text.request_limits import NO_TOKENIZER
@@ -170,6 +171,7 @@ class AsyncLLM:
         request_id: str | None = None,
         add_special_tokens: bool = True,
         continue_from: abc.Sequence[abc.Sequence[int]] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers to a prompt or a conversation, as they grow: each output has what is new since the one before.
 
@@ -187,6 +189,7 @@ class AsyncLLM:
             add_special_tokens: let the tokenizer add its special tokens to a text.
             continue_from: an answer so far for each sample. The request goes on as it would have without a break, if
                 seeds are given, and outputs have what is new only.
+            lora_request: adapter of the request; the base model if None. It is read in a thread.
 
         Raises:
             QueueFullError: at once if the queue is full. A text's tokens count once they are known: if they do not fit,
@@ -194,8 +197,11 @@ class AsyncLLM:
             EngineDeadError: if the engine has failed or was shut down, at once or later.
             InvalidParameterError: for arguments that make no sense, at once or from the generator.
             RequestRefusedError: from the generator, if the request can never be served.
+            CheckpointError: from the generator, if the adapter cannot be read or does not fit the model.
         """
-        return self._submit(prompt, sampling_params, request_id, add_special_tokens, continue_from, whole=False)
+        return self._submit(
+            prompt, sampling_params, request_id, add_special_tokens, continue_from, lora_request, whole=False
+        )
 
     async def collect(
         self,
@@ -205,6 +211,7 @@ class AsyncLLM:
         request_id: str | None = None,
         add_special_tokens: bool = True,
         continue_from: abc.Sequence[abc.Sequence[int]] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """The whole output of a request: all that `generate` gives, joined.
 
@@ -212,7 +219,9 @@ class AsyncLLM:
             VeraxError: as `generate`.
         """
         return await anext(
-            self._submit(prompt, sampling_params, request_id, add_special_tokens, continue_from, whole=True)
+            self._submit(
+                prompt, sampling_params, request_id, add_special_tokens, continue_from, lora_request, whole=True
+            )
         )
 
     async def render(
@@ -272,6 +281,7 @@ class AsyncLLM:
         request_id: str | None,
         add_special_tokens: bool,
         answers: abc.Sequence[abc.Sequence[int]] | None,
+        lora_request: LoRARequest | None,
         *,
         whole: bool,
     ) -> RequestStream:
@@ -298,9 +308,10 @@ class AsyncLLM:
             arrival_time=time.perf_counter(),
             prompt=items if isinstance(items, str) else None,
             answers=answers,
+            lora_request=lora_request,
         )
         self._join_queue(live, 0 if is_chat or isinstance(items, str) else len(items))
-        if is_chat or isinstance(items, str) or params.form is not None:
+        if is_chat or isinstance(items, str) or params.form is not None or lora_request is not None:
             special = add_special_tokens and not is_chat
             pool = self._pool if params.form is None else self._grammars
             pool.submit(self._prepare, live, items, is_chat=is_chat, add_special_tokens=special)
@@ -345,11 +356,12 @@ class AsyncLLM:
         return next(name for i in self._names if (name := f"request-{i}") not in self._thread.live)
 
     def _prepare(self, live: LiveRequest, items: Any, *, is_chat: bool, add_special_tokens: bool) -> None:
-        """Send a request's tokens and grammar to the engine thread. It runs in the pool."""
+        """Send a request's tokens, grammar and adapter to the engine thread. It runs in the pool."""
         try:
             tokens: abc.Sequence[int] | BaseException = []
             if not (live.closed or live.aborted):
                 live.grammar = self.llm.engine.compile_grammar(live.params)
+                live.adapter = self.llm.engine.load_adapter(live.lora_request)
                 if is_chat:
                     live.prompt = self.llm.render(items)
                 if live.prompt is None:

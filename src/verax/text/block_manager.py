@@ -91,7 +91,7 @@ class BlockManager:
             chunk: most tokens of a step; behind a window, no more must fit at once. None for all of them.
             use_cache: look for cached blocks.
         """
-        found = self.match_prefix(sequence.tokens) if use_cache else []
+        found = self.match_prefix(sequence.tokens, sequence.adapter_id) if use_cache else []
         computed = len(found) * self.block_size
         tables = []
         for pool in self._pools:
@@ -106,7 +106,7 @@ class BlockManager:
             for block in filter(None, table):
                 pool.share(block)
         sequence.tables = tables
-        self._hold(sequence, found[-1] if found else self._prefixes.root)
+        self._hold(sequence, found[-1] if found else self._prefixes.root(sequence.adapter_id))
         sequence.num_computed = computed
         if use_cache and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
@@ -188,17 +188,18 @@ class BlockManager:
                 for block in table[sequence.num_computed // self.block_size :]:
                     assert pool.references[block] == 1, f"block {block} is shared and writable"
 
-    def match_prefix(self, tokens: abc.Sequence[int]) -> list[Prefix]:
+    def match_prefix(self, tokens: abc.Sequence[int], adapter: int | None = None) -> list[Prefix]:
         """Prefixes of 1, 2, ... n blocks of a text: the most after which all that is attended to is cached.
 
-        The last token is left out: it is always computed.
+        They are those that the same adapter computed. The last token is left out: it is always computed.
         """
         if not self.enable_prefix_caching:
             return []
         found: list[Prefix] = []
         usable = 0
         missing = [0] * len(self._pools)  # by group: length of the last prefix that has no block
-        for prefix in self._prefixes.along(tokens, (len(tokens) - 1) // self.block_size):
+        root = self._prefixes.root(adapter)
+        for prefix in self._prefixes.along(root, tokens, (len(tokens) - 1) // self.block_size):
             found.append(prefix)
             ends = True
             for pool in self._pools:

@@ -17,6 +17,8 @@ import numpy as np
 from verax.errors import InvalidParameterError, StructuredOutputError, VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.grammar import Grammar, GrammarCompiler
+from verax.text.lora.loader import AdapterLoader, LoadedAdapter
+from verax.text.lora.request import LoRARequest
 from verax.text.output_builder import OutputBuilder
 from verax.text.outputs import FinishReason, RequestOutput
 from verax.text.request_limits import NO_TOKENIZER, RequestLimits
@@ -42,6 +44,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         seed: int = 0,
         speculator: Speculator | None = None,
+        adapters: AdapterLoader | None = None,
     ):
         self.runner = runner
         self.scheduler = scheduler
@@ -55,6 +58,7 @@ class Engine:
         self._compiler = tokenizer and GrammarCompiler(
             tokenizer, vocab_size=vocab_size, eos_token_ids=runner.eos_token_ids
         )
+        self._adapters = adapters
         self._requests: dict[str, Request] = {}
         self._ended: dict[Request, None] = {}
         """Finished requests whose output was not popped yet."""
@@ -83,6 +87,7 @@ class Engine:
         stream: bool = False,
         output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
         grammar: Grammar | None = None,
+        adapter: LoadedAdapter | None = None,
     ) -> str:
         """Queue a prompt, a text or token ids; the id that `abort` takes and outputs have.
 
@@ -96,6 +101,7 @@ class Engine:
                 itself. They count for `max_tokens`, and have no log-probabilities. `Sequence.detokenizer` shows only
                 what they leave undecided.
             grammar: what `compile_grammar` gave for `params`; compiled here if None.
+            adapter: what `load_adapter` gave; None for the base model.
 
         Raises:
             RequestRefusedError: if the request could never be served: an empty or too long prompt, a token outside of
@@ -127,6 +133,7 @@ class Engine:
             params,
             room if params.max_tokens is None else min(params.max_tokens, room),
             stream,
+            adapter,
         )
         # Drawn for every request, so that giving one of them a seed does not change the others'.
         drawn = int(self._seeds.integers(2**63))
@@ -202,6 +209,22 @@ class Engine:
                 "structured_outputs: this engine was started without them; pass LLM(..., structured_outputs=True)"
             )
         return self._compiler.compile(params.form)
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
+        """The adapter of a request, read from its folder if it is not loaded; None for None. Any thread may call it.
+
+        Raises:
+            CheckpointError: if it cannot be read or does not fit the model.
+            UnsupportedModelError: if it is not plain LoRA.
+            InvalidParameterError: if the engine takes no adapters, or none of its rank.
+        """
+        if lora_request is None:
+            return None
+        if self._adapters is None:
+            raise InvalidParameterError(
+                "lora_request: this engine was started without adapters; pass LLM(..., enable_lora=True)"
+            )
+        return self._adapters.load(lora_request)
 
     def check(self) -> None:
         """Assert the invariants of scheduler and blocks."""

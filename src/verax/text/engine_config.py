@@ -16,6 +16,18 @@ KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
 """`"auto"` is the dtype of the weights; `"int8"` has a scale for each token and head."""
 
 
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_memory",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+)
+
+
 class EngineOptions(TypedDict, total=False):
     """The fields of `EngineConfig` as keyword arguments."""
 
@@ -29,6 +41,10 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     structured_outputs: bool
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,11 @@ class EngineConfig:
             has compiled programs of its own too.
         speculative_config: draft tokens and verify several in a step: a `SpeculativeConfig`, a dictionary of its
             fields, or JSON text of one. None: no drafts.
+        enable_lora: take requests with a `LoRARequest`. Steps with an adapter have compiled programs of their own.
+        max_loras: adapters that one step can use. Requests with more adapters wait for each other.
+        max_lora_rank: largest rank of an adapter. Each slot takes memory and time for this rank, whatever the adapters
+            have.
+        max_cpu_loras: adapters that are kept in host memory; `max_loras` if None.
 
     Raises:
         InvalidParameterError: for a size below 1, an unknown dtype or no truth value, with the option's name.
@@ -69,11 +90,15 @@ class EngineConfig:
     seed: int = 0
     structured_outputs: bool = False
     speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory"):
+        for name in _COUNTS:
             value = getattr(self, name)
-            if value is None and name != "block_size":
+            if value is None and getattr(type(self), name) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidParameterError(f"{name}: expected a whole number of at least 1, got {value!r}")
@@ -83,8 +108,13 @@ class EngineConfig:
             raise InvalidParameterError(
                 f"kv_cache_dtype: expected one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}"
             )
-        if not isinstance(self.structured_outputs, bool):
-            raise InvalidParameterError(f"structured_outputs: expected True or False, got {self.structured_outputs!r}")
+        for name in ("structured_outputs", "enable_lora"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidParameterError(f"{name}: expected True or False, got {value!r}")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise InvalidParameterError(
+                f"max_cpu_loras: {self.max_cpu_loras} is less than max_loras ({self.max_loras})"
+            )
         if self.speculative_config is not None:
             parsed = SpeculativeConfig.from_value(self.speculative_config)
             object.__setattr__(self, "speculative_config", parsed)

@@ -172,6 +172,7 @@ class EngineThread:
                 request_id=live.request_id,
                 stream=self.engine.tokenizer is not None and (not live.whole or live.answers is not None),
                 grammar=live.grammar,
+                adapter=live.adapter,
                 output_token_ids=live.answers,
             )
         except Exception as error:

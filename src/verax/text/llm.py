@@ -24,7 +24,12 @@ from verax.models.causal_lm import check_causal_lm
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig, EngineOptions
+from verax.text.lora.device import DeviceAdapters
+from verax.text.lora.layers import AdaptedLayers
+from verax.text.lora.loader import AdapterLoader
+from verax.text.lora.request import LoRARequest
 from verax.text.outputs import RequestOutput
+from verax.text.program import AbstractModel
 from verax.text.prompts import Message, Prompt, batch_of, content
 from verax.text.request_limits import NO_TOKENIZER
 from verax.text.runner import ModelRunner
@@ -157,8 +162,9 @@ class LLM:
         draft = None
         if config.speculation is not None and config.speculation.model is not None:
             draft = load_draft_model(config.speculation, model, tokenizer, use_tqdm=use_tqdm)
+        adapters = _adapters(model, config) if config.enable_lora else None  # before the cache takes what is free
         sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
-        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids))
+        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters)
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
         blocks = BlockManager(
             [group.num_blocks for group in sizes.groups],
@@ -167,7 +173,10 @@ class LLM:
             enable_prefix_caching=caching,
         )
         scheduler = Scheduler(
-            blocks, max_num_seqs=sizes.max_num_seqs, max_num_batched_tokens=sizes.max_num_batched_tokens
+            blocks,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_loras=config.max_loras,
         )
         self.engine = Engine(
             runner,
@@ -176,6 +185,7 @@ class LLM:
             tokenizer=tokenizer,
             seed=config.seed,
             speculator=None if config.speculation is None else new_speculator(config.speculation, runner, draft),
+            adapters=adapters and AdapterLoader(adapters.layers, config.max_cpu_loras or config.max_loras),
         )
         with progress.bar("compiling steps", enabled=use_tqdm) as report:
             self.compile_seconds = runner.warm_up(report)
@@ -216,36 +226,49 @@ class LLM:
         prompts: Prompt | abc.Sequence[Prompt],
         sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | abc.Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts: a text, token ids, a dictionary of either, or a list; one set of parameters, or one each.
+
+        Args:
+            prompts: what to complete.
+            sampling_params: the checkpoint's recommended ones if None.
+            use_tqdm: a progress bar, if stderr is a terminal.
+            lora_request: adapter of all prompts, or one for each, among which None stands for the base model.
 
         Returns:
             One output for each prompt, in their order.
 
         Raises:
             RequestRefusedError: if a prompt can never be served; then none is.
+            CheckpointError: if an adapter cannot be read or does not fit the model.
         """
-        return self._run(batch_of(prompts), sampling_params, use_tqdm, add_special_tokens=True)
+        return self._run(batch_of(prompts), sampling_params, use_tqdm, lora_request, add_special_tokens=True)
 
     def chat(
         self,
         messages: abc.Sequence[Message] | abc.Sequence[abc.Sequence[Message]],
         sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | abc.Sequence[LoRARequest | None] | None = None,
         *,
         tools: abc.Sequence[Mapping[str, Any]] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, through the checkpoint's chat template."""
+        """Answer one conversation, or each of several, through the checkpoint's chat template.
+
+        `lora_request` is as in `generate`.
+        """
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations: abc.Sequence[Any] = [messages] if one else messages
         prompts = [self.render(conversation, tools=tools, **template_options) for conversation in conversations]
-        return self._run(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+        return self._run(prompts, sampling_params, use_tqdm, lora_request, add_special_tokens=False)
 
     def stream(
         self,
         prompt: Prompt | abc.Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> Generator[str, None, RequestOutput]:
         """Pieces of the answer to a prompt or a conversation, as soon as they are decided; `n` must be 1.
@@ -258,7 +281,8 @@ class LLM:
         items: Any = prompt
         is_chat = not isinstance(prompt, (str, Mapping)) and len(items) > 0 and isinstance(items[0], Mapping)
         text = self.render(items, **template_options) if is_chat else content(items)
-        request_id = self.engine.add_request(text, params, add_special_tokens=not is_chat, stream=True)
+        adapter = self.engine.load_adapter(lora_request)
+        request_id = self.engine.add_request(text, params, add_special_tokens=not is_chat, stream=True, adapter=adapter)
         return self._pieces(request_id)
 
     def render(self, messages: abc.Sequence[Message], **template_options: Any) -> str:
@@ -274,6 +298,7 @@ class LLM:
         *,
         request_id: str | None = None,
         output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue one prompt for callers who call `step` themselves; the request's id.
 
@@ -282,7 +307,11 @@ class LLM:
         """
         params = sampling_params or self.default_sampling_params()
         return self.engine.add_request(
-            content(prompt), params, request_id=request_id, output_token_ids=output_token_ids
+            content(prompt),
+            params,
+            request_id=request_id,
+            output_token_ids=output_token_ids,
+            adapter=self.engine.load_adapter(lora_request),
         )
 
     def step(self) -> list[RequestOutput]:
@@ -303,6 +332,7 @@ class LLM:
         prompts: abc.Sequence[str | abc.Sequence[int]],
         sampling_params: SamplingParams | abc.Sequence[SamplingParams] | None,
         use_tqdm: bool,
+        lora_request: LoRARequest | abc.Sequence[LoRARequest | None] | None,
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
@@ -314,12 +344,21 @@ class LLM:
             raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {wrong[0]!r}")
         if len(params) != len(prompts):
             raise InvalidParameterError(f"sampling_params: {len(params)} given for {len(prompts)} prompts")
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            lora_requests: abc.Sequence[LoRARequest | None] = [lora_request] * len(prompts)
+        else:
+            lora_requests = lora_request
+        if len(lora_requests) != len(prompts):
+            raise InvalidParameterError(f"lora_request: {len(lora_requests)} given for {len(prompts)} prompts")
+        adapters = [self.engine.load_adapter(request) for request in lora_requests]
         waiting: list[str] = []
         done: dict[str, RequestOutput] = {}
         tokens, begin = 0, time.perf_counter()
         try:
-            for prompt, how in zip(prompts, params, strict=True):
-                waiting.append(self.engine.add_request(prompt, how, add_special_tokens=add_special_tokens))
+            for prompt, how, adapter in zip(prompts, params, adapters, strict=True):
+                waiting.append(
+                    self.engine.add_request(prompt, how, add_special_tokens=add_special_tokens, adapter=adapter)
+                )
             ours = set(waiting)
             with progress.bar("generating", enabled=use_tqdm) as report:
                 while len(done) < len(waiting):
@@ -357,6 +396,14 @@ class LLM:
         finally:
             if not finalizing():
                 self.engine.abort(request_id)
+
+
+def _adapters(model: CausalLM, config: EngineConfig) -> DeviceAdapters:
+    """Empty slots for adapters beside a model."""
+    abstract = AbstractModel.from_module(model)
+    return DeviceAdapters(
+        AdaptedLayers.of(abstract.build, abstract.weights, max_loras=config.max_loras, max_rank=config.max_lora_rank)
+    )
 
 
 def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:

@@ -33,14 +33,17 @@ class PrefixTree:
     """
 
     def __init__(self, num_groups: int, block_size: int):
-        self.root = Prefix(None, (), 0, [])
-        """The empty prefix."""
+        self._roots: dict[int | None, Prefix] = {}
         self._num_groups = num_groups
         self._block_size = block_size
         self._longer: dict[tuple[Prefix, tuple[int, ...]], Prefix] = {}
 
     def __len__(self) -> int:
         return len(self._longer)
+
+    def root(self, adapter: int | None) -> Prefix:
+        """The empty prefix of the texts that an adapter computes, or the base model: no others share their blocks."""
+        return self._roots.setdefault(adapter, Prefix(None, (), 0, []))
 
     def next(self, prefix: Prefix, tokens: TokenIds[int]) -> Prefix:
         """The prefix of a text that is a block longer than `prefix`; a new one without blocks if there is none."""
@@ -52,9 +55,9 @@ class PrefixTree:
             prefix.uses += 1
         return longer
 
-    def along(self, tokens: TokenIds[int], length: int) -> Iterator[Prefix]:
-        """The prefixes of a text of 1, 2, ... `length` blocks, up to the first that is not there."""
-        prefix, size = self.root, self._block_size
+    def along(self, prefix: Prefix, tokens: TokenIds[int], length: int) -> Iterator[Prefix]:
+        """The prefixes of a text of 1, 2, ... `length` blocks behind a root, up to the first that is not there."""
+        size = self._block_size
         for begin in range(0, length * size, size):
             longer = self._longer.get((prefix, tuple(tokens[begin : begin + size])))
             if longer is None:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from verax import ops
 from verax._compat import compiler_options
 from verax.checkpoint.load import partition
 from verax.models import CausalLM, CausalLMConfig
 from verax.text.grammar import mask_width
+from verax.text.lora.layers import AdaptedLayers
 from verax.text.sampler import make_sampling
 from verax.text.sizes import RunnerConfig, layer_states
 from verax.text.slots import Slots, new_slots
@@ -76,6 +77,7 @@ class AbstractModel:
         tree: structure of its state, to make one of flat weights.
         weights: shapes and dtypes of its weights, flat.
         partitions: partition of each weight over a mesh, by the model's rules.
+        adapted: layers that adapters can change; None if the engine takes no adapters.
     """
 
     config: CausalLMConfig
@@ -83,6 +85,7 @@ class AbstractModel:
     tree: Any
     weights: tuple[jax.ShapeDtypeStruct, ...]
     partitions: tuple[PartitionSpec, ...]
+    adapted: AdaptedLayers | None = None
 
     @classmethod
     def from_module(cls, model: CausalLM) -> AbstractModel:
@@ -98,9 +101,13 @@ class AbstractModel:
             partitions=tuple(partition(key, model.partition_rules) for key in keys),
         )
 
-    def build(self, weights: tuple[Array, ...]) -> CausalLM:
-        """The model with these weights."""
-        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights))
+    def build(self, weights: tuple[Array, ...], adapters: Int[Array, "T"] | None = None) -> CausalLM:
+        """The model with these weights. With the slot of each token's adapter, their matrices are the last weights."""
+        count = len(self.weights)
+        model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights[:count]))
+        if adapters is not None and self.adapted is not None:
+            self.adapted.attach(model, weights[count:], adapters)
+        return model
 
 
 def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | None = None) -> StepProgram:
@@ -121,9 +128,10 @@ def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, me
     """
     step = make_step(model.build, shape, sizes.block_size, sizes.groups, structured_outputs=sizes.structured_outputs)
     kind = "decode" if shape.decode else "verify" if shape.verify else "mixed"
-    step.__name__ = name = f"{kind}_{shape.rows}x{shape.tokens}"
+    step.__name__ = name = f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}"
+    matrices = model.adapted.arrays if shape.adapters and model.adapted is not None else ()
     arguments = (
-        model.weights,
+        model.weights + matrices,
         _abstract_slots(sizes),
         jax.eval_shape(lambda: new_cache(model.config, sizes)),
         jax.ShapeDtypeStruct((shape.input_size(sizes.block_size, len(sizes.groups)),), jnp.int32),
@@ -179,10 +187,11 @@ def _shardings(model: AbstractModel, arguments: tuple[Any, ...], mesh: Mesh) -> 
     """Shardings of a step's arguments: weights by rule, pages by head; the rest is whole on every device."""
     whole, by_head = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, CACHE_PARTITION)
     divided = "tensor" in mesh.shape and model.config.num_key_value_heads % mesh.shape["tensor"] == 0
-    _, slots, cache, _ = arguments
+    weights, slots, cache, _ = arguments
+    partitions = (*model.partitions, *[PartitionSpec()] * (len(weights) - len(model.partitions)))
     layers = zip(cache, layer_states(model.config, 1), strict=True)
     return (
-        tuple(NamedSharding(mesh, spec) for spec in model.partitions),
+        tuple(NamedSharding(mesh, spec) for spec in partitions),
         jax.tree.map(lambda _: whole, slots),
         tuple(
             jax.tree.map(lambda _, to=by_head if divided and state is None else whole: to, pages)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verax.text.grammar import Grammar
+from verax.text.lora.loader import LoadedAdapter
+from verax.text.lora.request import LoRARequest
 from verax.text.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from verax.text.sampling_params import SamplingParams
 from verax.text.sequence import Request
@@ -38,6 +40,9 @@ class LiveRequest:
     """Answer so far for each sample, which the request goes on behind."""
     grammar: Grammar | None = None
     """Grammar of the answer, compiled."""
+    lora_request: LoRARequest | None = None
+    adapter: LoadedAdapter | None = None
+    """Adapter of the request, loaded."""
     request: Request | None = None
     shown: list[int] = field(default_factory=list)
     """Tokens of each sample that were handed over, prompt included; or `ENDED`."""

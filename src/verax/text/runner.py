@@ -6,7 +6,7 @@ import time
 from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -19,6 +19,7 @@ from verax._compat import compiler_options
 from verax.models import CausalLM
 from verax.nn import Embedding
 from verax.text.grammar import mask_width
+from verax.text.lora.device import DeviceAdapters
 from verax.text.program import AbstractModel, StepProgram, new_cache, sampling_program, step_program
 from verax.text.sampler import DEFERRED, SAMPLED
 from verax.text.scheduler import Schedule
@@ -44,12 +45,20 @@ class PendingStep:
 class ModelRunner:
     """Weights, cache and slots on the device. The one place where programs are dispatched."""
 
-    def __init__(self, model: CausalLM, config: RunnerConfig, *, eos_token_ids: abc.Sequence[int] = ()):
+    def __init__(
+        self,
+        model: CausalLM,
+        config: RunnerConfig,
+        *,
+        eos_token_ids: abc.Sequence[int] = (),
+        adapters: DeviceAdapters | None = None,
+    ):
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)
         # Flattened once: a step passes a flat tuple of arrays, and the module exists only while tracing.
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
-        self.abstract_model = AbstractModel.from_module(model)
+        self._adapters = adapters
+        self.abstract_model = replace(AbstractModel.from_module(model), adapted=adapters and adapters.layers)
         """The model without its weights."""
         self.weight_bytes = weight_bytes(model)
         """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
@@ -88,6 +97,8 @@ class ModelRunner:
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
         width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
         self._slots = self._admit(self._slots, np.zeros(1 + width, np.int32))
+        if self._adapters is not None:
+            self._adapters.warm_up()
         return time.perf_counter() - begin
 
     def _run_padding(self, shape: StepShape) -> StepOutput:
@@ -101,6 +112,9 @@ class ModelRunner:
     def admit(self, schedule: Schedule) -> None:
         """Fill the slots of sequences that the schedule admitted."""
         for sequence in schedule.admitted:
+            adapter, slot = sequence.request.adapter, sequence.adapter_slot
+            if self._adapters is not None and adapter is not None and slot is not None:
+                self._adapters.place(adapter, slot)
             packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
             self._slots = self._admit(self._slots, packed)
 
@@ -168,14 +182,15 @@ class ModelRunner:
         rows, tokens = len(schedule.chunks), schedule.num_tokens
         if schedule.verifies:
             size = at_least(self.config.verify_tokens, schedule.verify_tokens)
-            return next(s for s in self.config.shapes if s.verify and s.tokens == size)
+            adapted = schedule.adapted
+            return next(s for s in self.config.shapes if s.verify and s.tokens == size and s.adapters == adapted)
         # Only a mixed step scores prompts.
         decode = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
         if decode:
-            return StepShape(size := at_least(self.config.decode_rows, rows), size, True)
+            return StepShape(size := at_least(self.config.decode_rows, rows), size, True, adapters=schedule.adapted)
         tokens = at_least(self.config.mixed_tokens, tokens)
-        mixed = (s for s in self.config.shapes if not (s.decode or s.verify))
-        return min(s for s in mixed if s.rows >= rows and s.tokens >= tokens)
+        alike = (s for s in self.config.shapes if not (s.decode or s.verify) and s.adapters == schedule.adapted)
+        return min(s for s in alike if s.rows >= rows and s.tokens >= tokens)
 
     def _padding(self, shape: StepShape) -> np.ndarray:
         """A step's input in which every row and every block update goes nowhere."""
@@ -200,10 +215,15 @@ class ModelRunner:
         return padding
 
     def _arguments(self, shape: StepShape) -> tuple[Any, ...]:
-        return self._weights, self._slots, self._cache, self._padding(shape)
+        return self._weights_of(shape), self._slots, self._cache, self._padding(shape)
+
+    def _weights_of(self, shape: StepShape) -> tuple[jax.Array, ...]:
+        """Weights that a step takes: those of the model, and the adapters' behind them."""
+        return self._weights + self._adapters.arrays if self._adapters and shape.adapters else self._weights
 
     def _dispatch(self, shape: StepShape, packed: np.ndarray) -> StepOutput:
-        self._slots, self._cache, output = self._steps[shape](self._weights, self._slots, self._cache, packed)
+        weights = self._weights_of(shape)
+        self._slots, self._cache, output = self._steps[shape](weights, self._slots, self._cache, packed)
         return output
 
     def compile_with_implementations(
@@ -214,7 +234,7 @@ class ModelRunner:
             step = self.program(shape).jit().lower(*self._arguments(shape)).compile()
 
         def run(packed: np.ndarray) -> StepOutput:
-            self._slots, self._cache, output = step(self._weights, self._slots, self._cache, packed)
+            self._slots, self._cache, output = step(self._weights_of(shape), self._slots, self._cache, packed)
             return output
 
         return run
@@ -222,7 +242,8 @@ class ModelRunner:
     def num_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`."""
         programs = [self._admit, *self._steps.values(), *self._samplers.values()]
-        return sum(program._cache_size() for program in programs)
+        adapters = 0 if self._adapters is None else self._adapters.num_compiled()
+        return sum(program._cache_size() for program in programs) + adapters
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -8,10 +8,11 @@ it is computed anew later (preemption by recompute).
 from __future__ import annotations
 
 import time
-from collections import abc, deque
+from collections import Counter, abc, deque
 from dataclasses import dataclass, field, replace
 
 from verax.text.block_manager import BlockManager
+from verax.text.lora.slots import AdapterSlots
 from verax.text.sequence import Sequence, SequenceState
 
 __all__ = ["Chunk", "Schedule", "Scheduler"]
@@ -67,12 +68,18 @@ class Schedule:
         """True if a token is sampled for a sequence that has a grammar."""
         return any(chunk.sample and chunk.sequence.matcher is not None for chunk in self.chunks)
 
+    @property
+    def adapted(self) -> bool:
+        """True if one of the sequences has an adapter."""
+        return any(chunk.sequence.adapter_slot is not None for chunk in self.chunks)
+
 
 class Scheduler:
     """Queues of waiting and running sequences. `check` asserts their invariants."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int):
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, max_loras: int = 0):
         self.blocks = blocks
+        self.adapters = AdapterSlots(max_loras)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
@@ -141,6 +148,7 @@ class Scheduler:
     def check(self) -> None:
         """Assert the scheduler's and the block manager's invariants."""
         self.blocks.check(self.running)
+        self.adapters.check(Counter(s.adapter_id for s in self.running if s.adapter_id is not None))
         slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
         assert len(slots) == len(self.running), "a running sequence has no slot"
         assert len(set(slots)) == len(slots), "two running sequences share a slot"
@@ -156,6 +164,10 @@ class Scheduler:
             sequence = self.waiting[0]
             if sequence.num_pending:  # preempted with a token on its way; it is known after this step
                 return
+            adapter = sequence.adapter_id
+            # Those behind it wait too. Otherwise a stream of requests for the adapters in use could keep it out.
+            if adapter is not None and not self.adapters.has_room(adapter):
+                return
             # Room for one more token than the prompt: admitting what must be preempted at its first decode is waste.
             cacheable = sequence.request.params.prompt_logprobs is None
             room = min(sequence.num_tokens + 1, sequence.num_prompt + sequence.request.max_tokens)
@@ -164,6 +176,7 @@ class Scheduler:
             self.waiting.popleft()
             sequence.state = SequenceState.RUNNING
             sequence.slot = self._free_slots.pop()
+            sequence.adapter_slot = None if adapter is None else self.adapters.acquire(adapter)
             self.running.append(sequence)
             plan.admitted.append(sequence)
             if sequence.request.num_cached_tokens is None:
@@ -203,4 +216,6 @@ class Scheduler:
         assert sequence.slot is not None
         self.blocks.release(sequence)
         self._free_slots.append(sequence.slot)
-        sequence.slot = None
+        sequence.slot = sequence.adapter_slot = None
+        if sequence.adapter_id is not None:
+            self.adapters.release(sequence.adapter_id)

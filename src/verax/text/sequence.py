@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from verax.errors import VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.grammar import GrammarMatcher
+from verax.text.lora.loader import LoadedAdapter
 from verax.text.outputs import FinishReason, Logprob, RequestMetrics
 from verax.text.prefix_tree import Prefix
 from verax.text.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ class Sequence:
     """Prompt and the sampled tokens that the host has seen."""
     state: SequenceState = SequenceState.WAITING
     slot: int | None = None
+    adapter_slot: int | None = None
+    """Place of its adapter on the device while it runs; None without an adapter."""
     tables: list[list[int]] = field(default_factory=list)
     """Block table of each cache group, 0 in the places of blocks that were given back. Empty while it waits."""
     prefix: Prefix | None = None
@@ -54,6 +57,11 @@ class Sequence:
     """Running text, in requests that are streamed or have stop strings."""
     matcher: GrammarMatcher | None = None
     """Place in the grammar of a request with structured output, behind the tokens that the host has seen."""
+
+    @property
+    def adapter_id(self) -> int | None:
+        """Number of the adapter that computes its keys and values; None for the base model."""
+        return None if self.request.adapter is None else self.request.adapter.id
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +110,7 @@ class Request:
     """Tokens that each sequence may get: the parameter, cut to what the context holds."""
     stream: bool = False
     """True if the text is decoded token by token, to be shown as it grows."""
+    adapter: LoadedAdapter | None = None
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_draft_tokens: int = 0

@@ -65,6 +65,8 @@ class RunnerConfig:
     """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
     verify_tokens: tuple[int, ...] = ()
     """Numbers of tokens that steps which verify drafts are compiled for; none without speculative decoding."""
+    adapters: bool = False
+    """Steps have programs of their own for sequences with an adapter."""
 
     @property
     def table_width(self) -> int:
@@ -95,9 +97,10 @@ class RunnerConfig:
         """Every step shape that a schedule can need: the buckets."""
         decode = [StepShape(rows, rows, True) for rows in self.decode_rows]
         mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
+        mixed = [shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0]]
         verify = [StepShape(min(size, self.max_num_seqs), size, False, verify=True) for size in self.verify_tokens]
-        fitting = [shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0]]
-        return [*decode, *fitting, *verify]
+        plain = [*decode, *mixed, *verify]
+        return [*plain, *(shape._replace(adapters=True) for shape in plain if self.adapters)]
 
     @cached_property
     def sampling_rows(self) -> list[int]:
@@ -169,8 +172,9 @@ def plan_sizes(
         max_num_seqs,
         batched,
         cache_dtype,
-        bool(config.structured_outputs),
-        _verify_tokens(config, max_num_seqs, batched),
+        structured_outputs=config.structured_outputs,
+        verify_tokens=_verify_tokens(config, max_num_seqs, batched),
+        adapters=config.enable_lora,
     )
 
 

@@ -34,6 +34,7 @@ _INTS = (
     "num_logprobs",
     "num_prompt_logprobs",
     "num_bias",
+    "adapter",
 )
 
 
@@ -73,7 +74,7 @@ _NO_TOKEN = np.iinfo(np.int32).max
 """An id past every vocabulary: scatters drop it."""
 
 _IDLE_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-_IDLE_INTS = (0, 0, 0, 0, 0, -1, -1, 0)
+_IDLE_INTS = (0, 0, 0, 0, 0, -1, -1, 0, -1)
 """Parameters of greedy decoding without extras: a step skips what no row needs, and padding rows must need nothing."""
 
 
@@ -122,6 +123,7 @@ def pack_admission(
             -1 if params.logprobs is None else params.logprobs,
             -1 if params.prompt_logprobs is None else params.prompt_logprobs,
             len(bias),
+            -1 if sequence.adapter_slot is None else sequence.adapter_slot,
         ],
         np.int32,
     )

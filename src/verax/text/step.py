@@ -40,6 +40,8 @@ class StepShape(NamedTuple):
     tokens: int
     decode: bool
     verify: bool = False
+    adapters: bool = False
+    """True if sequences may have adapters."""
 
     @property
     def num_sampled(self) -> int:
@@ -76,14 +78,17 @@ StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tupl
 
 
 def make_step(
-    build: Callable[[tuple[Array, ...]], CausalLM],
+    build: Callable[..., CausalLM],
     shape: StepShape,
     block_size: int,
     groups: tuple[CacheGroup, ...],
     *,
     structured_outputs: bool,
 ) -> StepFunction:
-    """The step function of one shape; `build` makes the model of its flat weights, while tracing only.
+    """The step function of one shape.
+
+    While tracing, `build(weights, adapters)` makes the model of its flat weights; `adapters` `[T]` are the slots of the
+    tokens' adapters (-1 for none), or None.
 
     With `structured_outputs` its output has the scores too, which rows that are `DEFERRED` are sampled from later.
 
@@ -97,7 +102,6 @@ def make_step(
     def step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
-        model = build(weights)
         rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
         updates, drafts = packed[4 * shape.rows :], None
@@ -162,6 +166,8 @@ def make_step(
             # Known tokens have a position past the end, where the update is dropped.
             at = jnp.where(drafts >= 0, position, slots.tokens.shape[1])
             slots = slots._replace(tokens=slots.tokens.at[slot[owner], at].set(drafts, mode="drop"))
+        adapters = slots.params.int("adapter")[slot][owner] if shape.adapters else None
+        model = build(weights, adapters)
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         newest = hidden if shape.num_sampled == shape.tokens else hidden[jnp.maximum(starts[1:] - 1, 0)]

@@ -1,0 +1,1 @@
+"""LoRA adapters beside a model that runs: chosen by request, several in one batch."""

@@ -1,0 +1,85 @@
+"""Adapters on the command line: generate, chat, serve, info and convert."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.adapters import adapter_weights, changed, linear_sizes, save_adapter
+from tests.support.tiny import random_weights, tiny_config
+from verax.checkpoint import Checkpoint
+
+QUICK = ("--dtype", "float32", "--max-tokens", "6", "--temperature", "0")
+SMALL = ("--max-num-seqs", "1", "--ignore-eos")
+CONFIG = dict(max_position_embeddings=128)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Prompts are short here: steps of 32 tokens are enough, and the engines start in half the time."""
+    monkeypatch.setattr("verax.text.sizes.MIN_BATCHED_TOKENS", {"cpu": 32})
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(tiny_config(**CONFIG))
+
+
+@pytest.fixture(scope="module")
+def adapter(weights, tmp_path_factory):
+    made = adapter_weights(linear_sizes(weights), rank=20, spread=0.5)  # above the engine's default rank
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "fox", made, rank=20, lora_alpha=30)
+
+
+def test_generate_and_chat_go_through_the_adapter_as_if_it_were_merged(run, folder, adapter, tmp_path):
+    done = run("convert", folder, tmp_path / "merged", "--lora", adapter)
+    assert done.status == 0
+    assert "14 weights changed" in done.out
+    both = [("-m", folder, "--lora", adapter), ("-m", tmp_path / "merged"), ("-m", folder)]
+    shown = [run("generate", "abc def", *model, *QUICK, *SMALL).out for model in both]
+    assert shown[0] == shown[1] != shown[2]
+    answers = [run("chat", "--message", "abc", *model, *QUICK).out for model in both]
+    assert answers[0] == answers[1]
+
+
+def test_convert_merges_in_the_dtype_that_is_asked_for(run, folder, adapter, weights, tmp_path):
+    assert run("convert", folder, tmp_path / "half", "--lora", adapter, "--dtype", "bfloat16").status == 0
+    made = adapter_weights(linear_sizes(weights), rank=20, spread=0.5)
+    opened = Checkpoint.open(tmp_path / "half")
+    assert opened.config["torch_dtype"] == "bfloat16"
+    for name, weight in changed(weights, made, scale=1.5).items():
+        got = opened.read(name)
+        assert got.dtype.name == "bfloat16"
+        np.testing.assert_allclose(got.astype(np.float32), weight, rtol=2**-7)
+
+
+def test_info_says_what_an_adapter_is(run, adapter):
+    facts = json.loads(run("info", adapter, "--json").out)
+    assert (facts["adapter"], facts["base_model"], facts["rank"], facts["scale"]) == (
+        "LoRA",
+        "somebody/tiny",
+        ["20"],
+        ["1.5"],
+    )
+    assert facts["modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert "somebody/tiny" in run("info", adapter).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "abc", "--lora", "nothing"), "adapter_config.json: no such file"),
+        (("convert", "FOLDER", "out", "--lora", "ADAPTER", "--to", "diffusers"), "leave --to out"),
+        (("convert", "FOLDER", "FOLDER", "--lora", "ADAPTER"), "that is the checkpoint itself"),
+        (("convert", "FOLDER", "ADAPTER", "--lora", "ADAPTER"), "exists already"),
+        (("convert", "FOLDER", "out"), "to: expected original or diffusers, got None"),
+        (("serve", "FOLDER", "--lora-modules", "fox"), "expected name=folder, got 'fox'"),
+        (("serve", "FOLDER", "--lora-modules", "a=ADAPTER", "--lora-modules", "a=b"), "a is given twice"),
+        (("serve", "FOLDER", "--lora-modules", "a=nothing"), "adapter_config.json: no such file"),
+    ],
+)
+def test_wrong_arguments_are_one_line(run, folder, adapter, arguments, says):
+    places = {"FOLDER": folder, "ADAPTER": str(adapter)}
+    done = run(*(places.get(argument, argument).replace("=ADAPTER", f"={adapter}") for argument in arguments))
+    assert done.status != 0
+    assert says in " ".join(done.err.replace("│", " ").split())

@@ -1,0 +1,165 @@
+"""Requests with LoRA adapters against PEFT, or where it is not installed, transformers with the changes added.
+
+Weights are random, adapters change much, and the base and two adapters run in one batch.
+"""
+
+import copy
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file
+
+from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+from tests.support.causal_lm import GREEDY, continuations, engine, logits, logprob_errors, relative, save_reference
+from verax import LoRARequest
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.peft import Adapter, merge
+from verax.loading import load_causal_lm
+from verax.text.lora.device import DeviceAdapters
+from verax.text.lora.layers import AdaptedLayers
+from verax.text.lora.loader import AdapterLoader
+from verax.text.program import AbstractModel
+from verax.text.sampling_params import SamplingParams
+
+try:
+    import peft
+except ImportError:
+    peft = None
+
+SIZES = dict(
+    vocab_size=301,
+    hidden_size=96,
+    intermediate_size=152,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=24,
+    max_position_embeddings=512,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=None,
+)
+FAMILIES = {
+    "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),
+    "llama": ("Llama", dict(tie_word_embeddings=False, attention_bias=True)),
+    "gemma3": (
+        "Gemma3",
+        dict(sliding_window=16, query_pre_attn_scalar=24, layer_types=["sliding_attention", "full_attention"]),
+    ),
+    "qwen3_moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)),
+}
+TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (3, 60))
+PROMPTS = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist(), TOKENS[2, :19].tolist()]
+
+
+def reference(family, folder):
+    name, options = FAMILIES[family]
+    suffix = "TextConfig" if family == "gemma3" else "Config"
+    options = {**SIZES, **options}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}{suffix}")(**options)).eval()
+    for key, weight in model.named_parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+        elif key.endswith("norm.weight"):
+            weight.data.normal_(mean=0.0 if family == "gemma3" else 1.0, std=0.3)
+    return save_reference(model, folder)
+
+
+def write_adapters(family, model, root):
+    """Two adapters: one of attention by root of the rank with patterns, one of all linear layers."""
+    weights = {key: value for key, value in model.state_dict().items() if value.ndim == 2}
+    attention = linear_sizes(weights, ("q_proj", "v_proj", "o_proj"))
+    ranks = {module: 2 for module in attention if "layers.1." in module and module.endswith("v_proj")}
+    first = save_adapter(
+        root / "first",
+        adapter_weights(attention, seed=1, rank=5, ranks=ranks, spread=0.4),
+        rank=5,
+        lora_alpha=3,
+        use_rslora=True,
+        rank_pattern={r"layers\.1\.self_attn\.v_proj": 2},
+        alpha_pattern={"o_proj": 4},
+        target_modules=["q_proj", "v_proj", "o_proj"],
+    )
+    every = linear_sizes(weights)
+    second = save_adapter(root / "second", adapter_weights(every, seed=2, rank=8, spread=0.4), rank=8, lora_alpha=12)
+    return first, second
+
+
+def with_adapter(model, folder):
+    """A copy of a transformers model that goes through an adapter: PEFT's, or with the changes added here."""
+    model = copy.deepcopy(model)
+    if peft is not None:
+        return peft.PeftModel.from_pretrained(model, folder).eval()
+    pairs = load_file(folder / "adapter_model.safetensors")
+    for module, pair in Adapter.open(folder).pairs.items():
+        weight = model.get_submodule(module).weight
+        weight.data = (weight.double() + pair.scale * pairs[pair.up].double() @ pairs[pair.down].double()).float()
+    return model
+
+
+def adapted_logits(folder, adapters, tokens):
+    """Scores `[B, T, V]` of tokens `[B, T]`: the first row through the base, each other through an adapter."""
+    model = load_causal_lm(Checkpoint.open(folder), dtype="float32")
+    abstract = AbstractModel.from_module(model)
+    layers = AdaptedLayers.of(abstract.build, abstract.weights, max_loras=len(adapters), max_rank=8)
+    device, loader = DeviceAdapters(layers), AdapterLoader(layers, 1)
+    for slot, adapter in enumerate(adapters):
+        device.place(loader.load(LoRARequest(adapter.name, slot + 1, adapter)), slot)
+    slots = jnp.repeat(jnp.arange(len(tokens)) - 1, tokens.shape[1])
+
+    @jax.jit
+    def scores(weights, arrays):
+        model = replace(abstract, adapted=layers).build((*weights, *arrays), slots)
+        return model.logits(model(jnp.asarray(tokens)))
+
+    return np.asarray(scores(tuple(jax.tree.leaves(nnx.state(model))), device.arrays), np.float64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_base_and_two_adapters_in_one_batch_are_those_of_the_reference(family, tmp_path):
+    base = reference(family, tmp_path / "base")
+    folders = write_adapters(family, base, tmp_path)
+    got = adapted_logits(tmp_path / "base", folders, TOKENS)
+    for row, model in enumerate([base, *(with_adapter(base, folder) for folder in folders)]):
+        with torch.no_grad():
+            expected = model(torch.tensor(TOKENS[row : row + 1])).logits.numpy()[0]
+            others = base(torch.tensor(TOKENS[row : row + 1])).logits.numpy()[0]
+        assert relative(got[row], expected) < 2e-5
+        assert row == 0 or relative(others, expected) > 0.1  # the adapter changes much
+
+
+def test_the_engine_gives_the_tokens_and_log_probabilities_of_the_reference(tmp_path):
+    base = reference("qwen3", tmp_path / "base")
+    folders = write_adapters("qwen3", base, tmp_path)
+    theirs = [base, *(with_adapter(base, folder) for folder in folders)]
+    llm = engine(tmp_path / "base", enable_lora=True, max_loras=2, max_lora_rank=8)
+    requests = [None, *(LoRARequest(folder.name, i, folder) for i, folder in enumerate(folders, start=1))]
+    params = SamplingParams(max_tokens=64, **GREEDY)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=requests)
+    expected = [continuations(model, [prompt], 64)[0] for model, prompt in zip(theirs, PROMPTS, strict=True)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    for request, model in zip(requests, theirs, strict=True):
+        errors = logprob_errors(llm, model, PROMPTS[0], lora_request=request)
+        np.testing.assert_allclose(errors, 0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_merged_checkpoint_is_that_of_the_reference(family, tmp_path):
+    base = reference(family, tmp_path / "base")
+    for i, folder in enumerate(write_adapters(family, base, tmp_path)):
+        merged = merge(Checkpoint.open(tmp_path / "base"), Adapter.open(folder), tmp_path / f"merged{i}")
+        model = with_adapter(base, folder)
+        if peft is not None:
+            model = model.merge_and_unload()
+        with torch.no_grad():
+            expected = model(torch.tensor(TOKENS)).logits.numpy()
+        assert relative(logits(merged, TOKENS), expected) < 2e-5

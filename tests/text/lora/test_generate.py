@@ -1,0 +1,179 @@
+"""Requests with adapters: each gets the tokens of the model that has its adapter merged, whatever runs beside it."""
+
+import asyncio
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
+from verax import AsyncLLM, LoRARequest
+from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_causal_lm
+from verax.models import causal_lm
+from verax.text.lora.device import DeviceAdapters
+from verax.text.lora.layers import AdaptedLayers
+from verax.text.lora.loader import AdapterLoader
+from verax.text.program import AbstractModel
+from verax.text.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 40, 12)]
+ALL = (0, 1, 2, 3)
+MIXED = (0, 1, 2, 1, 3, 2)
+"""Adapter of each prompt, 0 for none: three adapters for two slots."""
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def requests(adapters):
+    return [None, *(request for request, _ in adapters)]
+
+
+@pytest.fixture(scope="module")
+def expected(lora_llm, merged):
+    """Greedy tokens of each prompt, of the base model and with each adapter merged."""
+    result = []
+    for number in ALL:
+        with merged(lora_llm, number):
+            result.append(tokens(lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False)))
+    assert all(a != b for prompt in zip(*result, strict=True) for i, a in enumerate(prompt) for b in prompt[:i])
+    return result
+
+
+def test_base_and_adapters_in_one_batch_give_the_tokens_of_merged_models(lora_llm, requests, expected):
+    chosen = [requests[number] for number in MIXED]
+    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=chosen)
+    assert tokens(outputs) == [expected[number][at] for at, number in enumerate(MIXED)]
+    lora_llm.engine.check()
+
+
+@pytest.mark.parametrize("number", ALL)
+def test_one_adapter_goes_for_all_prompts(lora_llm, requests, expected, number):
+    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests[number])
+    assert tokens(outputs) == expected[number]
+
+
+def test_samples_with_a_seed_do_not_depend_on_the_batch(lora_llm, requests):
+    params = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, ignore_eos=True)
+    chosen = [requests[number] for number in MIXED]
+    together = lora_llm.generate(PROMPTS, params, use_tqdm=False, lora_request=chosen)
+    for prompt, request, output in zip(PROMPTS, chosen, together, strict=True):
+        alone = lora_llm.generate(prompt, params, use_tqdm=False, lora_request=request)[0]
+        assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in alone.outputs]
+
+
+def test_blocks_of_one_adapter_serve_no_other(lora_llm, requests):
+    lora_llm.engine.scheduler.blocks.reset_prefix_cache()
+    prompt = PROMPTS[3]
+    for cached in (0, 32):
+        for request in requests:
+            output = lora_llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request)[0]
+            assert output.num_cached_tokens == cached
+
+
+def test_nothing_compiles_after_the_start_whatever_adapters_come(lora_llm, requests, tmp_path):
+    before = lora_llm.engine.runner.num_compiled()
+    sizes = linear_sizes(random_weights(tiny_config()))
+    folder = save_adapter(tmp_path, adapter_weights(sizes, seed=9, rank=2), rank=2)
+    fourth = LoRARequest("fourth", 4, folder)
+    lora_llm.generate(PROMPTS[:5], GREEDY, use_tqdm=False, lora_request=[*requests, fourth])
+    assert lora_llm.engine.runner.num_compiled() == before
+
+
+def test_steps_without_an_adapter_run_the_plain_programs(lora_llm, requests, monkeypatch):
+    runner, ran = lora_llm.engine.runner, []
+    dispatch = runner._dispatch
+    monkeypatch.setattr(runner, "_dispatch", lambda shape, packed: ran.append(shape) or dispatch(shape, packed))
+    lora_llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    assert {shape.adapters for shape in ran} == {False}
+    lora_llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[None, requests[1]])
+    assert {shape.adapters for shape in ran[-3:]} == {True}
+
+
+def test_streams_chats_and_queued_requests_take_an_adapter(lora_llm, requests, expected):
+    messages = [{"role": "user", "content": "abc"}]
+    texts = {number: lora_llm.chat(messages, GREEDY, False, requests[number])[0].outputs[0].text for number in (0, 1)}
+    assert texts[0] != texts[1]
+    assert "".join(lora_llm.stream(messages, GREEDY, requests[1])) == texts[1]
+    lora_llm.add_request(PROMPTS[2], GREEDY, lora_request=requests[2])
+    while lora_llm.has_unfinished_requests:
+        outputs = lora_llm.step()
+    assert tokens(outputs) == [expected[2][2]]
+
+
+def test_the_asynchronous_engine_takes_adapters_and_refuses_bad_ones(lora_llm, requests, expected, tmp_path):
+    async def ask():
+        llm = AsyncLLM.from_llm(lora_llm)
+        calls = [llm.collect(PROMPTS[at], GREEDY, lora_request=requests[i]) for at, i in enumerate(MIXED)]
+        calls.append(llm.collect(PROMPTS[0], GREEDY, lora_request=LoRARequest("none", 8, tmp_path)))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        await llm.shutdown()
+        return results
+
+    *outputs, error = asyncio.run(ask())
+    assert tokens(outputs) == [expected[number][at] for at, number in enumerate(MIXED)]
+    assert isinstance(error, CheckpointError)
+    assert "adapter_config.json" in str(error)
+
+
+def test_arguments_that_make_no_sense_are_refused_before_anything_runs(lora_llm, requests):
+    with pytest.raises(InvalidParameterError, match="lora_request: 1 given for 2 prompts"):
+        lora_llm.generate(PROMPTS[:2], GREEDY, lora_request=[requests[1]])
+    with pytest.raises(InvalidParameterError, match="lora_request: expected a LoRARequest, got 'a1'"):
+        lora_llm.generate(PROMPTS[:2], GREEDY, lora_request=["a1", None])
+    assert not lora_llm.has_unfinished_requests
+
+
+def test_an_engine_without_adapters_says_how_to_start_one(llm, adapters):
+    with pytest.raises(InvalidParameterError, match="enable_lora=True"):
+        llm.generate(PROMPTS[0], GREEDY, lora_request=adapters[0][0])
+
+
+def test_recurrent_layers_take_adapters_too(tmp_path):
+    config = tiny_config("qwen3_5_text", **HYBRID)
+    architecture, sizes = causal_lm(config)
+    abstract = AbstractModel.from_module(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))))
+    model = load_causal_lm(
+        Checkpoint.open(tiny_checkpoint(tmp_path / "base", family="qwen3_5_text", **HYBRID)), dtype="float32"
+    )
+    own = tuple(jax.tree.leaves(nnx.state(model)))
+    modules = linear_sizes(random_weights(config), ("in_proj_qkv", "out_proj", "q_proj", "up_proj"))
+    assert any("linear_attn.in_proj_qkv" in module for module in modules)
+    weights = adapter_weights(modules, spread=0.5)
+    layers = AdaptedLayers.of(abstract.build, abstract.weights, max_loras=2, max_rank=5)
+    device = DeviceAdapters(layers)
+    request = LoRARequest("a", 1, save_adapter(tmp_path / "adapter", weights))
+    device.place(AdapterLoader(layers, 1).load(request), 1)
+    tokens = jnp.asarray(PROMPTS[2])[None]
+
+    @jax.jit
+    def scores(weights, slots):
+        model = replace(abstract, adapted=layers).build(weights, slots)
+        return model.logits(model(tokens))
+
+    everywhere = scores((*own, *device.arrays), jnp.full(tokens.shape[1], 1))
+    nowhere = scores((*own, *device.arrays), jnp.full(tokens.shape[1], -1))
+    merged = scores((*_with_changes(abstract, own, weights), *device.arrays), jnp.full(tokens.shape[1], -1))
+    np.testing.assert_allclose(everywhere, merged, atol=1e-3)
+    assert np.abs(np.asarray(everywhere - nowhere)).max() > 0.5
+
+
+def _with_changes(abstract, weights, adapter):
+    """Flat weights of a model with an adapter's changes added."""
+    model = abstract.build(weights)
+    for path, module in nnx.iter_modules(model):
+        name = "base_model.model." + ".".join(map(str, path))
+        if f"{name}.lora_A.weight" in adapter:
+            change = adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
+            module.weight.set_value(module.weight.get_value() + change)
+    return tuple(jax.tree.leaves(nnx.state(model)))
