@@ -12,7 +12,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
+.PHONY: help demo test test-native test-native-aarch64 real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,13 @@ test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address a
 	  --programs tests/native/*_test.cc
 	@for program in $(patsubst tests/native/%.cc,build/native/%,$(wildcard tests/native/*_test.cc)); do \
 	  $$program || exit 1; \
+	done
+
+test-native-aarch64: $(VENV)/.installed-dev  ## Test the CPU kernels for ARM, cross-compiled and emulated; needs g++-aarch64-linux-gnu and qemu-user.
+	@CXX=aarch64-linux-gnu-g++ $(BIN)/python -m verax.ops.cpu.build build/native-aarch64 --flags="-O1 -static" \
+	  --programs tests/native/*_test.cc
+	@for program in $(patsubst tests/native/%.cc,build/native-aarch64/%,$(wildcard tests/native/*_test.cc)); do \
+	  qemu-aarch64 $$program || exit 1; \
 	done
 
 real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json build/tokenizers/gemma3/tokenizer.json build/llama.cpp/.unpacked  ## Fetch published tokenizers and llama.cpp's vocabularies, which tests compare with.

@@ -40,9 +40,10 @@ class BuildError(RuntimeError):
     """Failure to build the library; the message names what is missing, or is the compiler's."""
 
 
-def architecture() -> str:
-    """`platform.machine()`, one name for each architecture."""
-    machine = platform.machine().lower()
+def architecture(cxx: Sequence[str] = ()) -> str:
+    """Architecture that a compiler compiles for, or this machine's: one name for each."""
+    target = subprocess.run([*cxx, "-dumpmachine"], capture_output=True, text=True, check=False).stdout if cxx else ""
+    machine = target.partition("-")[0] or platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
 
 
@@ -103,7 +104,7 @@ def build(
         taken = {
             level: options
             for level, (where, options) in every.items()
-            if (where == "any" or (where == architecture() and level in (levels or every)))
+            if (where == "any" or (where == architecture(cxx) and level in (levels or every)))
             and _compiles(cxx, options, folder)
         }
         command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in every)]
