@@ -145,7 +145,7 @@ struct Tile {
   }
 
   template <int R, int C>
-  static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment);
+  [[gnu::noinline]] static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment);
 };
 
 // R rows of x from m on, C rows of W: n and those apart from it. Grouped: chunks share scales by t.group inputs.

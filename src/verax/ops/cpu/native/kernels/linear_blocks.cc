@@ -115,7 +115,7 @@ struct BlockTile {
 
   // R rows of x from m on, C blocks of W: n and those apart from it.
   template <int R, int C>
-  static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
+  [[gnu::noinline]] static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
     const int64_t apart = segment.apart, block = units(t.K) * UNIT_WORDS * apart;
     const auto* w = static_cast<const uint32_t*>(at(t, n, segment.begin));
     const auto* next = static_cast<const uint32_t*>(segment.next);

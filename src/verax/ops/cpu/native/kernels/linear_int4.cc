@@ -163,7 +163,7 @@ struct Int4Tile {
 
   // R rows of x from m on, C blocks of W: n and those apart from it.
   template <int R, int C>
-  static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
+  [[gnu::noinline]] static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
     const int64_t apart = segment.apart, block = t.K / 8 * WORDS * apart;
     const auto* w = static_cast<const uint16_t*>(at(t, n, segment.begin));
     const auto* next = static_cast<const uint16_t*>(segment.next);
