@@ -48,17 +48,17 @@ def draft_config(folder, count=4):
     return {"model": str(folder), "num_speculative_tokens": count}
 
 
-def outputs(llm, prompts, params):
-    made = llm.generate(prompts, params, use_tqdm=False)
+def outputs(llm, prompts, params, **options):
+    made = llm.generate(prompts, params, use_tqdm=False, **options)
     llm.engine.check()
     assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_usable
     return made
 
 
-def samples(llm, prompts, params):
+def samples(llm, prompts, params, **options):
     return [
         [(s.token_ids, s.text, s.finish_reason, s.stop_reason) for s in output.outputs]
-        for output in outputs(llm, prompts, params)
+        for output in outputs(llm, prompts, params, **options)
     ]
 
 
@@ -72,9 +72,9 @@ def without_drafts(llm):
         llm.engine.speculator = speculator
 
 
-def expected(llm, prompts, params):
+def expected(llm, prompts, params, **options):
     with without_drafts(llm):
-        return samples(llm, prompts, params)
+        return samples(llm, prompts, params, **options)
 
 
 def accepted(llm):
