@@ -56,7 +56,7 @@ def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(ngram):
 
 
 def test_counts_are_those_of_the_steps(ngram):
-    totals = dataclasses.replace(ngram.engine.speculator.totals)
+    totals, computed = dataclasses.replace(ngram.engine.speculator.totals), ngram.engine.num_computed_tokens
     (output,) = outputs(ngram, [REPEATED[0]], SamplingParams(**LOOPING))
     now, metrics = ngram.engine.speculator.totals, output.metrics
     assert metrics.num_draft_tokens == now.num_draft_tokens - totals.num_draft_tokens > 0
@@ -64,6 +64,10 @@ def test_counts_are_those_of_the_steps(ngram):
     assert metrics.num_accepted_tokens <= metrics.num_draft_tokens
     assert sum(now.num_accepted_tokens_per_pos) == now.num_accepted_tokens
     assert output.to_dict()["metrics"]["num_draft_tokens"] == metrics.num_draft_tokens
+    # Every token is computed once, but for drafts that did not hold; the last one is not.
+    known = len(output.prompt_token_ids) - output.num_cached_tokens + len(output.outputs[0].token_ids) - 1
+    refused = metrics.num_draft_tokens - metrics.num_accepted_tokens
+    assert ngram.engine.num_computed_tokens - computed == known + refused
 
 
 def test_logprobs_are_those_of_an_engine_without_drafts(ngram):
