@@ -95,14 +95,18 @@ def has(capability: str) -> bool:
 def use_level(name: str) -> Iterator[None]:
     """Run kernels at another level. It holds for the whole process, and for programs that are compiled already.
 
+    Arrays that are still being computed are waited for on both ends: a program runs at the level that it was called at.
+
     Raises:
         InvalidParameterError: for a level that this machine cannot run.
     """
     before = level()
+    jax.block_until_ready(jax.live_arrays())
     _set_level(name)
     try:
         yield
     finally:
+        jax.block_until_ready(jax.live_arrays())
         if before is not None:
             _set_level(before)
 
