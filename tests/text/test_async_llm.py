@@ -512,7 +512,7 @@ def test_a_form_of_the_answer_holds_and_a_wrong_one_or_a_failing_one_ends_its_re
             other = asyncio.create_task(served.collect(PROMPTS[2], GREEDY))
             stream = served.generate(PROMPTS[1], params)
 
-            def fail(self, mask):
+            def fail(*_):
                 raise StructuredOutputError("planted")
 
             monkeypatch.setattr(GrammarMatcher, "fill", fail)

@@ -271,7 +271,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(formed, monkeypatch, method
     bad, good = (formed.add_request(prompt, params) for prompt in PROMPTS[1:3])
     victim = formed.engine.request(bad).sequences[1].matcher
 
-    def fail(_):
+    def fail(*_):
         raise StructuredOutputError("structured_outputs: too complex")
 
     done = {}
@@ -380,7 +380,7 @@ def test_a_matcher_begins_behind_an_answer_so_far(formed):
     compiled = formed.engine.compile_grammar(SamplingParams(structured_outputs={"regex": "abcd"}))
     width = grammar.mask_width(formed.model_config.vocab_size)
     mask = np.zeros(width, np.int32)
-    compiled.matcher(tokenizer.encode("abc")).fill(mask)
+    compiled.matcher(tokenizer.encode("abc")).fill(mask[None])
     allowed = [i for i in range(32 * width) if mask[i // 32] >> (i % 32) & 1]
     assert [tokenizer.decode([i]) for i in allowed] == ["d"]
     with pytest.raises(InvalidParameterError, match="structured_outputs: the answer so far does not match"):

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.sequences import make_sequence
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
 from verax.text.engine_config import EngineConfig
 from verax.text.program import new_cache
 from verax.text.sampling_params import SamplingParams
-from verax.text.sequence import Sequence
 from verax.text.sizes import block_bytes, plan_sizes, state_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -134,7 +134,7 @@ def test_padding_writes_to_no_slot(llm, expected):
 
 def test_preemption_changes_no_token(llm, expected):
     scheduler = llm.engine.scheduler
-    somebody = Sequence(request=None, index=0, seed=0, tokens=[])
+    somebody = make_sequence([])
     assert scheduler.blocks.admit(somebody, 0)
     scheduler.blocks.grow(somebody, 4 * (scheduler.blocks.num_usable - 31))  # leaves 31 blocks for eight sequences
     before = scheduler.num_preemptions
