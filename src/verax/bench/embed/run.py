@@ -184,9 +184,9 @@ def _exported_side(
 
 def _distance(vectors: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     """Distances of normalised vectors from those of a reference, the largest of any text."""
-    lengths = np.linalg.norm(vectors, axis=1) * np.linalg.norm(reference, axis=1)
-    cosines = np.einsum("nd,nd->n", vectors, reference, dtype=np.float64) / lengths
-    return {"largest_difference": float(np.abs(vectors - reference).max()), "cosine_distance": float(1 - cosines.min())}
+    a, b = vectors.astype(np.float64), reference.astype(np.float64)
+    cosines = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+    return {"largest_difference": float(np.abs(a - b).max()), "cosine_distance": float(1 - cosines.min())}
 
 
 def _texts(count: int) -> list[str]:
