@@ -76,7 +76,7 @@ def openvino_side(
         setting = f"PERFORMANCE_HINT=THROUGHPUT ({streams.get_property('NUM_STREAMS')} streams)"
         run = partial(_in_streams, openvino.AsyncInferQueue(streams))
         ways += [Way(setting, size, run) for size in sorted({batch_size, 1}, reverse=True)]
-    versions = {"openvino": openvino.__version__, "openvino_threads": num_cores()}
+    versions = {"openvino": openvino.__version__.partition("-")[0], "openvino_threads": num_cores()}
     if nncf is not None:
         versions["nncf"] = nncf.__version__
     return ExportedSide(f"openvino {precision}", batches, ways, versions)
