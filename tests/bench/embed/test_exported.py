@@ -74,4 +74,14 @@ def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(folder,
 
 def test_a_side_with_one_way_is_not_tried(batches):
     side = ExportedSide("library float32", batches, [Way("only", 1, sums(0))], {})
-    assert side.choose(["the cat"], latency=True) == {"way": "only, one text a call", "trials": {}}
+    assert side.choose(["the cat"], latency=True) == {"way": "only, one text a call", "trials": {}, "wrong": {}}
+
+
+def test_a_fast_way_with_other_vectors_is_left_out(batches):
+    def wrong(found):
+        return [(rows, vectors * [[1, -1]]) for rows, vectors in sums(0)(found)]
+
+    ways = [Way("right", 4, sums(0.02)), Way("wrong", 4, wrong)]
+    chosen = ExportedSide("library int8", batches, ways, {}).choose(random_sentences(9), latency=False)
+    assert chosen["way"] == "right, batches of 4"
+    assert list(chosen["wrong"]) == ["wrong, batches of 4"]

@@ -45,7 +45,8 @@ def _chosen_lines(chosen: Mapping[str, Any]) -> list[str]:
     for name, side in chosen.items():
         rates = (f"{rate:.0f} with {way}" for way, rate in side["trials"].items())
         tried = f"; sentences/s in a trial: {', '.join(rates)}" if side["trials"] else ""
-        lines.append(f"- {name}: {side['way']}{tried}")
+        wrong = "".join(f"; left out as wrong by {distance:.2g}: {way}" for way, distance in side["wrong"].items())
+        lines.append(f"- {name}: {side['way']}{tried}{wrong}")
     return ["", "Settings, the fastest of those that were tried:", "", *lines] if lines else []
 
 

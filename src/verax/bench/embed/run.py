@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin, checkpoint, models, progress
-from verax.bench.embed.exported import Encode, ExportedSide, one_by_one
+from verax.bench.embed.exported import Encode, ExportedSide, cosine_distance, one_by_one
 from verax.bench.embed.transformers import TransformersSide
 from verax.bench.harness import Benchmark, product_weights
 from verax.bench.text.run import QWEN3_0_6B
@@ -126,10 +126,14 @@ def bench_embed(
         begin = time.perf_counter()
         ours = sides["verax"]()
         first_s = time.perf_counter() - begin
-        accuracy = {}
+        accuracy: dict[str, dict[str, float]] = {}
         if against:
             reference = ours if dtype == "float32" else Encoder(folder).encode(texts, show_progress=False)
-            accuracy = {name: _distance(run(), reference) for name, run in sides.items()}
+            for name, run in sides.items():
+                vectors = run()
+                largest = float(np.abs(vectors - reference).max())
+                distance = cosine_distance(vectors, reference)
+                accuracy[name] = {"largest_difference": largest, "cosine_distance": distance}
         compiled = encoder.num_compiled()
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
@@ -180,13 +184,6 @@ def _exported_side(
     else:
         from verax.bench.embed.onnxruntime import onnxruntime_side as make
     return make(folder, precision or dtype, settings, texts, batch_size, latency=latency)
-
-
-def _distance(vectors: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-    """Distances of normalised vectors from those of a reference, the largest of any text."""
-    a, b = vectors.astype(np.float64), reference.astype(np.float64)
-    cosines = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
-    return {"largest_difference": float(np.abs(a - b).max()), "cosine_distance": float(1 - cosines.min())}
 
 
 def _texts(count: int) -> list[str]:
