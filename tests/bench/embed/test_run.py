@@ -9,6 +9,7 @@ from tests.support.tiny_encoder import tiny_encoder
 from verax import cli
 from verax.bench.embed.run import bench_embed
 from verax.bench.results import markdown, write
+from verax.embed.encoder import Encoder
 from verax.errors import InvalidParameterError, MissingDependencyError
 
 
@@ -35,8 +36,16 @@ def test_our_side_alone_compiles_nothing_while_it_is_timed(folder, tmp_path):
     assert write(result, tmp_path).name.endswith("-embed-float32.json")
 
 
-def test_latency_is_a_call_for_each_sentence(folder, tmp_path):
+def test_latency_is_a_call_for_each_sentence(folder, tmp_path, monkeypatch):
+    encode, counts = Encoder.encode, []
+
+    def counted(self, texts, **options):
+        counts.append(len(texts))
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(Encoder, "encode", counted)
     result = bench(folder, latency=True)
+    assert set(counts) == {1}
     assert result["compiled_during_runs"] == 0
     page = markdown(result)
     assert "each in a call of its own" in page
