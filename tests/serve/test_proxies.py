@@ -48,6 +48,7 @@ class Upstream:
         return Starlette(routes=routes, middleware=[Middleware(Security, server)])
 
     async def stream(self, request):
+        await request.body()  # as the server does: Caddy closes a connection whose answer comes before the body is sent
         return EventStream(self.events())
 
     async def events(self):

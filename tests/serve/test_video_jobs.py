@@ -87,10 +87,16 @@ def test_progress_rises_to_99_and_then_to_100(jobs, pipeline):
     pipeline.may_go.release(2)
     until(jobs, job, lambda job: job.progress == 47)
     assert job.preview is not None
-    seen = []
-    job.watchers.add(lambda: seen.append((job.status, job.progress)))  # on the queue's thread, at each change
+    seen, told = [], threading.Event()
+
+    def watch():  # on the queue's thread, at each change
+        seen.append((job.status, job.progress))
+        if job.ended:
+            told.set()
+
+    job.watchers.add(watch)
     pipeline.may_go.release(2)
-    until(jobs, job, lambda job: job.ended)
+    assert told.wait(10)
     assert [state for state in seen if state[1] > 99] == [("completed", 100)]
     assert [progress for _, progress in seen] == sorted(progress for _, progress in seen)
     assert (job.status, job.progress, job.completed_at, job.expires_at) == ("completed", 100, 1000, 1060)
