@@ -200,6 +200,9 @@ class LamModel(nnx.Module):
             [layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         )
 
+    takes_packed_sentences = False
+    """True if several sentences may lie in one row."""
+
     @property
     def depends_on_padding(self) -> bool:
         """True if a sentence's states change with its padding or its batch, as those of the published rules do."""

@@ -2,7 +2,7 @@
 
 from verax.nn.layers import CausalConv3d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm, fused_linear
 from verax.nn.low_rank import LowRank
-from verax.nn.pooling import mean_pool
+from verax.nn.sentences import Sentences
 
 __all__ = [
     "CausalConv3d",
@@ -12,6 +12,6 @@ __all__ = [
     "Linear",
     "LowRank",
     "RMSNorm",
+    "Sentences",
     "fused_linear",
-    "mean_pool",
 ]
