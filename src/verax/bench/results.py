@@ -14,7 +14,7 @@ from verax.bench.lines import noise_line
 from verax.errors import InvalidParameterError
 from verax.files import write_text
 
-__all__ = ["markdown", "write", "write_whole"]
+__all__ = ["markdown", "model_name", "write", "write_whole"]
 
 PAGES = (
     "verax.bench.delta.page",
@@ -93,6 +93,11 @@ def _about(result: Mapping[str, Any]) -> str:
         result.get("date", ""),
     )
     return " ".join(part for part in parts if part)
+
+
+def model_name(model: str) -> str:
+    """The name of a checkpoint for a result: of a local one without its folders, of one on the hub its id."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from verax import cli
-from verax.bench.results import markdown, write
+from verax.bench.results import markdown, model_name, write
+from verax.bench.text import page
 from verax.bench.text import run as text
 from verax.bench.text.run import bench_text
 from verax.bench.text.workload import Workload, nano_vllm, prompt, repeat, short_prompts
@@ -56,7 +57,7 @@ def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, tmp_pat
     assert (result["settings"]["prompt_tokens"], result["settings"]["new_tokens"]) == (24, 1)
     assert side["rate"] == 24 / side["median_s"]
     assert "Tokens are the prompts'." in markdown(result)
-    assert write(result, tmp_path).name.endswith("-text-prompt-float32-24-tokens.json")
+    assert write(result, tmp_path).name.endswith("-prompt-float32-24-tokens.json")
 
 
 def test_an_engine_with_drafts_runs_beside_itself_without_them(folder, tmp_path):
@@ -74,7 +75,7 @@ def test_an_engine_with_drafts_runs_beside_itself_without_them(folder, tmp_path)
     drafts = result["spec_decode"]
     assert drafts["num_draft_tokens"] == drafts["num_accepted_tokens"] > 20
     assert "held (100%)" in markdown(result)
-    assert write(result, tmp_path).name.endswith("-text-repeat-float32-drafts.json")
+    assert write(result, tmp_path).name.endswith("-repeat-float32-drafts.json")
 
 
 def test_a_repeating_prompt_is_the_same_tokens_over_and_over():
@@ -191,3 +192,13 @@ def test_the_command_prints_json_for_scripts(monkeypatch, capsys, folder):
         cli.main()
     assert not ended.value.code
     assert json.loads(capsys.readouterr().out)["settings"]["new_tokens"] == 6
+
+
+def test_a_result_names_a_checkpoint_without_its_folders(tmp_path):
+    file = tmp_path / "Small-Q4_K_M.gguf"
+    file.touch()
+    assert model_name(str(file)) == "Small-Q4_K_M.gguf"
+    assert model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    settings = {"dtype": "bfloat16", "quantization": None, "kv_cache_dtype": "auto", "requests": 4}
+    result = {"settings": {**settings, "model": model_name(str(file)), "shapes": None, "workload": "short-prompts"}}
+    assert page.slug(result) == ["small-q4_k_m", "short-prompts", "bfloat16"]

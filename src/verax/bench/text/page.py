@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verax.bench.lines import rounds, sides_lines
@@ -44,11 +45,16 @@ def render(result: Mapping[str, Any]) -> list[str]:
 
 
 def slug(result: Mapping[str, Any]) -> list[str]:
-    """Parts of the file name: workload, shapes, precision, and the workload's size where it is not the usual one."""
+    """Parts of the file name: model, workload, precision, and the workload's size where it is not the usual one.
+
+    A checkpoint is named first, random weights by their shapes if these are not the usual ones.
+    """
     settings = result["settings"]
-    shapes = [settings["shapes"]] if settings.get("shapes") not in (None, "qwen3") else []
+    shapes = settings.get("shapes", "qwen3")
+    model = [Path(settings["model"]).stem.lower()] if shapes is None else []
+    others = [shapes] if shapes not in (None, "qwen3") else []
     drafts = ["drafts"] if settings.get("speculative_config") else []
-    return [settings["workload"], *shapes, precision(settings), *drafts, *_size(settings)]
+    return [*model, settings["workload"], *others, precision(settings), *drafts, *_size(settings)]
 
 
 def _size(settings: Mapping[str, Any]) -> list[str]:

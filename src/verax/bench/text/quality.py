@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import builtin, checkpoint, progress
+from verax.bench.results import model_name
 from verax.bench.text.llama_cpp_scores import llama_cpp_perplexity
 from verax.bench.text.scoring import (
     BATCH_TOKENS,
@@ -138,7 +139,7 @@ def bench_quality(
         "kind": "quality",
         "machine": fingerprint(),
         "settings": {
-            "model": model or "built-in",
+            "model": model_name(model) if model else "built-in",
             "text": "held-out documents of the built-in model's generator" if text is None else "given",
             "scored_tokens": scored,
             "window": window,

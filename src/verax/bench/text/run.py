@@ -17,6 +17,7 @@ from flax import nnx
 
 from verax import checkpoint, progress
 from verax.bench.harness import Benchmark, product_weights
+from verax.bench.results import model_name
 from verax.bench.text.experts import MOE, unread_bytes, unused_weights
 from verax.bench.text.workload import Workload
 from verax.bench.timing import interleave
@@ -170,7 +171,7 @@ def bench_text(
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
         settings = {
-            "model": model or f"random weights, {SHAPES[shapes][0]}",
+            "model": model_name(model) if model else f"random weights, {SHAPES[shapes][0]}",
             "shapes": None if model else shapes,
             "dtype": dtype,
             "quantization": quantization,
