@@ -37,6 +37,7 @@ def test_states_are_pooled_by_sentence_whatever_is_beside_it(layout):
     expected = [hidden[place].copy() for place in places]
     hidden[np.asarray(sentences.segments) == 5] = np.inf
     hidden[places[1]] = np.nan
+    hidden = jnp.asarray(hidden)
     for pooled, rule in (
         (sentences.first(hidden), lambda states: states[0]),
         (sentences.last(hidden), lambda states: states[-1]),

@@ -160,7 +160,10 @@ class Reranker:
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
             raise InvalidParameterError(f"top_k: expected a whole number of at least 1, got {top_k!r}")
         texts = check_texts(documents, "documents")
-        scores = self.score(query, texts, **options)
+        # A text that is there twice is scored once: at another place in a call its score would round otherwise.
+        unique = list(dict.fromkeys(texts))
+        found = dict(zip(unique, self.score(query, unique, **options), strict=True))
+        scores = np.asarray([found[text] for text in texts], np.float32)
         order = np.argsort(-scores, kind="stable")[:top_k].tolist()
         return [RankedDocument(i, float(scores[i]), texts[i]) for i in order]
 
