@@ -236,18 +236,18 @@ def _many(x, weights, biases):
 
 
 @for_each_level
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "float8", "zeros"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8 by 32", "int4", "float8", "zeros"])
 def test_several_weights_give_what_each_gives_alone(level, kind):
     sizes = (1, 16, 17, 300)  # less than a piece of work, a whole one, two with a rest, many
     weights = [arrays(1, 64, n, jnp.float32, seed=n)[1] for n in sizes]
-    bits = {"int8": 8, "int4": 4}.get(kind)
+    scheme = {"int8": (8, None), "int8 by 32": (8, 32), "int4": (4, 32)}.get(kind)
     weights = [
-        quantize(w, bits, 32) if bits else stored(w, kind, 32) if kind in ("float8", "zeros") else w.astype(kind)
+        quantize(w, *scheme) if scheme else stored(w, kind, 32) if kind in ("float8", "zeros") else w.astype(kind)
         for w in weights
     ]
     biases = [None, jnp.arange(16.0), None, jnp.arange(300.0)]
     with library.use_level(level):
-        for m in (0, 1, 3):
+        for m in (0, 1, 3, 5, 17):
             x, _ = arrays(m, 64, 1, jnp.float32)
             for y, w, bias in zip(_many(x, weights, biases), weights, biases, strict=True):
                 np.testing.assert_array_equal(y, native(x, w, bias))
