@@ -1,14 +1,19 @@
-"""Runtime checking of shape annotations, on for tests only, where arrays are; and memory given back after each file.
+"""Runtime checking of shape annotations, on for tests only, where arrays are; memory given back after a file; threads.
 
 Elsewhere public functions are to refuse wrong types with their own errors, and a checker in front would hide them.
 """
 
 import ctypes
 import gc
+import os
 import sys
 
 import pytest
 from jaxtyping import install_import_hook
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before PyTorch is imported: its threads wait for each other in loops, which starves the other workers.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ARRAYS = ("ops", "nn", "models", "text.step", "text.slots", "text.runner", "train.loss", "train.precision")
 

@@ -1,4 +1,4 @@
-"""Imports of the packages that the extras `video`, `server` and `otel` add, at the place where they are used."""
+"""Imports of the packages that the extras `video`, `server`, `otel` and those of baselines add, where they are used."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _PACKAGES = {
     "python_multipart": ("python-multipart", "server"),
     "opentelemetry": ("opentelemetry-exporter-otlp-proto-http", "otel"),
     "nh3": ("nh3", "server"),
+    "nncf": ("nncf", "openvino"),
+    "onnx": ("onnx", "onnxruntime"),
+    "onnxruntime": ("onnxruntime", "onnxruntime"),
+    "openvino": ("openvino", "openvino"),
     "prometheus_client": ("prometheus-client", "server"),
     "pygments": ("Pygments", "server"),
     "starlette": ("Starlette", "server"),

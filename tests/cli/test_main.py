@@ -73,9 +73,11 @@ def test_info_describes_a_checkpoint(run, tmp_path):
     assert "Q8_0" in run("info", str(tmp_path / "a.gguf")).out
 
 
-def test_info_as_a_table(run):
+def test_info_as_a_table(run, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = run("info", "--no-measure")
     assert "paged_attention" in done.out
+    assert "OMP_NUM_THREADS=1" in done.out
     assert verax.__version__ in done.out
 
 

@@ -42,6 +42,9 @@ MACHINE_FACTS = (
     "torch",
     "diffusers",
     "transformers",
+    "openvino",
+    "nncf",
+    "onnxruntime",
     "llama_cpp_python",
     "llama_server",
 )

@@ -1,1 +1,1 @@
-"""Sentence embeddings beside transformers: `verax bench embed`."""
+"""Sentence embeddings beside transformers, OpenVINO and onnxruntime: `verax bench embed`."""

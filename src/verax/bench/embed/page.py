@@ -15,22 +15,49 @@ KIND = "embed"
 def render(result: Mapping[str, Any]) -> list[str]:
     """Markdown lines: settings and times of all sides."""
     settings = result["settings"]
+    latency = settings.get("latency", False)
     lines = [
         f"# Embeddings: {settings['model']}, {settings['dtype']}",
         "",
         f"{settings['sentences']} sentences of {settings['shortest']} to {settings['longest']} tokens "
-        f"({settings['tokens']} in all), {settings['batch_size']} at once; {rounds(result)}, tokenizer included. The "
-        f"first run, which compiled, took {result['first_s']:.1f} s; {result['compiled_during_runs']} programs "
-        "compiled afterwards.",
+        f"({settings['tokens']} in all), "
+        f"{'each in a call of its own' if latency else str(settings['batch_size']) + ' at once'}; {rounds(result)}, "
+        f"tokenizer included. The first run, which compiled, took {result['first_s']:.1f} s; "
+        f"{result['compiled_during_runs']} programs compiled afterwards.",
         *sides_lines(result, "sentences/s", digits=3, rate_digits=0),
     ]
-    if result["ratios"]:
-        lines += ["", f"Largest difference of two vectors' numbers: {result['largest_difference']:.1e}."]
-    return lines
+    if latency:
+        means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in result["sides"].items())
+        lines += ["", f"A sentence: {', '.join(means)}."]
+    return [*lines, *_chosen_lines(result.get("chosen", {})), *_accuracy_lines(result.get("accuracy", {}))]
 
 
 def slug(result: Mapping[str, Any]) -> list[str]:
-    """Parts of the file name: shapes that are not the usual ones, and the dtype."""
+    """Parts of the file name: shapes that are not the usual ones, the dtype, and what was measured but throughput."""
     settings = result["settings"]
     shapes = [settings["shapes"]] if settings.get("shapes") not in (None, "minilm") else []
-    return [*shapes, settings["dtype"]]
+    return [*shapes, settings["dtype"], *(["latency"] if settings.get("latency") else [])]
+
+
+def _chosen_lines(chosen: Mapping[str, Any]) -> list[str]:
+    """Settings of the sides that have several ways to run, and the rates of all ways in a trial."""
+    lines = []
+    for name, side in chosen.items():
+        rates = (f"{rate:.0f} with {way}" for way, rate in side["trials"].items())
+        tried = f"; sentences/s in a trial: {', '.join(rates)}" if side["trials"] else ""
+        wrong = "".join(f"; left out as wrong by {distance:.2g}: {way}" for way, distance in side["wrong"].items())
+        lines.append(f"- {name}: {side['way']}{tried}{wrong}")
+    return ["", "Settings, the fastest of those that were tried:", "", *lines] if lines else []
+
+
+def _accuracy_lines(accuracy: Mapping[str, Any]) -> list[str]:
+    if not accuracy:
+        return []
+    return [
+        "",
+        "Vectors beside those of verax in float32, the largest distance of any sentence:",
+        "",
+        "| side | difference of a number | 1 - cosine |",
+        "|---|---|---|",
+        *(f"| {name} | {d['largest_difference']:.1e} | {d['cosine_distance']:.1e} |" for name, d in accuracy.items()),
+    ]

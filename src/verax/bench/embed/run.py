@@ -1,11 +1,12 @@
-"""Sentences to vectors: our encoder, and a loop over transformers as in sentence-transformers, on the same weights."""
+"""Sentences to vectors: our encoder, and transformers, OpenVINO and onnxruntime beside it on the same weights."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -15,18 +16,20 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin, checkpoint, models, progress
+from verax.bench.embed.exported import Encode, ExportedSide, cosine_distance, one_by_one
+from verax.bench.embed.transformers import TransformersSide
 from verax.bench.harness import Benchmark, product_weights
+from verax.bench.results import model_name
 from verax.bench.text.run import QWEN3_0_6B
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
 from verax.embed.encoder import Encoder
 from verax.embed.settings import EncoderSettings
-from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.errors import InvalidParameterError
 from verax.files import write_json
-from verax.machine import num_cores
 from verax.train.encoder.paraphrases import pairs
 
-__all__ = ["bench_embed"]
+__all__ = ["BASELINES", "SHAPES", "bench_embed"]
 
 MINILM_L6: dict[str, Any] = {
     "architectures": ["BertModel"],
@@ -66,6 +69,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 """Shapes of random weights by name: the model that has them, its config.json, and its pooling."""
 
+BASELINES = ("transformers", "openvino", "openvino-int8", "onnxruntime", "onnxruntime-int8")
+"""Sides beside ours: in the dtype of ours, unless a precision is part of the name."""
+
 MOST_JOINED = 6
 """A text is one to so many generated sentences: lengths differ as they do in practice."""
 
@@ -80,47 +86,62 @@ def bench_embed(
     against: tuple[str, ...] = (),
     dtype: str = "float32",
     shapes: str = "minilm",
+    latency: bool = False,
 ) -> dict[str, Any]:
     """Encode texts with our encoder and, interleaved, with others; a report as JSON holds it.
 
     Args:
         model: a checkpoint; random weights if None.
         sentences: how many texts.
-        batch_size: of both sides.
+        batch_size: most texts in a call, of all sides.
         runs: counted rounds. With `warmup` rounds before them.
-        against: `"transformers"` for its model in batches that are sorted by length, pooled as ours.
-        dtype: of both sides.
+        against: names out of `BASELINES`.
+        dtype: of all sides whose name has no precision.
         shapes: of random weights, a name out of `SHAPES`.
+        latency: encode each text by a call of its own, instead of all texts by one call.
     """
     if shapes not in SHAPES:
         raise InvalidParameterError(f"shapes: expected {' or '.join(SHAPES)}, got {shapes!r}")
-    unknown = [name for name in against if name != "transformers"]
+    unknown = [name for name in against if name not in BASELINES]
     if unknown:
-        raise InvalidParameterError(f"against: expected transformers, got {unknown[0]!r}")
+        raise InvalidParameterError(f"against: expected {' or '.join(BASELINES)}, got {unknown[0]!r}")
     texts, benchmark = _texts(sentences), Benchmark("embed")
     with _folder(model, shapes) as folder:
         encoder = Encoder(folder, dtype=dtype)
         weights = product_weights(checkpoint.Checkpoint.open(folder), tables="embed")
         lengths = encoder.token_counts(texts)
-        sides: dict[str, Callable[[], np.ndarray]] = {}
+        encoders: dict[str, Encode] = {}
         versions: dict[str, Any] = {}
-        if "transformers" in against:
-            theirs = _TransformersLoop(folder, dtype, encoder.settings)
-            versions = theirs.versions()
-            sides["transformers"] = lambda: theirs.encode(texts, batch_size)
-        sides["verax"] = lambda: encoder.encode(texts, batch_size=batch_size, show_progress=False)
+        chosen: dict[str, Any] = {}
+        for name in against:
+            if name == "transformers":
+                theirs = TransformersSide(folder, dtype, encoder.settings)
+                encoders[name] = partial(theirs.encode, batch_size=batch_size)
+            else:
+                theirs = _exported_side(name, folder, dtype, encoder.settings, texts, batch_size, latency)
+                chosen[theirs.name] = theirs.choose(texts, latency=latency)
+                encoders[theirs.name] = theirs.encode
+            versions |= theirs.versions()
+        encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
+        sides = {name: partial(one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
         begin = time.perf_counter()
-        results = {"verax": sides["verax"]()}
+        ours = sides["verax"]()
         first_s = time.perf_counter() - begin
-        results |= {name: run() for name, run in sides.items() if name != "verax"}
+        accuracy: dict[str, dict[str, float]] = {}
+        if against:
+            reference = ours if dtype == "float32" else Encoder(folder).encode(texts, show_progress=False)
+            for name, run in sides.items():
+                vectors = run()
+                largest = float(np.abs(vectors - reference).max())
+                distance = cosine_distance(vectors, reference)
+                accuracy[name] = {"largest_difference": largest, "cosine_distance": distance}
         compiled = encoder.num_compiled()
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
-    others = [name for name in sides if name != "verax"]
     size = 2 if dtype == "bfloat16" else 4
     return benchmark.result(
         {
-            "model": model or f"random weights, {SHAPES[shapes][0]} shapes",
+            "model": model_name(model) if model else f"random weights, {SHAPES[shapes][0]} shapes",
             "shapes": None if model else shapes,
             "dtype": dtype,
             "sentences": len(texts),
@@ -128,6 +149,7 @@ def bench_embed(
             "shortest": min(lengths),
             "longest": max(lengths),
             "batch_size": batch_size,
+            "latency": latency,
             "runs": runs,
             "warmup": warmup,
         },
@@ -135,66 +157,34 @@ def bench_embed(
         first_s=first_s,
         compiled_during_runs=encoder.num_compiled() - compiled,
         sides={name: side.to_dict(len(texts)) for name, side in samples.items()},
-        ratios={f"verax / {name}": samples["verax"].ratio_to(samples[name]) for name in others},
+        ratios={f"verax / {name}": samples["verax"].ratio_to(samples[name]) for name in sides if name != "verax"},
         work=benchmark.against_limit(
             samples["verax"].median,
-            bytes_moved=-(-len(texts) // batch_size) * size * weights,
+            bytes_moved=(len(texts) if latency else -(-len(texts) // batch_size)) * size * weights,
             flops=2 * weights * sum(lengths),
             dtype=dtype,
         ),
-        largest_difference=max((float(np.abs(results["verax"] - results[n]).max()) for n in others), default=0.0),
+        chosen=chosen,
+        accuracy=accuracy,
     )
 
 
-class _TransformersLoop:
-    """`SentenceTransformer.encode`, without that library: sorted, tokenised, padded, run, pooled, normalised."""
-
-    def __init__(self, folder: Path, dtype: str, settings: EncoderSettings):
-        try:
-            import torch
-            import transformers
-        except ImportError as error:
-            raise MissingDependencyError(
-                "comparing with transformers needs it and torch: pip install 'verax[parity]'"
-            ) from error
-        self._torch, self._settings = torch, settings
-        self._versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(num_cores())
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
-        model: Any = transformers.AutoModel.from_pretrained(folder, dtype=getattr(torch, dtype))
-        self._model: Any = model.to(self._device).eval()
-
-    def versions(self) -> dict[str, Any]:
-        """Versions, threads and device of this side."""
-        return {**self._versions, "torch_threads": self._torch.get_num_threads(), "torch_device": self._device}
-
-    def encode(self, texts: list[str], batch_size: int) -> np.ndarray:
-        """Normalised vectors, in order."""
-        torch = self._torch
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        found = []
-        with torch.inference_mode():
-            for begin in range(0, len(order), batch_size):
-                chosen = [texts[i] for i in order[begin : begin + batch_size]]
-                inputs = self._tokenizer(
-                    chosen, padding=True, truncation=True, max_length=self._settings.max_length, return_tensors="pt"
-                )
-                ids, mask = inputs["input_ids"].to(self._device), inputs["attention_mask"].to(self._device)
-                hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
-                found.append(torch.nn.functional.normalize(self._pooled(hidden, mask)).float().cpu())
-        vectors = torch.cat(found).numpy()
-        return vectors[np.argsort(order)]
-
-    def _pooled(self, hidden: Any, mask: Any) -> Any:
-        if self._settings.pooling == "cls":
-            return hidden[:, 0]
-        if self._settings.pooling == "lasttoken":
-            return hidden[self._torch.arange(len(hidden)), mask.sum(1) - 1]
-        weights = mask[..., None].to(hidden.dtype)
-        return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
+def _exported_side(
+    name: str,
+    folder: Path,
+    dtype: str,
+    settings: EncoderSettings,
+    texts: list[str],
+    batch_size: int,
+    latency: bool,
+) -> ExportedSide:
+    """Side by its name out of `BASELINES`; its library is imported here."""
+    library, _, precision = name.partition("-")
+    if library == "openvino":
+        from verax.bench.embed.openvino import openvino_side as make
+    else:
+        from verax.bench.embed.onnxruntime import onnxruntime_side as make
+    return make(folder, precision or dtype, settings, texts, batch_size, latency=latency)
 
 
 def _texts(count: int) -> list[str]:

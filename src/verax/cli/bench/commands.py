@@ -229,9 +229,16 @@ def embeddings(
     batch_size: Annotated[int, typer.Option(help="Most sentences in one call.", min=1)] = 32,
     runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
-    against: Annotated[str | None, typer.Option(help="transformers: run it too, interleaved.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="transformers, openvino, openvino-int8, onnxruntime, onnxruntime-int8 or some with commas: run them "
+            "too, interleaved."
+        ),
+    ] = None,
     dtype: options.Dtype = "float32",
     shapes: Annotated[str, typer.Option(help="Shapes of random weights: minilm, modernbert or qwen3.")] = "minilm",
+    latency: Annotated[bool, typer.Option("--latency", help="Each sentence in a call of its own.")] = False,
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
@@ -244,6 +251,8 @@ def embeddings(
         verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
 
         verax bench embed --shapes modernbert --sentences 128 --against transformers
+
+        verax bench embed --against openvino,onnxruntime --latency --sentences 64
     """
     from verax.bench.embed.run import bench_embed
 
@@ -256,6 +265,7 @@ def embeddings(
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
         shapes=shapes,
+        latency=latency,
     )
     show(result, output, as_json)
 

@@ -1,0 +1,87 @@
+"""Padded batches hold every text once, and a side runs in the fastest of its ways, whose vectors keep their order."""
+
+import time
+
+import numpy as np
+import pytest
+
+from tests.support.tiny_encoder import random_sentences, tiny_encoder
+from verax.bench.embed.exported import Batches, ExportedSide, Way, one_by_one
+from verax.embed.settings import EncoderSettings
+from verax.text.tokenizer import Tokenizer
+
+LONGEST = 20
+"""Tokens that are read of a text: some of the random sentences are longer."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+@pytest.fixture(scope="module")
+def batches(folder):
+    return Batches(folder, EncoderSettings("mean", LONGEST), padding=7)
+
+
+def test_batches_hold_every_text_once_the_longest_first(folder, batches):
+    texts = random_sentences(23)
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.truncate(LONGEST)
+    seen, widths = [], []
+    for rows, ids, mask in batches(texts, 5):
+        seen += rows
+        widths.append(ids.shape[1])
+        assert len(rows) <= 5
+        for row, padded, ones in zip(rows, ids, mask, strict=True):
+            tokens = tokenizer.encode(texts[row])
+            assert padded.tolist() == tokens + [7] * (len(padded) - len(tokens))
+            assert ones.tolist() == [1] * len(tokens) + [0] * (len(padded) - len(tokens))
+        assert mask.sum(1).max() == ids.shape[1]  # no wider than its longest text
+    assert sorted(seen) == list(range(23))
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] == LONGEST
+
+
+def sums(pause):
+    """Function from batches to a vector of two numbers for each text, in reverse, after a pause for each batch."""
+
+    def run(batches):
+        found = []
+        for rows, ids, mask in batches:
+            time.sleep(pause)
+            found.append((rows, np.stack([(ids * mask).sum(1), mask.sum(1)], 1).astype(np.float32)))
+        return reversed(found)
+
+    return run
+
+
+def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(folder, batches):
+    texts = random_sentences(9)
+    ways = [Way("slow", 4, sums(0.05)), Way("quick", 4, sums(0)), Way("slow", 1, sums(0.05))]
+    side = ExportedSide("library float32", batches, ways, {"library": "1.0"})
+    before = side.encode(texts)
+    chosen = side.choose(texts, latency=False)
+    assert chosen["way"] == "quick, batches of 4"
+    assert set(chosen["trials"]) == {"slow, batches of 4", "quick, batches of 4", "slow, one text a call"}
+    assert chosen["trials"]["slow, one text a call"] < 20 < chosen["trials"]["quick, batches of 4"]
+    np.testing.assert_array_equal(side.encode(texts), before)
+    np.testing.assert_array_equal(one_by_one(side.encode, texts), before)
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.truncate(LONGEST)
+    assert before[:, 1].tolist() == [len(tokenizer.encode(text)) for text in texts]
+
+
+def test_a_side_with_one_way_is_not_tried(batches):
+    side = ExportedSide("library float32", batches, [Way("only", 1, sums(0))], {})
+    assert side.choose(["the cat"], latency=True) == {"way": "only, one text a call", "trials": {}, "wrong": {}}
+
+
+def test_a_fast_way_with_other_vectors_is_left_out(batches):
+    def wrong(found):
+        return [(rows, -vectors) for rows, vectors in sums(0)(found)]
+
+    ways = [Way("right", 4, sums(0.02)), Way("wrong", 4, wrong)]
+    chosen = ExportedSide("library int8", batches, ways, {}).choose(random_sentences(9), latency=False)
+    assert chosen["way"] == "right, batches of 4"
+    assert list(chosen["wrong"]) == ["wrong, batches of 4"]
