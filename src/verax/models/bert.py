@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
-from verax.nn import Embedding, LayerNorm, Linear, Sentences
+from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_linear, gelu
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
@@ -126,7 +125,7 @@ class BertSelfAttention(nnx.Module):
         self.value = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        q, k, v = (m(x).reshape(*x.shape[:2], self.heads, -1) for m in (self.query, self.key, self.value))
+        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in fused_linear(x, self.query, self.key, self.value))
         dtype = self.key.weight.get_value().dtype
         return ops.attention(q, k.astype(dtype), v.astype(dtype), causal=False, segments=segments).reshape(x.shape)
 
