@@ -20,8 +20,14 @@ namespace {
 
 template <class Format>
 struct BlockTile {
+#if defined(VERAX_PORTABLE)
+  // Without registers of lanes, larger tiles are no faster, and take the compiler minutes.
+  static constexpr int ROWS = 1;
+#else
   static constexpr int ROWS = V == 1 ? 8 : 4;  // R at most: sums are kept in registers
+#endif
   static constexpr int columns(int rows) {
+    if (ROWS == 1) return 1;
     if (V > 1) return rows > 2 ? 1 : 2;
     return rows > 4 ? 1 : rows > 2 ? 2 : 4;
   }
