@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-__all__ = ["at_least", "powers"]
+__all__ = ["at_least", "eighths", "powers"]
 
 
 def powers(first: int, last: int, factor: int) -> list[int]:
@@ -14,6 +14,18 @@ def powers(first: int, last: int, factor: int) -> list[int]:
     while sizes[-1] * factor < last:
         sizes.append(sizes[-1] * factor)
     return sizes if sizes[-1] >= last else [*sizes, last]
+
+
+def eighths(first: int, last: int) -> list[int]:
+    """Sizes from `first` to the first that is at least `last`, each past the one before by an eighth or less.
+
+    The steps are multiples of 8, which are more than an eighth below 64. A list to a smaller `last` begins as this one.
+    """
+    sizes = [first]
+    while sizes[-1] < last:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(8, octave // 8))
+    return sizes
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int:

@@ -1,4 +1,4 @@
-"""`Encoder.encode`: the habits of sentence-transformers, buckets that compile once, padding that changes nothing."""
+"""`Encoder.encode`: the habits of sentence-transformers, buckets that compile once, neighbours that change nothing."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
 from verax import Encoder
-from verax.embed.buckets import Buckets, Tokens
+from verax.embed.buckets import PackedBuckets, PaddedBuckets, Tokens
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 
 
@@ -26,7 +26,7 @@ SENTENCES = random_sentences(70, seed=1)
 
 @pytest.fixture(scope="module")
 def vectors(encoder):
-    return encoder.encode(SENTENCES, batch_size=8)
+    return encoder.encode(SENTENCES)
 
 
 def test_a_string_gives_a_vector_and_a_list_an_array(encoder):
@@ -53,12 +53,12 @@ def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder, vectors):
     for i in (0, 7, 33, 69):
         np.testing.assert_allclose(encoder.encode(SENTENCES[i]), vectors[i], atol=2e-6)
     shuffled = np.random.default_rng(0).permutation(70)
-    again = encoder.encode([SENTENCES[i] for i in shuffled], batch_size=5)
+    again = encoder.encode([SENTENCES[i] for i in shuffled], batch_size=20)
     np.testing.assert_allclose(again, vectors[shuffled], atol=2e-6)
 
 
 def test_unnormalised_vectors_point_the_same_way(encoder, vectors):
-    raw = encoder.encode(SENTENCES, normalize=False, batch_size=8)
+    raw = encoder.encode(SENTENCES, normalize=False)
     lengths = np.linalg.norm(raw, axis=1, keepdims=True)
     assert lengths.std() > 0.01
     np.testing.assert_allclose(raw / lengths, vectors, atol=2e-6)
@@ -79,31 +79,65 @@ def test_long_sentences_are_cut_keep_their_end_token_and_are_counted(folder):
 
 def test_nothing_compiles_after_warm_up_and_each_bucket_once(folder):
     encoder = Encoder(folder, max_length=32)
-    encoder.encode(["a cat"] * 3, batch_size=4)
-    encoder.encode(["the dog ran"] * 4, normalize=False, batch_size=4)
+    encoder.encode(["a cat"] * 4, batch_size=4)
+    encoder.encode(["the dog", "it ran far"], normalize=False, batch_size=4)
     assert encoder.num_compiled() == 1
     encoder.warm_up(batch_size=4, show_progress=False)
     buckets = encoder.num_compiled()
-    assert buckets == len(Buckets(4, 32).shapes) == 6
+    assert buckets == len(PackedBuckets(4, 32, 1024).empty_jobs()) == 15
     encoder.encode(SENTENCES, batch_size=4)
     encoder.encode(SENTENCES[:7], batch_size=4, normalize=False)
     assert encoder.num_compiled() == buckets
 
 
-@pytest.mark.parametrize(("batch_size", "max_length"), [(1, 5), (32, 512), (7, 100), (5, 16), (64, 33)])
-def test_buckets_hold_every_sentence_and_waste_at_most_half(batch_size, max_length):
-    buckets = Buckets(batch_size, max_length)
-    assert buckets.lengths[-1] == max_length
-    assert buckets.rows[-1] == batch_size
-    rng = np.random.default_rng(0)
-    ids = [list(rng.integers(1, 9, n)) for n in rng.integers(0, max_length + 1, 3 * batch_size + 1)]
+@pytest.mark.parametrize(
+    ("batch_size", "max_length"), [(1, 5), (32, 512), (7, 100), (5, 16), (64, 33), (None, 2), (None, 60), (3, 257)]
+)
+@pytest.mark.parametrize("shortest", [0, 0.5])
+def test_packed_calls_hold_every_sentence_in_few_shapes_with_little_padding(batch_size, max_length, shortest):
+    buckets = PackedBuckets(batch_size, max_length, 256)
+    shapes = {(job.tokens.shape, job.lengths.shape) for job in buckets.empty_jobs()}
+    texts = random_tokens(int(shortest * max_length), max_length, count=700)
+    jobs = list(buckets.jobs(texts))
     seen = {}
-    for job in buckets.jobs(range(100, 100 + len(ids)), [Tokens(list(map(int, one))) for one in ids]):
-        assert job.packed.shape in {(rows, 1 + length) for rows, length in buckets.shapes}
-        assert job.packed.shape[1] - 1 <= max(16, 2 * job.packed[:, 0].max())
-        assert not job.packed[len(job.members) :, 0].any()
-        seen |= {int(i): list(row[1 : 1 + row[0]]) for i, row in zip(job.members, job.packed, strict=False)}
-    assert seen == {100 + i: sentence for i, sentence in enumerate(ids)}
+    for job in jobs:
+        assert (job.tokens.shape, job.lengths.shape) in shapes
+        assert len(job.members) <= (batch_size or 64)
+        assert job.tokens.shape[1] <= max(256, -(-max_length // 8) * 8 * 9 / 8)
+        room = np.maximum(job.lengths[: len(job.members)], 4).sum()
+        assert job.tokens.shape[1] <= max(16, room + 8, room * 9 / 8)
+        assert not job.lengths[len(job.members) :].any()
+        pieces = np.split(job.tokens[0], np.cumsum(job.lengths[: len(job.members)]))
+        assert not pieces.pop().any()
+        seen |= {int(i): list(piece) for i, piece in zip(job.members, pieces, strict=True)}
+    assert seen == {i: list(text.ids) for i, text in enumerate(texts)}
+    assert len({job.tokens.shape for job in jobs}) <= len(shapes)
+
+
+def test_calls_that_tokens_fill_are_nearly_full():
+    jobs = list(PackedBuckets(None, 128, 512).jobs(random_tokens(6, 80, count=500)))
+    assert {job.tokens.shape[1] for job in jobs[:-1]} == {512}
+    assert np.mean([job.lengths.sum() / 512 for job in jobs[:-1]]) > 0.99
+
+
+@pytest.mark.parametrize(("batch_size", "max_length"), [(1, 5), (32, 512), (7, 100), (5, 16), (64, 33)])
+def test_padded_calls_hold_every_sentence_and_waste_at_most_half(batch_size, max_length):
+    buckets = PaddedBuckets(batch_size, max_length)
+    shapes = {job.tokens.shape for job in buckets.empty_jobs()}
+    texts = random_tokens(0, max_length, count=3 * batch_size + 1)
+    seen = {}
+    for job in buckets.jobs(texts):
+        assert job.tokens.shape in shapes
+        assert job.tokens.shape[1] <= max(16, 2 * job.lengths.max())
+        assert not job.lengths[len(job.members) :].any()
+        rows = zip(job.members, job.tokens, job.lengths, strict=False)
+        seen |= {int(i): list(row[:length]) for i, row, length in rows}
+    assert seen == {i: list(text.ids) for i, text in enumerate(texts)}
+
+
+def random_tokens(shortest, longest, *, count):
+    rng = np.random.default_rng(0)
+    return [Tokens(rng.integers(1, 9, n).tolist()) for n in rng.integers(shortest, longest + 1, count)]
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ void compare(const char* level, const Case& c, int64_t M, const char* which, con
 }
 
 void check_case(const char* level, const Case& c) {
-  for (const int64_t M : {0, 1, 2, 3, 5, 8, 9}) {
+  for (const int64_t M : {0, 1, 2, 3, 5, 8, 9, 17}) {
     const std::vector<float> x = check::normal(M * c.K, 2);
     const std::vector<float> y = c.few(x, M, 1);
     compare(level, c, M, "few rows", taken(x), y, 1e-5);

@@ -115,7 +115,7 @@ std::vector<double> taken(const Case& c, const std::vector<float>& x, int64_t M)
       const auto begin = inputs.begin() + m * c.K + k, end = begin + std::min(together, c.K - k);
       float peak = 0;
       for (auto i = begin; i != end; ++i) peak = std::max(peak, static_cast<float>(std::fabs(*i)));
-      const float scale = peak / (c.kind == Weights::int4 ? 127 : 32767), factor = 1 / scale;
+      const float scale = peak / (c.kind == Weights::int4 ? 127 : 32639), factor = 1 / scale;
       for (auto i = begin; i != end; ++i) *i = double{scale} * std::nearbyint(static_cast<float>(*i) * factor);
     }
   }
@@ -183,6 +183,7 @@ int main() {
       // several segments
       check_case(level, Case(kind, 37, 2208, kind == Weights::int4 ? 32 : 0, true, kind == Weights::int4));
     }
+    check_case(level, Case(Weights::int8, 48, 1088, 0, true));  // in tiles, where there are some
     std::printf("%s: checked\n", level);
   });
   std::printf("linear: %d failures\n", check::failures);

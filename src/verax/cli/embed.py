@@ -36,7 +36,9 @@ def embed(
         ),
     ] = None,
     normalize: Annotated[bool, typer.Option(help="Vectors of length 1.")] = True,
-    batch_size: Annotated[int, typer.Option(help="Most sentences in one call of the device.", min=1)] = 32,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Most sentences in one call of the device; as many as fit if absent.", min=1)
+    ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens that are read of a sentence.")] = None,
     prompt_name: Annotated[
         str | None, typer.Option(help="Prompt of the checkpoint that goes before each sentence, such as query.")

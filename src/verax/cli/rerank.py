@@ -27,7 +27,9 @@ def rerank(
         int | None, typer.Option("--top-k", "-k", help="Only so many of the best documents.", min=1)
     ] = None,
     instruction: Annotated[str | None, typer.Option(help="What a document has to do, for Qwen3-Reranker.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Most documents in one call of the device.", min=1)] = 32,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Most documents in one call of the device; as many as fit if absent.", min=1)
+    ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens that are read of query and document.")] = None,
     dtype: options.Dtype = "float32",
     as_json: options.Json = False,

@@ -17,10 +17,22 @@ from verax._compat import compiler_options
 from verax.embed.buckets import Job
 from verax.errors import InvalidParameterError
 
-__all__ = ["check_batch_size", "check_texts", "compiled", "run_jobs"]
+__all__ = ["check_batch_size", "check_texts", "compiled", "run_jobs", "tokens_per_call"]
 
 IN_FLIGHT = 2
 """Calls that the device has before the oldest result is read: one runs, one waits."""
+
+
+TOKENS_PER_CALL = {"cpu": 512}
+"""Tokens of several texts in a packed call, by platform."""
+
+ELSEWHERE = 2048
+"""Tokens of such a call on other platforms. Attention by segments computes the scores of all pairs of tokens there."""
+
+
+def tokens_per_call() -> int:
+    """Most tokens of several texts in a call on the target."""
+    return TOKENS_PER_CALL.get(ops.target().platform, ELSEWHERE)
 
 
 def compiled(function: Callable[..., Array], modules: Any) -> tuple[Any, tuple[Array, ...]]:
@@ -79,11 +91,13 @@ def run_jobs(
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Check the number of texts of a call.
+    """Check the number of texts of a call, if one is given.
 
     Raises:
         InvalidParameterError: if it is below 1, or no whole number.
     """
+    if batch_size is None:
+        return
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise InvalidParameterError(f"batch_size: expected a whole number of at least 1, got {batch_size!r}")
 

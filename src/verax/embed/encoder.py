@@ -15,14 +15,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint import Checkpoint
-from verax.embed.buckets import Buckets, Job, Tokens
-from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs
+from verax.embed.buckets import Buckets, Job, PackedBuckets, PaddedBuckets, Tokens
+from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
 from verax.embed.dense import Dense, DenseConfig
 from verax.embed.pooling import cut, normalized, pool
 from verax.embed.settings import EncoderSettings, open_folder
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
 from verax.loading import load_model
+from verax.nn import Sentences
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
@@ -91,15 +92,18 @@ class Encoder:
             loaded = load_model(opened, model_class, config, dtype=weights, progress=report)
         dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
         pooling = self.settings.pooling
+        self._packs = getattr(loaded, "takes_packed_sentences", True)
+        place = Sentences.packed if self._packs else Sentences.padded
 
         def encode(
             modules: tuple[Any, list[Dense]],
-            packed: Int32[Array, "B T_and_1"],
+            tokens: Int32[Array, "B T"],
+            lengths: Int32[Array, "S"],
             normalize: Bool[Array, ""],
             skipped: Int32[Array, ""],
-        ) -> Float[Array, "B D"]:
-            tokens, lengths = packed[:, 1:], packed[:, 0]
-            vectors = pool(models.hidden_states(modules[0], tokens, lengths), lengths, pooling, skipped)
+        ) -> Float[Array, "S D"]:
+            sentences = place(lengths, tokens.shape[1])
+            vectors = pool(models.hidden_states(modules[0], tokens, sentences), sentences, pooling, skipped)
             for layer in modules[1]:
                 vectors = layer(vectors)
             return jnp.where(normalize, normalized(vectors), vectors)
@@ -130,7 +134,7 @@ class Encoder:
         self,
         sentences: str,
         normalize: bool = ...,
-        batch_size: int = ...,
+        batch_size: int | None = ...,
         show_progress: bool = ...,
         *,
         prompt_name: str | None = ...,
@@ -143,7 +147,7 @@ class Encoder:
         self,
         sentences: Iterable[str],
         normalize: bool = ...,
-        batch_size: int = ...,
+        batch_size: int | None = ...,
         show_progress: bool = ...,
         *,
         prompt_name: str | None = ...,
@@ -155,7 +159,7 @@ class Encoder:
         self,
         sentences: str | Iterable[str],
         normalize: bool = True,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         show_progress: bool = True,
         *,
         prompt_name: str | None = None,
@@ -168,8 +172,8 @@ class Encoder:
             sentences: any number of texts.
             normalize: vectors of length 1, whose dot products are cosines. False leaves them as they were pooled, also
                 where the checkpoint lists a step that normalises.
-            batch_size: most sentences in one call of the device.
-            show_progress: a bar, if stderr is a terminal and there are several batches.
+            batch_size: most sentences in one call of the device; as many as its tokens hold if None.
+            show_progress: a bar, if stderr is a terminal and there are several sentences.
             prompt_name: name of the checkpoint's prompt that goes before each sentence; its default if None.
             prompt: text that goes before each sentence, whatever `prompt_name` is.
             dimensions: first numbers of each vector that are kept; those of the constructor if None.
@@ -190,8 +194,8 @@ class Encoder:
             self.truncated += sum(text.left_out > 0 for text in found)
             return found
 
-        jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
-        show = show_progress and len(texts) > batch_size
+        jobs = self._buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
+        show = show_progress and len(texts) > 1
         vectors = cut(self._run(jobs, len(texts), normalize, skipped, show), dimensions, normalize)
         return vectors[0] if isinstance(sentences, str) else vectors
 
@@ -214,7 +218,7 @@ class Encoder:
         return self.encode(sentences, **_with_prompt(options, self.settings.document_prompt))
 
     def encode_tokens(
-        self, token_ids: Iterable[Sequence[int]], normalize: bool = True, batch_size: int = 32
+        self, token_ids: Iterable[Sequence[int]], normalize: bool = True, batch_size: int | None = None
     ) -> Float32[np.ndarray, "n D"]:
         """Vectors of token ids, in their order: of those of `tokenize`, the vectors of `encode`.
 
@@ -227,7 +231,7 @@ class Encoder:
         """
         check_batch_size(batch_size)
         texts = [Tokens(ids) for ids in self.check_tokens(token_ids)]
-        jobs = self._buckets(batch_size).jobs(range(len(texts)), texts)
+        jobs = self._buckets(batch_size, self.max_length).jobs(texts)
         return cut(self._run(jobs, len(texts), normalize, 0, False), self._dimensions, normalize)
 
     def check_tokens(self, token_ids: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -286,18 +290,19 @@ class Encoder:
         """Tokens that are read of each sentence, special ones included."""
         return [len(ids) for ids, _ in self.tokenize(sentences)]
 
-    def warm_up(self, batch_size: int = 32, max_length: int | None = None, show_progress: bool = True) -> float:
-        """Compile the program of every bucket of up to `batch_size` sentences and `max_length` tokens; seconds taken.
+    def warm_up(
+        self, batch_size: int | None = None, max_length: int | None = None, show_progress: bool = True
+    ) -> float:
+        """Compile the programs for `batch_size` sentences of up to `max_length` tokens; seconds taken.
 
         `encode` with the same `batch_size` compiles nothing afterwards.
         """
         begin = time.perf_counter()
-        longest = min(max_length or self.max_length, self.max_length)
-        shapes = [s for s in self._buckets(batch_size).shapes if s[1] <= longest]
+        jobs = self._buckets(batch_size, min(max_length or self.max_length, self.max_length)).empty_jobs()
         with progress.bar("compiling programs", enabled=show_progress) as report:
-            for done, (rows, length) in enumerate(shapes, start=1):
-                jax.block_until_ready(self._dispatch(np.zeros((rows, 1 + length), np.int32), True, 0))
-                report(done, len(shapes))
+            for done, job in enumerate(jobs, start=1):
+                jax.block_until_ready(self._dispatch(job, True, 0))
+                report(done, len(jobs))
         return time.perf_counter() - begin
 
     def num_compiled(self) -> int:
@@ -311,20 +316,22 @@ class Encoder:
         ((ids, _),) = self.tokenize([""], prompt=prompt)
         return len(ids) - (ids[-1] in self._tokenizer.special_token_ids)
 
-    def _buckets(self, batch_size: int) -> Buckets:
-        return Buckets(batch_size, self.max_length, padding=self._padding)
+    def _buckets(self, batch_size: int | None, max_length: int) -> Buckets:
+        if self._packs:
+            return PackedBuckets(batch_size, max_length, tokens_per_call())
+        return PaddedBuckets(batch_size, max_length, padding=self._padding)
 
     def _run(
         self, jobs: Iterable[Job], count: int, normalize: bool, skipped: int, show_progress: bool
     ) -> Float32[np.ndarray, "n D"]:
         """Results of calls that hold `count` sentences."""
         vectors = np.empty((count, self._full_dimension), np.float32)
-        dispatch = lambda job: self._dispatch(job.packed, normalize, skipped)
+        dispatch = lambda job: self._dispatch(job, normalize, skipped)
         run_jobs(jobs, dispatch, vectors, label="encoding", unit="sentences", show_progress=show_progress)
         return vectors
 
-    def _dispatch(self, packed: np.ndarray, normalize: bool, skipped: int) -> Array:
-        return self._program(self._weights, packed, np.bool_(normalize), np.int32(skipped))
+    def _dispatch(self, job: Job, normalize: bool, skipped: int) -> Array:
+        return self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize), np.int32(skipped))
 
 
 def _with_prompt(options: dict[str, Any], prompt: str) -> dict[str, Any]:

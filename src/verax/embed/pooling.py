@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from verax.nn import mean_pool
+from verax.nn import Sentences
 
 __all__ = ["POOLINGS", "cut", "normalized", "pool"]
 
@@ -16,20 +16,20 @@ POOLINGS = ("mean", "cls", "lasttoken")
 
 
 def pool(
-    hidden: Float[Array, "B T D"], lengths: Int[Array, "B"], pooling: str, skipped: int | Int[Array, ""] = 0
-) -> Float[Array, "B D"]:
+    hidden: Float[Array, "B T D"], sentences: Sentences, pooling: str, skipped: int | Int[Array, ""] = 0
+) -> Float[Array, "S D"]:
     """One vector a sentence, float32; padding does not count.
 
     Args:
         hidden: states.
-        lengths: tokens of each sentence that are not padding.
+        sentences: where the sentences lie.
         pooling: one of `POOLINGS`.
         skipped: first tokens that do not count for a mean: those of a prompt.
     """
     if pooling == "mean":
-        return mean_pool(hidden, lengths, skipped)
-    places = jnp.zeros_like(lengths) if pooling == "cls" else jnp.maximum(lengths, 1) - 1
-    return jnp.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0].astype(jnp.float32)
+        return sentences.mean(hidden, skipped)
+    states = sentences.first(hidden) if pooling == "cls" else sentences.last(hidden)
+    return states.astype(jnp.float32)
 
 
 def normalized(vectors: Float[Array, "B D"]) -> Float[Array, "B D"]:

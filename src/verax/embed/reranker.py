@@ -13,12 +13,13 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from verax import models, progress
 from verax._compat import enable_compilation_cache
-from verax.embed.buckets import Buckets, Job, Tokens
-from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs
+from verax.embed.buckets import Job, PackedBuckets, Tokens
+from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
 from verax.embed.scorers import scorer_of
 from verax.embed.settings import open_folder
 from verax.errors import InvalidParameterError
 from verax.loading import load_model
+from verax.nn import Sentences
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["RankedDocument", "Reranker"]
@@ -85,8 +86,10 @@ class Reranker:
             loaded = load_model(opened, model_class, self.model_config, dtype=models.DTYPES[dtype], progress=report)
         scores = self._scorer.scores
 
-        def score(module: Any, packed: Int32[Array, "B T_and_1"], types: Int32[Array, "B T"]) -> Float[Array, "B"]:
-            return scores(module, packed[:, 1:], packed[:, 0], types)
+        def score(
+            module: Any, tokens: Int32[Array, "1 T"], lengths: Int32[Array, "S"], types: Int32[Array, "1 T"]
+        ) -> Float[Array, "S"]:
+            return scores(module, tokens, Sentences.packed(lengths, tokens.shape[1]), types)
 
         self._program, self._weights = compiled(score, loaded)
         self.truncated = 0
@@ -109,7 +112,7 @@ class Reranker:
         documents: Iterable[str],
         *,
         instruction: str | None = None,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         show_progress: bool = True,
     ) -> Float32[np.ndarray, "n"]:
         """Scores of documents, in their order; a better answer to the query has a higher one.
@@ -121,8 +124,8 @@ class Reranker:
             query: a text.
             documents: any number of texts.
             instruction: what a document has to do, for models that read it; the published one if None.
-            batch_size: most pairs in one call of the device.
-            show_progress: a bar, if stderr is a terminal and there are several batches.
+            batch_size: most pairs in one call of the device; as many as its tokens hold if None.
+            show_progress: a bar, if stderr is a terminal and there are several documents.
 
         Raises:
             InvalidParameterError: if a text is none, or the model reads no instruction; then nothing is computed.
@@ -138,8 +141,8 @@ class Reranker:
             self.truncated += sum(pair.left_out > 0 for pair in found)
             return found
 
-        jobs = Buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
-        return self._run(jobs, len(texts), show_progress and len(texts) > batch_size)
+        jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
+        return self._run(jobs, len(texts), show_progress and len(texts) > 1)
 
     def rank(
         self, query: str, documents: Iterable[str], top_k: int | None = None, **options: Any
@@ -157,7 +160,10 @@ class Reranker:
         if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
             raise InvalidParameterError(f"top_k: expected a whole number of at least 1, got {top_k!r}")
         texts = check_texts(documents, "documents")
-        scores = self.score(query, texts, **options)
+        # A text that is there twice is scored once: at another place in a call its score would round otherwise.
+        unique = list(dict.fromkeys(texts))
+        found = dict(zip(unique, self.score(query, unique, **options), strict=True))
+        scores = np.asarray([found[text] for text in texts], np.float32)
         order = np.argsort(-scores, kind="stable")[:top_k].tolist()
         return [RankedDocument(i, float(scores[i]), texts[i]) for i in order]
 
@@ -177,7 +183,7 @@ class Reranker:
         most = self.max_length if max_length is None else min(max_length, self.max_length)
         return self._scorer.tokenize(query, documents, instruction, most)
 
-    def score_tokens(self, pairs: Sequence[Tokens], batch_size: int = 32) -> Float32[np.ndarray, "n"]:
+    def score_tokens(self, pairs: Sequence[Tokens], batch_size: int | None = None) -> Float32[np.ndarray, "n"]:
         """Scores of tokens that `tokenize` gave, in their order.
 
         Args:
@@ -185,12 +191,15 @@ class Reranker:
             batch_size: as in `score`.
         """
         check_batch_size(batch_size)
-        jobs = Buckets(batch_size, self.max_length).jobs(range(len(pairs)), pairs)
+        jobs = self._buckets(batch_size).jobs(pairs)
         return self._run(jobs, len(pairs), show_progress=False)
 
     def num_compiled(self) -> int:
         """Programs compiled so far."""
         return self._program._cache_size()
+
+    def _buckets(self, batch_size: int | None) -> PackedBuckets:
+        return PackedBuckets(batch_size, self.max_length, tokens_per_call())
 
     def _check_instruction(self, instruction: Any) -> None:
         if instruction is None:
@@ -201,6 +210,6 @@ class Reranker:
 
     def _run(self, jobs: Iterable[Job], count: int, show_progress: bool) -> Float32[np.ndarray, "n"]:
         scores = np.empty(count, np.float32)
-        dispatch = lambda job: self._program(self._weights, job.packed, job.types)
+        dispatch = lambda job: self._program(self._weights, job.tokens, job.lengths, job.types)
         run_jobs(jobs, dispatch, scores, label="scoring", unit="pairs", show_progress=show_progress)
         return scores

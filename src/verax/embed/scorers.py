@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int
 from verax.checkpoint import Checkpoint
 from verax.embed.buckets import Tokens
 from verax.embed.dense import activation_function
-from verax.embed.pooling import pool
 from verax.embed.settings import read_max_length
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import file_of, read_value
 from verax.files import JsonObject, read_json
-from verax.models import causal_lm, cross_encoder
+from verax.models import causal_lm, cross_encoder, hidden_states
+from verax.nn import Sentences
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Scorer", "scorer_of"]
@@ -47,8 +47,8 @@ class Scorer(Protocol):
         ...
 
     def scores(
-        self, model: Any, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
-    ) -> Float[Array, "B"]:
+        self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
+    ) -> Float[Array, "S"]:
         """Score of each pair, float32."""
         ...
 
@@ -102,10 +102,10 @@ class CrossEncoder:
         return [Tokens(*found) for found in self._tokenizer.encode_pairs(pairs, max_length=max_length)]
 
     def scores(
-        self, model: Any, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
-    ) -> Float[Array, "B"]:
+        self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
+    ) -> Float[Array, "S"]:
         """Activation of each pair's logit."""
-        return self._activation(model(tokens, lengths, types))
+        return self._activation(model(tokens, sentences, types))
 
 
 class YesOrNo:
@@ -139,10 +139,10 @@ class YesOrNo:
         return [Tokens([*self._prefix, *ids, *self._suffix], left_out=left_out) for ids, left_out in found]
 
     def scores(
-        self, model: Any, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
-    ) -> Float[Array, "B"]:
+        self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
+    ) -> Float[Array, "S"]:
         """Softmax over the logits of "yes" and "no" behind the last token: its part of "yes"."""
-        logits = model.logits(pool(model(tokens), lengths, "lasttoken"))
+        logits = model.logits(sentences.last(hidden_states(model, tokens, sentences)))
         return jax.nn.sigmoid(logits[:, self._yes] - logits[:, self._no])
 
 

@@ -24,6 +24,7 @@ from verax.models.causal_lm import (
     RecurrentConfig,
     SlidingWindowConfig,
     check_causal_lm_class,
+    final_hidden_states,
 )
 from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from verax.models.lam import LamConfig, LamModel
@@ -31,7 +32,8 @@ from verax.models.modernbert import ModernBertConfig, ModernBertForSequenceClass
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
 from verax.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent, causal_attention
+from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent, causal_attention, run_from_zeros
+from verax.nn import Sentences
 
 __all__ = [
     "DTYPES",
@@ -161,22 +163,26 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     return model, read.from_hf(config)
 
 
-def hidden_states(model: Any, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
-    """Final hidden states of sentences that are padded on the right; those of padding mean nothing.
+def hidden_states(model: Any, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
+    """Final hidden states of sentences; those of padding mean nothing.
 
     Args:
         model: an instance of a class that `encoder` gives.
         tokens: token ids.
-        lengths: tokens of each sentence that are not padding.
+        sentences: where the sentences lie. They may be packed unless the model's `takes_packed_sentences` is False.
     """
-    # A language model's tokens do not see the padding behind them.
-    return model(tokens) if isinstance(model, CausalLM) else model(tokens, lengths)
+    if isinstance(model, LamModel):
+        return model(tokens, sentences.lengths)
+    if isinstance(model, CausalLM):
+        attend = causal_attention(model.dtype, sentences.segments)
+        return final_hidden_states(model, tokens, sentences.positions, attend, run_from_zeros(sentences.cu_seqlens))
+    return model(tokens, sentences)
 
 
 def cross_encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     """The model class and its configuration for a config.json that describes a classifier of text pairs.
 
-    Its instances are called with `tokens [B, T]`, `lengths [B]` and `types [B, T]`, and give a logit for each pair.
+    Its instances are called with `tokens [B, T]`, `Sentences` and `types [B, T]`, and give a logit for each pair.
 
     Raises:
         UnsupportedModelError: for another `model_type`, naming those that verax has, or for several labels.

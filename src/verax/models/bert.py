@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
-from verax.nn import Embedding, LayerNorm, Linear
+from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_linear, gelu
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,7 +31,7 @@ __all__ = [
 ]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
@@ -108,9 +107,11 @@ class BertEmbeddings(nnx.Module):
         self.token_type_embeddings = Embedding(config.type_vocab_size, D, dtype=dtype, rngs=rngs)
         self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
 
-    def __call__(self, tokens: Int[Array, "B T"], types: Int[Array, "#B #T"]) -> Float[Array, "B T D"]:
-        positions = self.position_embeddings(self.first_position + jnp.arange(tokens.shape[1]))
-        return self.LayerNorm(self.word_embeddings(tokens) + positions + self.token_type_embeddings(types))
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], types: Int[Array, "#B #T"]
+    ) -> Float[Array, "B T D"]:
+        embedded = self.position_embeddings(self.first_position + positions)
+        return self.LayerNorm(self.word_embeddings(tokens) + embedded + self.token_type_embeddings(types))
 
 
 class BertSelfAttention(nnx.Module):
@@ -124,7 +125,7 @@ class BertSelfAttention(nnx.Module):
         self.value = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        q, k, v = (m(x).reshape(*x.shape[:2], self.heads, -1) for m in (self.query, self.key, self.value))
+        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in fused_linear(x, self.query, self.key, self.value))
         dtype = self.key.weight.get_value().dtype
         return ops.attention(q, k.astype(dtype), v.astype(dtype), causal=False, segments=segments).reshape(x.shape)
 
@@ -188,8 +189,8 @@ class BertPooler(nnx.Module):
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B D"]:
-        return jnp.tanh(self.dense(hidden[:, 0]))
+    def __call__(self, first: Float[Array, "S D"]) -> Float[Array, "S D"]:
+        return jnp.tanh(self.dense(first))
 
 
 class BertModel(nnx.Module):
@@ -211,9 +212,6 @@ class BertModel(nnx.Module):
     )
     """Other keys of the same weights: under `bert.` or `roberta.` beside a head, and those of the first releases."""
 
-    depends_on_padding = False
-    """True if a sentence's states change with its padding or with the other sentences of its batch."""
-
     def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
@@ -221,20 +219,18 @@ class BertModel(nnx.Module):
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
     def __call__(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"] | None = None
+        self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
-        """Final hidden states, float32. Sentences are padded on the right; the states of padding mean nothing.
+        """Final hidden states, float32. Those of a sentence depend on its own tokens only.
 
         Args:
-            tokens: token ids. T is at most `max_position_embeddings`.
-            lengths: tokens of each sentence that are not padding. Their states do not depend on the padding.
+            tokens: token ids.
+            sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
             types: token types, 0 and 1 for the texts of a pair; all 0 if None.
         """
-        # Sentence and padding as two segments: neither sees the other.
-        segments = (jnp.arange(tokens.shape[1]) < lengths[:, None]).astype(jnp.int32)
-        x = self.embeddings(tokens, jnp.zeros((1, 1), jnp.int32) if types is None else types)
+        x = self.embeddings(tokens, sentences.positions, jnp.zeros((1, 1), jnp.int32) if types is None else types)
         for layer in self.encoder.layer:
-            x = layer(x, segments)
+            x = layer(x, sentences.segments)
         return x
 
 
@@ -252,12 +248,10 @@ class BertForSequenceClassification(nnx.Module):
         self.bert = BertModel(config, dtype=dtype, rngs=rngs, has_pooler=True)
         self.classifier = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
-    ) -> Float[Array, "B"]:
+    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
         """Logit of each pair, float32. The arguments are those of `BertModel`."""
         assert self.bert.pooler is not None
-        return self.classifier(self.bert.pooler(self.bert(tokens, lengths, types)))[:, 0]
+        return self.classifier(self.bert.pooler(sentences.first(self.bert(tokens, sentences, types))))[:, 0]
 
 
 class RobertaClassificationHead(nnx.Module):
@@ -267,8 +261,8 @@ class RobertaClassificationHead(nnx.Module):
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
         self.out_proj = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B 1"]:
-        return self.out_proj(jnp.tanh(self.dense(hidden[:, 0])))
+    def __call__(self, first: Float[Array, "S D"]) -> Float[Array, "S 1"]:
+        return self.out_proj(jnp.tanh(self.dense(first)))
 
 
 class RobertaForSequenceClassification(nnx.Module):
@@ -282,8 +276,6 @@ class RobertaForSequenceClassification(nnx.Module):
         self.roberta = BertModel(config, dtype=dtype, rngs=rngs)
         self.classifier = RobertaClassificationHead(config, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
-    ) -> Float[Array, "B"]:
+    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
         """Logit of each pair, float32. The arguments are those of `BertModel`, but RoBERTa reads no `types`."""
-        return self.classifier(self.roberta(tokens, lengths))[:, 0]
+        return self.classifier(sentences.first(self.roberta(tokens, sentences)))[:, 0]

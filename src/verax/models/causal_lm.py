@@ -176,11 +176,11 @@ def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
 
 def final_hidden_states(
     model: CausalLM,
-    tokens: Int[Array, "T"],
-    positions: Int[Array, "T"],
+    tokens: Int[Array, "*B T"],
+    positions: Int[Array, "*B T"],
     attend: AttentionFn,
     run_recurrent: RunRecurrent,
-) -> Float[Array, "T D"]:
+) -> Float[Array, "*B T D"]:
     """Final hidden states of a model; `run_recurrent` goes to those that have recurrent layers only."""
     if has_recurrent_layers(model.config):
         return cast(Callable[..., Any], model)(tokens, positions, attend, run_recurrent)

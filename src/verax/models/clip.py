@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,13 +20,13 @@ from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
-from verax.nn import LayerNorm, Linear
+from verax.nn import LayerNorm, Linear, gelu
 from verax.nn.layers import INIT_STD
 
 __all__ = ["CLIPVisionConfig", "CLIPVisionModel"]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 """Activation functions, by transformers' names: OpenCLIP's and OpenAI's."""

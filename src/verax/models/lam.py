@@ -6,14 +6,12 @@ parameter names. `LamConfig.rule` selects the layer: as published, faults includ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +19,7 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
 from verax.models.lam_layers import DeltaNetConfig, EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet, Rule
-from verax.nn import Embedding, LayerNorm, Linear
+from verax.nn import Embedding, LayerNorm, Linear, gelu
 
 __all__ = ["LamConfig", "LamModel"]
 
@@ -154,13 +152,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = self.attention.output(mixed, x)
-        inner = _gelu(self.intermediate.dense(x))
+        inner = gelu(self.intermediate.dense(x))
         # As published, GELU is applied twice: by MiniLM's module and again by LAM's.
-        return self.output(_gelu(inner) if self.published else inner, x)
-
-
-def _gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
+        return self.output(gelu(inner) if self.published else inner, x)
 
 
 class Encoder(nnx.Module):
@@ -199,6 +193,9 @@ class LamModel(nnx.Module):
         self.deltanet_layers = nnx.List(
             [layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         )
+
+    takes_packed_sentences = False
+    """True if several sentences may lie in one row."""
 
     @property
     def depends_on_padding(self) -> bool:

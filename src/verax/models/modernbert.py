@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +22,7 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
 from verax.models.bert import ACTIVATIONS
-from verax.nn import Embedding, LayerNorm, Linear, mean_pool
+from verax.nn import Embedding, LayerNorm, Linear, Sentences
 
 __all__ = ["ModernBertConfig", "ModernBertForSequenceClassification", "ModernBertModel"]
 
@@ -126,13 +127,24 @@ class ModernBertAttention(nnx.Module):
         self.Wo = Linear(D, D, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rotary: Rotary, segments: Int[Array, "B T"], window: int | None
+        self, x: Float[Array, "B T D"], rotary: Rotary, sentences: Sentences, window: int | None
     ) -> Float[Array, "B T D"]:
         qkv = self.Wqkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
         dtype = self.Wo.weight.get_value().dtype
-        out = ops.attention(q, k.astype(dtype), v.astype(dtype), causal=False, segments=segments, window=window)
+        arrays = q, k.astype(dtype), v.astype(dtype)
+        options = {"causal": False, "segments": sentences.segments}
+        if window is None or window >= x.shape[1]:
+            out = ops.attention(*arrays, **options)
+        else:
+            # Sentences that fit into the window take the quicker operation, which has none.
+            out = lax.cond(
+                jnp.max(sentences.lengths) <= window,
+                lambda *arrays: ops.attention(*arrays, **options),
+                lambda *arrays: ops.attention(*arrays, **options, window=window),
+                *arrays,
+            )
         return self.Wo(out.reshape(x.shape))
 
 
@@ -163,9 +175,9 @@ class ModernBertEncoderLayer(nnx.Module):
         self.mlp = ModernBertMLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rotary: Rotary, segments: Int[Array, "B T"], window: int | None
+        self, x: Float[Array, "B T D"], rotary: Rotary, sentences: Sentences, window: int | None
     ) -> Float[Array, "B T D"]:
-        x = x + self.attn(x if self.attn_norm is None else self.attn_norm(x), rotary, segments, window)
+        x = x + self.attn(x if self.attn_norm is None else self.attn_norm(x), rotary, sentences, window)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -189,26 +201,24 @@ class ModernBertModel(nnx.Module):
         )
         self.final_norm = _norm(config, dtype)
 
-    def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
-        """Final hidden states, float32. Sentences are padded on the right; the states of padding mean nothing.
+    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
+        """Final hidden states, float32. Those of a sentence depend on its own tokens only.
 
         Args:
-            tokens: token ids. T is at most `max_position_embeddings`.
-            lengths: tokens of each sentence that are not padding. Their states do not depend on the padding.
+            tokens: token ids.
+            sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
         """
-        config, T = self.config, tokens.shape[1]
-        # Sentence and padding as two segments: neither sees the other.
-        segments = (jnp.arange(T) < lengths[:, None]).astype(jnp.int32)
+        config = self.config
         head_dim = config.hidden_size // config.num_attention_heads
-        positions = jnp.broadcast_to(jnp.arange(T), tokens.shape)
-        rotary = ops.rotary_tables(positions, config.rotary, head_dim)
-        sliding_rotary = ops.rotary_tables(positions, config.sliding_rotary, head_dim)
+        rotary = ops.rotary_tables(sentences.positions, config.rotary, head_dim)
+        sliding_rotary = ops.rotary_tables(sentences.positions, config.sliding_rotary, head_dim)
         reach = config.local_attention // 2 + 1  # tokens that a token sees on each side, itself included
-        window = reach if reach < T else None
         x = self.embeddings(tokens)
         for layer, kind in zip(self.layers, config.layer_types, strict=True):
-            full = kind == _FULL
-            x = layer(x, rotary if full else sliding_rotary, segments, None if full else window)
+            if kind == _FULL:
+                x = layer(x, rotary, sentences, None)
+            else:
+                x = layer(x, sliding_rotary, sentences, reach)
         return self.final_norm(x)
 
 
@@ -234,12 +244,10 @@ class ModernBertForSequenceClassification(nnx.Module):
         self.head = ModernBertPredictionHead(config, dtype=dtype, rngs=rngs)
         self.classifier = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], types: Int[Array, "B T"]
-    ) -> Float[Array, "B"]:
+    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
         """Logit of each pair, float32. The arguments are those of `BertModel`, but ModernBERT reads no `types`."""
-        hidden = self.model(tokens, lengths)
-        pooled = hidden[:, 0] if self.config.classifier_pooling == "cls" else mean_pool(hidden, lengths)
+        hidden = self.model(tokens, sentences)
+        pooled = sentences.first(hidden) if self.config.classifier_pooling == "cls" else sentences.mean(hidden)
         return self.classifier(self.head(pooled))[:, 0]
 
 

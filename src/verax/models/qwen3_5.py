@@ -320,7 +320,7 @@ class Qwen35ForCausalLM(nnx.Module):
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        return self.model(tokens, positions, attend or causal_attention(self.dtype), run_recurrent or run_from_zeros)
+        return self.model(tokens, positions, attend or causal_attention(self.dtype), run_recurrent or run_from_zeros())
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores over the vocabulary, float32."""

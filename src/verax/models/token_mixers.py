@@ -44,17 +44,30 @@ RunRecurrent = Callable[[int, Float[Array, "*B T D"], RecurrentLayer], Float[Arr
 """Run of recurrent layer i: `run_recurrent(i, x, recurrence)` loads its sequences' states, and stores those after."""
 
 
-def causal_attention(dtype: DTypeLike) -> AttentionFn:
-    """Causal attention over whole sequences `[B, T]`, for a model without a cache; keys and values are of `dtype`."""
+def causal_attention(dtype: DTypeLike, segments: Int[Array, "B T"] | None = None) -> AttentionFn:
+    """Causal attention over whole sequences `[B, T]`, for a model without a cache.
+
+    Args:
+        dtype: of keys and values.
+        segments: as in `ops.attention`, for rows of several sequences.
+    """
 
     def attend(
         layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], **options: Any
     ) -> Float[Array, "B T N H"]:
-        return ops.attention(q, k.astype(dtype), v.astype(dtype), **options)
+        return ops.attention(q, k.astype(dtype), v.astype(dtype), segments=segments, **options)
 
     return attend
 
 
-def run_from_zeros(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
-    """Run a recurrent layer over whole sequences `[B, T]` from zeroed states; the states after are dropped."""
-    return recurrence(x, None, None)[0]
+def run_from_zeros(cu_seqlens: Int[Array, "M"] | None = None) -> RunRecurrent:
+    """Run of recurrent layers over whole sequences from zeroed states; the states after are dropped.
+
+    Args:
+        cu_seqlens: as in `ops.delta`, for sequences that are packed along one row.
+    """
+
+    def run(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
+        return recurrence(x, None, cu_seqlens)[0]
+
+    return run

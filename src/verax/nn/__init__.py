@@ -1,8 +1,9 @@
 """The few modules that models share. Parameters keep PyTorch's names, shapes and layouts, so a path is a file's key."""
 
+from verax.nn.activations import gelu
 from verax.nn.layers import CausalConv3d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm, fused_linear
 from verax.nn.low_rank import LowRank
-from verax.nn.pooling import mean_pool
+from verax.nn.sentences import Sentences
 
 __all__ = [
     "CausalConv3d",
@@ -12,6 +13,7 @@ __all__ = [
     "Linear",
     "LowRank",
     "RMSNorm",
+    "Sentences",
     "fused_linear",
-    "mean_pool",
+    "gelu",
 ]

@@ -22,6 +22,7 @@ from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm, load_model
 from verax.models import causal_lm, encoder, hidden_states
+from verax.nn import Sentences
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["embed_case", "text_case", "transformers"]
@@ -187,7 +188,8 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
 
     def ours(dtype: str) -> Side:
         loaded = load_model(opened, model_class, config, dtype=dtype)
-        return Side(loaded, (rows.ids, rows.lengths), call=hidden_states, inputs=theirs.inputs)
+        call = lambda model, tokens, lengths: hidden_states(model, tokens, Sentences.padded(lengths, tokens.shape[1]))
+        return Side(loaded, (rows.ids, rows.lengths), call=call, inputs=theirs.inputs)
 
     about = {"model": name, "architecture": model_class.__name__, **rows.about}
     return Case(f"{model_class.__name__} and transformers", reference, ours, judge=rows.pooled, about=about)

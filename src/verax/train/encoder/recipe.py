@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from verax import models, ops
 from verax.checkpoint import save
 from verax.embed.pooling import normalized, pool
+from verax.nn import Sentences
 from verax.train.encoder.batches import batches
 from verax.train.encoder.tokenizer import save_tokenizer, train_tokenizer
 from verax.train.loop import Schedule, train
@@ -102,7 +103,8 @@ def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:
     encode: Any = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
     with ops.use_implementations(linear=rounded_gradient_linear):
         hidden = encode(batch["tokens"], batch["lengths"])
-    first, second = jnp.split(normalized(pool(hidden, batch["lengths"], "mean")), 2)
+    sentences = Sentences.padded(batch["lengths"], hidden.shape[1])
+    first, second = jnp.split(normalized(pool(hidden, sentences, "mean")), 2)
     return contrastive_loss(first, second, TEMPERATURE)
 
 

@@ -20,7 +20,8 @@ class AttentionRun {
 
   // The queries of one sequence, as a tile of all of them; its fields head, begin, end and partial are set here.
   void add(const AttentionTile& sequence) {
-    const int64_t at_once = std::max<int64_t>(1, ATTENTION_ROWS / group_);
+    int64_t at_once = std::max<int64_t>(1, ATTENTION_ROWS / group_);
+    if (sequence.query_segments) at_once = std::min(at_once, SEGMENTED_QUERIES);
     for (int64_t done = 0; done < sequence.num_queries; done += at_once) {
       AttentionTile tile = sequence;
       tile.first_query += done;
@@ -29,6 +30,7 @@ class AttentionRun {
       if (tile.query_segments) tile.query_segments += done;
       tile.begin = task_.window ? std::max<int64_t>(0, tile.visible - task_.window) : 0;
       tile.end = std::max<int64_t>(0, tile.visible + (task_.causal ? tile.num_queries - 1 : 0));
+      if (tile.query_segments) narrow(tile);
       tile.partial = nullptr;
       most_rows_ = std::max(most_rows_, tile.num_queries * group_);
       for (tile.head = 0; tile.head < task_.K; ++tile.head) {
@@ -56,6 +58,18 @@ class AttentionRun {
   }
 
  private:
+  // Queries of a tile where keys of other segments are hidden. A tile reads every key that any of its queries sees, so
+  // that of short segments should have few queries.
+  static constexpr int64_t SEGMENTED_QUERIES = 64;
+
+  // Moves the tile's first and last key to those of its queries' segments.
+  static void narrow(AttentionTile& tile) {
+    const auto [low, high] = std::minmax_element(tile.query_segments, tile.query_segments + tile.num_queries);
+    const auto hidden = [&](int64_t key) { return tile.key_segments[key] < *low || tile.key_segments[key] > *high; };
+    while (tile.begin < tile.end && hidden(tile.begin)) ++tile.begin;
+    while (tile.begin < tile.end && hidden(tile.end - 1)) --tile.end;
+  }
+
   struct Split {
     AttentionTile whole;
     int64_t spans;

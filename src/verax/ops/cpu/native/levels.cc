@@ -16,9 +16,9 @@ namespace verax {
 
 bool amx_permitted() {
 #if defined(__linux__) && defined(__x86_64__)
-  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+  constexpr unsigned WANTED = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, 8-bit integers
   unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16 | TILE)) != (BF16 | TILE)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & WANTED) != WANTED) return false;
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 #else

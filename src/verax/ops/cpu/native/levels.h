@@ -11,12 +11,12 @@
 // ROW(level, architecture, compiler flags, test of the processor, capabilities, ...), where `...` is the caller's.
 //
 // Capabilities: bf16_dot multiplies bfloat16, int8_dot multiplies 8-bit integers, with sums of 32 bits; bf16_tiles
-// multiplies 16 x 32 by 32 x 16 bfloat16 at once.
+// multiplies 16 x 32 by 32 x 16 bfloat16 at once, or twice as many 8-bit integers.
 // clang-format off
 #define VERAX_LEVELS(ROW, ...)                                                                              \
   ROW(amx, x86_64,                                                                                          \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
-      "-mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16",                                         \
+      "-mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",                                         \
       VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16") && ::verax::amx_permitted(),       \
       "bf16_dot int8_dot bf16_tiles", __VA_ARGS__)                                                          \
   ROW(avx512_bf16, x86_64,                                                                                  \

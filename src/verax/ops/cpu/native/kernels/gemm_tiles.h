@@ -12,47 +12,18 @@
 
 #if defined(__AMX_BF16__) && !defined(VERAX_PORTABLE)
 
-#include <immintrin.h>
-
 #include "blocks.h"
 #include "cells.h"
 #include "gemm.h"
+#include "tiles.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// Rows of a tile, and their bytes: 32 bfloat16 or 16 float32.
-constexpr int SIDE = 16, ROW_BYTES = 64, TILE_BYTES = SIDE * ROW_BYTES;
-
 // Rows of x up to which W is read where it lies. With more, each strip is used so often that a copy of it pays, without
 // the gaps between rows that leave most of a cache unused.
 constexpr int64_t DIRECT_ROWS = 64;
-
-// Bytes that are asked for ahead in each row of W.
-constexpr int64_t AHEAD = 256;
-
-struct alignas(64) TileShapes {
-  uint8_t palette, start_row, unused[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-};
-
-// A constant: GCC's `_tile_loadconfig` reads eight bytes as far as the compiler knows, which drops stores to the others.
-constexpr TileShapes FULL = {1,
-                             0,
-                             {},
-                             {ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES, ROW_BYTES},
-                             {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
-
-// All tiles of a thread at their full size, for as long as this lives.
-class Tiles {
- public:
-  Tiles() { _tile_loadconfig(&FULL); }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-};
 
 // Tiles [begin, end) of 16 rows of x, packed; rows past the last are zero.
 void pack_tiles(const GemmTask& t, int64_t begin, int64_t end) {
@@ -69,63 +40,6 @@ void pack_tiles(const GemmTask& t, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < SIDE; ++i) store(reinterpret_cast<float*>(to) + SIDE * i, pairs[i]);
     }
   }
-}
-
-// A strip of W: of each 16 rows a tile, and the distances of its rows and of the next 32 values.
-struct Strip {
-  const char* first;
-  int64_t second, row, step;
-  bool streamed;  // comes from memory
-};
-
-// W: as many tiles of 16 rows; X: as many of 16 rows of x. Tile 2 w + m has the sums, 4 and 5 the rows of W, 6 and 7 of x.
-template <int W, int X>
-inline void add_tiles(const Strip& strip, const char* x, int64_t next_x, int64_t steps) {
-  const char* w = strip.first;
-  for (int64_t i = 0; i < steps; ++i, w += strip.step, x += TILE_BYTES) {
-    if (strip.streamed) {
-      for (int64_t r = 0; r < SIDE; ++r) {
-        _mm_prefetch(w + r * strip.row + AHEAD, _MM_HINT_T0);
-        if constexpr (W == 2) _mm_prefetch(w + strip.second + r * strip.row + AHEAD, _MM_HINT_T0);
-      }
-    }
-    _tile_loadd(6, x, 64);
-    _tile_loadd(4, w, strip.row);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (X == 2) {
-      _tile_loadd(7, x + next_x, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (W == 2) {
-      _tile_loadd(5, w + strip.second, strip.row);
-      _tile_dpbf16ps(2, 5, 6);
-      if constexpr (X == 2) _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-}
-
-// Sums of W x X tiles begin at zero, or where `sums` has left them.
-template <int W, int X>
-inline void begin_tiles(const char* sums, bool first) {
-  if (first) {
-    _tile_zero(0);
-    if constexpr (X == 2) _tile_zero(1);
-    if constexpr (W == 2) _tile_zero(2);
-    if constexpr (W == 2 && X == 2) _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, 64);
-    if constexpr (X == 2) _tile_loadd(1, sums + TILE_BYTES, 64);
-    if constexpr (W == 2) _tile_loadd(2, sums + 2 * TILE_BYTES, 64);
-    if constexpr (W == 2 && X == 2) _tile_loadd(3, sums + 3 * TILE_BYTES, 64);
-  }
-}
-
-template <int W, int X>
-inline void end_tiles(char* sums) {
-  _tile_stored(0, sums, 64);
-  if constexpr (X == 2) _tile_stored(1, sums + TILE_BYTES, 64);
-  if constexpr (W == 2) _tile_stored(2, sums + 2 * TILE_BYTES, 64);
-  if constexpr (W == 2 && X == 2) _tile_stored(3, sums + 3 * TILE_BYTES, 64);
 }
 
 // Sums of 16 columns and as many rows of y, from a tile that has them transposed.
@@ -185,7 +99,7 @@ void multiply_tiles(const GemmTask& t, const Strip& strip, int64_t m, int64_t n,
   const int64_t next_x = t.K / 32 * TILE_BYTES;
   const char* x = static_cast<const char*>(t.packed) + m / SIDE * next_x + k / 32 * TILE_BYTES;
   begin_tiles<W, X>(sums, k == 0);
-  add_tiles<W, X>(strip, x, next_x, steps);
+  add_tiles<false, W, X>(strip, x, next_x, steps);
   end_tiles<W, X>(sums);
   if (k + 32 * steps < t.K) return;
   for (int w = 0; w < W; ++w)

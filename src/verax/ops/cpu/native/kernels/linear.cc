@@ -6,6 +6,7 @@
 
 #include "linear_integers.h"
 #include "linear_steps.h"
+#include "linear_tiles.h"
 #include "vec.h"
 
 namespace verax {
@@ -42,7 +43,7 @@ struct Float8Weights : RoundedWeights<float8> {
 };
 #ifdef VERAX_INTEGER_DOT
 // x in integers of 16 bits, whose largest is a segment's largest: an instruction widens 32 weights, where bfloat16 takes
-// five. A sum has at most 64 products of 2^22, so it is exact.
+// five. A lane's sum has at most 64 products of 2^22, so it is exact.
 struct Int8Weights {
   using Element = int8_t;
   using Stored = int16_t;
@@ -83,7 +84,7 @@ void pack<Int8Weights>(const LinearTask& t) {
   for (int64_t begin = 0; begin < t.K; begin += SEGMENT) {
     const int64_t end = t.K - begin < SEGMENT ? t.K : begin + SEGMENT;
     for (int64_t m = 0; m < t.M; ++m) {
-      const float scale = integer_scale(t.x + m * t.K + begin, end - begin, 32767);
+      const float scale = integer_scale(t.x + m * t.K + begin, end - begin, LARGEST_INTEGER);
       input_scales(t, begin)[m] = scale;
       const float factor = integer_factor(scale);
       for (int64_t k = begin; k < end; k += CHUNK / 2) {
@@ -98,6 +99,41 @@ void pack<Int8Weights>(const LinearTask& t) {
       }
     }
   }
+}
+#endif
+
+// The sums of the registers' lanes.
+template <class Kind, int C>
+void sum_lanes(const F32 (&sums)[C], float (&to)[C]) {
+  F32 totals[C];
+  VERAX_UNROLL
+  for (int c = 0; c < C; ++c) totals[c] = Kind::total(sums[c]);
+  sum_each(totals, to);
+}
+
+float add_scaled(float y, float value, float scale) {
+#ifdef VERAX_INTEGER_DOT
+  return __builtin_fmaf(value, scale, y);  // as linear_tiles.h
+#else
+  return y + value * scale;
+#endif
+}
+
+#ifdef VERAX_INTEGER_DOT
+// Rounded once: what is left of the lanes behind their last 8 bits, and these, are integers whose sums float32 holds.
+template <class Kind, int C>
+void sum_lanes(const I32 (&sums)[C], float (&to)[C]) {
+  F32 high[C], low[C];
+  VERAX_UNROLL
+  for (int c = 0; c < C; ++c) {
+    high[c] = to_f32({_mm512_srai_epi32(sums[c].v, 8)});
+    low[c] = to_f32({_mm512_and_si512(sums[c].v, _mm512_set1_epi32(255))});
+  }
+  float rest[C];
+  sum_each(high, to);
+  sum_each(low, rest);
+  VERAX_UNROLL
+  for (int c = 0; c < C; ++c) to[c] = __builtin_fmaf(to[c], 256, rest[c]);
 }
 #endif
 
@@ -224,20 +260,15 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
   for (int r = 0; r < R; ++r) {
     float* y = t.y + (m + r) * t.N + n;
     const float scale = input_scale<Kind>(t, m + r, segment.begin);
-    F32 totals[C];
     float more[C];
-    VERAX_UNROLL
-    for (int c = 0; c < C; ++c) {
-      if constexpr (Grouped) {
-        totals[c] = sums[r][c];
-      } else {
-        totals[c] = Kind::total(sums[r][c]);
-      }
+    if constexpr (Grouped) {
+      sum_each(sums[r], more);
+    } else {
+      sum_lanes<Kind>(sums[r], more);
     }
-    sum_each(totals, more);
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
-      const float value = first ? more[c] * scale : y[c * apart] + more[c] * scale;
+      const float value = first ? more[c] * scale : add_scaled(y[c * apart], more[c], scale);
       y[c * apart] = last && !Grouped ? value * row_scale(t, n + c * apart) : value;
     }
   }
@@ -246,6 +277,9 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
 }  // namespace
 
 void linear_pack(const LinearTask& t) {
+#if defined(__AMX_BF16__)
+  if (takes_tiles(t)) return pack_digits(t);
+#endif
   switch (t.kind) {
     case Weights::f32: return pack<F32Weights>(t);
     case Weights::bf16: return pack<Bf16Weights>(t);
@@ -257,6 +291,9 @@ void linear_pack(const LinearTask& t) {
 }
 
 void linear_columns(const LinearTask& t, int64_t begin, int64_t end) {
+#if defined(__AMX_BF16__)
+  if (takes_tiles(t)) return tiled_columns(t, begin, end);
+#endif
   switch (t.kind) {
     case Weights::f32: return linear_units<Tile<F32Weights, false>>(t, begin, end);
     case Weights::bf16: return linear_units<Tile<Bf16Weights, false>>(t, begin, end);

@@ -9,7 +9,7 @@ namespace verax {
 
 // Kinds of W's rows. The last three are multiplied by scales: one for a whole row, or one for each group of
 // `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against the others; but where the processor
-// multiplies integers (the level avx512_bf16) x becomes integers, of 16 bits with a scale for each 1,024 inputs against
+// multiplies integers (levels amx and avx512_bf16) x becomes integers, of 16 bits with a scale for each 1,024 inputs against
 // int8, of 8 bits with a scale for each group against int4.
 //   float8  [N, K] bytes of type E4M3, none of which is NaN
 //   int8    [N, K] signed bytes

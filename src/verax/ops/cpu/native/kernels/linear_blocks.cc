@@ -9,64 +9,25 @@
 //   y[m..m+R, 16 rows] += sums
 //
 // x is taken in bytes, with a scale for each 32 inputs.
+#include "block_inputs.h"
+#include "block_tiles.h"
 #include "blocks.h"
 #include "linear_steps.h"
-#include "vec_math.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// Numbers beside 32 bytes of x: their scale, the sum of what they stand for, and less the sums of the bytes: of all, of
-// the first 16, of the last 16.
-struct Inputs {
-  float scale, sum;
-  int32_t less[3];
-};
-
-// x ends in zeros, up to a whole unit of the smallest.
-int64_t padded(int64_t K) { return (K + 63) / 64 * 64; }
-
-int8_t* bytes(const LinearTask& t, int64_t m, int64_t k) {
-  return static_cast<int8_t*>(t.packed) + linear_packed_at(t, m, k);
-}
-
-// They lie behind all bytes: [K / 32, M].
-Inputs* inputs(const LinearTask& t, int64_t m, int64_t k) {
-  return reinterpret_cast<Inputs*>(bytes(t, 0, padded(t.K))) + k / CHUNK * t.M + m;
-}
-
-// 32 values, of which the scale is NaN if one is not finite: every output that they have a part in is then NaN.
-void pack_chunk(const float* x, int8_t* to, Inputs* with) {
-  const Chunk chunk = load_chunk(x);
-  F32 peaks = zero(), wrong = zero();
-  VERAX_UNROLL
-  for (int i = 0; i < Chunk::parts; ++i) {
-    peaks = max(max(chunk.part[i], sub(zero(), chunk.part[i])), peaks);
-    wrong = fma(chunk.part[i], zero(), wrong);
-  }
-  const float peak = largest_lane(peaks), scale = peak / 127;
-  const F32 factor = broadcast(scale > 1e-37f ? 1 / scale : 0);  // the inverse must be finite
-  F32 numbers[4] = {zero(), zero(), wrong, wrong};
-  VERAX_UNROLL
-  for (int i = 0; i < Chunk::parts; ++i) {
-    const F32 here = whole(mul(chunk.part[i], factor));
-    store_bytes(to + i * F32::lanes, here);
-    numbers[i * 2 / Chunk::parts] = add(numbers[i * 2 / Chunk::parts], here);
-  }
-  float sums[4];
-  sum_each(numbers, sums);
-  const bool finite = sums[2] == 0;
-  with->scale = scale + sums[2];
-  with->sum = with->scale * (sums[0] + sums[1]);
-  for (int i = 0; i < 2; ++i) with->less[1 + i] = finite ? -static_cast<int32_t>(sums[i]) : 0;
-  with->less[0] = with->less[1] + with->less[2];
-}
-
 template <class Format>
 struct BlockTile {
+#if defined(VERAX_PORTABLE)
+  // Without registers of lanes, larger tiles are no faster, and take the compiler minutes.
+  static constexpr int ROWS = 1;
+#else
   static constexpr int ROWS = V == 1 ? 8 : 4;  // R at most: sums are kept in registers
+#endif
   static constexpr int columns(int rows) {
+    if (ROWS == 1) return 1;
     if (V > 1) return rows > 2 ? 1 : 2;
     return rows > 4 ? 1 : rows > 2 ? 2 : 4;
   }
@@ -86,10 +47,7 @@ struct BlockTile {
     for (int h = 0; h < GROUPS; ++h) {
       Words parts[R];
       VERAX_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const auto less = static_cast<uint32_t>(with[r].less[GROUPS == 1 ? 0 : 1 + h]);
-        parts[r] = Format::OFFSET ? times(words(less)) : words(0);
-      }
+      for (int r = 0; r < R; ++r) parts[r] = offset_parts<Format>(with[r], h);
       VERAX_UNROLL
       for (int q = h * QUADS; q < (h + 1) * QUADS; ++q) {
         const Words codes = Format::codes(unit, c, q);
@@ -154,15 +112,6 @@ struct BlockTile {
         add_to(t.y + (m + r) * t.N + column, registers, t.N - column, segment.begin == 0);
       }
   }
-
- private:
-  static Words times(Words less) {
-    constexpr int OFFSET = Format::OFFSET;
-    static_assert((OFFSET & (OFFSET - 1)) == 0, "a shift multiplies by it");
-    int shift = 0;
-    while (1 << shift < OFFSET) ++shift;
-    return shift_left(less, shift);
-  }
 };
 
 }  // namespace
@@ -182,8 +131,14 @@ void linear_blocks_pack(const LinearTask& t) {
 }
 
 void linear_blocks_columns(const LinearTask& t, int64_t begin, int64_t end) {
+  const int64_t first = begin / BLOCK, last = (end + BLOCK - 1) / BLOCK;
   with_format(t.block, [&](auto format) {
-    linear_units<BlockTile<decltype(format)>>(t, begin / BLOCK, (end + BLOCK - 1) / BLOCK);
+#if defined(__AMX_BF16__)
+    if constexpr (decltype(format)::GROUP == CHUNK) {
+      if (t.M >= CODE_ROWS) return code_columns<BlockCodes<decltype(format)>>(t, first, last);
+    }
+#endif
+    linear_units<BlockTile<decltype(format)>>(t, first, last);
   });
 }
 

@@ -10,6 +10,7 @@
 // Processors that multiply integers get x in bytes, with a scale for each group; the others get float32.
 #include <cstring>
 
+#include "code_tiles.h"
 #include "linear_integers.h"
 #include "linear_lanes.h"
 #include "linear_steps.h"
@@ -97,6 +98,52 @@ struct Parts {
     return mul({_mm512_cvtepi32_ps(v[r][c])}, broadcast(groups[r].scale));
   }
 };
+
+#if defined(__AMX_BF16__)
+
+// As code_tiles.h multiplies them, 128 inputs at a time.
+struct Int4Codes {
+  static constexpr int INPUTS = 128, PARTS = INPUTS / 32, PAIRS = CHUNK / 8;
+
+  static int64_t add(const LinearTask& t, F32 (&sums)[SIDE], int64_t m, int64_t rows, int64_t n, int64_t k, int64_t to) {
+    alignas(64) char codes[PARTS * CODE_TILE_BYTES];
+    alignas(64) int32_t parts[PARTS][SIDE * BLOCK];
+    const int64_t end = to - k < INPUTS ? to : k + INPUTS;
+    const auto* w = static_cast<const uint32_t*>(t.weights) + (n * (t.K / 8) + k / 8) * BLOCK;
+    const auto* from = w;
+    const __m512i mask = _mm512_set1_epi8(15);
+    for (int64_t i = 0; i < (end - k) / 8; ++i, from += BLOCK) {
+      const __m512i eight = _mm512_loadu_si512(from);
+      prefetch(from + 2 * INPUTS / 8 * BLOCK);
+      _mm512_store_si512(codes + 2 * i * ROW_BYTES, _mm512_and_si512(eight, mask));
+      _mm512_store_si512(codes + (2 * i + 1) * ROW_BYTES, _mm512_and_si512(_mm512_srli_epi32(eight, 4), mask));
+    }
+    const int64_t chunks = t.group / CHUNK, groups = (end - k) / t.group, next_x = t.M * CHUNK;
+    const auto* x = static_cast<const int8_t*>(t.packed) + linear_packed_at(t, m, k);
+    for (int64_t g = 0; g < groups; ++g) {
+      const auto multiply = g % 2 ? multiply_codes<1> : multiply_codes<0>;
+      multiply(x + g * chunks * next_x, next_x, codes + g * chunks * CODE_TILE_BYTES, static_cast<int>(chunks), parts[g]);
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t at = group_at(t, n, k + g * t.group);
+      const F32 scales = load_scales(t, at);
+      const Group* with = input_groups(t, k + g * t.group) + m;
+      __m512i zeros = _mm512_set1_epi32(8);
+      if (t.zeros) {
+        const auto* points = reinterpret_cast<const __m128i*>(t.zeros + at);
+        zeros = _mm512_add_epi32(zeros, _mm512_cvtepi8_epi32(_mm_loadu_si128(points)));
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        const __m512i less = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(with[r].sum));
+        const __m512i part = _mm512_sub_epi32(load_parts(parts[g], r).v, less);
+        sums[r] = fma(mul({_mm512_cvtepi32_ps(part)}, broadcast(with[r].scale)), scales, sums[r]);
+      }
+    }
+    return end;
+  }
+};
+
+#endif
 
 #else
 
@@ -209,7 +256,11 @@ struct Int4Tile {
 void linear_int4_pack(const LinearTask& t) { pack(t); }
 
 void linear_int4_columns(const LinearTask& t, int64_t begin, int64_t end) {
-  linear_units<Int4Tile>(t, begin / BLOCK, (end + BLOCK - 1) / BLOCK);
+  const int64_t first = begin / BLOCK, last = (end + BLOCK - 1) / BLOCK;
+#if defined(__AMX_BF16__)
+  if (t.M >= CODE_ROWS) return code_columns<Int4Codes>(t, first, last);
+#endif
+  linear_units<Int4Tile>(t, first, last);
 }
 
 }  // namespace VERAX_LEVEL

@@ -9,6 +9,9 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
+// The largest of 16 bits: 127 * 256 + 127, two digits of 8 bits.
+constexpr float LARGEST_INTEGER = 32639;
+
 // The scale by which integers of at most `largest` hold `count` values. NaN if a value is not finite, so that every
 // output which that value has a part in is NaN.
 inline float integer_scale(const float* x, int64_t count, float largest) {

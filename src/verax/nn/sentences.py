@@ -1,0 +1,67 @@
+"""Sentences in rows of tokens: where each lies, and one state or the mean of each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+__all__ = ["Sentences"]
+
+
+class Sentences(NamedTuple):
+    """Places of S sentences in `[B, T]` tokens. Tokens of no sentence are padding; what they compute means nothing."""
+
+    segments: Int[Array, "B T"]
+    """Number of the sentence of each token; S for padding."""
+    positions: Int[Array, "B T"]
+    """Position of each token in its sentence; 0 for padding."""
+    starts: Int[Array, "S"]
+    """First token of each sentence, counted through all rows."""
+    lengths: Int[Array, "S"]
+    """Tokens of each sentence; 0 for one that is not there."""
+    cu_seqlens: Int[Array, "S_and_1"] | None = None
+    """Starts, and the end of the last sentence, as the recurrent operations take them; None unless packed."""
+
+    @classmethod
+    def padded(cls, lengths: Int[Array, "B"], size: int) -> Sentences:
+        """One sentence in each row of `size` tokens, with padding behind it."""
+        at = jnp.arange(size)
+        real = at < lengths[:, None]
+        rows = jnp.arange(lengths.shape[0])
+        segments = jnp.where(real, rows[:, None], lengths.shape[0])
+        return cls(segments, jnp.where(real, at, 0), rows * size, lengths)
+
+    @classmethod
+    def packed(cls, lengths: Int[Array, "S"], size: int) -> Sentences:
+        """Sentences end to end in one row of `size` tokens, with padding behind the last."""
+        ends = jnp.cumsum(lengths)
+        starts, at = ends - lengths, jnp.arange(size)
+        segments = jnp.sum(at[:, None] >= ends, axis=1)
+        positions = at - jnp.append(starts, 0)[segments]
+        positions = jnp.where(at < ends[-1], positions, 0)
+        return cls(segments[None], positions[None], starts, lengths, jnp.append(starts, ends[-1]))
+
+    def first(self, hidden: Float[Array, "B T D"]) -> Float[Array, "S D"]:
+        """State of each sentence's first token."""
+        return _rows(hidden, self.starts)
+
+    def last(self, hidden: Float[Array, "B T D"]) -> Float[Array, "S D"]:
+        """State of each sentence's last token."""
+        return _rows(hidden, self.starts + jnp.maximum(self.lengths, 1) - 1)
+
+    def mean(self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0) -> Float[Array, "S D"]:
+        """Mean over each sentence's tokens, float32, without its `skipped` first ones; the mean of nothing is zero."""
+        count = self.lengths.shape[0]
+        # Added up by number, not multiplied by 0 and 1: another sentence's states may be infinite.
+        owners = jnp.where(self.positions >= skipped, self.segments, count).reshape(-1)
+        states = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
+        totals = jax.ops.segment_sum(states, owners, count)
+        return totals / jnp.maximum(self.lengths - skipped, 1)[:, None]
+
+
+def _rows(hidden: Float[Array, "B T D"], places: Int[Array, "S"]) -> Float[Array, "S D"]:
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return flat[jnp.minimum(places, flat.shape[0] - 1)]

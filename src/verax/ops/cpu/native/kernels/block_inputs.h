@@ -1,0 +1,71 @@
+// x as the kernels take it beside the blocks of GGUF files: bytes, with a scale for each 32 inputs.
+#pragma once
+
+#include "linear.h"
+#include "vec_math.h"
+#include "words.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+// Numbers beside 32 bytes of x: their scale, the sum of what they stand for, and less the sums of the bytes: of all, of
+// the first 16, of the last 16.
+struct Inputs {
+  float scale, sum;
+  int32_t less[3];
+};
+
+// x ends in zeros, up to a whole unit of the smallest.
+int64_t padded(int64_t K) { return (K + 63) / 64 * 64; }
+
+int8_t* bytes(const LinearTask& t, int64_t m, int64_t k) {
+  return static_cast<int8_t*>(t.packed) + linear_packed_at(t, m, k);
+}
+
+// They lie behind all bytes: [K / 32, M].
+Inputs* inputs(const LinearTask& t, int64_t m, int64_t k) {
+  return reinterpret_cast<Inputs*>(bytes(t, 0, padded(t.K))) + k / CHUNK * t.M + m;
+}
+
+// 32 values, of which the scale is NaN if one is not finite: every output that they have a part in is then NaN.
+void pack_chunk(const float* x, int8_t* to, Inputs* with) {
+  const Chunk chunk = load_chunk(x);
+  F32 peaks = zero(), wrong = zero();
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) {
+    peaks = max(max(chunk.part[i], sub(zero(), chunk.part[i])), peaks);
+    wrong = fma(chunk.part[i], zero(), wrong);
+  }
+  const float peak = largest_lane(peaks), scale = peak / 127;
+  const F32 factor = broadcast(scale > 1e-37f ? 1 / scale : 0);  // the inverse must be finite
+  F32 numbers[4] = {zero(), zero(), wrong, wrong};
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) {
+    const F32 here = whole(mul(chunk.part[i], factor));
+    store_bytes(to + i * F32::lanes, here);
+    numbers[i * 2 / Chunk::parts] = add(numbers[i * 2 / Chunk::parts], here);
+  }
+  float sums[4];
+  sum_each(numbers, sums);
+  const bool finite = sums[2] == 0;
+  with->scale = scale + sums[2];
+  with->sum = with->scale * (sums[0] + sums[1]);
+  for (int i = 0; i < 2; ++i) with->less[1 + i] = finite ? -static_cast<int32_t>(sums[i]) : 0;
+  with->less[0] = with->less[1] + with->less[2];
+}
+
+// The codes' products with the bytes are `less` times the format's offset too much: what to begin them with.
+template <class Format>
+inline Words offset_parts(const Inputs& with, int h) {
+  if constexpr (Format::OFFSET == 0) return words(0);
+  constexpr int OFFSET = Format::OFFSET;
+  static_assert((OFFSET & (OFFSET - 1)) == 0, "a shift multiplies by it");
+  int shift = 0;
+  while (1 << shift < OFFSET) ++shift;
+  return shift_left(words(static_cast<uint32_t>(with.less[Format::GROUP == CHUNK ? 0 : 1 + h])), shift);
+}
+
+}  // namespace
+}  // namespace VERAX_LEVEL
+}  // namespace verax
