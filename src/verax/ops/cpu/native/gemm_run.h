@@ -16,7 +16,7 @@ namespace verax {
 // Most rows and columns of a block. More rows share a strip of W, more columns the copy of x: packing takes some 4% of
 // the time at these sizes. What a block reads and writes at a time stays in a second cache level of 1 MB.
 constexpr int64_t GEMM_ROWS = 192, GEMM_COLUMNS = 384;
-constexpr int64_t GEMM_ROWS_OF_BLOCKS = 512;  // in tiles: W takes as long to unpack as a third of these to multiply
+constexpr int64_t GEMM_ROWS_OF_TILES = 512;  // a GGUF file's blocks take as long to unpack as a third of these
 constexpr int64_t GEMM_PIECES = 4;  // for each thread, at least
 
 // x of all products in tiles of 16 rows, shared over the threads; where each product finds its own is noted in it.
@@ -52,7 +52,7 @@ void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
     const GemmTask* task;
     GemmBlock block;
   };
-  const int64_t most_rows = tiles && tasks.front().kind == Weights::blocks ? GEMM_ROWS_OF_BLOCKS : GEMM_ROWS;
+  const int64_t most_rows = tiles ? GEMM_ROWS_OF_TILES : GEMM_ROWS;
   std::vector<Piece> work;
   int64_t most = 0;
   for (const GemmTask& t : tasks) {
