@@ -70,6 +70,7 @@ int main() {
         product(level, kind, 13, 416, 80, biased);
         product(level, kind, 200, 64, 400, biased);
         product(level, kind, 40, 1056, 48, biased);
+        product(level, kind, 70, 1056, 48, biased);
       }
     }
     std::printf("%s: checked\n", level);
