@@ -23,7 +23,8 @@ def layout(request):
 
 def test_each_token_has_its_sentence_and_its_position_in_it(layout):
     sentences, shape, places = layout
-    segments, positions = np.full(shape, 5), np.zeros(shape)
+    segments = np.full(shape, 5)
+    positions = np.zeros(shape) if shape[0] == 1 else np.broadcast_to(np.arange(shape[1]), shape).copy()
     for number, (row, tokens) in enumerate(places):
         segments[row, tokens] = number
         positions[row, tokens] = np.arange(LENGTHS[number])

@@ -6,6 +6,7 @@ import json
 import re
 import time
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -18,7 +19,7 @@ from verax.serve.server import LazyModel, Server
 from verax.serve.settings import ServerSettings
 
 PIL = pytest.importorskip("PIL.Image")
-pytest.importorskip("av")
+av = pytest.importorskip("av")
 
 PROMPT = "a red circle floats left over a blue to green gradient"
 QUICK = {"prompt": PROMPT, "num_inference_steps": 2, "num_frames": 5}
@@ -58,6 +59,11 @@ def finished(client, name):
     raise AssertionError("the clip takes more than a minute")
 
 
+def frames_of(file):
+    with av.open(file if isinstance(file, io.BytesIO) else str(file)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(float)
+
+
 def error_of(response, status=400):
     assert response.status_code == status, response.text
     return response.json()["error"]
@@ -91,7 +97,10 @@ def test_the_file_is_the_clip_that_the_pipeline_makes(made, client, pipeline, tm
     pipeline(PROMPT, num_inference_steps=2, num_frames=5, seed=3).save(path)
     response = client.get(f"/v1/videos/{made[2]['id']}/content")
     assert response.headers["content-type"] == "video/mp4"
-    assert response.content == path.read_bytes()
+    # Not the bytes: those of x264 differ from one encoding of the same frames to the next on a busy machine.
+    served, made_here = frames_of(io.BytesIO(response.content)), frames_of(path)
+    assert served.shape == made_here.shape == (5, 64, 64, 3)
+    assert np.abs(served - made_here).mean() < 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ class Sentences(NamedTuple):
     segments: Int[Array, "B T"]
     """Number of the sentence of each token; S for padding."""
     positions: Int[Array, "B T"]
-    """Position of each token in its sentence; 0 for padding."""
+    """Position of each token in its sentence. Those of padding go on behind a padded sentence, as in PyTorch, and are 0
+    behind packed ones."""
     starts: Int[Array, "S"]
     """First token of each sentence, counted through all rows."""
     lengths: Int[Array, "S"]
@@ -32,7 +33,7 @@ class Sentences(NamedTuple):
         real = at < lengths[:, None]
         rows = jnp.arange(lengths.shape[0])
         segments = jnp.where(real, rows[:, None], lengths.shape[0])
-        return cls(segments, jnp.where(real, at, 0), rows * size, lengths)
+        return cls(segments, jnp.broadcast_to(at, real.shape), rows * size, lengths)
 
     @classmethod
     def packed(cls, lengths: Int[Array, "S"], size: int) -> Sentences:

@@ -169,7 +169,7 @@ def _write_mp4(frames: np.ndarray, path: Path, fps: float, crf: int) -> None:
         stream.pix_fmt = "yuv420p"
         stream.options = {"crf": str(crf)}
         context = stream.codec_context
-        # x264's lookahead thread makes the bytes depend on timing: with one thread, a seed always makes the same file.
+        # x264's lookahead thread makes the bytes depend on timing.
         context.thread_count = 1
         context.colorspace = context.color_primaries = context.color_trc = _BT709
         for frame in frames:

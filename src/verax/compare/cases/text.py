@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from verax.compare.recorder import Watch
 from verax.compare.torch_side import reference_package, torch
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm, load_model
-from verax.models import causal_lm, encoder, hidden_states
+from verax.models import CausalLM, causal_lm, encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokenizer import Tokenizer
 
@@ -188,8 +189,7 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
 
     def ours(dtype: str) -> Side:
         loaded = load_model(opened, model_class, config, dtype=dtype)
-        call = lambda model, tokens, lengths: hidden_states(model, tokens, Sentences.padded(lengths, tokens.shape[1]))
-        return Side(loaded, (rows.ids, rows.lengths), call=call, inputs=theirs.inputs)
+        return Side(loaded, (rows.ids, rows.lengths), call=_states_of_padded, inputs=theirs.inputs)
 
     about = {"model": name, "architecture": model_class.__name__, **rows.about}
     return Case(f"{model_class.__name__} and transformers", reference, ours, judge=rows.pooled, about=about)
@@ -317,3 +317,9 @@ def _given_rows(given: Mapping[str, np.ndarray], vocab_size: int) -> tuple[np.nd
 
 def _name(model: str | Path | None, opened: Checkpoint) -> str:
     return "built-in" if model is None else "random" if opened.folder == model else str(model)
+
+
+def _states_of_padded(model: Any, tokens: Array, lengths: Array) -> Array:
+    """Hidden states as transformers has them, those of padding too: a language model's sees the sentence before it."""
+    sentences = Sentences.padded(lengths, tokens.shape[1])
+    return model(tokens) if isinstance(model, CausalLM) else hidden_states(model, tokens, sentences)
