@@ -7,12 +7,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-native test-native-aarch64 real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
+.PHONY: help demo test test-parity test-native test-native-aarch64 real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +21,11 @@ help:  ## List the verbs.
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
 
-test: $(VENV)/.installed-dev  ## Run every test that needs no GPU and no published model.
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/real --numprocesses auto --maxprocesses 4 --dist loadfile
+test: $(VENV)/.installed-dev  ## Run every test that needs no GPU, but for test-parity's and test-real's.
+	$(PYTEST) -m "not gpu" --ignore tests/parity --ignore tests/real
+
+test-parity: $(VENV)/.installed-dev  ## Run the tests that compare models with PyTorch.
+	$(PYTEST) tests/parity
 
 test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers; LEVELS="amx avx2" for some of them.
 	@$(BIN)/python -m verax.ops.cpu.build build/native --flags="$(SANITIZE)" $(if $(LEVELS),--levels $(LEVELS)) \

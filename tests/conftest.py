@@ -1,4 +1,4 @@
-"""Runtime checking of shape annotations, on for tests only, where arrays are; memory given back after a file; threads.
+"""Runtime checking of shape annotations, on for tests only, where arrays are; how much is compiled; memory; threads.
 
 Elsewhere public functions are to refuse wrong types with their own errors, and a checker in front would hide them.
 """
@@ -15,9 +15,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before PyTorch is imported: its threads wait for each other in loops, which starves the other workers.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Most of the suite's time is compilation, which takes XLA half as long without its optimisations.
+QUICK = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
+OPTIMISED = {"parity", "real", "gpu", "serve"}
+"""Folders whose programs are compiled as for users in any case. Their tests compare values with other libraries, or
+answers alone with those in a batch, which without optimisations may part where two tokens are almost equally likely."""
+
 ARRAYS = ("ops", "nn", "models", "text.step", "text.slots", "text.runner", "train.loss", "train.precision")
 
 install_import_hook([f"verax.{name}" for name in ARRAYS], "beartype.beartype")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Decides how a test's programs are compiled, those of its fixtures and of the processes that it starts too."""
+    quick = QUICK and OPTIMISED.isdisjoint(folder.name for folder in item.path.parents)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", quick)
 
 
 @pytest.fixture(scope="module", autouse=True)
