@@ -137,8 +137,8 @@ def batch(
             counts = run.run()
     sys.stderr.write(f"{_summary(counts, failed_before)}\n")
     if not run.complete:
-        again = "the same command goes on" if _PIPE not in (input, output) else "nothing of it can be resumed"
-        sys.stderr.write(f"stopped before the end: {again}\n")
+        again = "" if _PIPE in (input, output) else ": the same command goes on with the rest"
+        sys.stderr.write(f"stopped before the end{again}\n")
     if status := _status(run, failed_before):
         raise typer.Exit(status)
 
@@ -178,7 +178,7 @@ def _check_format(option: str, path: Path) -> None:
 def _summary(counts: BatchCounts, failed_before: int) -> str:
     kind, tokens = ("output", counts.output_tokens) if counts.output_tokens else ("prompt", counts.prompt_tokens)
     speed = tokens / counts.seconds if counts.seconds else 0.0
-    earlier = f" ({failed_before:,} errors of an earlier run: --retry-errors runs them again)" if failed_before else ""
+    earlier = f" (earlier errors: {failed_before:,}; --retry-errors runs them again)" if failed_before else ""
     return (
         f"{counts.done:,} done, {counts.failed:,} failed, {counts.skipped:,} skipped{earlier} "
         f"in {counts.seconds:.1f} s; {tokens:,} {kind} tokens, {speed:,.0f} tokens/s"

@@ -161,7 +161,7 @@ class BatchRun:
                 signal.signal(number, handler)
 
     def _abandon(self) -> None:
-        self._abandoned = bool(self._tasks)
+        self._abandoned |= bool(self._tasks)
         for task in self._tasks:
             task.cancel()
 
