@@ -233,7 +233,8 @@ def test_a_signal_lets_what_runs_finish_and_reads_no_more(run_batch, slow, tmp_p
 
 
 def test_what_does_not_finish_in_time_is_abandoned_and_runs_again(run_batch, new_server, slow, tmp_path):
-    lines = [line("short", max_tokens=1), *(line(str(i), max_tokens=100) for i in range(3))]
+    # The short one is the last: once it has its answer, the others are in flight.
+    lines = [*(line(str(i), max_tokens=100) for i in range(3)), line("short", max_tokens=1)]
     run = run_batch(lines, server=new_server(shutdown_timeout=0.0), report=stop_after(1, signal.SIGTERM))
     assert not run.complete
     assert [answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")] == ["short"]
@@ -241,7 +242,7 @@ def test_what_does_not_finish_in_time_is_abandoned_and_runs_again(run_batch, new
 
 
 def test_a_second_signal_abandons_at_once(run_batch, new_server, slow, tmp_path):
-    lines = [line("first", max_tokens=1), line("second", max_tokens=5), line("long", max_tokens=120)]
+    lines = [line("long", max_tokens=120), line("second", max_tokens=5), line("first", max_tokens=1)]
     server = new_server(shutdown_timeout=600.0)
     run = run_batch(lines, server=server, report=stop_after(1, signal.SIGINT, signal.SIGINT))
     assert not run.complete

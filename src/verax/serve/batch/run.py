@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass
 class BatchCounts:
-    """What became of the lines so far.
+    """Counts of the lines so far.
 
     Attributes:
         done: lines with an answer of this run that is no error.
