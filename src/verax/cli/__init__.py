@@ -12,7 +12,22 @@ from typing import Annotated, Any
 import typer
 
 import verax
-from verax.cli import bench, chat, compare, convert, demo, embed, generate, info, quantize, rerank, serve, train, video
+from verax.cli import (
+    batch,
+    bench,
+    chat,
+    compare,
+    convert,
+    demo,
+    embed,
+    generate,
+    info,
+    quantize,
+    rerank,
+    serve,
+    train,
+    video,
+)
 from verax.errors import VeraxError
 
 __all__ = ["app", "main"]
@@ -35,6 +50,7 @@ for command in (
     generate.generate,
     chat.chat,
     serve.serve,
+    batch.batch,
     video.video,
     embed.embed,
     rerank.rerank,

@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verax.cli import options
+from verax.cli import options, serving
 from verax.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from verax.serve.server import Server
-    from verax.text.lora.request import LoRARequest
 
 __all__ = ["serve"]
 
-BUILT_IN = "verax-text"
-BUILT_IN_EMBEDDING = "verax-embed"
-BUILT_IN_VIDEO = "verax-video"
-
-_LIMITS = "Limits"
 _ACCESS = "Access"
-_LORA = "LoRA adapters"
 
 
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
-    ] = None,
-    embedding_model: Annotated[
-        str | None, typer.Option(help="Model of /v1/embeddings; the built-in one if left out.")
-    ] = None,
-    reranker_model: Annotated[
-        str | None, typer.Option(help="Model of /v1/rerank, which is not served if left out.")
-    ] = None,
-    video_model: Annotated[str | None, typer.Option(help="Model of /v1/videos; the built-in one if left out.")] = None,
+    model: serving.Model = None,
+    embedding_model: serving.EmbeddingModel = None,
+    reranker_model: serving.RerankerModel = None,
+    video_model: serving.VideoModel = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.", min=0, max=65535)] = 8000,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name of the text model in requests; can be repeated. The first is that of answers."),
-    ] = None,
-    any_model_name: Annotated[
-        bool, typer.Option("--any-model-name", help="Accept any model name, for clients with a fixed one.")
-    ] = False,
+    served_model_name: serving.ServedModelName = None,
+    any_model_name: serving.AnyModelName = False,
     api_key: Annotated[
         list[str] | None,
         typer.Option(help="Key that requests need; can be repeated.", envvar="VERAX_API_KEY", rich_help_panel=_ACCESS),
@@ -59,71 +40,49 @@ def serve(
         typer.Option(help="Origin of web pages that may call the server (CORS).", rich_help_panel=_ACCESS),
     ] = None,
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.", min=1)] = None,
+    max_num_seqs: serving.MaxNumSeqs = None,
+    max_num_batched_tokens: serving.MaxNumBatchedTokens = None,
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     speculative_config: options.SpeculativeConfig = None,
     chat_template: options.ChatTemplate = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    revision: serving.Revision = None,
     seed: options.Seed = 0,
-    structured_outputs: Annotated[
-        bool,
-        typer.Option(help="Take requests for JSON, tool calls and other forms; compiles more programs at the start."),
-    ] = True,
-    enable_lora: Annotated[
-        bool, typer.Option("--enable-lora", help="Serve adapters; --lora-modules does so too.", rich_help_panel=_LORA)
-    ] = False,
-    lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="An adapter as name=folder, chosen by this name as a request's model; can be repeated.",
-            rich_help_panel=_LORA,
-        ),
-    ] = None,
-    max_loras: Annotated[int, typer.Option(help="Adapters that one step can use.", min=1, rich_help_panel=_LORA)] = 1,
-    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1, rich_help_panel=_LORA)] = 16,
-    max_cpu_loras: Annotated[
-        int | None,
-        typer.Option(
-            help="Adapters that are kept in memory; others are read when they are used.",
-            min=1,
-            rich_help_panel=_LORA,
-            show_default="all of --lora-modules",
-        ),
-    ] = None,
+    structured_outputs: serving.StructuredOutputs = True,
+    enable_lora: serving.EnableLora = False,
+    lora_modules: serving.LoraModules = None,
+    max_loras: serving.MaxLoras = 1,
+    max_lora_rank: serving.MaxLoraRank = 16,
+    max_cpu_loras: serving.MaxCpuLoras = None,
     max_queued_requests: Annotated[
-        int, typer.Option(help="Most requests that wait; more get 429.", min=0, rich_help_panel=_LIMITS)
+        int, typer.Option(help="Most requests that wait; more get 429.", min=0, rich_help_panel=serving.LIMITS)
     ] = 1024,
     max_queued_tokens: Annotated[
-        int | None, typer.Option(help="Most prompt tokens that wait; more get 429.", min=1, rich_help_panel=_LIMITS)
+        int | None,
+        typer.Option(help="Most prompt tokens that wait; more get 429.", min=1, rich_help_panel=serving.LIMITS),
     ] = None,
-    max_embedding_inputs: Annotated[
-        int, typer.Option(help="Most texts of a request for embeddings or a ranking.", min=1, rich_help_panel=_LIMITS)
-    ] = ServerSettings.max_embedding_inputs,
+    max_embedding_inputs: serving.MaxEmbeddingInputs = ServerSettings.max_embedding_inputs,
     max_queued_embedding_inputs: Annotated[
         int,
         typer.Option(
             help="Most texts that wait or run for embeddings, or for rankings; more get 429.",
             min=1,
-            rich_help_panel=_LIMITS,
+            rich_help_panel=serving.LIMITS,
         ),
     ] = ServerSettings.max_queued_embedding_inputs,
-    embedding_batch_size: Annotated[
-        int, typer.Option(help="Texts that the encoder or the reranker reads at once.", min=1, rich_help_panel=_LIMITS)
-    ] = ServerSettings.embedding_batch_size,
+    embedding_batch_size: serving.EmbeddingBatchSize = ServerSettings.embedding_batch_size,
     max_queued_videos: Annotated[
-        int, typer.Option(help="Most clips that wait to be made; more get 429.", min=1, rich_help_panel=_LIMITS)
+        int, typer.Option(help="Most clips that wait to be made; more get 429.", min=1, rich_help_panel=serving.LIMITS)
     ] = ServerSettings.max_queued_videos,
     max_videos: Annotated[
-        int, typer.Option(help="Most clips that are kept; more get 429.", min=1, rich_help_panel=_LIMITS)
+        int, typer.Option(help="Most clips that are kept; more get 429.", min=1, rich_help_panel=serving.LIMITS)
     ] = ServerSettings.max_videos,
     max_video_storage_bytes: Annotated[
-        int, typer.Option(help="Most bytes on disk of all clips; more get 429.", min=1, rich_help_panel=_LIMITS)
+        int, typer.Option(help="Most bytes on disk of all clips; more get 429.", min=1, rich_help_panel=serving.LIMITS)
     ] = ServerSettings.max_video_storage_bytes,
     video_ttl: Annotated[
-        float, typer.Option(help="Seconds for which a finished clip is kept.", min=1, rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds for which a finished clip is kept.", min=1, rich_help_panel=serving.LIMITS)
     ] = ServerSettings.video_ttl,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have, once the server is to end.", min=0)
@@ -133,7 +92,7 @@ def serve(
         typer.Option(
             help="Seconds for which a client may leave its stream unread, and that it has to send its headers.",
             min=0.1,
-            rich_help_panel=_LIMITS,
+            rich_help_panel=serving.LIMITS,
         ),
     ] = ServerSettings.slow_client_timeout,
     log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
@@ -161,15 +120,10 @@ def serve(
 
         verax serve Qwen/Qwen3-0.6B --lora-modules sql=adapters/sql --lora-modules de=adapters/german --max-loras 2
     """
-    from verax._optional import require_optional
-
-    for module in ("starlette", "uvicorn", "httptools", "prometheus_client"):
-        require_optional(module)
+    serving.require_packages("uvicorn", "httptools")
     from verax.serve.logs import configure_logs
     from verax.serve.run import bind, run
-    from verax.serve.server import LazyModel, Server
     from verax.serve.tracing import RequestTracer
-    from verax.text.async_llm import AsyncLLM
 
     settings = ServerSettings(
         host=host,
@@ -192,12 +146,20 @@ def serve(
         disable_page=disable_page,
         reports=reports,
     )
-    adapters = _adapters(lora_modules or [])
+    adapters = serving.open_adapters(lora_modules)
     configure_logs(log_format)
     tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
     listener = bind(settings)  # before minutes of loading
-    llm = AsyncLLM(
+    server = serving.new_server(
         model,
+        settings,
+        served_names=served_model_name,
+        embedding_model=embedding_model,
+        reranker_model=reranker_model,
+        video_model=video_model,
+        adapters=adapters,
+        chat_template=chat_template,
+        tracer=tracer,
         dtype=dtype,
         quantization=quantization,
         revision=revision,
@@ -210,62 +172,13 @@ def serve(
         seed=seed,
         structured_outputs=structured_outputs,
         speculative_config=speculative_config,
-        enable_lora=enable_lora or bool(adapters),
+        enable_lora=enable_lora,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
-        max_cpu_loras=max_cpu_loras or max(max_loras, len(adapters)),
-    )
-    for adapter in adapters.values():
-        llm.llm.engine.load_adapter(adapter)  # one that cannot be served ends the start, not a request
-    options.with_chat_template(llm.llm, chat_template)
-    server = Server(
-        llm=llm,
-        served_names=tuple(served_model_name or [model or BUILT_IN]),
-        adapters=adapters,
-        root=model or BUILT_IN,
-        encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, lambda: _encoder(embedding_model)),
-        reranker=None if reranker_model is None else LazyModel(reranker_model, lambda: _reranker(reranker_model)),
-        videos=LazyModel(video_model or BUILT_IN_VIDEO, lambda: _pipeline(video_model)),
-        settings=settings,
-        tracer=tracer,
+        max_cpu_loras=max_cpu_loras,
     )
     if status := run(server, listener, lambda url: _announce(server, url)):
         raise typer.Exit(status)
-
-
-def _adapters(modules: list[str]) -> dict[str, LoRARequest]:
-    """Adapters by name, of arguments such as `sql=adapters/sql`; their files are checked before the model is loaded."""
-    from verax.checkpoint.peft import Adapter
-    from verax.text.lora.request import LoRARequest
-
-    found: dict[str, LoRARequest] = {}
-    for number, module in enumerate(modules, start=1):
-        name, separator, path = module.partition("=")
-        if not (name and separator and path):
-            raise typer.BadParameter(f"--lora-modules: expected name=folder, got {module!r}")
-        if name in found:
-            raise typer.BadParameter(f"--lora-modules: {name} is given twice")
-        Adapter.open(path)
-        found[name] = LoRARequest(name, number, path)
-    return found
-
-
-def _encoder(model: str | None) -> Any:
-    from verax.embed.encoder import Encoder
-
-    return Encoder(model, show_progress=False)
-
-
-def _reranker(model: str) -> Any:
-    from verax.embed.reranker import Reranker
-
-    return Reranker(model, show_progress=False)
-
-
-def _pipeline(model: str | None) -> Any:
-    from verax.video.pipeline import VideoPipeline
-
-    return VideoPipeline.from_pretrained(model)
 
 
 def _announce(server: Server, url: str) -> None:

@@ -30,6 +30,7 @@ from verax.serve.record import record_in
 
 __all__ = [
     "EXCEPTION_HANDLERS",
+    "RETRY_AFTER",
     "ApiError",
     "anthropic_error",
     "api_error",

@@ -131,8 +131,7 @@ class Server:
             return name
         raise ApiError(
             404,
-            f"model: {name[:200]!r} is not served here, but {', '.join(served)}; verax serve --any-model-name accepts "
-            "every name",
+            f"model: {name[:200]!r} is not served here, but {', '.join(served)}; --any-model-name accepts every name",
             param="model",
             code="model_not_found",
         )

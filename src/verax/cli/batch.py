@@ -1,0 +1,192 @@
+"""`verax batch`: a file of requests in OpenAI's batch format, answered in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from verax.cli import options, serving
+from verax.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from verax.serve.batch.output import BatchOutput
+    from verax.serve.batch.run import BatchCounts, BatchRun
+
+__all__ = ["batch"]
+
+_PIPE = Path("-")
+"""Name of standard input and standard output."""
+
+
+def batch(
+    input: Annotated[Path, typer.Option("--input", "-i", help="A file of requests (JSONL); - for standard input.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file that answers are appended to; - for standard output.")
+    ],
+    model: serving.Model = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Remove the errors from the output first, and run their lines again.")
+    ] = False,
+    max_in_flight: Annotated[
+        int | None,
+        typer.Option(
+            help="Most requests that are with the engine at once.", min=1, show_default="twice --max-num-seqs"
+        ),
+    ] = None,
+    embedding_model: serving.EmbeddingModel = None,
+    reranker_model: serving.RerankerModel = None,
+    video_model: serving.VideoModel = None,
+    served_model_name: serving.ServedModelName = None,
+    any_model_name: serving.AnyModelName = False,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: serving.MaxNumSeqs = None,
+    max_num_batched_tokens: serving.MaxNumBatchedTokens = None,
+    dtype: options.Dtype = "bfloat16",
+    quantization: options.Quantization = None,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    speculative_config: options.SpeculativeConfig = None,
+    chat_template: options.ChatTemplate = None,
+    revision: serving.Revision = None,
+    seed: options.Seed = 0,
+    structured_outputs: serving.StructuredOutputs = True,
+    enable_lora: serving.EnableLora = False,
+    lora_modules: serving.LoraModules = None,
+    max_loras: serving.MaxLoras = 1,
+    max_lora_rank: serving.MaxLoraRank = 16,
+    max_cpu_loras: serving.MaxCpuLoras = None,
+    max_embedding_inputs: serving.MaxEmbeddingInputs = ServerSettings.max_embedding_inputs,
+    embedding_batch_size: serving.EmbeddingBatchSize = ServerSettings.embedding_batch_size,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)
+    ] = ServerSettings.shutdown_timeout,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format, with the models and options of verax serve.
+
+    Started again with the same files, it goes on behind the answers that are there. The exit status is 1 if an answer
+    in the output is an error.
+
+    Examples:
+
+        verax batch -i requests.jsonl -o answers.jsonl
+
+        verax batch -i requests.jsonl -o answers.jsonl Qwen/Qwen3-0.6B --any-model-name
+
+        verax batch -i requests.jsonl -o answers.jsonl --retry-errors
+    """
+    serving.require_packages()
+    from verax.progress import bar
+    from verax.serve.batch.run import BatchRun
+
+    settings = ServerSettings(
+        any_model_name=any_model_name,
+        max_embedding_inputs=max_embedding_inputs,
+        embedding_batch_size=embedding_batch_size,
+        shutdown_timeout=shutdown_timeout,
+        disable_page=True,
+    )
+    adapters = serving.open_adapters(lora_modules)
+    with contextlib.ExitStack() as stack:
+        # Both files before minutes of loading.
+        requests, size = _input(input, output)
+        answers = _output(output, retry_errors=retry_errors)
+        if output != _PIPE:
+            stack.callback(answers.file.close)
+        failed_before = answers.num_failed
+        server = serving.new_server(
+            model,
+            settings,
+            served_names=served_model_name,
+            embedding_model=embedding_model,
+            reranker_model=reranker_model,
+            video_model=video_model,
+            adapters=adapters,
+            enable_lora=enable_lora,
+            max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
+            chat_template=chat_template,
+            dtype=dtype,
+            quantization=quantization,
+            revision=revision,
+            max_queued_requests=sys.maxsize,  # what is in flight is bounded here
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            seed=seed,
+            structured_outputs=structured_outputs,
+            speculative_config=speculative_config,
+            max_lora_rank=max_lora_rank,
+        )
+        with bar("batch", count=False) as report:
+
+            def show(counts: BatchCounts) -> None:
+                report(counts.bytes, size, f"{counts.done:,} done, {counts.failed:,} failed")
+
+            run = BatchRun(
+                server,
+                requests,
+                answers,
+                max_in_flight=max_in_flight or 2 * server.engine.llm.engine.scheduler.max_num_seqs,
+                clips=None if output == _PIPE else output.with_suffix(".clips"),
+                report=show,
+            )
+            counts = run.run()
+    sys.stderr.write(f"{_summary(counts, failed_before)}\n")
+    if not run.complete:
+        again = "" if _PIPE in (input, output) else ": the same command goes on with the rest"
+        sys.stderr.write(f"stopped before the end{again}\n")
+    if status := _status(run, failed_before):
+        raise typer.Exit(status)
+
+
+def _input(path: Path, output: Path) -> tuple[BinaryIO, int | None]:
+    """The requests, which their reader closes, and their size in bytes, if it is known."""
+    if path == _PIPE:
+        # Not sys.stdin, whose lock the interpreter takes at its end, while a thread may still read.
+        return open(0, "rb", closefd=False), None
+    if not path.is_file():
+        raise typer.BadParameter(f"--input: {path}: no such file")
+    _check_format("--input", path)
+    if output.exists() and output.samefile(path):
+        raise typer.BadParameter("--output: it is the input")
+    return path.open("rb"), path.stat().st_size
+
+
+def _output(path: Path, *, retry_errors: bool) -> BatchOutput:
+    from verax.serve.batch.output import BatchOutput
+
+    if path == _PIPE:
+        if retry_errors:
+            raise typer.BadParameter("--retry-errors: it needs a file of answers, not standard output")
+        return BatchOutput(sys.stdout.buffer)
+    _check_format("--output", path)
+    if not path.parent.is_dir() or path.is_dir():
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise typer.BadParameter(f"--output: {path}: {problem}")
+    return BatchOutput.open(path, retry_errors=retry_errors)
+
+
+def _check_format(option: str, path: Path) -> None:
+    if path.suffix == ".parquet":
+        raise typer.BadParameter(f"{option}: {path}: expected lines of JSON (.jsonl); Parquet is not read or written")
+
+
+def _summary(counts: BatchCounts, failed_before: int) -> str:
+    kind, tokens = ("output", counts.output_tokens) if counts.output_tokens else ("prompt", counts.prompt_tokens)
+    speed = tokens / counts.seconds if counts.seconds else 0.0
+    earlier = f" (earlier errors: {failed_before:,}; --retry-errors runs them again)" if failed_before else ""
+    return (
+        f"{counts.done:,} done, {counts.failed:,} failed, {counts.skipped:,} skipped{earlier} "
+        f"in {counts.seconds:.1f} s; {tokens:,} {kind} tokens, {speed:,.0f} tokens/s"
+    )
+
+
+def _status(run: BatchRun, failed_before: int) -> int:
+    """Exit status: 128 and the signal that stopped the run; 1 if the output has errors."""
+    if run.stopped_by is not None and not run.complete:
+        return 128 + run.stopped_by
+    return 1 if run.counts.failed or failed_before else 0

@@ -1,0 +1,206 @@
+"""Options of the models that `verax serve` and `verax batch` run, and the server that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verax.cli import options
+from verax.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from verax.serve.server import Server
+    from verax.serve.tracing import RequestTracer
+    from verax.text.lora.request import LoRARequest
+
+__all__ = [
+    "LIMITS",
+    "AnyModelName",
+    "EmbeddingBatchSize",
+    "EmbeddingModel",
+    "EnableLora",
+    "LoraModules",
+    "MaxCpuLoras",
+    "MaxEmbeddingInputs",
+    "MaxLoraRank",
+    "MaxLoras",
+    "MaxNumBatchedTokens",
+    "MaxNumSeqs",
+    "Model",
+    "RerankerModel",
+    "Revision",
+    "ServedModelName",
+    "StructuredOutputs",
+    "VideoModel",
+    "new_server",
+    "open_adapters",
+    "require_packages",
+]
+
+BUILT_IN = "verax-text"
+BUILT_IN_EMBEDDING = "verax-embed"
+BUILT_IN_VIDEO = "verax-video"
+
+LIMITS = "Limits"
+_LORA = "LoRA adapters"
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
+]
+EmbeddingModel = Annotated[str | None, typer.Option(help="Model of /v1/embeddings; the built-in one if left out.")]
+RerankerModel = Annotated[str | None, typer.Option(help="Model of /v1/rerank, which is not served if left out.")]
+VideoModel = Annotated[str | None, typer.Option(help="Model of /v1/videos; the built-in one if left out.")]
+ServedModelName = Annotated[
+    list[str] | None,
+    typer.Option(help="Name of the text model in requests; can be repeated. The first is that of answers."),
+]
+AnyModelName = Annotated[
+    bool, typer.Option("--any-model-name", help="Accept any model name, for clients with a fixed one.")
+]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.", min=1)]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+StructuredOutputs = Annotated[
+    bool,
+    typer.Option(help="Take requests for JSON, tool calls and other forms; compiles more programs at the start."),
+]
+EnableLora = Annotated[
+    bool, typer.Option("--enable-lora", help="Serve adapters; --lora-modules does so too.", rich_help_panel=_LORA)
+]
+LoraModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="An adapter as name=folder, chosen by this name as a request's model; can be repeated.",
+        rich_help_panel=_LORA,
+    ),
+]
+MaxLoras = Annotated[int, typer.Option(help="Adapters that one step can use.", min=1, rich_help_panel=_LORA)]
+MaxLoraRank = Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1, rich_help_panel=_LORA)]
+MaxCpuLoras = Annotated[
+    int | None,
+    typer.Option(
+        help="Adapters that are kept in memory; others are read when they are used.",
+        min=1,
+        rich_help_panel=_LORA,
+        show_default="all of --lora-modules",
+    ),
+]
+MaxEmbeddingInputs = Annotated[
+    int, typer.Option(help="Most texts of a request for embeddings or a ranking.", min=1, rich_help_panel=LIMITS)
+]
+EmbeddingBatchSize = Annotated[
+    int, typer.Option(help="Texts that the encoder or the reranker reads at once.", min=1, rich_help_panel=LIMITS)
+]
+
+
+def require_packages(*modules: str) -> None:
+    """Check that the packages of a server are installed.
+
+    Args:
+        modules: those that the command needs beside the application's own.
+
+    Raises:
+        MissingDependencyError: naming the extra, if one is not.
+    """
+    from verax._optional import require_optional
+
+    for module in ("starlette", "prometheus_client", *modules):
+        require_optional(module)
+
+
+def open_adapters(modules: Sequence[str] | None) -> dict[str, LoRARequest]:
+    """Adapters by name, of arguments such as `sql=adapters/sql`; their files are checked before the model is loaded."""
+    from verax.checkpoint.peft import Adapter
+    from verax.text.lora.request import LoRARequest
+
+    found: dict[str, LoRARequest] = {}
+    for number, module in enumerate(modules or (), start=1):
+        name, separator, path = module.partition("=")
+        if not (name and separator and path):
+            raise typer.BadParameter(f"--lora-modules: expected name=folder, got {module!r}")
+        if name in found:
+            raise typer.BadParameter(f"--lora-modules: {name} is given twice")
+        Adapter.open(path)
+        found[name] = LoRARequest(name, number, path)
+    return found
+
+
+def new_server(
+    model: str | None,
+    settings: ServerSettings,
+    *,
+    served_names: Sequence[str] | None,
+    embedding_model: str | None,
+    reranker_model: str | None,
+    video_model: str | None,
+    adapters: Mapping[str, LoRARequest],
+    enable_lora: bool,
+    max_loras: int,
+    max_cpu_loras: int | None,
+    chat_template: Path | None,
+    tracer: RequestTracer | None = None,
+    **engine: Any,
+) -> Server:
+    """A server of the models; all but the text model and its adapters are loaded when they are first used.
+
+    Args:
+        model: the text checkpoint; the built-in one if None.
+        settings: of the server.
+        served_names: names of the text model in requests; that of the checkpoint if None.
+        embedding_model: checkpoint of the encoder; the built-in one if None.
+        reranker_model: checkpoint of the reranker; none is served if None.
+        video_model: checkpoint of the video model; the built-in one if None.
+        adapters: what `open_adapters` gave.
+        enable_lora: as in `EngineConfig`; True if there are adapters.
+        max_loras: as in `EngineConfig`.
+        max_cpu_loras: as in `EngineConfig`; enough for all adapters if None.
+        chat_template: Jinja file; the checkpoint's template if None.
+        tracer: tracer of the requests.
+        engine: further arguments of `AsyncLLM`.
+    """
+    from verax.serve.server import LazyModel, Server
+    from verax.text.async_llm import AsyncLLM
+
+    llm = AsyncLLM(
+        model,
+        enable_lora=enable_lora or bool(adapters),
+        max_loras=max_loras,
+        max_cpu_loras=max_cpu_loras or max(max_loras, len(adapters)),
+        **engine,
+    )
+    for adapter in adapters.values():
+        llm.llm.engine.load_adapter(adapter)  # one that cannot be served ends the start, not a request
+    options.with_chat_template(llm.llm, chat_template)
+    return Server(
+        llm=llm,
+        served_names=tuple(served_names or [model or BUILT_IN]),
+        adapters=adapters,
+        root=model or BUILT_IN,
+        encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, lambda: _encoder(embedding_model)),
+        reranker=None if reranker_model is None else LazyModel(reranker_model, lambda: _reranker(reranker_model)),
+        videos=LazyModel(video_model or BUILT_IN_VIDEO, lambda: _pipeline(video_model)),
+        settings=settings,
+        tracer=tracer,
+    )
+
+
+def _encoder(model: str | None) -> Any:
+    from verax.embed.encoder import Encoder
+
+    return Encoder(model, show_progress=False)
+
+
+def _reranker(model: str) -> Any:
+    from verax.embed.reranker import Reranker
+
+    return Reranker(model, show_progress=False)
+
+
+def _pipeline(model: str | None) -> Any:
+    from verax.video.pipeline import VideoPipeline
+
+    return VideoPipeline.from_pretrained(model)

@@ -1,0 +1,263 @@
+"""The run of a batch: bounded requests in flight, answers written as they come, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+import msgspec
+
+from verax.errors import EngineDeadError
+from verax.serve.app import create_app
+from verax.serve.batch.client import Answer, call
+from verax.serve.batch.clips import make_clip
+from verax.serve.batch.lines import VIDEOS, AnswerLine, LineResponse, RequestLine, line_error, read_request
+from verax.serve.batch.output import BatchOutput
+from verax.serve.batch.reader import read_lines
+from verax.serve.errors import RETRY_AFTER
+from verax.serve.server import Server
+
+__all__ = ["BatchCounts", "BatchRun"]
+
+QUEUE_FULL = 429
+"""Status of an answer that says to try again."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass
+class BatchCounts:
+    """Counts of the lines so far.
+
+    Attributes:
+        done: lines with an answer of this run that is no error.
+        failed: lines with an error of this run.
+        skipped: lines that an earlier run has answered.
+        bytes: bytes of all these lines.
+        prompt_tokens: tokens of the prompts that were answered.
+        output_tokens: tokens of the answers.
+        seconds: time of the run.
+    """
+
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+    bytes: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+
+class _Usage(msgspec.Struct):
+    """Token counts, by the names of chats and of responses."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Used(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class BatchRun:
+    """Run of the lines of a file through a server's application.
+
+    Args:
+        server: the models.
+        file: lines of requests.
+        output: where the answers go.
+        max_in_flight: requests that are with the server at once.
+        clips: folder for clips; lines that ask for one are errors if None.
+        report: called with the counts after each line.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        file: BinaryIO,
+        output: BatchOutput,
+        *,
+        max_in_flight: int,
+        clips: Path | None = None,
+        report: Callable[[BatchCounts], None] = lambda counts: None,
+    ):
+        self.counts = BatchCounts()
+        self.stopped_by: signal.Signals | None = None
+        """The first signal that came."""
+        self.complete = False
+        """True once every line has its answer."""
+        self._server = server
+        self._app = create_app(server)
+        self._file = file
+        self._output = output
+        self._clips = clips
+        self._report = report
+        self._places = asyncio.Semaphore(max_in_flight)
+        self._seen: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = 0
+        self._abandoned = False
+        self._turn = asyncio.Lock()
+        self._ended = asyncio.Event()
+
+    def run(self) -> BatchCounts:
+        """Answer every line that has no answer yet.
+
+        SIGTERM and SIGINT end the reading, and let running requests finish for `settings.shutdown_timeout` seconds; a
+        second one abandons them at once. What is abandoned has no line in the output, so that it runs again.
+
+        Raises:
+            EngineDeadError: if the text engine fails. The lines that it did not answer have no line in the output.
+            OSError: if the input cannot be read, or the output not be written.
+        """
+        begin = time.perf_counter()
+        try:
+            asyncio.run(self._run())
+        except BaseExceptionGroup as group:  # of the task that failed; the others were cancelled
+            raise group.exceptions[0] from None
+        finally:
+            self.counts.seconds = time.perf_counter() - begin
+        return self.counts
+
+    async def _run(self) -> None:
+        async with self._server.lifespan(self._app), asyncio.TaskGroup() as group:
+            reading = group.create_task(self._read(group))
+            with self._signals(reading):
+                await asyncio.wait([reading])
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+            self.complete = not (reading.cancelled() or self._abandoned)
+
+    @contextmanager
+    def _signals(self, reading: asyncio.Task[None]) -> Iterator[None]:
+        """Context in which signals end the run."""
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            if self.stopped_by is None:
+                self.stopped_by = signal.Signals(number)
+                reading.cancel()
+                loop.call_later(self._server.settings.shutdown_timeout, self._abandon)
+            else:
+                self._abandon()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(stop, number)
+
+        before = {number: signal.signal(number, handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _abandon(self) -> None:
+        self._abandoned |= bool(self._tasks)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _read(self, group: asyncio.TaskGroup) -> None:
+        number = 0
+        async for text in read_lines(self._file):
+            number += 1
+            request = self._unseen(read_request(text, number)) if text.strip() else None
+            if request is None:
+                self._count(len(text))
+            elif isinstance(request, AnswerLine):
+                self._write(request, len(text))
+            else:
+                await self._places.acquire()
+                task = group.create_task(self._serve(request, len(text)))
+                self._tasks.add(task)
+                task.add_done_callback(self._leave)
+
+    def _leave(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._places.release()
+
+    def _unseen(self, request: RequestLine | AnswerLine) -> RequestLine | AnswerLine | None:
+        """The request, or the error of its line; None if an earlier run has written the answer to it.
+
+        Errors are known by the number of their line, since they may have no id, or that of another line.
+        """
+        if isinstance(request, RequestLine):
+            name = request.custom_id
+            if name not in self._seen:
+                self._seen.add(name)
+                if name not in self._output.answered:
+                    return request
+                self.counts.skipped += 1
+                return None
+            problem = f"custom_id: {name[:100]!r} was the id of an earlier line"
+            request = line_error("duplicate_custom_id", problem, request.number, name, "custom_id")
+        assert request.error is not None
+        if request.error.line not in self._output.bad_lines:
+            return request
+        self.counts.skipped += 1
+        return None
+
+    async def _serve(self, request: RequestLine, size: int) -> None:
+        if request.url == VIDEOS and self._clips is None:
+            problem = "url: a clip is written beside the output; give the output a file"
+            self._write(line_error("invalid_request", problem, request.number, request.custom_id, "url"), size)
+            return
+        answer = await self._send(request)
+        if answer.status == QUEUE_FULL:
+            answer = await self._send_again(request, answer)
+        llm = self._server.llm
+        if answer.status >= 500 and llm is not None and llm.error is not None:
+            raise EngineDeadError(f"the engine has failed: {llm.error}") from llm.error
+        if answer.status < 400 and (usage := msgspec.json.decode(answer.body, type=_Used).usage) is not None:
+            self.counts.prompt_tokens += usage.prompt_tokens + usage.input_tokens
+            self.counts.output_tokens += usage.completion_tokens + usage.output_tokens
+        response = LineResponse(answer.status, answer.headers["x-request-id"], msgspec.Raw(answer.body))
+        self._write(AnswerLine.new(request.custom_id, response), size)
+
+    async def _send(self, request: RequestLine) -> Answer:
+        body = bytes(request.body)
+        self._running += 1
+        try:
+            if request.url == VIDEOS and self._clips is not None:
+                return await make_clip(self._app, body, self._clips)
+            return await call(self._app, "POST", request.url, body)
+        finally:
+            self._running -= 1
+            self._ended.set()
+
+    async def _send_again(self, request: RequestLine, answer: Answer) -> Answer:
+        """Answer to a request that found a queue full: it is sent again whenever another one has ended.
+
+        One such request at a time is sent again, the oldest first. A request that is refused where nothing else runs is
+        too large for the queue, which is then its answer.
+        """
+        pauses = [0, RETRY_AFTER]  # the engine may still hold parts of requests that were refused
+        async with self._turn:
+            while answer.status == QUEUE_FULL and (self._running or pauses):
+                if self._running:
+                    self._ended.clear()
+                    await self._ended.wait()
+                else:
+                    await asyncio.sleep(pauses.pop(0))
+                answer = await self._send(request)
+        return answer
+
+    def _write(self, answer: AnswerLine, size: int) -> None:
+        self._output.write(answer)
+        if answer.failed:
+            self.counts.failed += 1
+        else:
+            self.counts.done += 1
+        self._count(size)
+
+    def _count(self, size: int) -> None:
+        self.counts.bytes += size
+        self._report(self.counts)

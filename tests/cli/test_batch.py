@@ -1,0 +1,145 @@
+"""`verax batch` as a command: files and pipes, its end by signals, what it prints, and wrong usage."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+
+OPTIONS = ["--max-num-seqs", "2", "--max-model-len", "64", "--no-structured-outputs", "--any-model-name"]
+
+LIMIT = 240
+"""Seconds for a process, whose programs may have to be compiled first."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("batch") / "tiny"))
+
+
+def request(name, **body):
+    body = {"model": "gpt-4o-mini", "prompt": f"abc {name}", "max_tokens": 4, "ignore_eos": True, **body}
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def lines_of(requests):
+    return "".join(json.dumps(entry) + "\n" for entry in requests)
+
+
+def names_in(text):
+    return [json.loads(line)["custom_id"] for line in text.splitlines()]
+
+
+def process(*arguments, **options):
+    command = [sys.executable, "-m", "verax", "batch", *arguments, *OPTIONS]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_file_is_answered_goes_on_and_runs_its_errors_again(run, model, tmp_path):
+    (tmp_path / "in.jsonl").write_text(lines_of([request("a"), request("b", temperature=-1), request("c")]))
+    command = ["batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", model, *OPTIONS]
+    done = run(*command)
+    assert (done.status, done.out) == (1, "")
+    assert "2 done, 1 failed, 0 skipped in " in done.err
+    assert "; 8 output tokens, " in done.err
+    (tmp_path / "in.jsonl").write_text(lines_of([request(name) for name in "abcd"]))
+    done = run(*command)
+    assert done.status == 1  # the output has an error
+    earlier = "(earlier errors: 1; --retry-errors runs them again)"
+    assert f"1 done, 0 failed, 3 skipped {earlier} in " in done.err
+    done = run(*command, "--retry-errors")
+    assert done.status == 0
+    assert "1 done, 0 failed, 3 skipped in " in done.err
+    assert sorted(names_in((tmp_path / "out.jsonl").read_text())) == list("abcd")
+
+
+def test_standard_input_goes_to_standard_output(run, model, tmp_path):
+    (tmp_path / "in.jsonl").write_text(lines_of([request(name) for name in "ab"]))
+    kept = os.dup(0)
+    with (tmp_path / "in.jsonl").open("rb") as file:
+        os.dup2(file.fileno(), 0)
+    try:
+        done = run("batch", "-i", "-", "-o", "-", model, *OPTIONS)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+    assert done.status == 0
+    assert sorted(names_in(done.out)) == ["a", "b"]
+
+
+def test_ctrl_c_ends_a_run_whose_pipe_stays_open(model):
+    with process("-i", "-", "-o", "-", model, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        try:
+            running.stdin.write(lines_of([request("a"), request("b")]))
+            running.stdin.flush()
+            names = [json.loads(running.stdout.readline())["custom_id"] for _ in range(2)]
+            running.send_signal(signal.SIGINT)
+            assert running.wait(LIMIT) == 130
+        finally:
+            running.kill()
+        assert sorted(names) == ["a", "b"]
+        assert running.stdout.read() == ""
+        shown = running.stderr.read()
+        assert "2 done, 0 failed, 0 skipped in " in shown
+        assert "stopped before the end" in shown
+        assert "Traceback" not in shown
+
+
+def test_after_a_kill_in_mid_run_no_line_is_lost_or_doubled(run, model, tmp_path):
+    names = [str(i) for i in range(60)]
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text(lines_of([request(name, max_tokens=40) for name in names]))
+    with process("-i", str(requests), "-o", str(answers), model) as running:
+        limit = time.monotonic() + LIMIT
+        while not answers.exists() or answers.read_bytes().count(b"\n") < 5:
+            assert running.poll() is None, running.stderr.read()
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        running.kill()
+    written = answers.read_bytes()
+    whole = written.count(b"\n")
+    assert 5 <= whole < len(names)
+    answers.write_bytes(written + b'{"id":"batch_req_0123')  # what a full disk or a lost write leaves
+    done = run("batch", "-i", requests, "-o", answers, model, *OPTIONS)
+    assert done.status == 0
+    assert f"{len(names) - whole} done, 0 failed, {whole} skipped in " in done.err
+    assert answers.read_bytes().startswith(written)
+    assert sorted(names_in(answers.read_text())) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-i", "nothing.jsonl", "-o", "out.jsonl"], "--input: nothing.jsonl: no such file"),
+        (["-i", "in.jsonl", "-o", "in.jsonl"], "--output: it is the input"),
+        (["-i", "in.jsonl", "-o", "nowhere/out.jsonl"], "--output: nowhere/out.jsonl: there is no folder nowhere"),
+        (["-i", "in.jsonl", "-o", "."], "--output: .: it is a folder"),
+        (["-i", "in.jsonl", "-o", "out.parquet"], "--output: out.parquet: expected lines of JSON (.jsonl)"),
+        (["-i", "in.parquet", "-o", "out.jsonl"], "--input: in.parquet: expected lines of JSON (.jsonl)"),
+        (["-i", "in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors: it needs a file of answers"),
+        (["-i", "in.jsonl"], "Missing option '--output'"),
+    ],
+)
+def test_wrong_usage_is_one_line_before_a_model_is_loaded(run, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("in.jsonl", "in.parquet"):
+        (tmp_path / name).touch()
+    done = run("batch", *arguments, "no/such/model")
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.parquet"]
+
+
+def test_a_file_of_somebody_else_is_not_written_to(run, tmp_path):
+    (tmp_path / "in.jsonl").touch()
+    (tmp_path / "notes.txt").write_text("notes of mine\n")
+    done = run("batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "notes.txt", "no/such/model")
+    assert done.status == 1
+    assert "notes.txt: line 1 is no answer of a batch" in done.err
+    assert (tmp_path / "notes.txt").read_text() == "notes of mine\n"

@@ -1,0 +1,282 @@
+"""A batch over an engine in this process: answers, errors, resumption, queues that are full, signals, a dead engine."""
+
+import io
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from verax.errors import EngineDeadError
+from verax.serve.batch.output import BatchOutput
+from verax.serve.batch.run import BatchRun
+from verax.serve.server import LazyModel, Server
+from verax.serve.settings import ServerSettings
+from verax.text.async_llm import AsyncLLM
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+def line(name, url=COMPLETIONS, **body):
+    body = {"prompt": f"abc {name}", **GREEDY, **body} if url == COMPLETIONS else body
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def text_of(lines):
+    return b"".join((entry if isinstance(entry, bytes) else json.dumps(entry).encode()) + b"\n" for entry in lines)
+
+
+def answers_in(path):
+    return [json.loads(text) for text in path.read_bytes().splitlines()]
+
+
+@pytest.fixture
+def new_server(served_llm, served_encoder, served_pipeline):
+    def make(max_queued_requests=1024, **settings):
+        return Server(
+            llm=AsyncLLM.from_llm(served_llm, max_queued_requests=max_queued_requests),
+            served_names=("tiny", "alias"),
+            encoder=LazyModel("encoder", lambda: served_encoder),
+            videos=LazyModel("video", lambda: served_pipeline),
+            settings=ServerSettings(disable_page=True, **settings),
+        )
+
+    return make
+
+
+@pytest.fixture
+def run_batch(new_server, tmp_path):
+    """Answers lines into out.jsonl and gives the run."""
+
+    def run(lines, *, server=None, retry_errors=False, max_in_flight=4, report=lambda counts: None):
+        output = BatchOutput.open(tmp_path / "out.jsonl", retry_errors=retry_errors)
+        run = BatchRun(
+            server or new_server(),
+            io.BytesIO(text_of(lines)),
+            output,
+            max_in_flight=max_in_flight,
+            clips=tmp_path / "out.clips",
+            report=report,
+        )
+        try:
+            run.run()
+        finally:
+            output.file.close()
+        return run
+
+    return run
+
+
+@pytest.fixture
+def slow(served_llm, monkeypatch):
+    """An engine whose steps take a while."""
+    advance = served_llm.engine.advance
+
+    def slowly():
+        time.sleep(0.02)
+        return advance()
+
+    monkeypatch.setattr(served_llm.engine, "advance", slowly)
+
+
+def test_every_line_gets_the_answer_that_the_server_gives(run_batch, api, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "abc"}], **GREEDY}
+    lines = [line("chat", CHAT, **chat), *(line(f"text-{i}", seed=i) for i in range(12))]
+    lines += [line("response", "/v1/responses", input="abc", temperature=0, max_output_tokens=4)]
+    run = run_batch(lines)
+    answers = {answer["custom_id"]: answer for answer in answers_in(tmp_path / "out.jsonl")}
+    assert len(answers) == run.counts.done == len(lines)
+    assert run.complete
+    for sent in lines:
+        answer = answers[sent["custom_id"]]
+        assert set(answer) == {"id", "custom_id", "response", "error"}
+        assert answer["error"] is None
+        assert answer["id"].startswith("batch_req_")
+        assert set(answer["response"]) == {"status_code", "request_id", "body"}
+        assert answer["response"]["status_code"] == 200
+        assert answer["response"]["request_id"]
+        expected, body = api.ok(sent["url"], sent["body"]), answer["response"]["body"]
+        assert set(body) == set(expected)
+        for part in ("choices", "object", "model"):
+            assert body.get(part) == expected.get(part)
+    assert answers["response"]["response"]["body"]["output"][0]["type"] == "message"
+    usages = [answer["response"]["body"]["usage"] for answer in answers.values()]
+    made = sum(usage.get("completion_tokens", 0) + usage.get("output_tokens", 0) for usage in usages)
+    assert run.counts.output_tokens == made
+
+
+def test_embeddings_are_those_of_the_encoder(run_batch, served_encoder, tmp_path):
+    texts = ["the fox ran", "a cat sat", "on the mat"]
+    run_batch([line(text, EMBEDDINGS, input=text) for text in texts])
+    for answer in answers_in(tmp_path / "out.jsonl"):
+        vector = answer["response"]["body"]["data"][0]["embedding"]
+        assert vector == pytest.approx(served_encoder.encode([answer["custom_id"]])[0].tolist(), abs=1e-6)
+
+
+def test_a_refused_request_has_the_servers_error_and_the_batch_goes_on(run_batch, api, tmp_path):
+    wrong = {"n": 1000, "model": "other", "temperature": -1}
+    run = run_batch([*(line(name, **{name: value}) for name, value in wrong.items()), line("good")])
+    assert (run.counts.done, run.counts.failed) == (1, 3)
+    for answer in answers_in(tmp_path / "out.jsonl"):
+        if (name := answer["custom_id"]) in wrong:
+            refused = api.post(COMPLETIONS, {"prompt": "abc", name: wrong[name]})
+            assert answer["response"]["status_code"] == refused.status_code
+            assert answer["response"]["body"] == refused.json()
+            assert answer["error"] is None
+
+
+def test_no_more_requests_are_in_flight_than_allowed(run_batch, served_llm, monkeypatch):
+    most, add = [0], served_llm.engine.add_request
+
+    def counting(*args, **options):
+        added = add(*args, **options)
+        most.append(len(served_llm.engine._requests))
+        return added
+
+    monkeypatch.setattr(served_llm.engine, "add_request", counting)
+    run_batch([line(str(i)) for i in range(20)], max_in_flight=3)
+    assert 1 < max(most) <= 3
+
+
+def test_a_wrong_line_has_one_error_line_and_the_batch_goes_on(run_batch, tmp_path):
+    lines = [
+        line("a"),
+        b"{not json",
+        {"custom_id": "b", "method": "POST", "body": {}},
+        line("a", prompt="again"),
+        b"",
+        line("c", "/v1/nothing"),
+        line("d", stream=True),
+        line("e"),
+    ]
+    run = run_batch(lines)
+    assert (run.counts.done, run.counts.failed) == (2, 5)
+    errors = {answer["error"]["line"]: answer for answer in answers_in(tmp_path / "out.jsonl") if answer["error"]}
+    assert {number: answer["custom_id"] for number, answer in errors.items()} == {
+        2: None,
+        3: "b",
+        4: "a",
+        6: "c",
+        7: "d",
+    }
+    assert errors[4]["error"]["code"] == "duplicate_custom_id"
+    assert all(answer["response"] is None for answer in errors.values())
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = run_batch(lines)
+    assert (again.counts.done, again.counts.failed, again.counts.skipped) == (0, 0, 7)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_batch_goes_on_behind_the_answers_that_are_there(run_batch, tmp_path):
+    lines = [line(str(i)) for i in range(8)]
+    run_batch(lines[:5])
+    before = (tmp_path / "out.jsonl").read_bytes()
+    run = run_batch(lines)
+    assert (run.counts.done, run.counts.skipped) == (3, 5)
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
+    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == list("01234567")
+
+
+def test_errors_run_again_when_that_is_asked_for(run_batch, tmp_path):
+    good, refused, broken = line("good"), line("refused", temperature=-1), line("broken", "/v1/nothing")
+    run_batch([good, refused, broken])
+    kept = [answer for answer in answers_in(tmp_path / "out.jsonl") if answer["custom_id"] == "good"]
+    mended = [good, line("refused"), line("broken")]
+    run = run_batch(mended, retry_errors=True)
+    assert (run.counts.done, run.counts.failed, run.counts.skipped) == (2, 0, 1)
+    answers = answers_in(tmp_path / "out.jsonl")
+    assert sorted(answer["custom_id"] for answer in answers) == ["broken", "good", "refused"]
+    assert kept[0] in answers
+    assert all(answer["response"]["status_code"] == 200 for answer in answers)
+
+
+def test_a_full_queue_is_waited_for(run_batch, new_server, tmp_path, slow):
+    # One waits beyond the eight that run; five prompts at once fit only when few others are there.
+    server = new_server(max_queued_requests=1)
+    lines = [line(str(i), prompt=["abc"] * 5) if i % 4 == 0 else line(str(i)) for i in range(24)]
+    run = run_batch(lines, server=server, max_in_flight=12)
+    assert (run.counts.done, run.counts.failed) == (24, 0)
+
+
+def test_a_request_that_no_queue_can_take_is_an_error(run_batch, new_server, tmp_path):
+    run = run_batch([line("a", prompt=["abc"] * 20), line("b")], server=new_server(max_queued_requests=1))
+    assert (run.counts.done, run.counts.failed) == (1, 1)
+    (refused,) = [answer for answer in answers_in(tmp_path / "out.jsonl") if answer["custom_id"] == "a"]
+    assert refused["response"]["status_code"] == 429
+
+
+def stop_after(answers, *signals):
+    """A report that sends signals to this process, each once so many more answers are there."""
+    left = list(signals)
+
+    def report(counts):
+        if left and counts.done >= answers * (len(signals) - len(left) + 1):
+            os.kill(os.getpid(), left.pop(0))
+
+    return report
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_what_runs_finish_and_reads_no_more(run_batch, slow, tmp_path, number):
+    lines = [line(str(i)) for i in range(40)]
+    run = run_batch(lines, report=stop_after(4, number))
+    assert not run.complete
+    assert run.stopped_by == number
+    assert 4 <= run.counts.done < 40
+    written = [answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")]
+    assert len(written) == run.counts.done
+    again = run_batch(lines)
+    assert again.complete
+    assert (again.counts.skipped, again.counts.done) == (len(written), 40 - len(written))
+
+
+def test_what_does_not_finish_in_time_is_abandoned_and_runs_again(run_batch, new_server, slow, tmp_path):
+    # The short one is the last: once it has its answer, the others are in flight.
+    lines = [*(line(str(i), max_tokens=100) for i in range(3)), line("short", max_tokens=1)]
+    run = run_batch(lines, server=new_server(shutdown_timeout=0.0), report=stop_after(1, signal.SIGTERM))
+    assert not run.complete
+    assert [answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")] == ["short"]
+    assert run_batch(lines).counts.done == 3
+
+
+def test_a_second_signal_abandons_at_once(run_batch, new_server, slow, tmp_path):
+    lines = [line("long", max_tokens=120), line("second", max_tokens=5), line("first", max_tokens=1)]
+    server = new_server(shutdown_timeout=600.0)
+    run = run_batch(lines, server=server, report=stop_after(1, signal.SIGINT, signal.SIGINT))
+    assert not run.complete
+    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == ["first", "second"]
+
+
+def test_an_engine_that_fails_ends_the_batch_without_errors_for_its_lines(run_batch, served_llm, monkeypatch, tmp_path):
+    steps, advance = [], served_llm.engine.advance
+
+    def fail():
+        steps.append(1)
+        if len(steps) > 12:
+            raise RuntimeError("device lost")
+        return advance()
+
+    lines = [line(str(i)) for i in range(12)]
+    with monkeypatch.context() as patch:
+        patch.setattr(served_llm.engine, "advance", fail)
+        with pytest.raises(EngineDeadError, match="device lost"):
+            run_batch(lines)
+    for request_id in list(served_llm.engine._requests):
+        served_llm.engine.abort(request_id)
+    written = answers_in(tmp_path / "out.jsonl")
+    assert all(answer["response"]["status_code"] == 200 for answer in written)
+    assert run_batch(lines).counts.done == 12 - len(written)
+
+
+def test_a_clip_is_written_beside_the_output(run_batch, tmp_path):
+    pytest.importorskip("av")
+    clip = {"prompt": "a red circle floats left", "num_inference_steps": 1}
+    run = run_batch([line("clip", "/v1/videos", **clip), line("wrong", "/v1/videos", prompt=1)])
+    assert (run.counts.done, run.counts.failed) == (1, 1)
+    bodies = {answer["custom_id"]: answer["response"]["body"] for answer in answers_in(tmp_path / "out.jsonl")}
+    assert bodies["clip"]["status"] == "completed"
+    assert [path.name for path in (tmp_path / "out.clips").iterdir()] == [f"{bodies['clip']['id']}.mp4"]
+    assert (tmp_path / "out.clips" / f"{bodies['clip']['id']}.mp4").read_bytes()[4:8] == b"ftyp"
+    assert "prompt" in bodies["wrong"]["error"]["message"]
