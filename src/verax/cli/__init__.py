@@ -12,7 +12,22 @@ from typing import Annotated, Any
 import typer
 
 import verax
-from verax.cli import bench, chat, compare, convert, demo, embed, generate, info, quantize, rerank, serve, train, video
+from verax.cli import (
+    bench,
+    chat,
+    compare,
+    convert,
+    demo,
+    embed,
+    generate,
+    info,
+    plan,
+    quantize,
+    rerank,
+    serve,
+    train,
+    video,
+)
 from verax.errors import VeraxError
 
 __all__ = ["app", "main"]
@@ -39,6 +54,7 @@ for command in (
     embed.embed,
     rerank.rerank,
     info.info,
+    plan.plan,
     demo.demo,
     quantize.quantize,
     convert.convert,
