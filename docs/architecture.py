@@ -8,7 +8,10 @@ from pathlib import Path
 
 ROWS: list[tuple[str, dict[str, str]]] = [
     ("commands", {"cli": "one file per command", "serve": "HTTP and the page"}),
-    ("around engines", {"bench": "speed, memory", "compare": "beside PyTorch", "train": "built-in models"}),
+    (
+        "around engines",
+        {"bench": "speed, memory", "compare": "beside PyTorch", "plan": "without a device", "train": "built-in models"},
+    ),
     ("engines", {"text": "LLM", "video": "VideoPipeline", "embed": "Encoder"}),
     ("one loader", {"loading": "a checkpoint into a model"}),
     ("models and files", {"models": "one file per architecture", "checkpoint": "files to arrays"}),
@@ -26,9 +29,11 @@ HELPERS = (
     "fields",
     "files",
     "machine",
+    "page",
     "plots",
     "progress",
     "published",
+    "shapes",
 )
 """Modules that every row may import."""
 

@@ -14,8 +14,8 @@ LEAVES = {"errors", "_compat", "_optional", "fields", "files"}
 ENGINE = LEAVES | {"builtin", "progress", "_buckets", "ops", "models", "checkpoint", "loading"}
 """Folders that an engine stands on. An engine names no other engine, except for what its row adds."""
 
-PROOF = ENGINE | {"nn", "plots", "machine", "text", "video", "embed"}
-"""Folders that the proofs and the training look at, all from outside."""
+PROOF = ENGINE | {"nn", "plots", "page", "machine", "shapes", "text", "video", "embed"}
+"""Folders that the proofs, the plan and the training look at, all from outside."""
 
 MAY_IMPORT: dict[str, set[str]] = {
     # Leaves: whatever imports them gets nothing else with them.
@@ -27,6 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_buckets": {"errors"},
     "progress": {"errors"},
     "builtin": {"errors"},
+    "shapes": set(),
+    "page": set(),
     "published": {"errors", "files"},
     "plots": {"errors", "_optional", "files"},
     "machine": {"errors", "_compat"},
@@ -48,11 +50,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": ENGINE | {"text", "embed", "video"},
     "train": PROOF,
     "compare": PROOF,
+    # It sees programs and shapes only. Nothing but its command imports it.
+    "plan": PROOF,
     # The public names.
     "verax": {"checkpoint", "compare", "models", "ops", "embed", "text", "video", "errors"},
     # Benchmarks time what `compare` traces and score what `train` makes; neither of them imports a benchmark.
     "bench": PROOF | {"compare", "train", "verax"},
-    "cli": PROOF | {"published", "compare", "train", "verax", "bench", "serve"},
+    "cli": PROOF | {"published", "compare", "plan", "train", "verax", "bench", "serve"},
     "__main__": {"cli"},
 }
 """Folders, files and single modules that each folder may import. A row names rows above it only."""

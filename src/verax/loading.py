@@ -18,9 +18,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -31,8 +33,9 @@ from verax.checkpoint.stacks import StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
 from verax.nn import Linear
+from verax.ops import BlockQuantizedWeight, quantize
 
-__all__ = ["DEQUANTIZE", "QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights"]
+__all__ = ["DEQUANTIZE", "QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights", "model_shapes"]
 
 M = TypeVar("M")
 
@@ -79,21 +82,8 @@ def load_model(
         InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
         UnsupportedModelError: if the model has no linear layer to quantise.
     """
-    precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
-    dequantize = quantization == DEQUANTIZE
-    if quantization is not None and precision is None and not dequantize:
-        names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
-        raise InvalidParameterError(f"quantization: expected one of {names}, got {quantization!r}")
-    tied = getattr(model_class, "tied_weights", {}) if getattr(config, "tie_word_embeddings", False) else {}
-    if precision is not None:
-        if opened.packed and not requantize:
-            raise CheckpointError(
-                f"{opened.folder}: it is quantised already; load it without quantization, or as floats with "
-                f"quantization={DEQUANTIZE!r}"
-            )
-        if tied:
-            config = replace(config, tie_word_embeddings=False)
-    abstract = nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    precision, dequantize = _precision(quantization, None if requantize else opened)
+    abstract, tied = _abstract(model_class, config, dtype, precision)
     return load_weights(
         abstract,
         opened,
@@ -103,6 +93,91 @@ def load_model(
         mesh=mesh,
         progress=progress,
     )
+
+
+def model_shapes(
+    model_class: Callable[..., M],
+    config: Any,
+    *,
+    dtype: DTypeLike,
+    quantization: str | Precision | None = None,
+    opened: Checkpoint | None = None,
+) -> M:
+    """The model that `load_model` would make, with shapes in the place of weights. No weight is read.
+
+    Args:
+        model_class, config, dtype, quantization: as in `load_model`.
+        opened: a GGUF file, whose matrices are in its block formats; None for a checkpoint of floats, which need not
+            exist.
+
+    Raises:
+        InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
+        UnsupportedModelError: if the model has no linear layer to quantise.
+    """
+    precision, dequantize = _precision(quantization, opened)
+    model, tied = _abstract(model_class, config, dtype, precision)
+    graph, state = nnx.split(model)
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    packed = {}
+    if opened is not None and not dequantize:
+        aliases, _ = _sources(model, opened, tied)
+        kinds = {name: opened.kind(name) for name in opened.packed}
+        packed = {name: kinds[key] for name in flat if (key := aliases.get(name, name)) in kinds}
+    linear = set() if precision is None else _quantizable(model)
+
+    @cache
+    def quantized(shape: tuple[int, ...], dtype: Any) -> Any:
+        assert precision is not None
+        of_matrix = partial(quantize, bits=precision[0], group_size=precision[1])
+        return jax.eval_shape(jax.vmap(of_matrix) if len(shape) == 3 else of_matrix, jax.ShapeDtypeStruct(shape, dtype))
+
+    def shapes(name: str, leaf: Any) -> Any:
+        if name in packed:
+            return BlockQuantizedWeight.shapes(packed[name], *leaf.shape)
+        return quantized(leaf.shape, leaf.dtype) if name in linear else leaf.get_value()
+
+    filled = [(path, leaf.replace(shapes(name, leaf))) for name, (path, leaf) in flat.items()]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+class _OneKey(nnx.Rngs):
+    """Random keys for shapes: one key for all. Counting draws while tracing takes most of the time of a large model."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
+def _precision(quantization: str | Precision | None, opened: Checkpoint | None) -> tuple[Precision | None, bool]:
+    """Bits and group size of a quantisation, or None; and whether quantised weights become floats.
+
+    Raises:
+        CheckpointError: if weights of `opened` are quantised already.
+        InvalidParameterError: for an unknown quantisation.
+    """
+    precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
+    dequantize = quantization == DEQUANTIZE
+    if quantization is not None and precision is None and not dequantize:
+        names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
+        raise InvalidParameterError(f"quantization: expected one of {names}, got {quantization!r}")
+    if precision is not None and opened is not None and opened.packed:
+        raise CheckpointError(
+            f"{opened.folder}: it is quantised already; load it without quantization, or as floats with "
+            f"quantization={DEQUANTIZE!r}"
+        )
+    return precision, dequantize
+
+
+def _abstract(
+    model_class: Callable[..., M], config: Any, dtype: DTypeLike, precision: Precision | None
+) -> tuple[M, Mapping[str, str]]:
+    """A model of shapes, before any quantisation, and its tied weights. A head that is quantised is a copy."""
+    tied = getattr(model_class, "tied_weights", {}) if getattr(config, "tie_word_embeddings", False) else {}
+    if precision is not None and tied:
+        config = replace(config, tie_word_embeddings=False)
+    return nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=_OneKey())), tied
 
 
 def load_causal_lm(
@@ -162,13 +237,8 @@ def load_weights(
         UnsupportedModelError: if the model has no linear layer to quantise.
     """
     model: Any = abstract
-    linear = {
-        ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
-    }
-    aliases, stacks, stacked = _sources(model, opened, tied_weights)
-    linear |= stacked
-    if precision is not None and not linear:
-        raise UnsupportedModelError(f"{type(model).__name__} has no verax.nn.Linear to quantise: load it unquantised")
+    linear = set() if precision is None else _quantizable(model)
+    aliases, stacks = _sources(model, opened, tied_weights)
     return load_module(
         model,
         opened,
@@ -184,16 +254,33 @@ def load_weights(
     )
 
 
+def _quantizable(model: Any) -> set[str]:
+    """Names of the weights of linear layers and of stacks.
+
+    Raises:
+        UnsupportedModelError: if there are none.
+    """
+    names = {
+        ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
+    }
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        name = ".".join(map(str, path))
+        if stacked_keys(name, leaf.shape, getattr(model, "stacked_weights", ())) is not None:
+            names.add(name)
+    if not names:
+        raise UnsupportedModelError(f"{type(model).__name__} has no verax.nn.Linear to quantise: load it unquantised")
+    return names
+
+
 def _sources(
     model: Any, opened: Checkpoint, tied_weights: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, StackedKeys], set[str]]:
+) -> tuple[dict[str, str], dict[str, StackedKeys]]:
     """The checkpoint's keys by the model's own, where the two differ.
 
     Returns:
-        Keys of weights; keys of the matrices of those stacks that the checkpoint has so; names of all stacks.
+        Keys of weights, and keys of the matrices of those stacks that the checkpoint has so.
     """
     present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
-    stacked = set[str]()
 
     def find(key: str) -> str:
         others = (re.sub(pattern, replacement, key) for pattern, replacement in getattr(model, "key_aliases", ()))
@@ -203,10 +290,8 @@ def _sources(
         name = ".".join(map(str, path))
         source = find(tied_weights.get(name, name))
         matrices = stacked_keys(name, leaf.shape, getattr(model, "stacked_weights", ()))
-        if matrices is not None:
-            stacked.add(name)
         if matrices is not None and source not in present:
             stacks[name] = [tuple(map(find, keys)) for keys in matrices]
         elif source != name:
             aliases[name] = source
-    return aliases, stacks, stacked
+    return aliases, stacks

@@ -215,3 +215,10 @@ def test_what_the_hub_says_is_told_in_one_line_with_the_id(error, says, monkeypa
     assert str(caught.value).startswith("org/name: ")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_of_a_hub_id_whose_weights_are_not_wanted_the_configuration_alone_is_fetched(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: asked.update(options) or tmp_path)
+    assert resolve("org/name", weights=False) == tmp_path
+    assert asked["allow_patterns"] == ["config.json"]

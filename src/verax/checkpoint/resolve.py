@@ -42,6 +42,9 @@ _WANTED = (
 )
 """Patterns of the files that are fetched of a hub repository. Weights in other formats are not."""
 
+_SETTINGS = ("config.json",)
+"""Pattern of the file that decides a model's shapes."""
+
 _UNWANTED = ("*/*.safetensors", "*/*.safetensors.index.json", "*/*/*", "tokenizer*/*", "chat_template*/*", "vocab*/*")
 """Patterns of files that are not fetched: those in folders with second copies of the weights (`original/`, `onnx/`).
 
@@ -60,13 +63,18 @@ _VIDEO_POSSIBLE = "expected a folder of SkyReels-V2, Wan2.1 or Wan2.2, or a hub 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
-def resolve(model: str | Path, *, revision: str | None = None) -> Path:
+def resolve(model: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
     """Path of a checkpoint: the folder or GGUF file itself, or the local snapshot of a Hugging Face hub id.
 
     A GGUF file is a checkpoint of its own; its path is returned. A folder whose only weights are one GGUF file stands
     for that file.
 
     The environment variables `HF_HOME` and `HF_HUB_OFFLINE` hold. A snapshot in the local cache is used when offline.
+
+    Args:
+        model: what is given.
+        revision: branch, tag or commit of a hub id.
+        weights: False to fetch the settings of a hub id alone.
 
     Raises:
         CheckpointError: if there is no such folder or file, no such id could be fetched, or a folder has several GGUF
@@ -83,6 +91,8 @@ def resolve(model: str | Path, *, revision: str | None = None) -> Path:
         raise CheckpointError(f"{model}: no such file")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model}: no such folder; {_POSSIBLE}")
+    if not weights:
+        return _download(model, revision, _SETTINGS, _UNWANTED, _POSSIBLE)
     folder = _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
     if any(folder.glob("*_Dense/config.json")):
         # Fetched apart: beside them, weights in folders are second copies.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Sequence
 
 from verax.compare.comparison import Comparison, Row
-from verax.plots import pyplot
+from verax.plots import svg_style, svg_text
 
 __all__ = ["error_plots"]
 
@@ -53,8 +51,7 @@ def _draw(
     bound: float | None,
     marked: Sequence[int] = (),
 ) -> str:
-    plt = pyplot("compare")
-    with plt.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "verax"}):
+    with svg_style("compare") as plt:
         figure, axes = plt.subplots(figsize=(11, 4.2), layout="constrained")
         size = 5 if len(rows) <= 60 else 3
         for label, color, marker, values in series:
@@ -79,9 +76,4 @@ def _draw(
         anchored = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center"}
         axes.set_xticks(list(shown), [rows[i].name for i in shown], fontsize=6 if step == 1 else 5, **anchored)
         figure.legend(loc="outside upper center", ncols=4, fontsize=8)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-        plt.close(figure)
-    svg = out.getvalue()
-    # Names of the plot's pieces, which nothing refers to, would stand twice in a page with two plots.
-    return re.sub(r'<g id="\w+_\d+">', "<g>", svg[svg.index("<svg") :])
+        return svg_text(figure)

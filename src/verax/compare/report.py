@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from verax.compare.comparison import MAX_RATIO, Comparison, Row
 from verax.files import write_text
+from verax.page import escaped, figure, page, table
 
 __all__ = ["as_html", "as_markdown", "show", "write"]
 
@@ -67,24 +66,18 @@ def as_html(result: Comparison, plots: dict[str, str]) -> str:
         result: the comparison.
         plots: SVG by caption.
     """
-    verdict = "equal" if result.passed else "different"
-    body = [f"<h1>{_escape(result.title)}, {result.dtype}</h1>", f'<p class="{verdict}">{verdict}</p>', "<ul>"]
-    body += [f"<li>{_escape(line)}</li>" for line in _findings(result)] + ["</ul>"]
-    body += [f"<figure><figcaption>{_escape(caption)}</figcaption>{svg}</figure>" for caption, svg in plots.items()]
+    verdict, kind = ("equal", "good") if result.passed else ("different", "bad")
+    body = [f"<h1>{escaped(result.title)}, {result.dtype}</h1>", f'<p class="{kind}">{verdict}</p>', "<ul>"]
+    body += [f"<li>{escaped(line)}</li>" for line in _findings(result)] + ["</ul>"]
+    body += [figure(caption, svg) for caption, svg in plots.items()]
     marked = {id(row) for row in (result.first, *result.faults) if row is not None}
     for title, rows, columns in _sections(result):
-        head = "".join(f"<th>{_escape(name)}</th>" for name, _ in columns)
-        body.append(f"<h2>{_escape(title)}</h2><table><thead><tr>{head}</tr></thead><tbody>")
-        for row in rows:
-            kind = ' class="marked"' if id(row) in marked else ""
-            body.append(f"<tr{kind}>" + "".join(f"<td>{_escape(cell(row))}</td>" for _, cell in columns) + "</tr>")
-        body.append("</tbody></table>")
-    body.append(f"<p>{_escape(_definitions(result))}</p>")
-    title = f"<title>{_escape(result.title)}: {verdict}</title>"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{title}<style>{_STYLE}</style></head><body>\n'
-        + ("\n".join(body) + "\n</body></html>\n")
-    )
+        cells = ([cell(row) for _, cell in columns] for row in rows)
+        body += table(
+            title, [name for name, _ in columns], cells, [i for i, row in enumerate(rows) if id(row) in marked]
+        )
+    body.append(f"<p>{escaped(_definitions(result))}</p>")
+    return page(f"{result.title}: {verdict}", body)
 
 
 def write(result: Comparison, folder: str | Path) -> list[Path]:
@@ -105,18 +98,6 @@ def write(result: Comparison, folder: str | Path) -> list[Path]:
     for name, text in pages.items():
         write_text(folder / name, text)
     return [folder / name for name in pages]
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; font-size: 13px; width: 100% }
-th { position: sticky; top: 0; background: #f3f3f3; text-align: left }
-th, td { padding: 2px 8px; border-bottom: 1px solid #e4e4e4; white-space: nowrap }
-td:first-child { font-family: ui-monospace, monospace }
-tbody tr:hover { background: #f7fbff } tr.marked { background: #fde7e7 }
-.equal, .different { font-size: 20px; font-weight: bold } .equal { color: #15803d } .different { color: #b91c1c }
-figure { margin: 1.5em 0 } figcaption { font-weight: bold } svg { width: 100%; height: auto }
-"""
 
 
 def _sections(result: Comparison) -> list[tuple[str, Sequence[Row], list[Column]]]:
@@ -255,7 +236,3 @@ def _table(console: Console, title: str, rows: Sequence[Row], columns: list[Colu
     for row in rows:
         table.add_row(*(cell(row) for _, cell in columns), style="red" if id(row) in marked else None)
     console.print(table)
-
-
-def _escape(text: Any) -> str:
-    return html.escape(str(text))

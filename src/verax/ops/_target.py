@@ -99,7 +99,7 @@ def target() -> Target:
 def use_target(
     platform: str,
     device_kind: str = "",
-    memory: int | None = None,
+    memory: int | DeviceMemory | None = None,
     num_devices: int = 1,
     compute_capability: str | None = None,
 ) -> Iterator[None]:
@@ -108,7 +108,7 @@ def use_target(
     Args:
         platform: `"cpu"`, `"gpu"` or `"tpu"`.
         device_kind: JAX's name of the device.
-        memory: bytes of one device, all of them free.
+        memory: bytes of one device, all of them free; or a `DeviceMemory`.
         num_devices: devices that a program may span.
         compute_capability: of an NVIDIA GPU; found by `device_kind` if None.
 
@@ -118,7 +118,7 @@ def use_target(
     check_platform("platform", platform)
     if compute_capability is None:
         compute_capability = _compute_capability(device_kind) if platform == "gpu" else ""
-    known = None if memory is None else DeviceMemory(free=memory, total=memory)
+    known = DeviceMemory(free=memory, total=memory) if isinstance(memory, int) else memory
     token = _chosen.set(
         Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda: known),
     )

@@ -112,13 +112,20 @@ class BlockQuantizedWeight:
         if row_bytes % size_bytes:
             raise InvalidParameterError(f"rows: {row_bytes} bytes are not whole {kind} blocks of {size_bytes}")
         D = row_bytes // size_bytes * size
-        words = np.zeros((-(-F // LANES), -(-D // form.unit), sum(form.parts), LANES), np.uint32)
+        words = np.zeros(BlockQuantizedWeight.shapes(kind, F, D).words.shape, np.uint32)
         step = max(LANES, LAID_OUT_AT_ONCE // max(D, 1) // LANES * LANES)
         for row in range(0, F, step):
             piece = _row_words(form, kind, rows[row : row + step])
             piece = np.pad(piece, ((0, -len(piece) % LANES), (0, 0), (0, 0))).reshape(-1, LANES, *words.shape[1:3])
             words[row // LANES :][: len(piece)] = np.moveaxis(piece, 1, -1)
         return BlockQuantizedWeight(words, F, D, kind)
+
+    @staticmethod
+    def shapes(kind: str, size_out: int, size_in: int) -> BlockQuantizedWeight:
+        """A weight of that kind and shape, with the shape of its words in their place."""
+        form = BLOCK_KINDS[kind]
+        words = (-(-size_out // LANES), -(-size_in // form.unit), sum(form.parts), LANES)
+        return BlockQuantizedWeight(jax.ShapeDtypeStruct(words, jnp.uint32), size_out, size_in, kind)
 
     @property
     def shape(self) -> tuple[int, int]:

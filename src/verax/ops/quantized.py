@@ -51,8 +51,8 @@ class QuantizedWeight:
     values: Any
     """int8 or float8_e4m3fn `[*E, F, D]`, uint16 `[*E, blocks, eighths, 32]` of 4 bits, or what JAX puts in
     their place, as for tangents."""
-    scales: Float[Array, "*E F g"] | Float[Array, "*E blocks g 16"]
-    """One for each group of a row; float32 or, to read less, float16."""
+    scales: Any
+    """One for each group of a row, `[*E, F, g]`, of 4 bits `[*E, blocks, g, 16]`; float32 or, to read less, float16."""
     size_out: int
     size_in: int
     group_size: int | None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 from jaxtyping import Array, Int
 
@@ -24,7 +24,7 @@ from verax.text.sizes import RunnerConfig, layer_states
 from verax.text.slots import Slots, new_slots
 from verax.text.step import Cache, StepShape, make_step
 
-__all__ = ["AbstractModel", "StepProgram", "new_cache", "sampling_program", "step_program"]
+__all__ = ["AbstractModel", "StepProgram", "cache_shardings", "new_cache", "sampling_program", "step_program"]
 
 CACHE_PARTITION = PartitionSpec(None, "tensor")
 """Partition of pages `[P, K, p, H]`, by head, on a mesh whose axis `tensor` divides the heads."""
@@ -110,15 +110,17 @@ class AbstractModel:
         return model
 
 
-def step_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | None = None) -> StepProgram:
+def step_program(
+    model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | AbstractMesh | None = None
+) -> StepProgram:
     """The program of one step, as `ModelRunner` compiles it.
 
     Args:
         model: the model without its weights.
         sizes: sizes of cache and slots.
         shape: shape of the step, one of `sizes.shapes`.
-        mesh: devices that weights (by the model's `partition_rules`) and cache (by heads) are divided over. Weights
-            must not be quantised then.
+        mesh: devices that weights (by the model's `partition_rules`) and cache (by heads) are divided over, abstract
+            ones for shapes alone. Weights must not be quantised then.
 
     Examples:
         >>> module = nnx.eval_shape(lambda: architecture(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -183,19 +185,24 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
     )
 
 
-def _shardings(model: AbstractModel, arguments: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
-    """Shardings of a step's arguments: weights by rule, pages by head; the rest is whole on every device."""
+def cache_shardings(config: CausalLMConfig, cache: Cache, mesh: Mesh | AbstractMesh) -> Any:
+    """Shardings of a cache or of its shapes: pages by head if the heads divide; recurrent states are whole."""
     whole, by_head = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, CACHE_PARTITION)
-    divided = "tensor" in mesh.shape and model.config.num_key_value_heads % mesh.shape["tensor"] == 0
+    divided = "tensor" in mesh.shape and config.num_key_value_heads % mesh.shape["tensor"] == 0
+    return tuple(
+        jax.tree.map(lambda _, to=by_head if divided and state is None else whole: to, pages)
+        for pages, state in zip(cache, layer_states(config, 1), strict=True)
+    )
+
+
+def _shardings(model: AbstractModel, arguments: tuple[Any, ...], mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+    """Shardings of a step's arguments: weights by rule, pages by head; the rest is whole on every device."""
+    whole = NamedSharding(mesh, PartitionSpec())
     weights, slots, cache, _ = arguments
     partitions = (*model.partitions, *[PartitionSpec()] * (len(weights) - len(model.partitions)))
-    layers = zip(cache, layer_states(model.config, 1), strict=True)
     return (
         tuple(NamedSharding(mesh, spec) for spec in partitions),
         jax.tree.map(lambda _: whole, slots),
-        tuple(
-            jax.tree.map(lambda _, to=by_head if divided and state is None else whole: to, pages)
-            for pages, state in layers
-        ),
+        cache_shardings(model.config, cache, mesh),
         whole,
     )

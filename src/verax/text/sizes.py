@@ -20,7 +20,7 @@ from verax.text.cache_groups import CacheGroup, CachePlan
 from verax.text.engine_config import EngineConfig
 from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 
-__all__ = ["RunnerConfig", "block_bytes", "layer_states", "plan_sizes", "state_bytes"]
+__all__ = ["RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
 
 DEVICE_FRACTION = 0.9
 """Part of an accelerator's memory that weights and cache may fill: the rest is for activations (vLLM's default)."""
@@ -130,7 +130,7 @@ def plan_sizes(
             f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    memory = config.kv_cache_memory or _cache_memory()
+    memory = config.kv_cache_memory or cache_memory()
     per_state = state_bytes(model)
     max_num_seqs = config.max_num_seqs
     if max_num_seqs is None:
@@ -217,8 +217,12 @@ def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_toke
     return tuple(powers(2, max(2, min(longest, most, max_num_batched_tokens)), 2))
 
 
-def _cache_memory() -> int:
-    """Bytes that a cache may take on the target."""
+def cache_memory() -> int:
+    """Bytes that a cache may take on the target, beside what lies in its memory already.
+
+    Raises:
+        InvalidParameterError: if the memory of the target is unknown.
+    """
     memory = ops.target().memory
     if memory is None:
         raise InvalidParameterError(

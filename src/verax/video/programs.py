@@ -130,7 +130,11 @@ class Memory(NamedTuple):
 
 
 class Program:
-    """Compiled function, one program for each set of shapes and options."""
+    """Compiled function, one program for each set of shapes and options.
+
+    Attributes:
+        function: function as it was given.
+    """
 
     def __init__(self, function: Callable[..., Any], *, options: tuple[str, ...] = (), donate: tuple[int, ...] = ()):
         """Describe it.
@@ -140,6 +144,7 @@ class Program:
             options: names of arguments that are part of the program, hashable.
             donate: positions of arguments whose memory the results may take.
         """
+        self.function = function
         self._jit = jax.jit(
             function,
             static_argnames=options,

@@ -5,12 +5,12 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax import builtin
 from verax.bench.serve.models import served_model, write_tokenizer
-from verax.bench.text import run as text
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
+from verax.shapes import QWEN3_0_6B, SHAPES
 from verax.text.tokenizer import Tokenizer
 
-SMALL = {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64}
+SMALL = {**QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64}
 
 
 def test_without_a_model_it_is_the_built_in_one():
@@ -19,7 +19,7 @@ def test_without_a_model_it_is_the_built_in_one():
 
 
 def test_random_weights_have_a_tokenizer_and_are_gone_afterwards(monkeypatch):
-    monkeypatch.setitem(text.SHAPES, "qwen3", ("small shapes", SMALL))
+    monkeypatch.setitem(SHAPES, "qwen3", ("small shapes", SMALL))
     with served_model(None, "qwen3", "bfloat16") as served:
         assert served.name == "random weights, small shapes"
         assert served.argument == str(served.path)

@@ -16,6 +16,7 @@ from verax.bench.text.run import bench_text
 from verax.bench.text.workload import Workload, nano_vllm, prompt, repeat, short_prompts
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
+from verax.shapes import QWEN3_0_6B
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_ratios_appear_when_there_are_two_sides(result):
 
 
 def test_without_a_model_the_weights_are_random_in_the_real_shapes():
-    config = {**text.QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512}
+    config = {**QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512}
     with text.checkpoint_folder(None, "bfloat16", config) as folder:
         opened = Checkpoint.open(folder)
         assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)

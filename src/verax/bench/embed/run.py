@@ -20,47 +20,16 @@ from verax.bench.embed.exported import Encode, ExportedSide, cosine_distance, on
 from verax.bench.embed.transformers import TransformersSide
 from verax.bench.harness import Benchmark, product_weights
 from verax.bench.results import model_name
-from verax.bench.text.run import QWEN3_0_6B
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
 from verax.embed.encoder import Encoder
 from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
 from verax.files import write_json
+from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
 from verax.train.encoder.paraphrases import pairs
 
 __all__ = ["BASELINES", "SHAPES", "bench_embed"]
-
-MINILM_L6: dict[str, Any] = {
-    "architectures": ["BertModel"],
-    "model_type": "bert",
-    "vocab_size": 30522,
-    "hidden_size": 384,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-}
-"""config.json of all-MiniLM-L6-v2, as far as it decides shapes."""
-
-MODERNBERT_BASE: dict[str, Any] = {
-    "architectures": ["ModernBertModel"],
-    "model_type": "modernbert",
-    "vocab_size": 50368,
-    "hidden_size": 768,
-    "intermediate_size": 1152,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 8192,
-    "local_attention": 128,
-    "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160000.0,
-    "local_rope_theta": 10000.0,
-}
-"""config.json of gte-modernbert-base, as far as it decides shapes."""
 
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "minilm": ("all-MiniLM-L6-v2", MINILM_L6, "mean"),

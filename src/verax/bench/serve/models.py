@@ -11,9 +11,10 @@ from pathlib import Path
 import tokenizers
 
 from verax import builtin, checkpoint
-from verax.bench.text.run import SHAPES, checkpoint_folder
+from verax.bench.text.run import checkpoint_folder
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
+from verax.shapes import SHAPES
 
 __all__ = ["ServedModel", "served_model", "write_tokenizer"]
 

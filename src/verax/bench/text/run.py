@@ -18,7 +18,7 @@ from flax import nnx
 from verax import checkpoint, progress
 from verax.bench.harness import Benchmark, product_weights
 from verax.bench.results import model_name
-from verax.bench.text.experts import MOE, unread_bytes, unused_weights
+from verax.bench.text.experts import unread_bytes, unused_weights
 from verax.bench.text.workload import Workload
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
@@ -26,67 +26,19 @@ from verax.errors import InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.machine import peak_growth
 from verax.models import causal_lm
+from verax.shapes import SHAPES
 from verax.text.llm import DTYPES, LLM
 
 if TYPE_CHECKING:
     from verax.bench.text.llama_cpp import LlamaCppSide
 
-__all__ = ["BASELINES", "GGUF_TYPES", "SHAPES", "bench_text", "checkpoint_folder"]
+__all__ = ["BASELINES", "GGUF_TYPES", "bench_text", "checkpoint_folder"]
 
 BASELINES = ("transformers", "llama.cpp", "verax")
 """Sides of a text benchmark beside ours; the last is our own, unquantised."""
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
-
-QWEN3_0_6B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "max_position_embeddings": 40960,
-}
-"""config.json of Qwen3-0.6B, as far as it decides shapes."""
-
-HYBRID: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "vocab_size": 32768,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
-"""Three delta layers and one of attention, as wide as Qwen3.5-0.8B's 24; an eighth of its vocabulary."""
-
-SHAPES = {
-    "qwen3": ("Qwen3-0.6B shapes", QWEN3_0_6B),
-    "hybrid": ("4 layers of Qwen3.5-0.8B shapes", HYBRID),
-    "moe": ("4 layers of Qwen3-30B-A3B shapes", MOE),
-}
-"""Shapes of random weights: in words, and as a config.json."""
 
 
 def bench_text(

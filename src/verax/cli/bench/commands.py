@@ -69,7 +69,9 @@ def text(
     ] = False,
     shapes: Annotated[
         str,
-        typer.Option(help="Without --model: qwen3 (0.6B), hybrid (4 layers of Qwen3.5-0.8B), moe (4 of 30B-A3B)."),
+        typer.Option(
+            help="Without --model: qwen3 (0.6B), qwen3-8b, hybrid (4 layers of Qwen3.5-0.8B), moe (4 of 30B-A3B)."
+        ),
     ] = "qwen3",
     output: Output = None,
     as_json: options.Json = False,

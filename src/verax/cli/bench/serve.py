@@ -33,7 +33,9 @@ def serve(
     model: options.Model = None,
     shapes: Annotated[
         str | None,
-        typer.Option(help="Random weights instead of a model: qwen3 (0.6B), hybrid or moe.", rich_help_panel=_SERVER),
+        typer.Option(
+            help="Random weights instead of a model: qwen3 (0.6B), qwen3-8b, hybrid or moe.", rich_help_panel=_SERVER
+        ),
     ] = None,
     concurrency: Annotated[
         str | None,

@@ -1,0 +1,1 @@
+"""Bytes, operations and least times of a model on a device that need not be there. No weights are read."""

@@ -1,0 +1,156 @@
+"""Table of devices: memory, bandwidth, rates of dense products, and links, each by its maker's own sheet.
+
+Sheets count in powers of ten, and so does this table: a device has a little more memory than that, never less. Rates
+are those of dense products with sums in float32, at the highest clock. Links are all links of a device together, in one
+direction: half of what a sheet calls bidirectional.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from verax.errors import InvalidParameterError
+
+__all__ = ["DEVICES", "Device", "find_device"]
+
+GB, T = 10**9, 10**12
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device.
+
+    Attributes:
+        name: name in commands.
+        kind: JAX's name of the device, by which implementations are chosen.
+        platform: `"cpu"`, `"gpu"` or `"tpu"`.
+        memory: bytes.
+        bandwidth: bytes per second between memory and chip.
+        flops: operations per second of dense products, by dtype of their operands.
+        links: bytes per second to other devices, in one direction; 0 if it has no links.
+        source: where the numbers come from.
+    """
+
+    name: str
+    kind: str
+    platform: str
+    memory: int
+    bandwidth: float
+    flops: Mapping[str, float]
+    links: float
+    source: str
+
+    def rate(self, dtype: str) -> float:
+        """Operations per second of products of a dtype; bfloat16's where the sheet has no number of its own."""
+        return self.flops.get(dtype, self.flops["bfloat16"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The device for JSON."""
+        return {**vars(self), "flops": dict(self.flops)}
+
+
+def _gpu(
+    name: str, kind: str, memory: float, bandwidth: float, flops: tuple[float, ...], links: float, source: str
+) -> Device:
+    names = ("bfloat16", "int8", "float8_e4m3fn", "float32")
+    rates = {dtype: rate * T for dtype, rate in zip(names, flops, strict=True) if rate}
+    return Device(name, kind, "gpu", round(memory * GB), bandwidth * GB, MappingProxyType(rates), links * GB, source)
+
+
+def _tpu(
+    name: str, kind: str, memory: float, bandwidth: float, flops: tuple[float, float], links: float, source: str
+) -> Device:
+    rates = {"bfloat16": flops[0] * T, "int8": flops[1] * T}
+    return Device(name, kind, "tpu", round(memory * GB), bandwidth * GB, MappingProxyType(rates), links * GB, source)
+
+
+_ADA = "NVIDIA Ada GPU architecture whitepaper 2.1, appendix A"
+_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper 1.1, appendix A"
+
+# GB; GB/s; TFLOP/s in bfloat16, int8, float8 and float32 (0: none); GB/s of links. Sheets of data-centre GPUs print
+# rates with sparsity, which are twice these.
+_ALL = (
+    _gpu("l4", "NVIDIA L4", 24, 300, (121, 242, 242, 30.3), 32, "NVIDIA L4 data sheet"),
+    _gpu("l40s", "NVIDIA L40S", 48, 864, (362, 733, 733, 91.6), 32, "NVIDIA L40S data sheet"),
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 80, 2039, (312, 624, 0, 19.5), 300, "NVIDIA A100 data sheet, SXM 80 GB"),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 3350, (989.5, 1979, 1979, 67), 450, "NVIDIA H100 data sheet, SXM"),
+    _gpu("h200", "NVIDIA H200", 141, 4800, (989.5, 1979, 1979, 67), 450, "NVIDIA H200 data sheet, SXM"),
+    _gpu("b200", "NVIDIA B200", 180, 8000, (2250, 4500, 4500, 80), 900, "NVIDIA HGX B200 and DGX B200 data sheets"),
+    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 24, 1008, (165.2, 660.6, 330.3, 82.6), 32, _ADA),
+    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 32, 1792, (209.5, 838, 419, 104.8), 64, _BLACKWELL),
+    _tpu("v4", "TPU v4", 32, 1228, (275, 275), 300, "cloud.google.com/tpu/docs/v4"),
+    _tpu("v5e", "TPU v5 lite", 16, 819, (197, 393), 200, "cloud.google.com/tpu/docs/v5e"),
+    _tpu("v5p", "TPU v5", 95, 2765, (459, 918), 600, "cloud.google.com/tpu/docs/v5p"),
+    _tpu("v6e", "TPU v6 lite", 32, 1640, (918, 1836), 448, "cloud.google.com/tpu/docs/v6e"),
+)
+
+DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
+"""Devices by name."""
+
+_ALIASES = {"trillium": "v6e", "v5lite": "v5e", "v6lite": "v6e", "4090": "rtx4090", "5090": "rtx5090"}
+
+
+def find_device(
+    name: str, *, memory: float | None = None, bandwidth: float | None = None, flops: float | None = None
+) -> Device:
+    """A device of the table, or of this machine (`"cpu"`), with some numbers replaced. Others are described by them.
+
+    The numbers of `"cpu"` that are not given are measured, which takes some seconds.
+
+    Args:
+        name: a name in the table, an alias such as `"TPU v6 lite"`, `"cpu"`, or a name for a device that is described.
+        memory: bytes.
+        bandwidth: bytes per second.
+        flops: operations per second of dense bfloat16 products. Those of other dtypes keep their proportion.
+
+    Raises:
+        InvalidParameterError: for a number that is not positive, or a device that is not in the table and not
+            described by all three.
+    """
+    given = {"memory": memory, "bandwidth": bandwidth, "flops": flops}
+    for what, value in given.items():
+        if value is not None and not value > 0:
+            raise InvalidParameterError(f"{what}: expected more than 0, got {value}")
+    key = re.sub(r"nvidia|geforce|tpu|[^a-z0-9]", "", name.lower())
+    known = DEVICES.get(_ALIASES.get(key, key))
+    if key == "cpu":
+        return _this_machine(memory, bandwidth, flops)
+    if known is None:
+        missing = [f"--{what}" for what, value in given.items() if value is None]
+        if memory is None or bandwidth is None or flops is None:
+            raise InvalidParameterError(
+                f"device: {name!r} is not in the table, which has {', '.join(DEVICES)} and cpu; describe it with "
+                f"{', '.join(missing)} as well"
+            )
+        rates = MappingProxyType({"bfloat16": flops})
+        return Device(name, "", "gpu", round(memory), bandwidth, rates, 0.0, "the command line")
+    if not any(given.values()):
+        return known
+    scale = 1.0 if flops is None else flops / known.flops["bfloat16"]
+    return replace(
+        known,
+        memory=round(memory or known.memory),
+        bandwidth=bandwidth or known.bandwidth,
+        flops=MappingProxyType({dtype: rate * scale for dtype, rate in known.flops.items()}),
+        source=f"{known.source}, changed on the command line",
+    )
+
+
+def _this_machine(memory: float | None, bandwidth: float | None, flops: float | None) -> Device:
+    import psutil
+
+    from verax import machine
+
+    rates, source = {"bfloat16": flops or 0.0}, "the command line"
+    if bandwidth is None or flops is None:
+        measured, source = machine.measure_machine(), "measured on this machine"
+        bandwidth = bandwidth or measured["memory_bandwidth_gb_per_s"] * GB
+        if flops is None:
+            names = ("bfloat16", "float32")
+            rates = {name: measured[f"matmul_{name}_gflop_per_s"] * GB for name in names}
+    total = round(memory or psutil.virtual_memory().total)
+    return Device("cpu", "cpu", "cpu", total, bandwidth, MappingProxyType(rates), 0.0, source)

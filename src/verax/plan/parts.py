@@ -1,0 +1,112 @@
+"""Bytes of a model's weights by part and precision, whole and on each of several devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from verax import ops
+from verax.checkpoint.load import Rules, partition
+from verax.errors import InvalidParameterError
+
+__all__ = ["Part", "parts_of", "sharded_bytes", "tensor_mesh"]
+
+# The first pattern that is found in a key decides.
+_PARTS = (
+    ("norms", r"(?i)norm[^.]*\.\w+$"),
+    ("experts", r"\.experts\.|\.mlp\.gate\.|shared_expert_gate\."),
+    ("recurrent layers", r"\blinear_attn\."),
+    ("attention", r"attn|attention"),
+    (
+        "feed-forward",
+        r"\bmlp\b|\bffn\b|\bfeed_forward\b|\bintermediate\b|\boutput\.dense\b|DenseReluDense|shared_expert",
+    ),
+    ("embedding", r"embed|\bshared\."),
+    ("head", r"\blm_head\b|(^|\.)head\."),
+)
+
+
+class Part(NamedTuple):
+    """Weights of one part of a model in one precision.
+
+    Attributes:
+        part: such as `"attention"`.
+        precision: name of the dtype, `"int8"` or `"int4"`, or the name of a block format.
+        weights: number of weights.
+        nbytes: bytes of all.
+        per_device: bytes that one device holds.
+    """
+
+    part: str
+    precision: str
+    weights: int
+    nbytes: int
+    per_device: int
+
+
+def tensor_mesh(devices: int) -> AbstractMesh:
+    """Devices that need not be there, for tensor parallelism."""
+    return AbstractMesh((devices,), ("tensor",))
+
+
+def parts_of(model: Any, devices: int = 1) -> list[Part]:
+    """Parts of a module of shapes, the largest first. Weights are divided by its `partition_rules`.
+
+    Raises:
+        InvalidParameterError: if a weight cannot be divided over so many devices, naming it.
+    """
+    rules: Rules = getattr(model, "partition_rules", ())
+    mesh = tensor_mesh(devices)
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    found: dict[tuple[str, str], list[int]] = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        key, weight = ".".join(map(str, path)), leaf.get_value()
+        arrays = jax.tree.leaves(weight)
+        sharding = NamedSharding(mesh, partition(key, rules) if devices > 1 else PartitionSpec())
+        held = sharded_bytes(arrays, [sharding] * len(arrays), key)
+        part = next((name for name, pattern in _PARTS if re.search(pattern, key)), "other")
+        if tied and key.endswith("embed_tokens.weight"):
+            part = "embedding and head"
+        row = (math.prod(weight.shape), sum(map(_nbytes, arrays)), held)
+        total = found.setdefault((part, _precision(weight)), [0, 0, 0])
+        total[:] = (a + b for a, b in zip(total, row, strict=True))
+    parts = [Part(*names, *numbers) for names, numbers in found.items()]
+    return sorted(parts, key=lambda part: -part.nbytes)
+
+
+def sharded_bytes(arrays: Sequence[Any], shardings: Sequence[NamedSharding], name: str) -> int:
+    """Bytes of arrays, or of their shapes, that one device holds.
+
+    Args:
+        arrays: the arrays.
+        shardings: sharding of each.
+        name: name of the whole in errors.
+
+    Raises:
+        InvalidParameterError: if an array cannot be divided.
+    """
+    try:
+        shapes = [sharding.shard_shape(array.shape) for array, sharding in zip(arrays, shardings, strict=True)]
+    except ValueError as error:
+        shape = list(arrays[0].shape)
+        raise InvalidParameterError(
+            f"devices: {name} of shape {shape} cannot be divided over {shardings[0].mesh.size} devices by "
+            f"{shardings[0].spec}"
+        ) from error
+    return sum(math.prod(shape) * array.dtype.itemsize for shape, array in zip(shapes, arrays, strict=True))
+
+
+def _nbytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _precision(weight: Any) -> str:
+    if isinstance(weight, ops.QuantizedWeight):
+        return f"int{weight.bits}"
+    return weight.kind if isinstance(weight, ops.BlockQuantizedWeight) else weight.dtype.name

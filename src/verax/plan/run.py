@@ -1,0 +1,51 @@
+"""A plan of any model: language model, sentence encoder or video model, by what its configuration says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verax.errors import InvalidParameterError
+from verax.plan.devices import Device
+from verax.plan.embed import plan_embed
+from verax.plan.model import describe
+from verax.plan.text import plan_text
+from verax.plan.video import plan_video
+
+__all__ = ["plan"]
+
+_ENGINES = {"text": plan_text, "embedding": plan_embed, "video": plan_video}
+
+_OPTIONS = {
+    "text": ("dtype", "quantization", "kv_cache_dtype", "max_num_seqs", "context", "devices"),
+    "embedding": ("dtype", "max_num_seqs", "context"),
+    "video": ("dtype", "frames", "height", "width", "inference_steps"),
+}
+"""Options that each kind of model has."""
+
+_NAMES = {"embedding": {"max_num_seqs": "sentences", "context": "tokens"}, "video": {"frames": "num_frames"}}
+"""Options that a kind of model has under another name."""
+
+
+def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
+    """Plan of a model on a device, as JSON holds it.
+
+    Args:
+        model: see `plan.model.describe`.
+        device: kind of device.
+        options: `dtype`, `quantization`, `kv_cache_dtype`, `max_num_seqs`, `context` and `devices` of a language model,
+            the first, `max_num_seqs` and `context` of an encoder; `dtype`, `frames`, `height`, `width` and
+            `inference_steps` of a video model. None counts as not given.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: for a model that is not there, or that verax does not have.
+        InvalidParameterError: for an option that this kind of model does not have, or a value out of range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    found = describe(model, quantization=given.get("quantization"))
+    taken = _OPTIONS[found.kind]
+    if unknown := [name for name in given if name not in taken]:
+        raise InvalidParameterError(
+            f"{unknown[0]}: the plan of a model of kind {found.kind} has no such option; it has {', '.join(taken)}"
+        )
+    names = _NAMES.get(found.kind, {})
+    return _ENGINES[found.kind](found, device, **{names.get(name, name): value for name, value in given.items()})

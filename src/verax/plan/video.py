@@ -1,0 +1,230 @@
+"""Plan of a video model: memory of its parts' weights, work and least time of each stage of a clip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
+
+from verax import ops
+from verax.checkpoint.video.folder import VideoFolder
+from verax.checkpoint.video.published import UMT5_XXL, VAE, VAE_2_2, VIT_H14
+from verax.errors import InvalidParameterError
+from verax.models import DTYPES
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
+from verax.plan.devices import Device
+from verax.plan.model import Described
+from verax.plan.parts import Part
+from verax.plan.roofline import bound, described
+from verax.plan.work import count, trace
+from verax.video.geometry import LatentGeometry
+from verax.video.programs import Component, ProgramCall, Weights, floats
+from verax.video.settings import VideoSettings, read_settings
+from verax.video.stages import Stages
+
+__all__ = ["plan_video"]
+
+
+class _Model(NamedTuple):
+    """Configurations of a video model's parts, and its defaults."""
+
+    transformer: WanConfig
+    vae: WanVaeConfig
+    text: UMT5Config
+    image: CLIPVisionConfig | None
+    settings: VideoSettings
+
+
+def plan_video(
+    model: Described,
+    device: Device,
+    *,
+    dtype: str = "bfloat16",
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    inference_steps: int | None = None,
+) -> dict[str, Any]:
+    """Plan of a video model, as JSON holds it: one segment with guidance, all frames denoised together.
+
+    Args:
+        model: the model.
+        device: kind of device.
+        dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
+        num_frames, height, width: size of the clip; the checkpoint's defaults if None.
+        inference_steps: steps of the solver; the checkpoint's default if None.
+
+    Raises:
+        InvalidParameterError: for a size that does not divide into latents and tokens.
+        UnsupportedModelError: if verax has no such model.
+    """
+    if dtype not in DTYPES:
+        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    parts = _read(model.config)
+    settings = parts.settings
+    num_frames, height, width = num_frames or settings.num_frames, height or settings.height, width or settings.width
+    steps = inference_steps or settings.num_inference_steps
+    geometry = _geometry(parts)
+    _check(geometry, num_frames, height, width)
+    shape = geometry.shape(geometry.latents(num_frames), height, width)
+    with ops.use_target(device.platform, device.kind, device.memory):
+        found, programs = _programs(parts, DTYPES[dtype], shape, num_frames, height, width, steps)
+        counted = [(name, times, count(program)) for name, times, program in programs]
+    rows = [described(name, work, bound(work, device), times=times) for name, times, work in counted]
+    step = next(row["at_least_s"] for row in rows if row["name"] == _STEP)
+    memory = {**_resident(found), "latents": 4 * math.prod(shape)}
+    return {
+        "kind": model.kind,
+        "model": model.name,
+        "device": device.as_dict(),
+        "settings": {
+            "dtype": dtype,
+            "clip": f"{num_frames} frames of {height} x {width}",
+            "inference_steps": steps,
+        },
+        "weights": [_row(component) for component in found],
+        "memory": memory,
+        "programs": rows,
+        "at_least": {
+            "seconds a step": step,
+            "seconds a clip": sum(row["times"] * row["at_least_s"] for row in rows),
+        },
+        "fits": sum(memory.values()) <= device.memory,
+    }
+
+
+_STEP = "denoising step, prompt and negative prompt"
+
+
+def _read(config: str | Path) -> _Model:
+    """Configurations of a folder, or of one of `WAN_CONFIGS`. For parts that are missing, those that are published."""
+    if isinstance(config, str):
+        transformer, folder = WAN_CONFIGS[config], None
+        experts = 0.875 if config.endswith("a14b") else None
+        settings = VideoSettings(boundary_ratio=experts)
+    else:
+        folder = VideoFolder(config)
+        transformer = WanConfig.from_hf(folder.config("transformer"))
+        settings = read_settings(folder, 1.0, kind=None, negative_prompts={})
+    vae = VAE_2_2 if transformer.out_dim == WanVaeConfig.from_hf(VAE_2_2).z_dim else VAE
+
+    def part(name: str, published: Mapping[str, Any]) -> Mapping[str, Any]:
+        return folder.config(name) if folder is not None and name in folder else published
+
+    image = CLIPVisionConfig.from_hf(part("image_encoder", VIT_H14)) if transformer.image_dim is not None else None
+    return _Model(
+        transformer,
+        WanVaeConfig.from_hf(part("vae", vae)),
+        UMT5Config.from_hf(part("text_encoder", UMT5_XXL)),
+        image,
+        settings,
+    )
+
+
+def _geometry(parts: _Model) -> LatentGeometry:
+    return LatentGeometry(
+        frames_per_latent=parts.vae.frames_per_latent,
+        pixels_per_latent=parts.vae.pixels_per_latent,
+        pixels_per_token=parts.vae.pixels_per_latent * parts.transformer.patch,
+        channels=parts.vae.z_dim,
+        text_width=parts.transformer.text_dim,
+    )
+
+
+def _check(geometry: LatentGeometry, frames: int, height: int, width: int) -> None:
+    token, group = geometry.pixels_per_token, geometry.frames_per_latent
+    if frames < 1 or (frames - 1) % group:
+        raise InvalidParameterError(f"frames: expected a multiple of {group} and one more, got {frames}")
+    for name, value in (("height", height), ("width", width)):
+        if value < 1 or value % token:
+            raise InvalidParameterError(f"{name}: expected a multiple of {token} pixels, got {value}")
+
+
+def _component(what: str, kind: Any, config: Any, dtype: DTypeLike, *, keep: bool | None = None) -> Component[Any]:
+    return Component(what, lambda: kind(config, dtype=dtype, rngs=nnx.Rngs(0)), lambda module: module, keep=keep)
+
+
+def _programs(
+    parts: _Model, dtype: DTypeLike, shape: tuple[int, ...], frames: int, height: int, width: int, steps: int
+) -> tuple[list[Component[Any]], list[tuple[str, int, ClosedJaxpr]]]:
+    """Models in the order of their use, and the programs of a clip with the number of their calls."""
+    text = _component("text encoder", UMT5EncoderModel, parts.text, dtype)
+    image = None if parts.image is None else _component("image encoder", CLIPVisionModel, parts.image, dtype)
+    vae = _component("video VAE", WanVae, parts.vae, jnp.float32, keep=True)
+    experts = parts.settings.boundary_ratio is not None
+    names = ("high-noise transformer", "low-noise transformer") if experts else ("transformer",)
+    first = _component(names[0], WanModel, parts.transformer, dtype, keep=None if experts else True)
+    stages = Stages(text_encoder=text, image_encoder=image, vae=vae, decode_dtype=dtype)
+    words = parts.settings.text_tokens
+    programs = [(f"text encoder, {words} tokens", 2, stages.text_call(words))]
+    if image is not None:
+        programs.append(("image encoder", 1, stages.image_call()))
+    if parts.transformer.in_dim > parts.vae.z_dim:
+        programs.append(("image condition", 1, stages.condition_call(frames, height, width)))
+    decode = stages.decode_call(floats(*shape))
+    traced = [(name, times, _traced(call)) for name, times, call in programs]
+    keys, step = _denoising(first, parts, shape)
+    traced += [("cross-attention keys", len(names), keys), (_STEP, steps, step)]
+    traced.append(("VAE decode", 1, _traced(decode)))
+    others = [_component(name, WanModel, parts.transformer, dtype) for name in names[1:]]
+    return [one for one in (text, image, first, *others, vae) if one is not None], traced
+
+
+def _traced(call: ProgramCall) -> ClosedJaxpr:
+    """Program of a stage. The function that is compiled gets its options by name."""
+    return trace(partial(call.program.function, **call.options), call.component.shapes, *call.arguments)
+
+
+def _denoising(
+    transformer: Component[WanModel], parts: _Model, shape: tuple[int, ...]
+) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Programs of the cross-attention keys and of one step, for a prompt and a negative prompt."""
+    config = parts.transformer
+    text = floats(2, parts.settings.text_tokens, config.text_dim)
+    patches = 0 if parts.image is None else (parts.image.image_size // parts.image.patch_size) ** 2 + 1
+    image = None if config.image_dim is None else floats(2, patches, config.image_dim)
+    fps = jax.ShapeDtypeStruct((2,), jnp.int32) if config.inject_sample_info else None
+
+    def keys(weights: Weights, text: Any, image: Any) -> Any:
+        return transformer.module(weights).encode_context(text, image)
+
+    def step(weights: Weights, latents: Any, timesteps: Any, context: Any, fps: Any) -> Any:
+        return transformer.module(weights)(latents, timesteps, context, fps=fps)
+
+    context = jax.eval_shape(keys, transformer.shapes, text, image)
+    latents = floats(2, *shape[1:-1], config.in_dim)
+    timesteps = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return (
+        trace(keys, transformer.shapes, text, image),
+        trace(step, transformer.shapes, latents, timesteps, context, fps),
+    )
+
+
+def _resident(components: Sequence[Component[Any]]) -> dict[str, int]:
+    """Bytes of the weights that are on the device together at most, by model; models that are not kept leave."""
+    kept: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for component in components:
+        now = {**kept, component.name: component.size}
+        most = max(most, now, key=lambda held: sum(held.values()))
+        if component.keep:
+            kept = now
+    return most
+
+
+def _row(component: Component[Any]) -> dict[str, Any]:
+    dtypes = sorted({leaf.dtype.name for leaf in component.shapes})
+    weights = sum(math.prod(leaf.shape) for leaf in component.shapes)
+    return Part(component.name, ", ".join(dtypes), weights, component.size, component.size)._asdict()

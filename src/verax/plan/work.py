@@ -1,0 +1,276 @@
+"""Work of a traced program: operations of its products, and bytes that have to cross the device's memory.
+
+Counted are products (matrices and convolutions, two operations for each number that is added up), those in a loop once
+for each turn. Of a branch the cheapest side counts. Bytes are those of arguments that are read and of results that are
+written, each at most once: a lookup reads its rows, an update in place writes them, and what lies between is taken to
+stay on the chip. So both numbers are the least that any implementation needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import add, mul
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from verax.plan.stand_ins import REGISTERED, CallWork, PagedWork, Span, use_stand_ins
+
+__all__ = ["Work", "count", "trace"]
+
+_VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "optimization_barrier"}
+"""Equations whose result is their first operand in another form."""
+
+_LOOKUPS = {"gather", "dynamic_slice", "slice"}
+"""Equations that read as much of their first operand as their result holds."""
+
+_UPDATES = {"scatter": 2, "scatter-add": 2, "dynamic_update_slice": 1}
+"""Equations whose result is their first operand with changes, and the operand that holds the changes."""
+
+_OPAQUE = {"ffi_call", "custom_call", "pallas_call", "triton_kernel_call", "io_callback", "pure_callback"}
+"""Equations that nothing is known about."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a program, or of several programs of the same arguments.
+
+    Attributes:
+        flops: operations of products, by dtype of their operands.
+        reads: bytes read of each array of the arguments.
+        writes: bytes of each array of the arguments that are changed in place.
+        results: bytes of new results.
+        uncounted: names of what could not be counted: kernels that are not open, loops whose turns are not known.
+    """
+
+    flops: Mapping[str, int]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    results: int
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def total_flops(self) -> int:
+        """Operations of all products."""
+        return sum(self.flops.values())
+
+    def bytes_moved(self, shares: Sequence[float] | None = None) -> int:
+        """Bytes read and written.
+
+        Args:
+            shares: share of each array of the arguments that one device holds; None for whole arrays.
+        """
+        moved = [read + written for read, written in zip(self.reads, self.writes, strict=True)]
+        return round(sum(map(mul, moved, shares or [1] * len(moved)))) + self.results
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            dict(Counter(self.flops) + Counter(other.flops)),
+            tuple(map(add, self.reads, other.reads)),
+            tuple(map(add, self.writes, other.writes)),
+            self.results + other.results,
+            tuple(dict.fromkeys((*self.uncounted, *other.uncounted))),
+        )
+
+    def __mul__(self, times: int) -> Work:
+        return Work(
+            {dtype: times * flops for dtype, flops in self.flops.items()},
+            tuple(times * size for size in self.reads),
+            tuple(times * size for size in self.writes),
+            times * self.results,
+            self.uncounted,
+        )
+
+
+def trace(function: Callable[..., Any], *arguments: Any) -> ClosedJaxpr:
+    """Program of a function of arrays for `ops.target()`, from shapes alone, with stand-ins (`plan.stand_ins`)."""
+    with use_stand_ins():
+        return jax.make_jaxpr(function)(*arguments)
+
+
+def count(program: ClosedJaxpr, spans: Sequence[Span] = ()) -> Work:
+    """Work of a program of `trace`.
+
+    Args:
+        program: the program.
+        spans: sequences of the step, for programs with a paged cache.
+    """
+    found = _Count(spans).program(program.jaxpr)
+    outputs = zip(program.jaxpr.outvars, found.roots, strict=True)
+    return Work(
+        dict(found.flops),
+        tuple(min(read, _nbytes(var)) for read, var in zip(found.reads, program.jaxpr.invars, strict=True)),
+        tuple(found.writes),
+        sum(_nbytes(var) for var, root in outputs if root is None),
+        tuple(dict.fromkeys(found.uncounted)),
+    )
+
+
+@dataclass
+class _Found:
+    """Work of a program and what its caller has to know."""
+
+    flops: Counter[str]
+    reads: list[int]
+    """Bytes read of each argument."""
+    writes: list[int]
+    """Bytes of changes to each argument."""
+    roots: list[int | None] = field(default_factory=list)
+    """By result: the argument that it is, with changes perhaps; None for a new array."""
+    uncounted: list[str] = field(default_factory=list)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Order of the branches of a program."""
+        return sum(self.flops.values()), sum(self.reads)
+
+    def behind(self, others: int) -> _Found:
+        """The same for a caller that has so many other operands first."""
+        self.reads, self.writes = [0] * others + self.reads, [0] * others + self.writes
+        self.roots = [None if root is None else root + others for root in self.roots]
+        return self
+
+
+class _Count:
+    """A walk through a program and those that it calls."""
+
+    def __init__(self, spans: Sequence[Span]):
+        self._spans = spans
+
+    def program(self, jaxpr: Any) -> _Found:
+        """Work of a program whose variables are those of one scope."""
+        roots: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
+        found = _Found(Counter(), [0] * len(jaxpr.invars), [0] * len(jaxpr.invars))
+        for equation in jaxpr.eqns:
+            self._equation(equation, roots, found)
+        found.roots = [None if isinstance(var, Literal) else roots.get(var) for var in jaxpr.outvars]
+        return found
+
+    def _equation(self, equation: Any, roots: dict[Any, int], found: _Found) -> None:
+        name, operands, results = equation.primitive.name, equation.invars, equation.outvars
+        origins = [None if isinstance(var, Literal) else roots.get(var) for var in operands]
+        reads, writes = [_nbytes(var) for var in operands], [0] * len(operands)
+        if name in _VIEWS or name in _UPDATES:
+            reads[0] = 0
+            for result, origin in zip(results, origins, strict=False):
+                if origin is not None:
+                    roots[result] = origin
+        if name in _UPDATES:
+            writes[0] = _nbytes(operands[_UPDATES[name]])
+        elif name in _VIEWS:
+            reads = [0] * len(reads)
+        elif name in _LOOKUPS:
+            reads[0] = _nbytes(results[0])
+        elif equation.primitive is REGISTERED:
+            reads = self._registered(equation.params["work"], operands, found.flops)
+        elif name in _OPAQUE:
+            found.uncounted.append(name)
+        elif name in _PRODUCTS:
+            found.flops[operands[0].aval.dtype.name] += _PRODUCTS[name](equation)
+        elif inner := self._called(equation):
+            reads, writes = inner.reads, inner.writes
+            found.flops += inner.flops
+            found.uncounted += inner.uncounted
+            for result, root in zip(results, inner.roots, strict=True):
+                origin = None if root is None else origins[root]
+                if origin is not None:
+                    roots[result] = origin
+        for origin, read, written in zip(origins, reads, writes, strict=True):
+            if origin is not None:
+                found.reads[origin] += read
+                found.writes[origin] += written
+
+    def _registered(self, work: CallWork | PagedWork, operands: Sequence[Any], flops: Counter[str]) -> list[int]:
+        """Bytes read of each operand of a registered call, whose operations are added."""
+        stored = [_nbytes(var) for var in operands[1:]]
+        if isinstance(work, CallWork):
+            flops[work.dtype] += work.flops
+            return [_nbytes(operands[0]), *(round(size * work.share) for size in stored)]
+        flops[work.dtype] += work.flops_per_score * sum(span.scores(work.window) for span in self._spans)
+        tokens = sum(span.cached(work.window) for span in self._spans)
+        return [_nbytes(operands[0]), *(size * tokens // work.tokens for size in stored)]
+
+    def _called(self, equation: Any) -> _Found | None:
+        """Work of the programs that an equation calls; None if it calls none."""
+        name, params = equation.primitive.name, equation.params
+        if name == "cond":
+            branches = [self.program(branch.jaxpr) for branch in params["branches"]]
+            return min(branches, key=lambda found: found.cost).behind(1)  # the number of the branch comes first
+        if name == "scan":
+            return self._scan(equation)
+        if name == "while":
+            return self._while(equation)
+        inner = [program for value in params.values() if (program := _as_jaxpr(value)) is not None]
+        if len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
+            return None
+        return self.program(inner[0])
+
+    def _scan(self, equation: Any) -> _Found:
+        params = equation.params
+        length, consts, carries = params["length"], params["num_consts"], params["num_carry"]
+        found = self.program(params["jaxpr"].jaxpr)
+        found.flops = Counter({dtype: length * flops for dtype, flops in found.flops.items()})
+        # What a turn reads of an array that is carried on is there from the turn before.
+        turns = [length] * consts + [1] * carries + [length] * (len(found.reads) - consts - carries)
+        whole = [_nbytes(var) for var in equation.invars]
+        found.reads = [min(n * size, most) for n, size, most in zip(turns, found.reads, whole, strict=True)]
+        found.writes = [length * size for size in found.writes]
+        found.roots = [root if i < carries and root == consts + i else None for i, root in enumerate(found.roots)]
+        return found
+
+    def _while(self, equation: Any) -> _Found:
+        """One turn of a loop, of which nobody knows how many it takes."""
+        params = equation.params
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        found = self.program(params["body_jaxpr"].jaxpr)
+        if found.flops:
+            found.uncounted.append("while loop with products")
+        found.behind(tests)
+        found.roots = [root if root == tests + consts + i else None for i, root in enumerate(found.roots)]
+        return found
+
+
+def _as_jaxpr(value: Any) -> Any:
+    """A program among an equation's parameters, without its constants."""
+    if isinstance(value, ClosedJaxpr):
+        return value.jaxpr
+    return value if hasattr(value, "eqns") and hasattr(value, "invars") else None
+
+
+def _nbytes(var: Any) -> int:
+    """Bytes of a variable; of a key of random numbers, those of its words."""
+    aval = var.aval
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def _dot(equation: Any) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    return 2 * _size(equation.outvars[0]) * math.prod(shape[axis] for axis in contracted)
+
+
+def _convolution(equation: Any) -> int:
+    kernel = equation.invars[1].aval.shape
+    outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * _size(equation.outvars[0]) * (math.prod(kernel) // outputs)
+
+
+def _ragged(equation: Any) -> int:
+    """Each row is multiplied by one matrix `[K, N]`."""
+    return 2 * _size(equation.outvars[0]) * equation.invars[0].aval.shape[-1]
+
+
+def _size(var: Any) -> int:
+    return math.prod(var.aval.shape)
+
+
+_PRODUCTS: Mapping[str, Callable[[Any], int]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot": _ragged,
+    "ragged_dot_general": _ragged,
+}

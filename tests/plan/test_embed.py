@@ -1,0 +1,32 @@
+"""The plan of a sentence encoder."""
+
+import pytest
+
+from tests.support.tiny_encoder import SIZES
+from verax.errors import InvalidParameterError
+from verax.plan.devices import find_device
+from verax.plan.embed import plan_embed
+from verax.plan.model import Described
+from verax.plan.run import plan
+
+DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)
+TINY = Described("tiny", "embedding", {"model_type": "bert", **SIZES})
+
+
+def test_products_are_those_of_a_formula_by_hand():
+    B, T, D, F, L = 3, 20, SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_hidden_layers"]
+    found = plan_embed(TINY, DEVICE, sentences=B, tokens=T)
+    (program,) = found["programs"]
+    assert program["flops"] == B * L * (2 * T * (4 * D * D + 2 * D * F) + 4 * T * T * D)
+    assert program["flops_by_dtype"] == {"float32": program["flops"]}
+    assert found["fits"]
+    assert {row["part"] for row in found["weights"]} == {"embedding", "attention", "feed-forward", "norms"}
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(InvalidParameterError, match="context: expected 1 to 64 tokens, got 65"):
+        plan_embed(TINY, DEVICE, tokens=65)
+    with pytest.raises(
+        InvalidParameterError, match="devices: the plan of a model of kind embedding has no such option"
+    ):
+        plan("encoder-builtin", DEVICE, devices=2)

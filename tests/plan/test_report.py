@@ -1,0 +1,52 @@
+"""A plan as tables and as a page."""
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from tests.support.tiny import tiny_config
+from verax.plan.devices import find_device
+from verax.plan.model import Described
+from verax.plan.report import show, write
+from verax.plan.text import plan_text
+
+
+@pytest.fixture(scope="module")
+def found():
+    return plan_text(Described("a <model>", "text", tiny_config()), find_device("v5e"), devices=2, context=64)
+
+
+def shown(plan):
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(plan, console)
+    return console.export_text()
+
+
+def test_the_tables_say_that_times_are_bounds(found):
+    text = shown(found)
+    assert "a <model> on 2 x v5e" in text
+    assert re.search(r"decode step: 8 sequences of 64 tokens +1 .* ms +\w+", text)
+    assert "Times are bounds, not predictions" in text
+    assert re.search(r"At most [\d,.]+ tokens/s of all sequences", text)
+    assert "per device" in text
+    assert text.rstrip().endswith("fits")
+    assert shown({**found, "fits": False}).rstrip().endswith("does not fit")
+
+
+def test_what_could_not_be_counted_is_named(found):
+    program = {**found["programs"][0], "uncounted": ["ffi_call"]}
+    assert "Not counted: ffi_call." in shown({**found, "programs": [program]})
+
+
+def test_the_page_has_two_pictures_and_needs_no_network(found, tmp_path):
+    paths = write(found, tmp_path / "new")
+    assert [path.name for path in paths] == ["plan.json", "plan.html"]
+    assert json.loads(paths[0].read_text()) == json.loads(json.dumps(found))
+    page = paths[1].read_text()
+    assert page.count("<svg") == 2
+    assert "a &lt;model&gt;" in page
+    for outside in ('src="', 'href="http', "@import", "<script", "<link"):
+        assert outside not in page

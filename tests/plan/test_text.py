@@ -1,0 +1,196 @@
+"""A language model's plan against the arrays of a real engine, formulas by hand, and the engine's own limits."""
+
+import jax
+import pytest
+
+from tests.support import gguf
+from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint, tiny_config
+from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.files import write_json
+from verax.loading import load_causal_lm, model_shapes
+from verax.models import causal_lm
+from verax.plan.devices import find_device
+from verax.plan.model import describe
+from verax.plan.run import plan
+from verax.plan.text import TextPlan, plan_text
+from verax.text.engine_config import EngineConfig
+from verax.text.runner import ModelRunner
+from verax.text.sizes import plan_sizes
+
+DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False)
+
+
+@pytest.fixture
+def config_only(tmp_path):
+    """Makes a folder with a config.json and nothing else."""
+
+    def make(family="qwen3", **changes):
+        folder = tmp_path / family
+        folder.mkdir(exist_ok=True)
+        write_json(folder / "config.json", tiny_config(family, **changes))
+        return str(folder)
+
+    return make
+
+
+def nbytes(tree):
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+def runner_of(path, *, quantization=None, **options):
+    """The engine's runner with its arrays on the device. It compiles when it first runs, which it does not here."""
+    model = load_causal_lm(Checkpoint.open(path), dtype="float32", quantization=quantization)
+    return ModelRunner(model, plan_sizes(model.config, "float32", EngineConfig(**options)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        ("qwen3", {}, {}),
+        ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}, {"kv_cache_dtype": "int8"}),
+        ("qwen3", {}, {"quantization": "int8"}),
+        ("qwen3", {}, {"quantization": "int4"}),
+        ("qwen3", WINDOWED, {}),
+        ("qwen3_5_text", HYBRID, {}),
+        ("qwen3_moe", EXPERTS, {"quantization": "int8"}),
+    ],
+)
+def test_bytes_are_those_of_the_arrays_that_an_engine_holds(tmp_path, family, changes, options):
+    folder = tiny_checkpoint(tmp_path / "model", family=family, **changes)
+    runner = runner_of(folder, max_num_seqs=4, max_model_len=64, **options)
+    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
+    found = plan(str(folder), cpu, dtype="float32", max_num_seqs=4, context=64, **options)
+    assert found["memory"]["weights"] == nbytes(runner._weights)
+    assert found["memory"]["cache"] == runner.cache_bytes == nbytes(runner._cache)
+    assert found["memory"]["slots"] == nbytes(runner._slots)
+    assert sum(row["nbytes"] for row in found["weights"]) == found["memory"]["weights"]
+
+
+def test_a_gguf_file_is_planned_in_its_own_formats(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
+    gguf.write(folder, tmp_path / "a.gguf", "Q4_K", kinds={"token_embd.weight": "Q6_K"})
+    runner = runner_of(tmp_path / "a.gguf", max_num_seqs=1, max_model_len=96)
+    found = plan(str(tmp_path / "a.gguf"), DEVICE, dtype="float32", max_num_seqs=1, context=96)
+    assert found["memory"]["weights"] == nbytes(runner._weights)
+    assert {row["precision"] for row in found["weights"]} >= {"Q4_K", "float32"}
+
+
+def test_products_are_those_of_a_formula_by_hand(config_only):
+    D, F, L, N, K, H, V = 64, 96, 2, 4, 2, 16, 320
+    folder = config_only()
+    found = plan(folder, DEVICE, max_num_seqs=3, context=200)
+    layer = D * (N + 2 * K) * H + N * H * D + 3 * D * F
+    decode, prefill = found["programs"]
+    assert decode["flops"] == 3 * (2 * L * layer + 2 * V * D + L * 4 * N * H * 200)
+    # 199 tokens are padded to 224; scores are those of 199.
+    assert prefill["flops"] == 224 * 2 * L * layer + 2 * V * D + L * 4 * N * H * (199 * 200 // 2)
+    assert decode["uncounted"] == prefill["uncounted"] == []
+
+
+def test_a_decode_step_reads_weights_and_cache_once(config_only):
+    found = plan(config_only(), DEVICE, max_num_seqs=3, context=200)
+    token = 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, size, bytes
+    least = found["memory"]["weights"] + 3 * 200 * token
+    assert least <= found["programs"][0]["bytes_per_device"] < 1.1 * least
+
+
+def test_a_long_prompt_reads_the_weights_once_for_each_step(config_only):
+    folder = config_only(max_position_embeddings=8192)
+    one, three = plan(folder, DEVICE, context=6145)["programs"][1:]
+    assert one["name"] == "prefill: a prompt of 512 tokens"
+    assert three["name"] == "prefill: a prompt of 6144 tokens in 3 steps"
+    weights = plan(folder, DEVICE)["memory"]["weights"]
+    assert three["bytes_per_device"] > 3 * weights > one["bytes_per_device"] > weights
+
+
+def test_a_quantised_head_is_a_second_copy_of_tied_embeddings(config_only):
+    folder = config_only()
+    parts = {row["part"]: row for row in plan(folder, DEVICE, quantization="int8")["weights"]}
+    assert (parts["head"]["precision"], parts["embedding"]["precision"]) == ("int8", "bfloat16")
+    assert "embedding and head" in {row["part"] for row in plan(folder, DEVICE)["weights"]}
+
+
+def test_times_are_the_larger_of_products_and_bytes(config_only):
+    decode = plan(config_only(), DEVICE, max_num_seqs=2)["programs"][0]
+    assert decode["parts_s"]["memory"] == decode["bytes_per_device"] / 1e11
+    assert decode["parts_s"]["compute"] == pytest.approx(decode["flops"] / 1e13)
+    assert decode["at_least_s"] == max(decode["parts_s"].values())
+    assert decode["limit"] == "memory"
+
+
+def test_the_largest_batch_and_context_fit_and_one_more_does_not(config_only):
+    folder = config_only(max_position_embeddings=1 << 16)
+    small = find_device("test", memory=5e6, bandwidth=1e11, flops=1e13)
+    found = plan(folder, small, max_num_seqs=2, context=512)
+    architecture, config = causal_lm(describe(folder).config)
+    shapes = model_shapes(architecture, config, dtype="bfloat16")
+    options = EngineConfig(max_num_seqs=2, max_model_len=512)
+    planned = TextPlan(shapes, config, options, "bfloat16", small, 1)
+    batch, context = found["largest_batch"], found["largest_context"]
+    assert batch > 2
+    assert 512 < context < 1 << 16
+    assert planned.cache_bytes(num_seqs=batch) <= planned.cache_room < planned.cache_bytes(num_seqs=batch + 1)
+    assert planned.cache_bytes(context=context) <= planned.cache_room < planned.cache_bytes(context=context + 1)
+
+
+def test_what_is_too_large_says_so(config_only):
+    tiny = find_device("test", memory=1e5, bandwidth=1e11, flops=1e13)
+    found = plan(config_only(), tiny)
+    assert not found["fits"]
+    assert (found["largest_batch"], found["largest_context"], found["cache_room"]) == (0, 0, 0)
+
+
+def test_over_devices_weights_and_heads_are_divided_by_the_models_rules(config_only):
+    folder = config_only(num_hidden_layers=1)
+    whole, half = (plan(folder, DEVICE, devices=n) for n in (1, 2))
+    norms = next(row["nbytes"] for row in whole["weights"] if row["part"] == "norms")
+    assert 2 * half["memory"]["weights"] == whole["memory"]["weights"] + norms
+    assert 2 * half["memory"]["cache"] == whole["memory"]["cache"]
+    assert half["programs"][0]["flops"] == whole["programs"][0]["flops"]
+    assert half["programs"][0]["parts_s"]["compute"] == whole["programs"][0]["parts_s"]["compute"] / 2
+    # Four devices divide the weights, but not two heads of keys and values: the cache is whole on each.
+    assert plan(folder, DEVICE, devices=4)["memory"]["cache"] == whole["memory"]["cache"]
+
+
+def test_links_carry_two_sums_a_layer_a_lookup_and_the_scores(config_only):
+    v5e = find_device("v5e")
+    decode = plan(config_only(), v5e, devices=2, max_num_seqs=3)["programs"][0]
+    D, L, V = 64, 2, 320
+    sums = (2 * L + 1) * 3 * D
+    assert decode["parts_s"]["links"] == pytest.approx(4 * (2 * sums + 3 * V) * (1 / 2) / v5e.links)
+
+
+def test_the_fewest_devices_are_the_first_that_divide_the_model_and_hold_it(config_only):
+    folder = config_only(num_key_value_heads=4, num_attention_heads=12, intermediate_size=96)
+    whole = plan(folder, DEVICE)["memory"]
+    memory = 0.6 * sum(whole.values()) / 0.9
+    found = plan(folder, find_device("test", memory=memory, bandwidth=1e11, flops=1e13))
+    assert (found["fits"], found["fewest_devices"]) == (False, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 3}, r"devices: model\.\S+ of shape .* cannot be divided over 3 devices"),
+        ({"devices": 2, "quantization": "int8"}, "devices: quantised weights are not divided"),
+        ({"context": 513}, "context: expected 2 to 512 tokens"),
+        ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32"),
+        ({"quantization": "int3"}, "quantization: expected one of int8, int4"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: expected one of"),
+        ({"frames": 5}, "frames: the plan of a model of kind text has no such option"),
+    ],
+)
+def test_wrong_options_are_named(config_only, options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        plan(config_only(), DEVICE, **options)
+
+
+def test_models_that_are_not_there_or_not_decided_by_their_configuration(config_only):
+    with pytest.raises(CheckpointError, match=r"nowhere: no such folder.*or one of qwen3, "):
+        describe("nowhere")
+    folder = config_only(quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModelError, match=r"its weights are quantised.*--quantization dequantize"):
+        describe(folder)
+    assert plan_text(describe(folder, quantization="dequantize"), DEVICE)["fits"]
