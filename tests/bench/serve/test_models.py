@@ -40,7 +40,7 @@ def test_every_id_of_a_made_up_tokenizer_is_a_text(tmp_path):
 def test_shapes_stand_for_a_model_and_are_known(shapes, tmp_path):
     model = "somewhere" if shapes == "qwen3" else None
     with (
-        pytest.raises(InvalidParameterError, match="shapes: expected one of qwen3, hybrid, moe and no model"),
+        pytest.raises(InvalidParameterError, match="shapes: expected one of qwen3, qwen3-8b, hybrid, moe and no model"),
         served_model(model, shapes, "bfloat16"),
     ):
         pass

@@ -171,7 +171,9 @@ def test_an_unknown_baseline_or_dtype_is_refused_before_any_work():
         bench_text(None, short_prompts, runs=1, warmup=0, against=("verax",))
     with pytest.raises(InvalidParameterError, match=r"dtype: expected one of bfloat16, float32, got 'int8'"):
         bench_text(None, short_prompts, runs=1, warmup=0, dtype="int8")
-    with pytest.raises(InvalidParameterError, match=r"shapes: expected one of qwen3, hybrid, moe, got 'llama'"):
+    with pytest.raises(
+        InvalidParameterError, match=r"shapes: expected one of qwen3, qwen3-8b, hybrid, moe, got 'llama'"
+    ):
         bench_text(None, short_prompts, runs=1, warmup=0, shapes="llama")
 
 
