@@ -120,6 +120,14 @@ def test_a_mixture_of_experts_multiplies_and_reads_the_experts_that_are_chosen()
     assert many.reads[1] == pytest.approx(64 * 24 * 16 * 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(("bits", "group", "nbytes"), [(8, None, 32 * 64 + 4 * 32), (4, 32, 32 * 64 // 2 + 2 * 32 * 2)])
+def test_quantised_weights_are_read_as_stored_and_multiplied_in_bfloat16(bits, group, nbytes):
+    weight = jax.eval_shape(lambda: ops.quantize(jnp.zeros((32, 64)), bits, group))
+    found = work(ops.linear, shape(3, 64), weight)
+    assert found.flops == {"bfloat16": 2 * 3 * 32 * 64}
+    assert sum(found.reads[1:]) == nbytes
+
+
 def test_stand_ins_are_gone_after_a_trace():
     q = jnp.ones((1, 3, 2, 4))
     work(lambda q: ops.attention(q, q, q), q)

@@ -6,8 +6,8 @@ A program is traced with them in the place of the operations, and nothing of it 
 - Grouped products: each row by the matrix of its group. Of E matrices a step reads those that some row chose.
 
 All other operations are traced as their references, which are open to the count and multiply what the definition says.
-So the delta rules count token by token. Convolutions alone are those of an accelerator, which round their inputs to
-bfloat16: the reference would be counted at the rate of float32.
+So the delta rules count token by token. Two exceptions multiply in bfloat16 as accelerators do, where the reference
+would be counted at the rate of float32: products with quantised weights, and convolutions.
 """
 
 from __future__ import annotations
@@ -96,12 +96,18 @@ def use_stand_ins() -> AbstractContextManager[None]:
     return ops.use_implementations(
         **{
             **{name: "reference" for name in ops.operations() if name not in as_chosen},
+            "linear": _linear,
             "attention": _attention,
             "paged_attention": _paged_attention,
             "paged_decode_attention": _paged_decode_attention,
             "grouped_linear": _grouped_linear,
         }
     )
+
+
+def _linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
+    quantized = isinstance(weight, ops.QuantizedWeight | ops.BlockQuantizedWeight)
+    return ops.linear.implementations["dequantized" if quantized else "reference"].function(x, weight, bias)
 
 
 def _attention(
