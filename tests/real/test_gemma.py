@@ -27,12 +27,15 @@ class Tolerance(NamedTuple):
 
     logit: float
     """Most by which a token that was taken lies below the best one."""
+    mean: float
+    """Most by which the tokens of a continuation lie below the best ones in the mean."""
     logprobs: float
     """Relative error of the sum of a text's log-probabilities."""
 
 
-TOLERANCES = {"float32": Tolerance(1e-4, 1e-4), "stored": Tolerance(0.5, 5e-3)}
-"""By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp."""
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4), "stored": Tolerance(1.0, 0.025, 5e-3)}
+"""By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp. With
+the kernels of a processor without AVX-512, one token of 400 lies 0.7 below the best; with portable ones, 0.2."""
 
 
 class Answers(NamedTuple):
@@ -100,26 +103,26 @@ def logits(model, tokens, begin, rows=64):
             yield from model.lm_head(part).numpy()
 
 
-def furthest_below_the_best(model, prompt, continuation):
-    """Most by which the logit of a token lies below the best one, and the number of tokens that are not the best."""
+def check_gaps(model, prompt, continuation, tolerance):
+    """Check by how much the logits of a continuation's tokens lie below the best ones."""
     rows = logits(model, [*prompt, *continuation[:-1]], len(prompt) - 1)
     gaps = [float(row.max() - row[token]) for row, token in zip(rows, continuation, strict=True)]
-    return max(gaps), sum(gap > 0 for gap in gaps)
+    shown = prompt, [round(gap, 3) for gap in gaps if gap]
+    assert max(gaps) <= tolerance.logit, shown
+    assert sum(gaps) / len(gaps) <= tolerance.mean, shown
 
 
 def test_greedy_continuations_are_those_of_transformers(answers, reference, precision):
     for prompt, continuation in zip(answers.prompts, answers.continuations, strict=True):
         assert len(continuation) == 100
         # A gap within the tolerance of float32 is a tie, which either side may take.
-        gap, others = furthest_below_the_best(reference, prompt, continuation)
-        assert gap <= TOLERANCES[precision].logit, (prompt, others)
+        check_gaps(reference, prompt, continuation, TOLERANCES[precision])
 
 
 def test_a_continuation_behind_more_than_a_window_is_that_of_transformers(answers, reference, precision):
     window = reference.config.sliding_window
     assert len(answers.page) > window + 100
-    gap, _ = furthest_below_the_best(reference, answers.page, answers.behind_page)
-    assert gap <= TOLERANCES[precision].logit
+    check_gaps(reference, answers.page, answers.behind_page, TOLERANCES[precision])
 
 
 def test_the_logprobs_of_a_page_add_up_to_those_of_transformers(answers, reference, precision):
