@@ -13,6 +13,7 @@ import pytest
 from tests.real.texts import PAGE, PROMPTS
 from tests.support.published import gemma_file
 from verax import LLM, SamplingParams
+from verax.ops.cpu import library
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -33,9 +34,10 @@ class Tolerance(NamedTuple):
     """Relative error of the sum of a text's log-probabilities."""
 
 
-TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4), "stored": Tolerance(1.0, 0.025, 5e-3)}
-"""By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp. With
-the kernels of a processor without AVX-512, one token of 400 lies 0.7 below the best; with portable ones, 0.2."""
+# With the kernels for AVX2, one token of 400 lies 0.7 below the best one; with portable ones on that processor, 0.2.
+STORED_LOGIT = 1.0 if library.level() == "avx2" else 0.5
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4), "stored": Tolerance(STORED_LOGIT, 0.025, 5e-3)}
+"""By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp."""
 
 
 class Answers(NamedTuple):

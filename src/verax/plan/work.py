@@ -214,7 +214,7 @@ class _Count:
         length, consts, carries = params["length"], params["num_consts"], params["num_carry"]
         found = self.program(params["jaxpr"].jaxpr)
         found.flops = Counter({dtype: length * flops for dtype, flops in found.flops.items()})
-        # What a turn reads of an array that is carried on is there from the turn before.
+        # An array that is carried on was read by the turn before.
         turns = [length] * consts + [1] * carries + [length] * (len(found.reads) - consts - carries)
         whole = [_nbytes(var) for var in equation.invars]
         found.reads = [min(n * size, most) for n, size, most in zip(turns, found.reads, whole, strict=True)]
