@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -185,9 +184,6 @@ class GPT2LMHeadModel(nnx.Module):
 
     key_aliases = ((r"^transformer\.", ""),)
     """Keys as OpenAI published them have no prefix; transformers saves with one."""
-
-    partition_rules = ((r".*", PartitionSpec()),)
-    """Weights are whole on every device."""
 
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config

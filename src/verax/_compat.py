@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
@@ -49,12 +49,14 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     return {}
 
 
-def make_mesh(shape: Sequence[int], names: Sequence[str]) -> Mesh:
+def make_mesh(shape: Sequence[int], names: Sequence[str], devices: Sequence[Any] | None = None) -> Mesh:
     """A device mesh whose axes are placed by XLA's partitioner (`Auto`); `jax.make_mesh` alone defaults to `Explicit`.
 
-    The shape is passed by position: the parameter is `axis_shapes` in JAX 0.10 and `axis_sizes` from 0.11.
+    All devices are used if none are given. The shape is passed by position: the parameter is `axis_shapes` in JAX 0.10
+    and `axis_sizes` from 0.11.
     """
-    return jax.make_mesh(tuple(shape), tuple(names), axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(tuple(shape), tuple(names), axis_types=axis_types, devices=devices)
 
 
 def compilation_cache() -> str | None:

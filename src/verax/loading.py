@@ -8,9 +8,8 @@ A module's path is its key in the checkpoint. Where published layouts differ fro
 - `tied_weights: Mapping[str, str]`: keys whose weights are another key's where `config.tie_word_embeddings` is set;
 - `stacked_weights`: (pattern, replacements) pairs of stacks that a checkpoint may have as single matrices, see
   `verax.checkpoint.stacks`;
-- `partition_rules`: (pattern, partition) pairs, which divide the weights over a mesh.
 
-All of them are optional.
+All of them are optional. How weights are divided over a mesh is declared by the layers (`verax.nn.parallel`).
 """
 
 from __future__ import annotations
@@ -29,13 +28,24 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
+from verax.checkpoint.placement import Placement
 from verax.checkpoint.stacks import StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
+from verax.models.causal_lm import head_repeats, with_repeated_heads
 from verax.nn import Linear
-from verax.ops import BlockQuantizedWeight, quantize
+from verax.nn.parallel import check_divisions, divisions
+from verax.ops import BLOCK_KINDS, BlockQuantizedWeight, quantize
 
-__all__ = ["DEQUANTIZE", "QUANTIZATIONS", "load_causal_lm", "load_model", "load_weights", "model_shapes"]
+__all__ = [
+    "DEQUANTIZE",
+    "QUANTIZATIONS",
+    "divide_model",
+    "load_causal_lm",
+    "load_model",
+    "load_weights",
+    "model_shapes",
+]
 
 M = TypeVar("M")
 
@@ -74,7 +84,8 @@ def load_model(
             head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
             `dtype` of those that are quantised already.
         requantize: quantise weights that are quantised already too, by way of floats.
-        mesh: devices to divide the weights over by the model's partition rules; the default device if None.
+        mesh: devices of an axis `tensor` to divide a language model over, as its layers declare it; the default device
+            if None. Where there are more devices than key/value heads, the model gets each head several times.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
@@ -83,6 +94,14 @@ def load_model(
         UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision, dequantize = _precision(quantization, None if requantize else opened)
+    repeats = 1
+    if mesh is not None:
+        repeats = head_repeats(config, mesh.size)
+        config = with_repeated_heads(config, repeats)
+        shapes = model_shapes(
+            model_class, config, dtype=dtype, quantization=quantization, opened=None if requantize else opened
+        )
+        check_divisions(shapes, mesh.size, argument="tensor_parallel_size")
     abstract, tied = _abstract(model_class, config, dtype, precision)
     return load_weights(
         abstract,
@@ -91,6 +110,7 @@ def load_model(
         precision=precision,
         dequantize=dequantize or requantize,
         mesh=mesh,
+        repeats=repeats,
         progress=progress,
     )
 
@@ -108,7 +128,7 @@ def model_shapes(
     Args:
         model_class, config, dtype, quantization: as in `load_model`.
         opened: a GGUF file, whose matrices are in its block formats; None for a checkpoint of floats, which need not
-            exist.
+            exist. Weights that another checkpoint has quantised are as floats here.
 
     Raises:
         InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
@@ -121,7 +141,7 @@ def model_shapes(
     packed = {}
     if opened is not None and not dequantize:
         aliases, _ = _sources(model, opened, tied)
-        kinds = {name: opened.kind(name) for name in opened.packed}
+        kinds = {name: kind for name in opened.packed if (kind := opened.kind(name)) in BLOCK_KINDS}
         packed = {name: kinds[key] for name in flat if (key := aliases.get(name, name)) in kinds}
     linear = set() if precision is None else _quantizable(model)
 
@@ -186,13 +206,14 @@ def load_causal_lm(
     dtype: DTypeLike,
     quantization: str | Precision | None = None,
     requantize: bool = False,
+    mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
     Args:
         opened: the checkpoint.
-        dtype, quantization, requantize, progress: as in `load_model`.
+        dtype, quantization, requantize, mesh, progress: as in `load_model`.
 
     Raises:
         CheckpointError, InvalidParameterError: as in `load_model`.
@@ -206,8 +227,36 @@ def load_causal_lm(
         dtype=dtype,
         quantization=quantization,
         requantize=requantize,
+        mesh=mesh,
         progress=progress,
     )
+
+
+def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
+    """A language model in memory, its weights divided over devices as its layers declare it.
+
+    Args:
+        model: the model, which stays as it is.
+        mesh: devices of an axis `tensor`. Where there are more devices than key/value heads, the result has each head
+            several times.
+
+    Raises:
+        InvalidParameterError: if it does not divide over so many devices.
+    """
+    check_divisions(model, mesh.size, argument="tensor_parallel_size")
+    module: Any = model
+    repeats = head_repeats(model.config, mesh.size)
+    graph, state = nnx.split(module)
+    if repeats > 1:
+        config = with_repeated_heads(model.config, repeats)
+        graph = nnx.graphdef(nnx.eval_shape(lambda: type(module)(config, dtype=model.dtype, rngs=_OneKey())))
+    declared, divided = divisions(model), []
+    for path, leaf in nnx.to_flat_state(state):
+        name = ".".join(map(str, path))
+        division = declared.get(name)
+        times = repeats if division is not None and division.repeats else 1
+        divided.append((path, leaf.replace(Placement(mesh, division, times).place(name, leaf.get_value()))))
+    return nnx.merge(graph, nnx.from_flat_state(divided))
 
 
 def load_weights(
@@ -218,6 +267,7 @@ def load_weights(
     precision: Precision | None = None,
     dequantize: bool = False,
     mesh: Mesh | None = None,
+    repeats: int = 1,
     progress: Progress | None = None,
 ) -> M:
     """Fill a model that has shapes only (`nnx.eval_shape`); each weight gets its variable's dtype.
@@ -230,6 +280,7 @@ def load_weights(
         precision: bits and group size to quantise every linear layer to.
         dequantize: True to make floats of weights that are quantised in the checkpoint.
         mesh, progress: as in `load_model`.
+        repeats: times that the model has each key/value head.
 
     Raises:
         CheckpointError: if the weights do not fit.
@@ -244,7 +295,8 @@ def load_weights(
         opened,
         dtype=None,
         mesh=mesh,
-        rules=() if mesh is None else getattr(model, "partition_rules", ()),
+        divisions=divisions(model),
+        repeats=repeats,
         ignore=(*getattr(model, "ignored_weights", ()), *(rf"^{re.escape(key)}$" for key in tied_weights)),
         aliases=aliases,
         stacks=stacks,

@@ -144,26 +144,26 @@ def test_each_device_of_a_mesh_gets_its_slice_and_a_misfit_is_refused(tmp_path):
     code = """
         import jax, jax.numpy as jnp, numpy as np
         from flax import nnx
-        from jax.sharding import PartitionSpec as P
         from verax import checkpoint
         from verax._compat import make_mesh
-        from verax.errors import CheckpointError
+        from verax.errors import InvalidParameterError
         from verax.nn import Linear
-        build = lambda: Linear(6, 16, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        from verax.nn.parallel import divisions
         w = np.arange(96, dtype=np.float32).reshape(16, 6)
         opened = checkpoint.Checkpoint.open(checkpoint.save({"weight": w}, FOLDER, config={}))
         mesh = make_mesh((8,), ("tensor",))
-        load = lambda spec: checkpoint.load_module(
-            nnx.eval_shape(build), opened, dtype=jnp.float32, mesh=mesh, rules=[("weight$", spec)])
-        array = load(P("tensor")).weight[...]
+        def load(divided):
+            layer = nnx.eval_shape(lambda: Linear(6, 16, divided=divided, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+            return checkpoint.load_module(layer, opened, dtype=jnp.float32, mesh=mesh, divisions=divisions(layer))
+        array = load("out").weight[...]
         for shard in array.addressable_shards:
             assert shard.data.shape == (2, 6)
             np.testing.assert_array_equal(shard.data, w[shard.index])
         assert len({s.device for s in array.addressable_shards}) == 8
         try:
-            load(P(None, "tensor"))
-        except CheckpointError as error:
-            assert "weight: a dimension of 6" in str(error)
+            load("in")
+        except InvalidParameterError as error:
+            assert "weight: 6 inputs do not divide over 8 devices" in str(error)
             print("refused")
     """
     out = run(code, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8")

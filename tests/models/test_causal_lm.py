@@ -27,7 +27,6 @@ class Sizes:
 class Complete:
     ignored_weights = ()
     key_aliases = ()
-    partition_rules = ()
     dtype = "float32"
 
     def __init__(self, config):

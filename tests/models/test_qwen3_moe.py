@@ -1,16 +1,11 @@
-"""Mixtures of experts by themselves: configurations that are read or refused, keys, the router, several devices."""
-
-import json
-import os
-import subprocess
-import sys
+"""Mixtures of experts by themselves: configurations that are read or refused, keys, the router."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
+from tests.support.tiny import HYBRID, tiny_config
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.models import causal_lm
 
@@ -94,48 +89,3 @@ def test_what_makes_no_model_is_refused_by_name(changes, error, message):
 def test_missing_sizes_are_named(family, changes):
     with pytest.raises(UnsupportedModelError, match="lacks num_experts, num_experts_per_tok, moe_intermediate_size"):
         causal_lm(tiny_config(family, **changes))
-
-
-ON_A_MESH = """
-import json, sys
-import jax, jax.numpy as jnp, numpy as np
-from flax import nnx
-from verax import ops
-from verax.checkpoint import Checkpoint
-from verax.loading import load_model
-from verax.models import causal_lm
-
-opened = Checkpoint.open(sys.argv[1])
-found = {}
-for count in (1, 2, 4):
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:count]), ("tensor",))
-    with ops.use_target("cpu", num_devices=count):
-        model = load_model(opened, *causal_lm(opened.config), dtype="float32", mesh=mesh)
-        graph, state = nnx.split(model)
-
-        @jax.jit
-        def generate(state):
-            model = nnx.merge(graph, state)
-            def step(tokens, at):
-                scores = model.logits(model(tokens)[:, at - 1])
-                return tokens.at[:, at].set(jnp.argmax(scores, -1)), None
-            tokens = jnp.zeros((1, 24), jnp.int32).at[0, :4].set(jnp.asarray([5, 9, 200, 31]))
-            return jax.lax.scan(step, tokens, jnp.arange(4, 24))[0]
-
-        stack = model.model.layers[0].mlp.experts.gate_up_proj[...]
-        found[count] = generate(state)[0].tolist(), stack.addressable_shards[0].data.shape[0]
-print(json.dumps(found))
-"""
-
-
-def test_experts_are_divided_over_devices_and_the_tokens_are_the_same(tmp_path):
-    folder = tiny_checkpoint(tmp_path, family="qwen3_moe", **MOE, num_key_value_heads=4)
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", ON_A_MESH, str(folder)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {count: held for count, (_, held) in found.items()} == {"1": 4, "2": 2, "4": 1}
-    assert found["1"][0] == found["2"][0] == found["4"][0]
-    assert len(set(found["1"][0][4:])) > 3

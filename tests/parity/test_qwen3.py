@@ -19,7 +19,9 @@ from tests.support.causal_lm import (
     relative,
     save_reference,
 )
+from verax._compat import make_mesh
 from verax.checkpoint import Checkpoint, load_module
+from verax.loading import load_causal_lm
 from verax.models import causal_lm
 from verax.text.sampling_params import SamplingParams
 
@@ -137,21 +139,9 @@ def test_logprobs_of_the_engine_are_close_to_those_of_transformers(tmp_path):
 
 def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
     """A row-parallel bias added on every device was nano-vllm's pull request 203. On the devices that there are."""
-    from verax._compat import make_mesh
-
     theirs = reference("llama-biased", tmp_path)
-    opened = Checkpoint.open(tmp_path)
-    architecture, config = causal_lm(opened.config)
-    abstract = nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0)))
     mesh = make_mesh((len(jax.devices()),), ("tensor",))
-    model = load_module(
-        abstract,
-        opened,
-        dtype=jnp.float32,
-        mesh=mesh,
-        rules=architecture.partition_rules,
-        ignore=(r"^lm_head\.weight$",),
-    )
+    model = load_causal_lm(Checkpoint.open(tmp_path), dtype="float32", mesh=mesh)
     with torch.no_grad():
         expected = theirs(torch.tensor(TOKENS)).logits.numpy()
     assert relative(model_logits(model, TOKENS), expected) < 2e-5

@@ -142,7 +142,7 @@ def test_what_is_too_large_says_so(config_only):
     assert (found["largest_batch"], found["largest_context"], found["cache_room"]) == (0, 0, 0)
 
 
-def test_over_devices_weights_and_heads_are_divided_by_the_models_rules(config_only):
+def test_over_devices_weights_and_heads_are_divided(config_only):
     folder = config_only(num_hidden_layers=1)
     whole, half = (plan(folder, DEVICE, devices=n) for n in (1, 2))
     norms = next(row["nbytes"] for row in whole["weights"] if row["part"] == "norms")
@@ -150,8 +150,8 @@ def test_over_devices_weights_and_heads_are_divided_by_the_models_rules(config_o
     assert 2 * half["memory"]["cache"] == whole["memory"]["cache"]
     assert half["programs"][0]["flops"] == whole["programs"][0]["flops"]
     assert half["programs"][0]["parts_s"]["compute"] == whole["programs"][0]["parts_s"]["compute"] / 2
-    # Four devices divide the weights, but not two heads of keys and values: the cache is whole on each.
-    assert plan(folder, DEVICE, devices=4)["memory"]["cache"] == whole["memory"]["cache"]
+    # Two of four devices share a head of keys and values: each has all of its cache.
+    assert plan(folder, DEVICE, devices=4)["memory"]["cache"] == half["memory"]["cache"]
 
 
 def test_links_carry_two_sums_a_layer_a_lookup_and_the_scores(config_only):
@@ -173,8 +173,7 @@ def test_the_fewest_devices_are_the_first_that_divide_the_model_and_hold_it(conf
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 3}, r"devices: model\.\S+ of shape .* cannot be divided over 3 devices"),
-        ({"devices": 2, "quantization": "int8"}, "devices: quantised weights are not divided"),
+        ({"devices": 3}, r"devices: model\.\S+: 320 rows do not divide over 3 devices; .* divides over: 1, 2, 4$"),
         ({"context": 513}, "context: expected 2 to 512 tokens"),
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32"),
         ({"quantization": "int3"}, "quantization: expected one of int8, int4"),

@@ -97,4 +97,5 @@ def test_over_a_mesh_heads_are_divided_and_recurrent_states_are_whole():
     assert {sharding.spec for sharding in jax.tree.leaves((slots, cache[0], cache[2], packed))} == {jax.P()}
     assert {sharding.spec for sharding in jax.tree.leaves(cache[1])} == {jax.P(None, "tensor")}
     assert {jax.P("tensor"), jax.P(None, "tensor"), jax.P()} == {sharding.spec for sharding in weights}
+    assert jax.tree.leaves(program.results) == [jax.P(), *jax.tree.leaves(program.partitions[2]), jax.P()]
     assert program.lower().as_text()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -12,17 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.host_memory import HostMemory
+from verax.checkpoint.placement import Placement
 from verax.checkpoint.stacks import Stack, StackedKeys
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.ops.division import Division
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
-__all__ = ["load_module", "partition"]
+__all__ = ["load_module"]
 
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 _dequantize = jax.jit(lambda weight: weight.dequantize())
@@ -33,9 +34,6 @@ QUANTIZED_AT_ONCE = 1 << 22
 
 Quantising takes some thirty bytes for each weight: gigabytes for an output head of 150 million weights at once."""
 
-Rules = Sequence[tuple[str, PartitionSpec]]
-"""Pairs of a pattern of keys and the partition of the weights whose keys it matches."""
-
 
 def load_module(
     abstract: M,
@@ -43,7 +41,8 @@ def load_module(
     *,
     dtype: DTypeLike | None,
     mesh: Mesh | None = None,
-    rules: Rules = (),
+    divisions: Mapping[str, Division] = MappingProxyType({}),
+    repeats: int = 1,
     ignore: Iterable[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     stacks: Mapping[str, StackedKeys] = MappingProxyType({}),
@@ -62,8 +61,9 @@ def load_module(
         dtype: dtype of the loaded float weights, whatever float type the file has; if None, that of the module's
             variable. Variables that are not floats keep their dtype, and the file must have the same.
         mesh: devices to divide the weights over; the default device if None.
-        rules: (pattern, partition) pairs; the first whose pattern is found in a key divides that weight over `mesh`,
-            each device reading its part only. A weight without a rule is whole on every device.
+        divisions: division over the mesh of each divided weight, by key of the module. Each device reads its part
+            only. A weight without a division is whole on every device.
+        repeats: times that the module has each unit of a weight whose division repeats, which the checkpoint has once.
         ignore: patterns of keys that the checkpoint may have and the module does not need.
         aliases: keys of the checkpoint by keys of the module, where they differ.
         stacks: keys of the checkpoint's matrices by keys of the module's stacks `[E, F, D]`. Each is read into its
@@ -74,22 +74,19 @@ def load_module(
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
-        CheckpointError: if weights are missing, unexpected, of another shape, not floats, or not divisible over the
-            mesh; with their keys and files.
-        InvalidParameterError: if a rule names an axis that the mesh lacks, or more dimensions than the weight has.
+        CheckpointError: if weights are missing, unexpected, of another shape, or not floats; with their keys and files.
+        InvalidParameterError: if a weight cannot be divided over the mesh.
     """
     graph, state = nnx.split(abstract)
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     keys = {name: _keys(stacks[name]) if name in stacks else [aliases.get(name, name)] for name in flat}
     every = [key for found in keys.values() for key in found]
     _check_keys(every, checkpoint, tuple(ignore))
+    places = {name: _placement(mesh, divisions.get(name), repeats) for name in flat}
     for name, (_, leaf) in flat.items():
-        _check_shape(leaf.shape, stacks.get(name) or keys[name][0], checkpoint)
+        _check_shape(places[name].stored_shape(leaf.shape), stacks.get(name) or keys[name][0], checkpoint)
     dtypes = {name: _fitting_dtype(keys[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
-    places = {name: _sharding(name, leaf.shape, rules, mesh) for name, (_, leaf) in flat.items()}
     precisions = {name: quantize(name) for name in flat}
-    if mesh is not None and ((checkpoint.packed and not dequantize) or any(precisions.values())):
-        raise InvalidParameterError("mesh: quantised weights are not divided over devices yet")
 
     total = sum(map(checkpoint.size, every))
     done = 0
@@ -105,12 +102,11 @@ def load_module(
             if dequantize and not isinstance(weight, np.ndarray):
                 weight = np.asarray(_dequantize(weight))
             if not isinstance(weight, np.ndarray):
-                weight = jax.tree.map(lambda part: jax.device_put(memory.copy(part, part.dtype)), weight)
+                loaded[name] = places[name].place(name, jax.tree.map(lambda x: memory.copy(x, x.dtype), weight))
             elif precision is not None:
-                weight = _quantized(name, weight, dtypes[name], *precision, memory)
+                loaded[name] = places[name].place(name, _quantized(name, weight, dtypes[name], *precision, memory))
             else:
-                weight = _place(weight, dtypes[name], places[name], memory)
-            loaded[name] = weight
+                loaded[name] = places[name].place_view(name, weight, dtypes[name], memory)
             checkpoint.release(source)
         done += sum(map(checkpoint.size, keys[name]))
         if progress is not None:
@@ -119,15 +115,16 @@ def load_module(
     return nnx.merge(graph, filled)
 
 
-def partition(name: str, rules: Rules) -> PartitionSpec:
-    """Partition of a weight: that of the first rule whose pattern is found in its key, or none (whole)."""
-    return next((spec for pattern, spec in rules if re.search(pattern, name)), PartitionSpec())
+def _placement(mesh: Mesh | None, division: Division | None, repeats: int) -> Placement:
+    if mesh is None:
+        return Placement()
+    return Placement(mesh, division, repeats if division is not None and division.repeats else 1)
 
 
 def _quantized(
     name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, group_size: int | None, memory: HostMemory
 ) -> QuantizedWeight:
-    """A mapped weight `[F, D]`, rounded to `dtype` and quantised.
+    """A mapped weight `[F, D]`, rounded to `dtype` and quantised; its arrays are NumPy's.
 
     Some rows are quantised at a time: rows do not depend on each other.
     """
@@ -144,22 +141,7 @@ def _quantized(
             if row == 0:
                 whole[field] = memory.empty((-(-F // unit), *part.shape[1:]), part.dtype)
             whole[field][row // unit :][: len(part)] = part
-    arrays = {field: jax.device_put(array) for field, array in whole.items()}
-    return QuantizedWeight(**arrays, size_out=F, size_in=D, group_size=group_size, bits=bits)
-
-
-def _place(view: np.ndarray, dtype: np.dtype[Any], sharding: NamedSharding | None, memory: HostMemory) -> jax.Array:
-    """Copy a mapped array to its device or devices.
-
-    A copy is needed: a CPU device uses an aligned array of the host as its own memory, in spite of
-    `device_put(may_alias=False)` (jaxlib 0.10.2), and a view of the file changes with the file.
-    """
-    if sharding is not None:
-        array = jax.make_array_from_callback(view.shape, sharding, lambda index: view[index].astype(dtype))
-    else:
-        array = jax.device_put(memory.copy(view, dtype))
-    # One transfer at a time: this bounds the memory in use, not only that which is kept.
-    return jax.block_until_ready(array)
+    return QuantizedWeight(**whole, size_out=F, size_in=D, group_size=group_size, bits=bits)
 
 
 def _place_stack(
@@ -167,15 +149,13 @@ def _place_stack(
     stack: Stack,
     dtype: np.dtype[Any],
     precision: tuple[int, int | None] | None,
-    sharding: NamedSharding | None,
+    placement: Placement,
     dequantize: bool,
     memory: HostMemory,
 ) -> jax.Array | QuantizedWeight:
     """Copy a stack to its device or devices, matrix by matrix; quantised if the file has it so, or by `precision`."""
-    if sharding is not None:
-        return jax.block_until_ready(
-            jax.make_array_from_callback(stack.shape, sharding, lambda index: _part_of_stack(stack, index or (), dtype))
-        )
+    if placement.mesh is not None and precision is None and isinstance(stack.read(0), np.ndarray):
+        return placement.place_stack(stack, dtype)
     whole: list[np.ndarray] = []
     structure = None
     for i in range(stack.shape[0]):
@@ -194,42 +174,7 @@ def _place_stack(
         for into, array in zip(whole, arrays, strict=True):
             into[i] = array
         stack.release(i)
-    return jax.block_until_ready(jax.tree.unflatten(structure, [jax.device_put(array) for array in whole]))
-
-
-def _part_of_stack(stack: Stack, index: tuple[slice, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """A copy of a part of a stack, for one device."""
-    parts = []
-    for i in range(*index[0].indices(stack.shape[0])):
-        matrix = stack.read(i)
-        matrix = matrix if isinstance(matrix, np.ndarray) else np.asarray(_dequantize(matrix))
-        parts.append(matrix[index[1:]].astype(dtype))
-        stack.release(i)
-    return np.stack(parts)
-
-
-def _sharding(name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | None) -> NamedSharding | None:
-    """Sharding of a weight over the mesh, by the first rule that matches; None (the default device) without a mesh.
-
-    Raises:
-        CheckpointError: if a dimension cannot be divided over the devices of its axes.
-        InvalidParameterError: if the partition does not fit the weight's shape or the mesh.
-    """
-    if mesh is None:
-        return None
-    spec = partition(name, rules)
-    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    if len(spec) > len(shape) or any(axis not in mesh.shape for entry in axes for axis in entry):
-        raise InvalidParameterError(
-            f"rules: {spec} does not fit {name} of shape {list(shape)} on a mesh of axes {dict(mesh.shape)}"
-        )
-    for size, entry in zip(shape, axes, strict=False):
-        parts = math.prod(mesh.shape[axis] for axis in entry)
-        if size % parts:
-            raise CheckpointError(
-                f"{name}: a dimension of {size} cannot be divided over {parts} devices (mesh axis {', '.join(entry)})"
-            )
-    return NamedSharding(mesh, spec)
+    return placement.place(name, jax.tree.unflatten(structure, whole))
 
 
 def _check_keys(wanted: Iterable[str], checkpoint: Checkpoint, ignore: tuple[str, ...]) -> None:

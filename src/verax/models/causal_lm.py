@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+from dataclasses import replace
+from typing import Any, Protocol, TypeGuard, TypeVar, cast, runtime_checkable
 
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -25,8 +25,13 @@ __all__ = [
     "check_causal_lm_class",
     "final_hidden_states",
     "has_recurrent_layers",
+    "head_repeats",
     "sliding_windows",
+    "with_repeated_heads",
 ]
+
+
+C = TypeVar("C")
 
 
 @runtime_checkable
@@ -93,7 +98,11 @@ class SlidingWindowConfig(Protocol):
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A language model: an `nnx.Module` whose paths are the keys of the published checkpoint."""
+    """A language model: an `nnx.Module` whose paths are the keys of the published checkpoint.
+
+    Layers that are declared as divided (`verax.nn.parallel`) let several devices run it. They must divide attention by
+    heads: each device then passes its own heads to `attend`.
+    """
 
     def __init__(self, config: Any, *, dtype: DTypeLike = ..., rngs: Any) -> None: ...
 
@@ -105,14 +114,6 @@ class CausalLM(Protocol):
     @property
     def key_aliases(self) -> tuple[tuple[str, str], ...]:
         """(pattern, replacement) pairs from a module's path to its key in another layout. An attribute of the class."""
-        ...
-
-    @property
-    def partition_rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
-        """(pattern, partition) pairs; the first whose pattern is found in a key divides that weight over a mesh.
-
-        An attribute of the class.
-        """
         ...
 
     @property
@@ -142,7 +143,7 @@ class CausalLM(Protocol):
         ...
 
 
-_CLASS_MEMBERS = ("ignored_weights", "key_aliases", "partition_rules", "dtype", "logits")
+_CLASS_MEMBERS = ("ignored_weights", "key_aliases", "dtype", "logits")
 _CONFIG_MEMBERS = (
     "vocab_size",
     "num_hidden_layers",
@@ -172,6 +173,30 @@ def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
             f"{config.num_hidden_layers} layers"
         )
     return config.sliding_windows
+
+
+def head_repeats(config: CausalLMConfig, devices: int) -> int:
+    """Devices that share one head of keys and values, each with a copy of it: 1 unless there are more than heads."""
+    heads = config.num_key_value_heads
+    return devices // heads if devices > heads and devices % heads == 0 else 1
+
+
+def with_repeated_heads(config: C, times: int) -> C:
+    """Configuration of a model that has each head of keys and values several times, next to each other.
+
+    Raises:
+        InvalidParameterError: if the configuration is no dataclass with a field for these heads.
+    """
+    if times == 1:
+        return config
+    heads = cast(CausalLMConfig, config).num_key_value_heads
+    try:
+        return cast(Any, replace)(config, num_key_value_heads=heads * times)
+    except TypeError as error:
+        raise InvalidParameterError(
+            f"tensor_parallel_size: {type(config).__name__} cannot repeat its {heads} heads of keys and values; use a "
+            "number of devices that divides them"
+        ) from error
 
 
 def final_hidden_states(

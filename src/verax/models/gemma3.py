@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -182,10 +183,11 @@ class Attention(nnx.Module):
     def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config = config
-        self.q_proj = Linear(D, N * H, bias=config.attention_bias, dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(D, K * H, bias=config.attention_bias, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(D, K * H, bias=config.attention_bias, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(N * H, D, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.q_proj = Linear(D, N * H, bias=config.attention_bias, divided="out", unit=H, dtype=dtype, rngs=rngs)
+        kv = partial(Linear, D, K * H, bias=config.attention_bias, divided="out", unit=H, repeats=True)
+        self.k_proj = kv(dtype=dtype, rngs=rngs)
+        self.v_proj = kv(dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(N * H, D, bias=config.attention_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
         self.q_norm = _norm(config, dtype, H) if config.qk_norm else None
         self.k_norm = _norm(config, dtype, H) if config.qk_norm else None
 
@@ -216,9 +218,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(D, F, dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(D, F, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(F, D, dtype=dtype, rngs=rngs)
+        self.gate_proj = Linear(D, F, divided="out", dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(D, F, divided="out", dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(F, D, divided="in", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         gate, up = fused_linear(x, self.gate_proj, self.up_proj)
@@ -246,8 +248,8 @@ class DecoderLayer(nnx.Module):
 class ScaledEmbedding(Embedding):
     """Embedding whose rows are multiplied by the square root of their size."""
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        super().__init__(vocab_size, size, dtype=dtype, rngs=rngs)
+    def __init__(self, vocab_size: int, size: int, *, divided: Literal["vocabulary"], dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(vocab_size, size, divided=divided, dtype=dtype, rngs=rngs)
         # Rounded to the model's dtype: in bfloat16 these models were trained with 25.25 where sqrt(640) is 25.298.
         self.scale = float(np.asarray(size**0.5, jnp.dtype(dtype)))
 
@@ -260,7 +262,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
-        self.embed_tokens = ScaledEmbedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed_tokens = ScaledEmbedding(
+            config.vocab_size, config.hidden_size, divided="vocabulary", dtype=dtype, rngs=rngs
+        )
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = _norm(config, dtype)
 
@@ -293,14 +297,11 @@ class Gemma3ForCausalLM(nnx.Module):
     tied_weights = Qwen3ForCausalLM.tied_weights
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
 
-    partition_rules = Qwen3ForCausalLM.partition_rules
-    """Tensor parallelism on a mesh with an axis `tensor`: heads, feed-forward units and vocabulary are divided."""
-
     def __init__(self, config: Gemma3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.model = Decoder(config, dtype=dtype, rngs=rngs)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
 
     @property
     def dtype(self) -> DTypeLike:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -157,10 +157,11 @@ class Attention(nnx.Module):
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config = config
-        self.q_proj = Linear(D, N * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(N * H, D, bias=config.output_bias, dtype=dtype, rngs=rngs)
+        self.q_proj = Linear(D, N * H, bias=config.qkv_bias, divided="out", unit=H, dtype=dtype, rngs=rngs)
+        kv = partial(Linear, D, K * H, bias=config.qkv_bias, divided="out", unit=H, repeats=True)
+        self.k_proj = kv(dtype=dtype, rngs=rngs)
+        self.v_proj = kv(dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(N * H, D, bias=config.output_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
         self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
 
@@ -183,9 +184,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(D, F, bias=bias, dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(D, F, bias=bias, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(F, D, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_proj = Linear(D, F, bias=bias, divided="out", dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(D, F, bias=bias, divided="out", dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(F, D, bias=bias, divided="in", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         gate, up = fused_linear(x, self.gate_proj, self.up_proj)
@@ -213,7 +214,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, divided="vocabulary", dtype=dtype, rngs=rngs
+        )
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
@@ -242,19 +245,11 @@ class Qwen3ForCausalLM(nnx.Module):
     tied_weights = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
 
-    partition_rules = (
-        (r"(q|k|v|gate|up)_proj\.(weight|bias)$", PartitionSpec("tensor")),
-        (r"(o|down)_proj\.weight$", PartitionSpec(None, "tensor")),
-        (r"(embed_tokens|lm_head)\.weight$", PartitionSpec("tensor")),
-        (r".*", PartitionSpec()),
-    )
-    """Tensor parallelism on a mesh with an axis `tensor`: heads, feed-forward units and vocabulary are divided."""
-
     def __init__(self, config: Qwen3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.model = Decoder(config, dtype=dtype, rngs=rngs)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
 
     @property
     def dtype(self) -> DTypeLike:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
-from verax.models.qwen3_moe import EXPERT_PARTITION_RULES, STACKED_EXPERTS, ExpertsConfig, SparseMoeBlock
+from verax.models.qwen3_moe import STACKED_EXPERTS, ExpertsConfig, SparseMoeBlock
 from verax.models.token_mixers import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 
@@ -205,10 +206,11 @@ class GatedAttention(nnx.Module):
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.head_dim = H
-        self.q_proj = Linear(D, 2 * N * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(D, K * H, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(N * H, D, bias=config.output_bias, dtype=dtype, rngs=rngs)
+        self.q_proj = Linear(D, 2 * N * H, bias=config.qkv_bias, divided="out", unit=2 * H, dtype=dtype, rngs=rngs)
+        kv = partial(Linear, D, K * H, bias=config.qkv_bias, divided="out", unit=H, repeats=True)
+        self.k_proj = kv(dtype=dtype, rngs=rngs)
+        self.v_proj = kv(dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(N * H, D, bias=config.output_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
         self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
         self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
 
@@ -255,7 +257,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, divided="vocabulary", dtype=dtype, rngs=rngs
+        )
         self.layers = nnx.List(
             [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
         )
@@ -293,14 +297,11 @@ class Qwen35ForCausalLM(nnx.Module):
     stacked_weights = STACKED_EXPERTS
     """Keys of single experts, as Qwen3-Next has them; Qwen3.5's checkpoints have the stacks."""
 
-    partition_rules = (*EXPERT_PARTITION_RULES, *Qwen3ForCausalLM.partition_rules)
-    """Tensor parallelism of attention, feed-forward, experts and vocabulary; delta layers are whole on every device."""
-
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         self.model = Decoder(config, dtype=dtype, rngs=rngs)
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
+        self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
 
     @property
     def dtype(self) -> DTypeLike:

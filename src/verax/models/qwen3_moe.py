@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -25,9 +25,10 @@ from verax.fields import Count, Size, file_of, read_fields, read_value, require_
 from verax.files import JsonObject
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM
 from verax.nn import Linear
+from verax.nn.parallel import part_index, sum_parts
+from verax.ops.division import Division
 
 __all__ = [
-    "EXPERT_PARTITION_RULES",
     "STACKED_EXPERTS",
     "ExpertsConfig",
     "Qwen3MoeConfig",
@@ -40,9 +41,6 @@ STACKED_EXPERTS = (
     (r"^(.*\.experts)\.down_proj$", (r"\1.{}.down_proj.weight",)),
 )
 """Keys of the matrices that make up a stack: of each expert, those that lie one below the other."""
-
-EXPERT_PARTITION_RULES = ((r"experts\.(gate_up|down)_proj$", PartitionSpec("tensor")),)
-"""Expert parallelism: the experts of a layer are divided over the devices that divide its heads."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,13 @@ class Router(Gate):
 
 
 class Experts(nnx.Module):
-    """SwiGLU feed-forward parts, of which each token passes k; two stacks `[E, out, in]`."""
+    """SwiGLU feed-forward parts, of which each token passes k; two stacks `[E, out, in]`.
+
+    Each of several devices has some of the experts (expert parallelism): it adds up what they give to all tokens.
+    """
+
+    divisions = MappingProxyType({"gate_up_proj": Division(), "down_proj": Division()})
+    """Division of each divided parameter."""
 
     def __init__(self, config: Qwen3Config, experts: ExpertsConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F, E = config.hidden_size, experts.moe_intermediate_size, experts.num_experts
@@ -149,10 +153,11 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B D"], experts: Int[Array, "*B k"], weights: Float[Array, "*B k"]
     ) -> Float[Array, "*B D"]:
-        gate_up = ops.grouped_linear(x[..., None, :], self.gate_up_proj.get_value(), experts)
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        y = ops.grouped_linear(jax.nn.silu(gate) * up, self.down_proj.get_value(), experts)
-        return jnp.sum(y * weights[..., None], axis=-2)
+        gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
+        experts = experts - part_index() * gate_up.shape[0]  # those of other devices are out of range, and give zeros
+        gate, up = jnp.split(ops.grouped_linear(x[..., None, :], gate_up, experts), 2, axis=-1)
+        y = ops.grouped_linear(jax.nn.silu(gate) * up, down, experts)
+        return sum_parts(jnp.sum(y * weights[..., None], axis=-2))
 
 
 class SparseMoeBlock(nnx.Module):
@@ -179,9 +184,6 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     stacked_weights = STACKED_EXPERTS
     """(pattern, replacements) pairs of stacks and of the keys that published checkpoints have them as."""
-
-    partition_rules = (*EXPERT_PARTITION_RULES, *Qwen3ForCausalLM.partition_rules)
-    """Tensor parallelism as Qwen3's; experts are divided whole."""
 
     def __init__(self, config: Qwen3MoeConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.nn.low_rank import LowRank, low_rank_changes
+from verax.nn.parallel import concatenate_parts, num_parts, part_index, sum_parts
 from verax.ops.conv import Padding, Stride
+from verax.ops.division import Division
 
 __all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_linear"]
 
@@ -25,23 +29,72 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Par
 
 
 class Linear(nnx.Module):
-    """`x W^T + b` with `weight [out, in]`: an array, an `ops.QuantizedWeight` or an `ops.BlockQuantizedWeight`."""
+    """`x W^T + b` with `weight [out, in]`: an array, an `ops.QuantizedWeight` or an `ops.BlockQuantizedWeight`.
+
+    `divided` says how several devices share it (`nn.parallel`). `"out"`: each computes a part of the outputs. `"in"`:
+    each takes a part of the inputs, and the results are summed. `"vocabulary"`: as `"out"`, and the results are
+    concatenated. None: each device does all of it.
+
+    Args:
+        size_in: inputs, D.
+        size_out: outputs, F.
+        bias: True for a bias.
+        divided: how devices share the layer.
+        unit: outputs that one device must hold together, such as those of a head; with `"in"`, inputs.
+        repeats: True if devices may share a unit where there are more of them than units.
+        dtype: dtype of weight and bias.
+        rngs: source of the fresh weight.
+    """
 
     low_rank: LowRank | None = None
     """Adapters whose changes are added to the result. An engine sets them while it traces a step."""
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        *,
+        bias: bool = False,
+        divided: Literal["out", "in", "vocabulary"] | None = None,
+        unit: int = 1,
+        repeats: bool = False,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
         self.weight = _normal(rngs, (size_out, size_in), dtype)
         self.bias = nnx.Param(jnp.zeros(size_out, dtype)) if bias else None
+        self.divided = divided
+        self.unit = unit
+        self.repeats = repeats
+
+    @property
+    def divisions(self) -> Mapping[str, Division]:
+        """Division of each divided parameter."""
+        if self.divided is None:
+            return {}
+        if self.divided == "in":
+            return {"weight": Division(axis=1, unit=self.unit)}
+        rows = Division(unit=self.unit, repeats=self.repeats)
+        return {"weight": rows} if self.bias is None else {"weight": rows, "bias": rows}
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         """Map the last axis."""
-        y = ops.linear(x, self.weight.get_value(), None if self.bias is None else self.bias[...])
-        return y if self.low_rank is None else y + low_rank_changes(x, [self.low_rank])[0]
+        bias = None if self.bias is None else self.bias[...]
+        partial = self.divided == "in" and num_parts() > 1  # the bias is added once, to the sum
+        y = ops.linear(x, self.weight.get_value(), None if partial else bias)
+        if self.low_rank is not None:
+            y = y + low_rank_changes(x, [self.low_rank])[0]
+        if partial:
+            y = sum_parts(y)
+            return y if bias is None else y + bias.astype(jnp.float32)
+        return concatenate_parts(y) if self.divided == "vocabulary" else y
 
 
 def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
-    """Results `layer(x)`, `[*B, F]`, of several layers, in one operation where there is a fast implementation of it."""
+    """Results `layer(x)`, `[*B, F]`, of several layers, in one operation where there is a fast implementation of it.
+
+    Layers that are divided must be divided by `"out"`.
+    """
     weights = [layer.weight.get_value() for layer in layers]
     if ops.multi_linear.select(x, weights).is_reference:
         return tuple(layer(x) for layer in layers)  # so that a trace of the model has each layer's result
@@ -56,14 +109,37 @@ def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
 class Embedding(nnx.Module):
     """Rows of `weight [V, D]` by token, in float32; `attend` multiplies by its transpose (a tied output head).
 
-    The weight is an array or an `ops.BlockQuantizedWeight`, of which single rows are dequantised.
+    The weight is an array or an `ops.BlockQuantizedWeight`, of which single rows are dequantised. With
+    `divided="vocabulary"` each of several devices holds the rows of a part of the tokens (`nn.parallel`).
     """
 
-    def __init__(self, vocab_size: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        divided: Literal["vocabulary"] | None = None,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
         self.weight = _normal(rngs, (vocab_size, size), dtype)
+        self.divided = divided
+
+    @property
+    def divisions(self) -> Mapping[str, Division]:
+        """Division of each divided parameter."""
+        return {} if self.divided is None else {"weight": Division()}
 
     def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Look tokens up."""
+        if self.divided is None or num_parts() == 1:
+            return self._rows(tokens)
+        size = self.weight.get_value().shape[0]
+        at = tokens - part_index() * size
+        here = (at >= 0) & (at < size)  # one device has the row, and the others add zeros
+        return sum_parts(jnp.where(here[..., None], self._rows(jnp.clip(at, 0, size - 1)), 0.0))
+
+    def _rows(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         weight = self.weight.get_value()
         if isinstance(weight, ops.BlockQuantizedWeight):
             return weight.rows(tokens)
@@ -71,7 +147,8 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Score each token against `x`."""
-        return ops.linear(x, self.weight.get_value())
+        y = ops.linear(x, self.weight.get_value())
+        return y if self.divided is None else concatenate_parts(y)
 
 
 def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param[Array]:

@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, bfloat16, float32, int32
-from verax.ops._target import target
 from verax.ops.linear import linear
 from verax.ops.quantized import QuantizedWeight
 
@@ -31,7 +30,7 @@ def grouped_linear(x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, 
     Args:
         x: the rows.
         weights: E matrices `[F, D]`, as an array or quantised.
-        groups: 0 to E - 1, of each row.
+        groups: 0 to E - 1, of each row. A row of any other group gives zeros.
     """
 
     def add_group(y: Float[Array, "*B F"], group: tuple[Int[Array, ""], Any]) -> tuple[Float[Array, "*B F"], None]:
@@ -68,15 +67,18 @@ def _grouped_linear_ragged_dot(
 ) -> Float[Array, "*B F"]:
     # Not on a CPU, where JAX multiplies every row by every matrix.
     rows, of = flat_rows(x, groups)
+    known = (of >= 0) & (of < weights.shape[0])
+    of = jnp.where(known, of, weights.shape[0])  # behind all groups
     order = jnp.argsort(of)
     y = jax.lax.ragged_dot(
         rows[order].astype(weights.dtype),
         weights.swapaxes(1, 2),
-        jnp.bincount(of, length=weights.shape[0]).astype(jnp.int32),
+        jnp.bincount(of, length=weights.shape[0] + 1)[:-1].astype(jnp.int32),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return y[jnp.argsort(order)].reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])
+    y = jnp.where(known[:, None], y[jnp.argsort(order)], 0.0)
+    return y.reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])
 
 
 def _are_few(x: Any, weights: Any, groups: Any) -> bool:
@@ -90,33 +92,6 @@ def _grouped_linear_gathered(
 ) -> Float[Array, "*B F"]:
     # Few rows: only the matrices of their groups are read.
     rows, of = flat_rows(x, groups)
-    y = jax.vmap(linear.reference)(rows, jax.tree.map(lambda part: part[of], weights))
-    return y.reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])
-
-
-ROWS_AT_ONCE = 256
-"""Rows that `on_a_mesh` multiplies at a time: what lies between holds E copies of each."""
-
-
-def _is_on_a_mesh(x: Any, weights: Any, groups: Any) -> bool:
-    return target().num_devices > 1 and _is_array(x, weights, groups)
-
-
-@grouped_linear.implementation("on_a_mesh", accepts=_is_on_a_mesh)
-def _grouped_linear_on_a_mesh(
-    x: Float[Array, "*#B D"], weights: Float[Array, "E F D"], groups: Int[Array, "*#B"]
-) -> Float[Array, "*B F"]:
-    # A row stands in the place of its group, with zeros in all others. So XLA's partitioner divides the sum over E:
-    # each device multiplies by the matrices that it holds, and only y is added up between them.
-    def multiply(row: tuple[Float[Array, "D"], Int[Array, ""]]) -> Float[Array, "F"]:
-        placed = jnp.where(jnp.arange(weights.shape[0])[:, None] == row[1], row[0], 0).astype(weights.dtype)
-        return jnp.einsum(
-            "ed,efd->f",
-            placed,
-            weights,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-
-    y = jax.lax.map(multiply, flat_rows(x, groups), batch_size=ROWS_AT_ONCE)
+    y = jax.vmap(linear.reference)(rows, jax.tree.map(lambda part: part.at[of].get(mode="clip"), weights))
+    y = jnp.where(((of >= 0) & (of < weights.shape[0]))[:, None], y, 0.0)
     return y.reshape(*jnp.broadcast_shapes(x.shape[:-1], groups.shape), weights.shape[1])

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding
 
 from verax import ops
-from verax.checkpoint.load import Rules, partition
-from verax.errors import InvalidParameterError
+from verax.nn.parallel import check_divisions, divisions
+from verax.ops.division import TENSOR_AXIS, partition
 
 __all__ = ["Part", "parts_of", "sharded_bytes", "tensor_mesh"]
 
@@ -52,24 +52,24 @@ class Part(NamedTuple):
 
 def tensor_mesh(devices: int) -> AbstractMesh:
     """Devices that need not be there, for tensor parallelism."""
-    return AbstractMesh((devices,), ("tensor",))
+    return AbstractMesh((devices,), (TENSOR_AXIS,))
 
 
 def parts_of(model: Any, devices: int = 1) -> list[Part]:
-    """Parts of a module of shapes, the largest first. Weights are divided by its `partition_rules`.
+    """Parts of a module of shapes, the largest first. Weights are divided as the layers declare it.
 
     Raises:
         InvalidParameterError: if a weight cannot be divided over so many devices, naming it.
     """
-    rules: Rules = getattr(model, "partition_rules", ())
-    mesh = tensor_mesh(devices)
+    check_divisions(model, devices, argument="devices")
+    mesh, divided = tensor_mesh(devices), divisions(model)
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     found: dict[tuple[str, str], list[int]] = {}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         key, weight = ".".join(map(str, path)), leaf.get_value()
         arrays = jax.tree.leaves(weight)
-        sharding = NamedSharding(mesh, partition(key, rules) if devices > 1 else PartitionSpec())
-        held = sharded_bytes(arrays, [sharding] * len(arrays), key)
+        specs = jax.tree.leaves(partition(weight, divided.get(key)))
+        held = sharded_bytes(arrays, [NamedSharding(mesh, spec) for spec in specs])
         part = next((name for name, pattern in _PARTS if re.search(pattern, key)), "other")
         if tied and key.endswith("embed_tokens.weight"):
             part = "embedding and head"
@@ -80,25 +80,9 @@ def parts_of(model: Any, devices: int = 1) -> list[Part]:
     return sorted(parts, key=lambda part: -part.nbytes)
 
 
-def sharded_bytes(arrays: Sequence[Any], shardings: Sequence[NamedSharding], name: str) -> int:
-    """Bytes of arrays, or of their shapes, that one device holds.
-
-    Args:
-        arrays: the arrays.
-        shardings: sharding of each.
-        name: name of the whole in errors.
-
-    Raises:
-        InvalidParameterError: if an array cannot be divided.
-    """
-    try:
-        shapes = [sharding.shard_shape(array.shape) for array, sharding in zip(arrays, shardings, strict=True)]
-    except ValueError as error:
-        shape = list(arrays[0].shape)
-        raise InvalidParameterError(
-            f"devices: {name} of shape {shape} cannot be divided over {shardings[0].mesh.size} devices by "
-            f"{shardings[0].spec}"
-        ) from error
+def sharded_bytes(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> int:
+    """Bytes of arrays, or of their shapes, that one device holds."""
+    shapes = [sharding.shard_shape(array.shape) for array, sharding in zip(arrays, shardings, strict=True)]
     return sum(math.prod(shape) * array.dtype.itemsize for shape, array in zip(shapes, arrays, strict=True))
 
 

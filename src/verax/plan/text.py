@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from operator import add
 from typing import Any
 
 import jax
+from flax import nnx
 
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
 from verax.models import DTYPES, causal_lm
+from verax.models.causal_lm import head_repeats, with_repeated_heads
+from verax.models.qwen3_moe import Experts
+from verax.nn import Embedding, Linear
+from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
 from verax.plan.devices import Device
 from verax.plan.model import Described
@@ -23,7 +28,7 @@ from verax.plan.roofline import Bound, bound, described
 from verax.plan.stand_ins import Span
 from verax.plan.work import Work, count, trace
 from verax.text.engine_config import EngineConfig
-from verax.text.program import AbstractModel, StepProgram, cache_shardings, new_cache, step_program
+from verax.text.program import AbstractModel, StepProgram, cache_partitions, named, new_cache, step_program
 from verax.text.sizes import RunnerConfig, cache_memory, plan_sizes
 from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 
@@ -41,9 +46,6 @@ PROMPT = 512
 MOST_SEQS = 1 << 14
 """Sequences up to which the largest batch is looked for."""
 
-MOST_DEVICES = 64
-"""Devices up to which the smallest layout is looked for."""
-
 FLOAT32_BYTES = 4
 
 
@@ -57,7 +59,7 @@ class TextPlan:
         options: options of the engine, with batch and context.
         dtype: dtype of the weights.
         device: kind of device.
-        devices: number of devices, over which the model is divided by its partition rules.
+        devices: number of devices, over which the model is divided as its layers declare it.
     """
 
     model: Any
@@ -107,8 +109,8 @@ class TextPlan:
     def cache_bytes(self, num_seqs: int | None = None, context: int | None = None) -> int:
         """Bytes of the cache on a device, recurrent states included."""
         cache = jax.eval_shape(lambda: new_cache(self.config, self.sizes(num_seqs, context)))
-        shardings = cache_shardings(self.config, cache, tensor_mesh(self.devices))
-        return sharded_bytes(jax.tree.leaves(cache), jax.tree.leaves(shardings), "the cache")
+        shardings = named(tensor_mesh(self.devices), cache_partitions(self.config, cache))
+        return sharded_bytes(jax.tree.leaves(cache), jax.tree.leaves(shardings))
 
     @cached_property
     def cache_room(self) -> int:
@@ -156,21 +158,24 @@ class TextPlan:
         if self.devices == 1:
             return 0.0
         others = (self.devices - 1) / self.devices
-        added = 0
-        for weight, spec in zip(self.abstract.weights, self.abstract.partitions, strict=True):
-            if len(weight.shape) == 2 and len(spec) == 2 and spec[1] == "tensor":
-                added += shape.tokens * weight.shape[0]
-        looked_up = shape.tokens * self.config.hidden_size
+        width = self.config.hidden_size
+        sums = sum(_num_sums(module) for _, module in nnx.iter_modules(self.model))
+        added = sums * shape.tokens * width
         scores = shape.num_sampled * self.config.vocab_size
-        return FLOAT32_BYTES * others * (2 * (added + looked_up) + scores)
+        return FLOAT32_BYTES * others * (2 * added + scores)
+
+
+def _num_sums(module: Any) -> int:
+    """Sums over devices of one number for each token and width of the model, at the end of a module."""
+    if isinstance(module, Linear):
+        return int(module.divided == "in")
+    return int(isinstance(module, Embedding | Experts) and bool(module.divisions))
 
 
 def _shares(program: StepProgram) -> list[float]:
     """Share of each array of a program's arguments that one device holds."""
     arrays, shardings = jax.tree.leaves(program.arguments), jax.tree.leaves(program.shardings)
-    whole = [
-        sharded_bytes([array], [sharding], program.name) for array, sharding in zip(arrays, shardings, strict=True)
-    ]
+    whole = [sharded_bytes([array], [sharding]) for array, sharding in zip(arrays, shardings, strict=True)]
     return [held / max(1, array.size * array.dtype.itemsize) for held, array in zip(whole, arrays, strict=True)]
 
 
@@ -203,7 +208,14 @@ def plan_text(
     if dtype not in DTYPES:
         raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     architecture, config = causal_lm(model.config)
-    shapes = model_shapes(architecture, config, dtype=DTYPES[dtype], quantization=quantization, opened=model.opened)
+
+    @cache
+    def shapes(repeats: int) -> Any:
+        """The model with each key/value head so many times."""
+        repeated = with_repeated_heads(config, repeats)
+        options: Any = {"dtype": DTYPES[dtype], "quantization": quantization, "opened": model.opened}
+        return model_shapes(architecture, repeated, **options)
+
     longest = config.max_position_embeddings
     context = min(CONTEXT, longest) if context is None else context
     if not 2 <= context <= longest:
@@ -211,12 +223,10 @@ def plan_text(
     options = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=context, kv_cache_dtype=kv_cache_dtype)
 
     def on(devices: int) -> TextPlan:
-        return TextPlan(shapes, shapes.config, options, DTYPES[dtype], device, devices)
+        made = shapes(head_repeats(config, devices))
+        return TextPlan(made, made.config, options, DTYPES[dtype], device, devices)
 
     plan = on(devices)
-    quantized = any(part.precision not in DTYPES for part in parts_of(shapes))
-    if quantized and devices > 1:
-        raise InvalidParameterError("devices: quantised weights are not divided over devices yet; plan one device")
     weights = [part._asdict() for part in plan.parts]  # before the steps: an error names a weight that does not divide
     sizes = plan.sizes()
     shape = StepShape(max_num_seqs, max_num_seqs, True)
@@ -248,7 +258,7 @@ def plan_text(
         "fits": plan.fits,
         "largest_batch": _largest(lambda n: plan.cache_bytes(num_seqs=n) <= plan.cache_room, 1, MOST_SEQS),
         "largest_context": _largest(lambda n: plan.cache_bytes(context=n) <= plan.cache_room, 2, longest),
-        "fewest_devices": _fewest(on, 1 if quantized else MOST_DEVICES),
+        "fewest_devices": next((n for n in fitting_sizes(shapes(1)) if on(n).fits), None),
     }
 
 
@@ -284,14 +294,3 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def _fewest(on: Callable[[int], TextPlan], most: int) -> int | None:
-    """Fewest devices on which the plan fits; None if it does on no number up to `most` that divides the model."""
-    for devices in range(1, most + 1):
-        try:
-            if on(devices).fits:
-                return devices
-        except InvalidParameterError:  # a weight does not divide
-            continue
-    return None

@@ -25,6 +25,7 @@ _COUNTS = (
     "max_loras",
     "max_lora_rank",
     "max_cpu_loras",
+    "tensor_parallel_size",
 )
 
 
@@ -45,6 +46,7 @@ class EngineOptions(TypedDict, total=False):
     max_loras: int
     max_lora_rank: int
     max_cpu_loras: int | None
+    tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class EngineConfig:
             the cache's memory has states for.
         max_num_batched_tokens: token budget of a step. If None: 512 on a CPU and 2048 elsewhere, at least max_num_seqs.
         block_size: tokens in a block of the cache.
-        kv_cache_memory: bytes for the cache, recurrent states included. If None: as much as `max_num_seqs` full
-            sequences need, but at most a quarter of the free memory of a CPU, or what 90% of an accelerator's leave
-            beside the weights.
+        kv_cache_memory: bytes for the cache on each device, recurrent states included. If None: as much as
+            `max_num_seqs` full sequences need, but at most a quarter of the free memory of a CPU, or what 90% of an
+            accelerator's leave beside the weights.
         kv_cache_dtype: `"auto"` for that of the weights, or `"bfloat16"`, `"float32"`, `"int8"`. With int8 nearly twice
             as many tokens as with bfloat16 fit into the same memory, and long contexts are read faster.
         enable_prefix_caching: keep full blocks of earlier requests for prompts that begin alike. If None: yes, but not
@@ -75,6 +77,7 @@ class EngineConfig:
         max_lora_rank: largest rank of an adapter. Each slot takes memory and time for this rank, whatever the adapters
             have.
         max_cpu_loras: adapters that are kept in host memory; `max_loras` if None.
+        tensor_parallel_size: devices that share the model: each holds a part of the weights and of the cache.
 
     Raises:
         InvalidParameterError: for a size below 1, an unknown dtype or no truth value, with the option's name.
@@ -94,6 +97,7 @@ class EngineConfig:
     max_loras: int = 1
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

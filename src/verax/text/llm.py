@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.loading import load_causal_lm
-from verax.models import DTYPES, CausalLM
+from verax.loading import divide_model, load_causal_lm
+from verax.models import DTYPES, CausalLM, causal_lm
 from verax.models.causal_lm import check_causal_lm
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
@@ -28,6 +29,7 @@ from verax.text.lora.device import DeviceAdapters
 from verax.text.lora.layers import AdaptedLayers
 from verax.text.lora.loader import AdapterLoader
 from verax.text.lora.request import LoRARequest
+from verax.text.mesh import tensor_mesh
 from verax.text.outputs import RequestOutput
 from verax.text.program import AbstractModel
 from verax.text.prompts import Message, Prompt, batch_of, content
@@ -97,15 +99,18 @@ class LLM:
         if dtype not in DTYPES:
             raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         config = (config or EngineConfig()).with_options(options)  # checked before minutes of loading
+        mesh = tensor_mesh(config.tensor_parallel_size)
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
         tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
         with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
-            loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, progress=report)
+            over = None if config.tensor_parallel_size == 1 else mesh
+            loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, mesh=over, progress=report)
         self.load_seconds = time.perf_counter() - begin
         self._generation_config = dict(opened.generation_config)
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
-        self._start(loaded, config, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
+        heads = causal_lm(opened.config)[1].num_key_value_heads
+        self._start(loaded, config, mesh, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
 
     @classmethod
     def from_module(
@@ -135,18 +140,24 @@ class LLM:
         llm._generation_config = {}
         ends = tokenizer.eos_token_ids if tokenizer else frozenset()
         config = (config or EngineConfig()).with_options(options)
-        llm._start(model, config, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
+        mesh, heads = tensor_mesh(config.tensor_parallel_size), model.config.num_key_value_heads
+        if mesh is not None and mesh.size > 1:
+            model = divide_model(model, mesh)
+        llm._start(model, config, mesh, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
         return llm
 
     def _start(
         self,
         model: CausalLM,
         config: EngineConfig,
+        mesh: Mesh | None,
+        heads: int,
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         use_tqdm: bool,
     ) -> None:
+        """Allocate the cache and compile every step, for a model on a mesh that has `heads` key/value heads itself."""
         recurrent = state_bytes(model.config) > 0
         if recurrent and config.enable_prefix_caching:
             raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
@@ -162,9 +173,10 @@ class LLM:
         draft = None
         if config.speculation is not None and config.speculation.model is not None:
             draft = load_draft_model(config.speculation, model, tokenizer, use_tqdm=use_tqdm)
-        adapters = _adapters(model, config) if config.enable_lora else None  # before the cache takes what is free
+        # Before the cache takes what is free.
+        adapters = _adapters(model, config, mesh, heads) if config.enable_lora else None
         sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
-        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters)
+        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters, mesh=mesh)
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
         blocks = BlockManager(
             [group.num_blocks for group in sizes.groups],
@@ -398,12 +410,17 @@ class LLM:
                 self.engine.abort(request_id)
 
 
-def _adapters(model: CausalLM, config: EngineConfig) -> DeviceAdapters:
-    """Empty slots for adapters beside a model."""
+def _adapters(model: CausalLM, config: EngineConfig, mesh: Mesh | None, heads: int) -> DeviceAdapters:
+    """Empty slots for adapters beside a model that has `heads` key/value heads in its checkpoint."""
     abstract = AbstractModel.from_module(model)
-    return DeviceAdapters(
-        AdaptedLayers.of(abstract.build, abstract.weights, max_loras=config.max_loras, max_rank=config.max_lora_rank)
+    layers = AdaptedLayers.of(
+        abstract.build,
+        abstract.weights,
+        max_loras=config.max_loras,
+        max_rank=config.max_lora_rank,
+        repeats=model.config.num_key_value_heads // heads,
     )
+    return DeviceAdapters(layers, mesh)
 
 
 def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:

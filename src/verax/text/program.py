@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ from jaxtyping import Array, Int
 
 from verax import ops
 from verax._compat import compiler_options
-from verax.checkpoint.load import partition
 from verax.models import CausalLM, CausalLMConfig
+from verax.nn.parallel import divisions
+from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
 from verax.text.grammar import mask_width
 from verax.text.lora.layers import AdaptedLayers
 from verax.text.sampler import make_sampling
@@ -24,13 +25,31 @@ from verax.text.sizes import RunnerConfig, layer_states
 from verax.text.slots import Slots, new_slots
 from verax.text.step import Cache, StepShape, make_step
 
-__all__ = ["AbstractModel", "StepProgram", "cache_shardings", "new_cache", "sampling_program", "step_program"]
+__all__ = [
+    "AbstractModel",
+    "StepProgram",
+    "cache_partitions",
+    "named",
+    "new_cache",
+    "placed",
+    "sampling_program",
+    "step_program",
+]
 
-CACHE_PARTITION = PartitionSpec(None, "tensor")
-"""Partition of pages `[P, K, p, H]`, by head, on a mesh whose axis `tensor` divides the heads."""
+T = TypeVar("T")
+
+CACHE_PARTITION = PartitionSpec(None, TENSOR_AXIS)
+"""Partition of pages `[P, K, p, H]`, by head."""
+
+WHOLE = PartitionSpec()
 
 LOWERING_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 """JAX's name for lowering, by a target's platform."""
+
+
+def named(mesh: Mesh | AbstractMesh, partitions: Any) -> Any:
+    """The sharding over a mesh of each partition in a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partitions)
 
 
 @dataclass(frozen=True)
@@ -41,21 +60,40 @@ class StepProgram:
         name: such as `"decode_8x8"`.
         function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or what `make_sampling` gives.
         arguments: its arguments as `jax.ShapeDtypeStruct`s.
-        shardings: a `NamedSharding` for each array of `arguments`; None without a mesh.
+        partitions: a `PartitionSpec` for each array of `arguments`.
+        results: the same for the results, or for whole parts of them.
+        mesh: devices that the arrays are divided over; None for JAX's default device.
         donated: indices of the arguments whose buffers the results reuse.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    shardings: tuple[Any, ...] | None
+    partitions: tuple[Any, ...]
+    results: Any
+    mesh: Mesh | AbstractMesh | None
     donated: tuple[int, ...] = (1, 2)
 
+    @property
+    def shardings(self) -> tuple[Any, ...] | None:
+        """A `NamedSharding` for each array of `arguments`; None without a mesh."""
+        return None if self.mesh is None else named(self.mesh, self.partitions)
+
     def jit(self) -> Any:
-        """The step as `jax.jit` gives it, on JAX's default device or on the mesh."""
-        placed: dict[str, Any] = {} if self.shardings is None else {"in_shardings": self.shardings}
+        """The step as `jax.jit` gives it, on JAX's default device or on the mesh.
+
+        On a mesh each device runs the function on its own parts of the arrays (`jax.shard_map`). So native kernels,
+        which XLA's partitioner could not divide, run there too; the layers call the collectives.
+        """
+        function, placed = self.function, dict[str, Any]()
+        if self.mesh is not None:
+            function = jax.shard_map(
+                function, mesh=self.mesh, in_specs=self.partitions, out_specs=self.results, check_vma=False
+            )
+            function.__name__ = self.name
+            placed = {"in_shardings": self.shardings, "out_shardings": named(self.mesh, self.results)}
         return jax.jit(
-            self.function,
+            function,
             donate_argnums=self.donated,
             compiler_options=compiler_options(ops.target().platform),
             **placed,
@@ -76,7 +114,7 @@ class AbstractModel:
         graph: its structure.
         tree: structure of its state, to make one of flat weights.
         weights: shapes and dtypes of its weights, flat.
-        partitions: partition of each weight over a mesh, by the model's rules.
+        partitions: partition of each weight over a mesh, as the layers declare it.
         adapted: layers that adapters can change; None if the engine takes no adapters.
     """
 
@@ -91,20 +129,29 @@ class AbstractModel:
     def from_module(cls, model: CausalLM) -> AbstractModel:
         """The shapes of a module, whose weights may be shapes themselves (`nnx.eval_shape`)."""
         graph, state = nnx.split(model)
-        leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-        keys = (".".join(str(part.key) for part in path if isinstance(part, DictKey)) for path, _ in leaves)
+        leaves, tree = jax.tree.flatten(state)
+        divided = divisions(model)
+
+        def of_weight(path: tuple[Any, ...], weight: Any) -> Any:
+            key = ".".join(str(part.key) for part in path if isinstance(part, DictKey))
+            return partition(weight, divided.get(key))
+
         return cls(
             config=model.config,
             graph=graph,
             tree=tree,
-            weights=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in leaves),
-            partitions=tuple(partition(key, model.partition_rules) for key in keys),
+            weights=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
+            partitions=tuple(jax.tree.leaves(jax.tree_util.tree_map_with_path(of_weight, state, is_leaf=is_weight))),
         )
 
     def build(self, weights: tuple[Array, ...], adapters: Int[Array, "T"] | None = None) -> CausalLM:
-        """The model with these weights. With the slot of each token's adapter, their matrices are the last weights."""
+        """The model with these weights, or one device's part of it with parts of them.
+
+        With the slot of each token's adapter, the adapters' matrices are the last weights.
+        """
         count = len(self.weights)
-        model = nnx.merge(self.graph, jax.tree.unflatten(self.tree, weights[:count]))
+        state = jax.tree.unflatten(self.tree, weights[:count])
+        model = nnx.merge(self.graph, jax.tree.map(resized, state, is_leaf=is_weight))
         if adapters is not None and self.adapted is not None:
             self.adapted.attach(model, weights[count:], adapters)
         return model
@@ -119,8 +166,8 @@ def step_program(
         model: the model without its weights.
         sizes: sizes of cache and slots.
         shape: shape of the step, one of `sizes.shapes`.
-        mesh: devices that weights (by the model's `partition_rules`) and cache (by heads) are divided over, abstract
-            ones for shapes alone. Weights must not be quantised then.
+        mesh: devices of an axis `tensor` that weights (as the layers declare it) and cache (by heads) are divided over,
+            abstract ones for shapes alone.
 
     Examples:
         >>> module = nnx.eval_shape(lambda: architecture(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -131,14 +178,17 @@ def step_program(
     step = make_step(model.build, shape, sizes.block_size, sizes.groups, structured_outputs=sizes.structured_outputs)
     kind = "decode" if shape.decode else "verify" if shape.verify else "mixed"
     step.__name__ = name = f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}"
-    matrices = model.adapted.arrays if shape.adapters and model.adapted is not None else ()
+    adapted = model.adapted if shape.adapters else None
+    matrices, matrix_partitions = ((), ()) if adapted is None else (adapted.arrays, adapted.partitions)
     arguments = (
         model.weights + matrices,
         _abstract_slots(sizes),
         jax.eval_shape(lambda: new_cache(model.config, sizes)),
         jax.ShapeDtypeStruct((shape.input_size(sizes.block_size, len(sizes.groups)),), jnp.int32),
     )
-    return StepProgram(name, step, arguments, None if mesh is None else _shardings(model, arguments, mesh))
+    cache = cache_partitions(model.config, arguments[2])
+    partitions = ((*model.partitions, *matrix_partitions), _whole(arguments[1]), cache, WHOLE)
+    return StepProgram(name, step, arguments, partitions, (WHOLE, cache, WHOLE), mesh)
 
 
 def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh: Mesh | None = None) -> StepProgram:
@@ -159,8 +209,11 @@ def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh:
         jax.ShapeDtypeStruct((rows, 4), jnp.int32),
         jax.ShapeDtypeStruct((rows, mask_width(vocab_size)), jnp.int32),
     )
-    whole = None if mesh is None else jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), arguments)
-    return StepProgram(name, function, arguments, whole, donated=(0,))
+    return StepProgram(name, function, arguments, _whole(arguments), WHOLE, mesh, donated=(0,))
+
+
+def _whole(arrays: Any) -> Any:
+    return jax.tree.map(lambda _: WHOLE, arrays)
 
 
 def _abstract_slots(sizes: RunnerConfig) -> Slots:
@@ -185,24 +238,19 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
     )
 
 
-def cache_shardings(config: CausalLMConfig, cache: Cache, mesh: Mesh | AbstractMesh) -> Any:
-    """Shardings of a cache or of its shapes: pages by head if the heads divide; recurrent states are whole."""
-    whole, by_head = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, CACHE_PARTITION)
-    divided = "tensor" in mesh.shape and config.num_key_value_heads % mesh.shape["tensor"] == 0
+def placed(make: Callable[[], T], shardings: Any) -> T:
+    """The arrays that a function makes, each device making its part of them; on JAX's default device without shardings.
+
+    Args:
+        make: the function.
+        shardings: sharding of each array, or None.
+    """
+    return make() if shardings is None else jax.jit(make, out_shardings=shardings)()
+
+
+def cache_partitions(config: CausalLMConfig, cache: Cache) -> Any:
+    """Partition of each array of a cache or of its shapes: pages by head; recurrent states are whole."""
     return tuple(
-        jax.tree.map(lambda _, to=by_head if divided and state is None else whole: to, pages)
-        for pages, state in zip(cache, layer_states(config, 1), strict=True)
-    )
-
-
-def _shardings(model: AbstractModel, arguments: tuple[Any, ...], mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
-    """Shardings of a step's arguments: weights by rule, pages by head; the rest is whole on every device."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    weights, slots, cache, _ = arguments
-    partitions = (*model.partitions, *[PartitionSpec()] * (len(weights) - len(model.partitions)))
-    return (
-        tuple(NamedSharding(mesh, spec) for spec in partitions),
-        jax.tree.map(lambda _: whole, slots),
-        cache_shardings(model.config, cache, mesh),
-        whole,
+        jax.tree.map(lambda _, spec=CACHE_PARTITION if state is None else WHOLE: spec, arrays)
+        for arrays, state in zip(cache, layer_states(config, 1), strict=True)
     )

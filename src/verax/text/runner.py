@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from verax import ops
 from verax._buckets import at_least
@@ -20,7 +21,7 @@ from verax.models import CausalLM
 from verax.nn import Embedding
 from verax.text.grammar import mask_width
 from verax.text.lora.device import DeviceAdapters
-from verax.text.program import AbstractModel, StepProgram, new_cache, sampling_program, step_program
+from verax.text.program import AbstractModel, StepProgram, new_cache, placed, sampling_program, step_program
 from verax.text.sampler import DEFERRED, SAMPLED
 from verax.text.scheduler import Schedule
 from verax.text.sizes import RunnerConfig
@@ -43,7 +44,7 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Weights, cache and slots on the device. The one place where programs are dispatched."""
+    """Weights, cache and slots on the device or the devices. The one place where programs are dispatched."""
 
     def __init__(
         self,
@@ -52,8 +53,11 @@ class ModelRunner:
         *,
         eos_token_ids: abc.Sequence[int] = (),
         adapters: DeviceAdapters | None = None,
+        mesh: Mesh | None = None,
     ):
         self.config = config
+        self.mesh = mesh
+        """Devices that weights and cache are divided over; None for JAX's default device."""
         self.eos_token_ids = tuple(eos_token_ids)
         # Flattened once: a step passes a flat tuple of arrays, and the module exists only while tracing.
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
@@ -62,21 +66,29 @@ class ModelRunner:
         """The model without its weights."""
         self.weight_bytes = weight_bytes(model)
         """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
-        self._cache = new_cache(model.config, config)
+        shardings = self.program(config.shapes[0]).shardings
+        _, on_slots, on_cache, _ = shardings or (None,) * 4
+        self._cache = placed(lambda: new_cache(model.config, config), on_cache)
         self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
-        """Bytes of the key/value cache and the recurrent states."""
-        self._slots = new_slots(config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups))
-        self._admit: Any = jax.jit(admit, donate_argnums=0, compiler_options=compiler_options(ops.target().platform))
+        """Bytes of the key/value cache and the recurrent states, on all devices."""
+        sizes = config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups)
+        self._slots = placed(lambda: new_slots(*sizes), on_slots)
+        self._admit: Any = jax.jit(
+            admit,
+            donate_argnums=0,
+            compiler_options=compiler_options(ops.target().platform),
+            **({} if on_slots is None else {"out_shardings": on_slots}),
+        )
         self._steps = {shape: self.program(shape).jit() for shape in config.shapes}
         self._samplers = {rows: self.sampling_program(rows).jit() for rows in config.sampling_rows}
 
     def program(self, shape: StepShape) -> StepProgram:
         """The program of one step on this runner's state."""
-        return step_program(self.abstract_model, self.config, shape)
+        return step_program(self.abstract_model, self.config, shape, self.mesh)
 
     def sampling_program(self, rows: int) -> StepProgram:
         """The program that samples the rows of a step by itself."""
-        return sampling_program(self.abstract_model, self.config, rows)
+        return sampling_program(self.abstract_model, self.config, rows, self.mesh)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
         """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this."""

@@ -111,9 +111,10 @@ class RunnerConfig:
 def plan_sizes(
     model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig, *, draft: CausalLMConfig | None = None
 ) -> RunnerConfig:
-    """Sizes that fit into memory. A context that is not given is cut to what the cache can hold of one sequence.
+    """Sizes that fit into the memory of each device.
 
-    The cache is blocks and, in models with recurrent layers, a state for each of `max_num_seqs` sequences.
+    A context that is not given is cut to what the cache can hold of one sequence. The cache is blocks and, in models
+    with recurrent layers, a state for each of `max_num_seqs` sequences.
 
     Args:
         model: the model's configuration.
@@ -130,8 +131,9 @@ def plan_sizes(
             f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    memory = config.kv_cache_memory or cache_memory()
+    memory = config.kv_cache_memory or cache_memory(config.tensor_parallel_size)
     per_state = state_bytes(model)
+    devices = config.tensor_parallel_size
     max_num_seqs = config.max_num_seqs
     if max_num_seqs is None:
         fitting = int(memory * STATE_FRACTION) // per_state if per_state else DEFAULT_NUM_SEQS
@@ -147,7 +149,7 @@ def plan_sizes(
     states = max_num_seqs * per_state
     layers = _layers_by_window(model, config.max_model_len or longest)
     sizes = tuple(
-        block_bytes(model, block_size, cache_dtype, len(group))
+        block_bytes(model, block_size, cache_dtype, len(group)) // devices
         + (0 if draft is None or window is not None else block_bytes(draft, block_size, cache_dtype))
         for window, group in layers.items()
     )
@@ -217,8 +219,11 @@ def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_toke
     return tuple(powers(2, max(2, min(longest, most, max_num_batched_tokens)), 2))
 
 
-def cache_memory() -> int:
-    """Bytes that a cache may take on the target, beside what lies in its memory already.
+def cache_memory(devices: int = 1) -> int:
+    """Bytes that a cache may take on one device of the target, beside what lies in its memory already.
+
+    Args:
+        devices: devices that share the model. Those of a CPU share its memory too.
 
     Raises:
         InvalidParameterError: if the memory of the target is unknown.
@@ -229,5 +234,5 @@ def cache_memory() -> int:
             "kv_cache_memory: this device does not report how much memory it has; give a size in bytes"
         )
     if ops.target().platform == "cpu":
-        return int(memory.free * HOST_FRACTION)
+        return int(memory.free * HOST_FRACTION) // devices
     return int(memory.total * DEVICE_FRACTION) - (memory.total - memory.free)

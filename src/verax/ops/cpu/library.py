@@ -146,7 +146,7 @@ class _Requirements(TypedDict):
 
 
 REQUIREMENTS: _Requirements = {"platforms": ("cpu",), "single_device": True, "available": available}
-"""Arguments of `Operation.implementation` that all C++ kernels share: a CPU, no mesh, and the library."""
+"""Arguments of `Operation.implementation` that all C++ kernels share: a CPU, one device's arrays, and the library."""
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from verax import ops
 from verax._compat import compiler_options
@@ -17,16 +18,24 @@ __all__ = ["DeviceAdapters"]
 
 
 class DeviceAdapters:
-    """Matrices of the adapters in use, and the program that replaces those of one slot."""
+    """Matrices of the adapters in use, and the program that replaces those of one slot.
 
-    def __init__(self, layers: AdaptedLayers):
+    Args:
+        layers: the layers.
+        mesh: devices that the model is divided over; None for JAX's default device.
+    """
+
+    def __init__(self, layers: AdaptedLayers, mesh: Mesh | None = None):
         self.layers = layers
-        self.arrays = layers.new_arrays()
+        placed: dict[str, Any] = {}
+        if mesh is not None:
+            placed = {"out_shardings": tuple(NamedSharding(mesh, spec) for spec in layers.partitions)}
+        self.arrays = jax.jit(layers.new_arrays, **placed)()
         """Matrices of all slots, which a step takes behind the model's weights."""
         self._numbers: list[int | None] = [None] * layers.max_loras
         """Number of the adapter in each slot."""
         options = compiler_options(ops.target().platform)
-        self._write: Any = jax.jit(write_adapter, donate_argnums=0, compiler_options=options)
+        self._write: Any = jax.jit(write_adapter, donate_argnums=0, compiler_options=options, **placed)
 
     def place(self, adapter: LoadedAdapter, slot: int) -> None:
         """Write an adapter into a slot, unless it is there. Steps that were dispatched before see what was there."""

@@ -11,12 +11,15 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
 from verax.models import CausalLM
 from verax.nn import Linear, LowRank
+from verax.nn.parallel import divisions
+from verax.ops.division import Division
 
 __all__ = ["AdaptedLayers", "Matrices", "write_adapter"]
 
@@ -40,6 +43,10 @@ class AdaptedLayers:
     max_rank: int
     """Rank of every slot, r. Matrices of a smaller rank are filled up with zeros."""
     dtype: DTypeLike
+    divisions: Mapping[str, Division] = field(default_factory=dict)
+    """Division of a layer's weight over devices, by path; of those that are divided."""
+    repeats: int = 1
+    """Times that the model has each unit of a layer whose division repeats; adapters have it once."""
 
     @classmethod
     def of(
@@ -49,6 +56,7 @@ class AdaptedLayers:
         *,
         max_loras: int,
         max_rank: int,
+        repeats: int = 1,
     ) -> AdaptedLayers:
         """The layers of a model that is made of flat weights; its forward pass is traced once.
 
@@ -63,6 +71,7 @@ class AdaptedLayers:
             for path, layer in _linear_layers(model):
                 F, D = layer.weight.get_value().shape
                 layer.low_rank = _Probe.of(F, D, lambda path=path, size=(F, D): shapes.__setitem__(path, size))
+            found.update(divisions=divisions(model))
             found.update(dtype=model.dtype, aliases=model.key_aliases, name=type(model).__name__)
             return model(tokens)
 
@@ -73,11 +82,18 @@ class AdaptedLayers:
             )
         return cls(
             shapes=shapes,
+            divisions={path: of for path in shapes if (of := found["divisions"].get(f"{path}.weight")) is not None},
             names={name: path for path in shapes for name in _names(path, found["aliases"])},
+            repeats=repeats,
             max_loras=max_loras,
             max_rank=max_rank,
             dtype=found["dtype"],
         )
+
+    def times(self, path: str) -> int:
+        """Times that the model has each unit of a layer's outputs."""
+        division = self.divisions.get(path)
+        return self.repeats if division is not None and division.repeats else 1
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -85,6 +101,12 @@ class AdaptedLayers:
         R = self.max_loras * self.max_rank
         pairs = [((R, size_in), (size_out, R)) for size_out, size_in in self.shapes.values()]
         return tuple(jax.ShapeDtypeStruct(shape, self.dtype) for pair in pairs for shape in pair)
+
+    @property
+    def partitions(self) -> tuple[PartitionSpec, ...]:
+        """Partition of the arrays over devices: `up` by the outputs of its layer, or `down` by the inputs."""
+        pairs = [(self.divisions.get(path), axis) for path in self.shapes for axis in (1, 0)]
+        return tuple(PartitionSpec() if of is None or of.axis != axis else of.spec for of, axis in pairs)
 
     def new_arrays(self) -> Matrices:
         """Zeroed arrays: slots without an adapter."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from verax.checkpoint.peft import Adapter
 from verax.errors import InvalidParameterError
+from verax.ops.division import repeated
 from verax.text.lora.layers import AdaptedLayers
 from verax.text.lora.request import LoRARequest
 
@@ -79,8 +80,10 @@ class AdapterLoader:
         wrong = []
         for module, path in paths.items():
             pair = adapter.pairs[module]
-            if (size := (pair.size_out, pair.size_in)) != layers.shapes[path]:
-                wrong.append(f"{module} (adapter {list(size)}, model {list(layers.shapes[path])})")
+            size_out, size_in = layers.shapes[path]
+            needed = size_out // layers.times(path), size_in
+            if (size := (pair.size_out, pair.size_in)) != needed:
+                wrong.append(f"{module} (adapter {list(size)}, model {list(needed)})")
         if wrong:
             raise adapter.fault(wrong, "it belongs to another base, by the shapes of")
         if adapter.rank > layers.max_rank:
@@ -91,5 +94,7 @@ class AdapterLoader:
         matrices = {}
         for module, path in paths.items():
             a, b = adapter.read(module)
+            if (times := layers.times(path)) > 1:
+                b = repeated(path, b, layers.divisions[path], times)
             matrices[path] = a.astype(layers.dtype), b.astype(layers.dtype)
         return LoadedAdapter(request, matrices)

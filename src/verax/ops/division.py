@@ -1,0 +1,151 @@
+"""Division of a weight over the devices of a mesh: along which axis, in which units, and where each of its arrays lies.
+
+A quantised weight is several arrays. They are divided as the weight that they stand for, so that each device holds a
+smaller weight of the same kind.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from verax.errors import InvalidParameterError
+from verax.ops.block_quantized import BLOCK_KINDS, LANES, BlockQuantizedWeight
+from verax.ops.quantized import INT4_ROWS, QuantizedWeight
+
+__all__ = ["TENSOR_AXIS", "Division", "check_division", "is_weight", "partition", "repeated", "resized"]
+
+TENSOR_AXIS = "tensor"
+"""Name of the mesh axis that divides layers."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Division of one axis of a weight.
+
+    Attributes:
+        axis: 0 for the outputs of `[F, D]`, the entries of a bias, the tokens of an embedding, or the matrices of a
+            stack; 1 for the inputs.
+        unit: entries that stay together on one device, such as the rows of a head.
+        repeats: True if several devices may hold a unit where there are more devices than units.
+    """
+
+    axis: int = 0
+    unit: int = 1
+    repeats: bool = False
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Partition of an array that has the weight's own axes."""
+        return PartitionSpec(*[None] * self.axis, TENSOR_AXIS)
+
+    def divides(self, size: int, devices: int) -> bool:
+        """True if an axis of this size can be divided over so many devices."""
+        units, rest = divmod(size, self.unit)
+        return rest == 0 and (units % devices == 0 or (self.repeats and devices % units == 0))
+
+
+def is_weight(value: Any) -> bool:
+    """True for a quantised weight: a leaf of a model's state that is several arrays."""
+    return isinstance(value, QuantizedWeight | BlockQuantizedWeight)
+
+
+def partition(weight: Any, division: Division | None) -> Any:
+    """Partition of each array of a weight, in a tree like the weight's; whole arrays without a division."""
+    spec = PartitionSpec() if division is None else division.spec
+    if not is_weight(weight):
+        return spec
+    specs = jax.tree.map(lambda _: spec, weight)
+    if isinstance(weight, QuantizedWeight) and division is not None and len(weight.shape) == 2 and division.axis == 1:
+        return specs if weight.group_size is not None else replace(specs, scales=PartitionSpec(), **_without(weight))
+    if isinstance(weight, QuantizedWeight) and weight.order is not None and len(weight.shape) == 2:
+        return replace(specs, order=PartitionSpec())  # of inputs, which are whole
+    return specs
+
+
+def _without(weight: QuantizedWeight) -> dict[str, Any]:
+    """Zero points of whole rows, which are whole as the scales beside them are."""
+    return {} if weight.zeros is None else {"zeros": PartitionSpec()}
+
+
+def check_division(name: str, weight: Any, division: Division, devices: int) -> None:
+    """Check that each of several devices can hold a part of a weight.
+
+    Args:
+        name: the weight's name, for the message.
+        weight: the weight, or its shapes.
+        division: how it is divided.
+        devices: number of devices.
+
+    Raises:
+        InvalidParameterError: if the axis does not divide; or if the weight's columns are in an order of their own, so
+            that no device has the inputs of its columns.
+    """
+    if isinstance(weight, QuantizedWeight) and division.axis == 1 and weight.order is not None:
+        raise InvalidParameterError(
+            f"{name}: its columns are in an order of their own (act-order), which is not divided over devices; load it "
+            "with quantization='dequantize'"
+        )
+    stored = replace(division, unit=math.lcm(division.unit, _stored_unit(weight, division.axis)))
+    size = weight.shape[division.axis]
+    if not stored.divides(size, devices):
+        together = f", {stored.unit} of which stay together," if stored.unit > 1 else ""
+        raise InvalidParameterError(
+            f"{name}: {size} {'inputs' if division.axis else 'rows'}{together} do not divide over {devices} devices"
+        )
+
+
+def _stored_unit(weight: Any, axis: int) -> int:
+    """Entries of an axis that a quantised weight stores together."""
+    if isinstance(weight, BlockQuantizedWeight):
+        return BLOCK_KINDS[weight.kind].unit if axis else LANES
+    if isinstance(weight, QuantizedWeight) and len(weight.shape) == 2:
+        return (weight.group_size or 1) if axis else (INT4_ROWS if weight.bits == 4 else 1)
+    return 1
+
+
+def repeated(name: str, weight: Any, division: Division, times: int) -> Any:
+    """A weight whose units follow each other so many times each: for devices that share a head.
+
+    Raises:
+        InvalidParameterError: if a unit is not stored by itself.
+    """
+    if times == 1:
+        return weight
+    rows, stored = weight.shape[0], _stored_unit(weight, 0)
+    if division.unit % stored:
+        raise InvalidParameterError(
+            f"{name}: units of {division.unit} rows lie across blocks of {stored} and cannot be repeated; use fewer "
+            "devices"
+        )
+
+    def repeat(array: Any) -> Any:
+        units = np.asarray(array).reshape(rows // division.unit, -1, *array.shape[1:])
+        return np.repeat(units, times, axis=0).reshape(-1, *array.shape[1:])
+
+    if not is_weight(weight):
+        return repeat(weight)
+    kept = {"order": weight.order} if isinstance(weight, QuantizedWeight) else {}
+    return replace(jax.tree.map(repeat, weight), size_out=rows * times, **kept)
+
+
+def resized(weight: Any) -> Any:
+    """A weight with the sizes of the arrays that it has: those of one device's part. Weights in one array are as given.
+
+    The last rows of a weight that is not divided may be padding, so that its own sizes hold then.
+    """
+    if isinstance(weight, BlockQuantizedWeight):
+        blocks, units, _, lanes = weight.words.shape
+        size_in = min(weight.size_in, units * BLOCK_KINDS[weight.kind].unit)
+        return replace(weight, size_out=min(weight.size_out, blocks * lanes), size_in=size_in)
+    if isinstance(weight, QuantizedWeight) and weight.bits == 8:
+        return replace(weight, size_out=weight.values.shape[-2], size_in=weight.values.shape[-1])
+    if isinstance(weight, QuantizedWeight):
+        blocks, eighths, _ = weight.values.shape[-3:]
+        return replace(weight, size_out=min(weight.size_out, blocks * INT4_ROWS), size_in=eighths * 8)
+    return weight

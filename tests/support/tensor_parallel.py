@@ -1,0 +1,169 @@
+"""Engines of one tiny model over 1, 2, 4 and 8 devices, in a process of its own: `run(case, folder, sizes)`."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SIZES = dict(intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
+"""Changes of `tiny_config`: up to 8 devices divide it, and more than 2 share heads of keys and values."""
+
+DELTA = dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=8,
+    linear_num_value_heads=16,
+    linear_key_head_dim=12,
+    linear_value_head_dim=20,
+    linear_conv_kernel_dim=4,
+)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+
+FAMILIES = {
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False, num_key_value_heads=8)),
+    "gemma3": (
+        "gemma3_text",
+        dict(num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+        | dict(sliding_window=10, query_pre_attn_scalar=16, rope_local_base_freq=1e4),
+    ),
+    "qwen3-moe": ("qwen3_moe", EXPERTS),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}),
+}
+"""Family and changes of `tiny_config` by case."""
+
+WIDE = dict(hidden_size=256, intermediate_size=512, head_dim=64)
+"""Changes that divide two times into the blocks of quantised weights."""
+
+FEATURES = {
+    "int8": dict(quantization="int8", kv_cache_dtype="int8"),
+    "int4": dict(quantization="int4"),
+    "moe-int4": dict(quantization="int4"),
+    "gguf": {},
+    "lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
+    "grammar": dict(structured_outputs=True),
+    "logprobs": {},
+    "ngram": dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
+}
+"""Options of the engine by case."""
+
+
+def run(case, folder, sizes):
+    """By number of devices: tokens, and what `_engine` found out about the programs."""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(max(sizes)), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "tests.support.tensor_parallel", case, str(folder), *map(str, sizes)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {int(size): found for size, found in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def _model(case, folder):
+    """Path of the case's model, made at the first call."""
+    from tests.support.tiny import tiny_checkpoint
+
+    family, changes = FAMILIES.get(case, FAMILIES["qwen3"])
+    if case == "moe-int4":
+        family, changes = FAMILIES["qwen3-moe"]
+    if case in FEATURES:
+        changes = {**changes, **WIDE}
+    made = Path(folder) / "model"
+    if not made.exists():
+        tiny_checkpoint(made, family=family, **{**SIZES, **changes})
+    if case != "gguf":
+        return made
+    from tests.support import gguf
+
+    path = Path(folder) / "model.gguf"
+    if not path.exists():
+        gguf.write(made, path, "Q4_K", kinds={"model.embed_tokens.weight": "Q6_K"})
+    return path
+
+
+def _adapter(model, folder):
+    import safetensors.numpy
+
+    from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+    from verax import LoRARequest
+
+    sizes = linear_sizes(safetensors.numpy.load_file(model / "model.safetensors"))
+    path = Path(folder) / "adapter"
+    save_adapter(path, adapter_weights(sizes, rank=3, spread=0.5), rank=3)
+    return LoRARequest("adapter", 1, str(path))
+
+
+def _engine(case, folder, size):
+    from verax import LLM, SamplingParams
+
+    model = _model(case, folder)
+    sizes = dict(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=32, block_size=4)
+    llm = LLM(model, dtype="float32", use_tqdm=False, tensor_parallel_size=size, **{**sizes, **FEATURES.get(case, {})})
+    runner = llm.engine.runner
+    before = runner.num_compiled()
+    prompts = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
+    plain = dict(max_tokens=16, ignore_eos=case != "grammar")
+    if case == "grammar":
+        plain["structured_outputs"] = {"regex": "[a-f]{3} (the|fox) [0-9]{4}"}
+    if case == "logprobs":
+        plain |= dict(logprobs=2, prompt_logprobs=1, repetition_penalty=1.3, min_tokens=4, logit_bias={17: 2.0})
+    params = [
+        SamplingParams(temperature=0, **plain),
+        SamplingParams(temperature=0, **plain),
+        SamplingParams(temperature=1.0, seed=7, **plain),
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3, **plain),
+    ]
+    adapters = [_adapter(model, folder), None, None, None] if case == "lora" else None
+    if adapters is not None:
+        adapters[2] = adapters[0]
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+    after = runner.num_compiled()
+    decode = runner.config.shapes[0]
+    hlo = runner._steps[decode].lower(*runner._arguments(decode)).compile().as_text()
+    aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", hlo.splitlines()[0])
+    shards = [array.addressable_shards[0].data for array in runner._weights]
+    return {
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "logprobs": [
+            [entry[token].logprob for entry, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)]
+            for o in outputs
+            if case == "logprobs"
+        ],
+        "prompt_logprobs": [
+            [entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], prompt[1:], strict=True)]
+            for o, prompt in zip(outputs, prompts, strict=True)
+            if case == "logprobs"
+        ],
+        "compiled": [before, after],
+        "collectives": Counter(re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)),
+        "native_calls": hlo.count('custom_call_target="verax_'),
+        "aliased": 0 if aliased is None else aliased[1].count("may-alias") + aliased[1].count("must-alias"),
+        "donated": len(_leaves((runner._slots, runner._cache))),
+        "heads_on_a_device": sorted({page.addressable_shards[0].data.shape[1] for page in _pages(runner)}),
+        "bytes": [sum(array.nbytes for array in runner._weights), sum(array.nbytes for array in shards)],
+    }
+
+
+def _leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
+
+
+def _pages(runner):
+    """Arrays of keys and values."""
+    from verax.text.sizes import layer_states
+
+    states = layer_states(runner.abstract_model.config, 1)
+    return [
+        array for arrays, state in zip(runner._cache, states, strict=True) if state is None for array in _leaves(arrays)
+    ]
+
+
+if __name__ == "__main__":
+    case, folder, *sizes = sys.argv[1:]
+    sys.stdout.write(json.dumps({size: _engine(case, folder, int(size)) for size in sizes}) + "\n")

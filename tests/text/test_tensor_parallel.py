@@ -1,0 +1,98 @@
+"""A model over several devices: one device's tokens, few collectives, nothing compiled late, buffers reused."""
+
+import pytest
+from flax import nnx
+
+from tests.support.tensor_parallel import FAMILIES, FEATURES, run
+from tests.support.tiny import tiny_config
+from verax import LLM
+from verax.errors import InvalidParameterError
+from verax.models import causal_lm
+from verax.nn.parallel import check_divisions, fitting_sizes
+from verax.text.mesh import tensor_mesh
+
+SUMS = {"qwen3": 5, "llama": 5, "gemma3": 7, "qwen3-moe": 5}
+"""Sums over devices of a decode step: two for each layer, and one of the embedding."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A family and what its engines gave, by number of devices."""
+    return request.param, run(request.param, tmp_path_factory.mktemp("tp"), (1, 2, 4, 8))
+
+
+def test_tokens_are_those_of_one_device(family):
+    _, found = family
+    assert all(len(set(answer)) > 4 for answer in found[1]["tokens"])
+    assert {size for size, of in found.items() if of["tokens"] == found[1]["tokens"]} == {1, 2, 4, 8}
+
+
+def test_a_decode_step_has_two_sums_a_layer_one_of_the_embedding_and_gathers_scores(family):
+    name, found = family
+    assert found[1]["collectives"] == {}
+    for size in (2, 4, 8):
+        assert found[size]["collectives"] == {"all-reduce": SUMS[name], "all-gather": 1}
+
+
+def test_nothing_compiles_after_the_start_and_slots_and_cache_stay_in_their_buffers(family):
+    _, found = family
+    for of in found.values():
+        before, after = of["compiled"]
+        assert before == after
+        assert of["aliased"] == of["donated"]
+
+
+def test_each_device_runs_the_kernels_that_one_device_runs(family):
+    _, found = family
+    assert len({of["native_calls"] for of in found.values()}) == 1
+
+
+def test_each_device_holds_its_part_of_weights_and_heads(family):
+    _, found = family
+    heads = found[1]["heads_on_a_device"][0]
+    for size, of in found.items():
+        assert of["heads_on_a_device"] == [max(1, heads // size)]
+        whole, part = of["bytes"]
+        assert part < 1.1 * whole / size + 12_000  # norms are whole
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_gives_one_devices_answers(feature, tmp_path):
+    one, two = run(feature, tmp_path, (1, 2)).values()
+    assert two["tokens"] == one["tokens"]
+    assert two["compiled"][0] == two["compiled"][1]
+    assert two["aliased"] == two["donated"]
+    for name in ("logprobs", "prompt_logprobs"):
+        assert len(two[name]) == len(one[name])
+        for ours, theirs in zip(two[name], one[name], strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-5)
+
+
+def shapes(family="qwen3", **changes):
+    architecture, config = causal_lm(tiny_config(family, **changes))
+    return nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0)))
+
+
+def test_a_number_that_does_not_divide_is_refused_with_those_that_do():
+    model = shapes(num_attention_heads=6, num_key_value_heads=2, intermediate_size=96)
+    assert fitting_sizes(model) == [1, 2]
+    with pytest.raises(InvalidParameterError, match=r"^size: model\.\S+: .* over 3 devices; .* divides over: 1, 2$"):
+        check_divisions(model, 3, argument="size")
+
+
+def test_a_head_stays_whole():
+    """Rows of three heads would divide over two devices, but half a head is none."""
+    model = shapes(num_attention_heads=3, num_key_value_heads=3)
+    with pytest.raises(InvalidParameterError, match=r"q_proj\.weight: 48 rows, 16 of which stay together, do not"):
+        check_divisions(model, 2, argument="size")
+
+
+def test_more_devices_than_there_are_are_refused_with_the_way_to_virtual_ones(tiny_folder):
+    with pytest.raises(InvalidParameterError, match=r"tensor_parallel_size: 512 .* JAX_NUM_CPU_DEVICES=512"):
+        LLM(tiny_folder, tensor_parallel_size=512)
+    with pytest.raises(InvalidParameterError, match="tensor_parallel_size: expected a whole number of at least 1"):
+        LLM(tiny_folder, tensor_parallel_size=0)
+
+
+def test_one_device_alone_is_no_mesh():
+    assert tensor_mesh(1) is None
