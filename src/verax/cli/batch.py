@@ -48,6 +48,7 @@ def batch(
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
+    tensor_parallel_size: options.TensorParallelSize = 1,
     speculative_config: options.SpeculativeConfig = None,
     chat_template: options.ChatTemplate = None,
     revision: serving.Revision = None,
@@ -113,6 +114,7 @@ def batch(
             revision=revision,
             max_queued_requests=sys.maxsize,  # what is in flight is bounded here
             kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=tensor_parallel_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

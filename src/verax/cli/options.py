@@ -30,6 +30,7 @@ __all__ = [
     "SpeculativeConfig",
     "Stop",
     "Temperature",
+    "TensorParallelSize",
     "TopK",
     "TopP",
     "given",
@@ -56,6 +57,9 @@ Quantization = Annotated[
 ]
 KvCacheDtype = Annotated[
     str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")
+]
+TensorParallelSize = Annotated[
+    int, typer.Option(help="Devices that share the model: each holds a part of its weights and cache.", min=1)
 ]
 SpeculativeConfig = Annotated[
     str | None,

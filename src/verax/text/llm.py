@@ -104,8 +104,7 @@ class LLM:
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
         tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
         with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
-            over = None if config.tensor_parallel_size == 1 else mesh
-            loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, mesh=over, progress=report)
+            loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, mesh=_many(mesh), progress=report)
         self.load_seconds = time.perf_counter() - begin
         self._generation_config = dict(opened.generation_config)
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
@@ -141,8 +140,8 @@ class LLM:
         ends = tokenizer.eos_token_ids if tokenizer else frozenset()
         config = (config or EngineConfig()).with_options(options)
         mesh, heads = tensor_mesh(config.tensor_parallel_size), model.config.num_key_value_heads
-        if mesh is not None and mesh.size > 1:
-            model = divide_model(model, mesh)
+        if (many := _many(mesh)) is not None:
+            model = divide_model(model, many)
         llm._start(model, config, mesh, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
         return llm
 
@@ -172,7 +171,7 @@ class LLM:
         self.tokenizer = tokenizer
         draft = None
         if config.speculation is not None and config.speculation.model is not None:
-            draft = load_draft_model(config.speculation, model, tokenizer, use_tqdm=use_tqdm)
+            draft = load_draft_model(config.speculation, model, tokenizer, mesh=_many(mesh), use_tqdm=use_tqdm)
         # Before the cache takes what is free.
         adapters = _adapters(model, config, mesh, heads) if config.enable_lora else None
         sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
@@ -421,6 +420,11 @@ def _adapters(model: CausalLM, config: EngineConfig, mesh: Mesh | None, heads: i
         repeats=model.config.num_key_value_heads // heads,
     )
     return DeviceAdapters(layers, mesh)
+
+
+def _many(mesh: Mesh | None) -> Mesh | None:
+    """A mesh of several devices; None for one device, which holds whole weights without one."""
+    return None if mesh is None or mesh.size == 1 else mesh
 
 
 def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:

@@ -77,7 +77,7 @@ class ModelRunner:
             admit,
             donate_argnums=0,
             compiler_options=compiler_options(ops.target().platform),
-            **({} if on_slots is None else {"out_shardings": on_slots}),
+            out_shardings=on_slots,
         )
         self._steps = {shape: self.program(shape).jit() for shape in config.shapes}
         self._samplers = {rows: self.sampling_program(rows).jit() for rows in config.sampling_rows}

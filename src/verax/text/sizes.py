@@ -119,7 +119,7 @@ def plan_sizes(
     Args:
         model: the model's configuration.
         dtype: dtype of the weights.
-        config: the engine's options.
+        config: the engine's options. Its devices divide the heads of keys and values.
         draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
 
     Raises:
@@ -150,7 +150,7 @@ def plan_sizes(
     layers = _layers_by_window(model, config.max_model_len or longest)
     sizes = tuple(
         block_bytes(model, block_size, cache_dtype, len(group)) // devices
-        + (0 if draft is None or window is not None else block_bytes(draft, block_size, cache_dtype))
+        + (0 if draft is None or window is not None else block_bytes(draft, block_size, cache_dtype) // devices)
         for window, group in layers.items()
     )
     plan = CachePlan(tuple(layers), sizes, block_size, batched)

@@ -27,15 +27,13 @@ class DeviceAdapters:
 
     def __init__(self, layers: AdaptedLayers, mesh: Mesh | None = None):
         self.layers = layers
-        placed: dict[str, Any] = {}
-        if mesh is not None:
-            placed = {"out_shardings": tuple(NamedSharding(mesh, spec) for spec in layers.partitions)}
-        self.arrays = jax.jit(layers.new_arrays, **placed)()
+        shardings = None if mesh is None else tuple(NamedSharding(mesh, spec) for spec in layers.partitions)
+        self.arrays = layers.new_arrays() if mesh is None else jax.jit(layers.new_arrays, out_shardings=shardings)()
         """Matrices of all slots, which a step takes behind the model's weights."""
         self._numbers: list[int | None] = [None] * layers.max_loras
         """Number of the adapter in each slot."""
         options = compiler_options(ops.target().platform)
-        self._write: Any = jax.jit(write_adapter, donate_argnums=0, compiler_options=options, **placed)
+        self._write: Any = jax.jit(write_adapter, donate_argnums=0, compiler_options=options, out_shardings=shardings)
 
     def place(self, adapter: LoadedAdapter, slot: int) -> None:
         """Write an adapter into a slot, unless it is there. Steps that were dispatched before see what was there."""

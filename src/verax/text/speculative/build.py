@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from verax import checkpoint, ops, progress
 from verax.errors import InvalidParameterError, UnsupportedModelError
@@ -42,21 +43,22 @@ def new_speculator(config: SpeculativeConfig, runner: ModelRunner, draft_model: 
 
 
 def load_draft_model(
-    config: SpeculativeConfig, model: CausalLM, tokenizer: Tokenizer | None, *, use_tqdm: bool
+    config: SpeculativeConfig, model: CausalLM, tokenizer: Tokenizer | None, *, mesh: Mesh | None, use_tqdm: bool
 ) -> CausalLM:
-    """The draft model of a configuration, in the dtype of the model that verifies.
+    """The draft model of a configuration, in the dtype of the model that verifies, and over the same devices.
 
     Args:
         config: options of speculative decoding, with a model.
         model: the model that verifies.
         tokenizer: its tokenizer; None if prompts are token ids, and vocabularies are compared by size only.
+        mesh: devices to divide it over; the default device if None.
         use_tqdm: a progress bar while loading, if stderr is a terminal.
 
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
         UnsupportedModelError: if verax has no such architecture, or it has recurrent layers; or if all layers of the
             model that verifies have sliding windows.
-        InvalidParameterError: if the vocabularies differ.
+        InvalidParameterError: if the vocabularies differ, or if it does not divide over the devices.
     """
     assert config.model is not None
     if all(window is not None for window in sliding_windows(model.config)):
@@ -66,7 +68,7 @@ def load_draft_model(
         )
     opened = checkpoint.Checkpoint.open(config.model)
     with progress.bar("loading the draft model", enabled=use_tqdm, count=False) as report:
-        draft = load_causal_lm(opened, dtype=model.dtype, progress=report)
+        draft = load_causal_lm(opened, dtype=model.dtype, mesh=mesh, progress=report)
     if has_recurrent_layers(draft.config):
         raise UnsupportedModelError(
             f"speculative_config: model: {config.model} has recurrent layers, whose state cannot go back behind a "

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 from verax._buckets import at_least, powers
 from verax.models import CausalLM
 from verax.text.cache_groups import CacheGroup
-from verax.text.program import AbstractModel, new_cache, step_program
+from verax.text.program import AbstractModel, new_cache, placed, step_program
 from verax.text.runner import ModelRunner, weight_bytes
 from verax.text.sampler import SAMPLED
 from verax.text.scheduler import Chunk, Schedule
@@ -74,7 +74,6 @@ class DraftModel:
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
         self._abstract = AbstractModel.from_module(model)
         self._config = _sizes(model, runner.config)
-        self._cache = new_cache(model.config, self._config)
         self.step_cost = weight_bytes(model) / runner.weight_bytes
         """Bytes of its weights by those of the model: a step takes as long as its weights are read."""
         self._progress: weakref.WeakKeyDictionary[Sequence, _Progress] = weakref.WeakKeyDictionary()
@@ -86,12 +85,15 @@ class DraftModel:
         prompts = [StepShape(1, tokens, False) for tokens in self._config.mixed_tokens]
         self.shapes = (*decode, *newest, *prompts)
         """Shapes of its steps."""
+        programs = [step_program(self._abstract, self._config, shape, runner.mesh) for shape in self.shapes]
+        _, on_slots, on_cache, _ = programs[0].shardings or (None,) * 4
+        self._cache = placed(lambda: new_cache(model.config, self._config), on_cache)
         self._steps: dict[StepShape, Any] = {
-            shape: step_program(self._abstract, self._config, shape).jit() for shape in self.shapes
+            shape: program.jit() for shape, program in zip(self.shapes, programs, strict=True)
         }
         verify = [shape for shape in runner.config.shapes if shape.verify]
         self._num_updates = max(shape.num_updates(self._config.block_size) for shape in verify)
-        self._extend_tables: Any = jax.jit(_with_new_blocks, donate_argnums=0)
+        self._extend_tables: Any = jax.jit(_with_new_blocks, donate_argnums=0, out_shardings=(on_slots,))
 
     def warm_up(self) -> None:
         """Compile every step and run it once on padding."""
