@@ -32,7 +32,12 @@ FAMILIES = {
     ),
     "gemma3": (
         "gemma3_text",
-        dict(layer_types=["sliding_attention", "full_attention"], sliding_window=10, query_pre_attn_scalar=16),
+        dict(
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=10,
+            query_pre_attn_scalar=16,
+            tie_word_embeddings=False,  # its scaled embedding would say each token again
+        ),
     ),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "num_hidden_layers": 1}),
     "qwen3.5": ("qwen3_5_text", DELTA),
@@ -57,36 +62,42 @@ FEATURES = {
 """Options of the engine by case."""
 
 
+PROMPTS = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
+
+
 def run(cases, folder, sizes):
-    """By case and number of devices: tokens, and what `_engine` found out about the programs."""
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(max(sizes)), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.tensor_parallel",
-        str(folder),
-        ",".join(cases),
-        ",".join(map(str, sizes)),
-    ]
+    """By case and number of devices: answers, and what `_engine` found out about the programs.
+
+    Args:
+        cases: names out of `FAMILIES` and `FEATURES`.
+        folder: where models are made.
+        sizes: numbers of devices, by case.
+    """
+    most = max(max(sizes[case]) for case in cases)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(most), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    wanted = json.dumps({case: sizes[case] for case in cases})
+    command = [sys.executable, "-m", "tests.support.tensor_parallel", str(folder), wanted]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     return {case: {int(size): of for size, of in by_size.items()} for case, by_size in found.items()}
 
 
+def model_of(case):
+    """Family and changes of `tiny_config` of a case."""
+    family, changes = FAMILIES.get("qwen3-moe" if case == "moe-int4" else case, FAMILIES["qwen3"])
+    return family, {**SIZES, **changes, **(WIDE if case in FEATURES else {})}
+
+
 def _model(case, folder):
     """Path of the case's model, made at the first call."""
     from tests.support.tiny import tiny_checkpoint
 
-    family, changes = FAMILIES.get(case, FAMILIES["qwen3"])
-    if case == "moe-int4":
-        family, changes = FAMILIES["qwen3-moe"]
-    if case in FEATURES:
-        changes = {**changes, **WIDE}
+    family, changes = model_of(case)
     made = Path(folder) / case
     if not made.exists():
         seed = int(case == "moe-int4")  # rounded inputs move scores a little, which decides a near tie of seed 0
-        tiny_checkpoint(made, family=family, seed=seed, **{**SIZES, **changes})
+        tiny_checkpoint(made, family=family, seed=seed, **changes)
     if case != "gguf":
         return made
     from tests.support import gguf
@@ -109,18 +120,16 @@ def _adapter(model, folder):
     return LoRARequest("adapter", 1, str(path))
 
 
-def _engine(case, folder, size):
+def _answers(case, folder, size):
+    """An engine after it answered greedy and seeded requests, its answers, and programs compiled before and after."""
     from verax import LLM, SamplingParams
 
-    model = _model(case, folder)
-    options = FEATURES.get(case, {})
+    model, options = _model(case, folder), FEATURES.get(case, {})
     if case == "draft-model":  # the model itself, so that its drafts hold
         options = {"speculative_config": {"model": str(model), "num_speculative_tokens": 3}}
-    sizes = dict(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=32, block_size=4)
+    sizes = dict(max_model_len=96, max_num_seqs=1 + (case in FAMILIES), max_num_batched_tokens=32, block_size=4)
     llm = LLM(model, dtype="float32", use_tqdm=False, tensor_parallel_size=size, **{**sizes, **options})
-    runner = llm.engine.runner
-    before = runner.num_compiled()
-    prompts = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
+    before = llm.engine.runner.num_compiled()
     plain = dict(max_tokens=16, ignore_eos=case != "grammar")
     if case == "grammar":
         plain["structured_outputs"] = {"regex": "[a-f]{3} (the|fox) [0-9]{4}"}
@@ -132,54 +141,58 @@ def _engine(case, folder, size):
         SamplingParams(temperature=1.0, seed=7, **plain),
         SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3, **plain),
     ]
-    adapters = [_adapter(model, folder), None, None, None] if case == "lora" else None
-    if adapters is not None:
-        adapters[2] = adapters[0]
-    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
-    after = runner.num_compiled()
+    adapter = _adapter(model, folder) if case == "lora" else None
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[adapter, None, adapter, None])
+    return llm, outputs, [before, llm.engine.runner.num_compiled()]
+
+
+def _engine(case, folder, size):
+    """Answers of an engine, and facts of its programs and arrays."""
+    import jax
+
+    llm, outputs, compiled = _answers(case, folder, size)
+    runner = llm.engine.runner
+    weights = runner._weights
+    parts = [array.addressable_shards[0].data for array in weights]
+    found = {
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "logprobs": [_chosen(output.outputs[0].logprobs, output.outputs[0].token_ids) for output in outputs],
+        "prompt_logprobs": [_chosen(output.prompt_logprobs, output.prompt_token_ids) for output in outputs],
+        "compiled": compiled,
+        "bytes": [sum(array.nbytes for array in arrays) for arrays in (weights, parts)],
+    }
+    if case in FEATURES:
+        return found
     decode = runner.config.shapes[0]
     hlo = runner._steps[decode].lower(*runner._arguments(decode)).compile().as_text()
     aliased = re.search(r"input_output_alias=\{(.*?)\}, entry", hlo.splitlines()[0])
-    shards = [array.addressable_shards[0].data for array in runner._weights]
     return {
-        "tokens": [output.outputs[0].token_ids for output in outputs],
-        "logprobs": [
-            [entry[token].logprob for entry, token in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)]
-            for o in outputs
-            if case == "logprobs"
-        ],
-        "prompt_logprobs": [
-            [entry[token].logprob for entry, token in zip(o.prompt_logprobs[1:], prompt[1:], strict=True)]
-            for o, prompt in zip(outputs, prompts, strict=True)
-            if case == "logprobs"
-        ],
-        "compiled": [before, after],
+        **found,
         "collectives": Counter(re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", hlo)),
         "native_calls": hlo.count('custom_call_target="verax_'),
-        "aliased": 0 if aliased is None else aliased[1].count("may-alias") + aliased[1].count("must-alias"),
-        "donated": len(_leaves((runner._slots, runner._cache))),
+        "aliased": 0 if aliased is None else len(re.findall(r"may-alias|must-alias", aliased[1])),
+        "donated": len(jax.tree.leaves((runner._slots, runner._cache))),
         "heads_on_a_device": sorted({page.addressable_shards[0].data.shape[1] for page in _pages(runner)}),
-        "bytes": [sum(array.nbytes for array in runner._weights), sum(array.nbytes for array in shards)],
     }
 
 
-def _leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
+def _chosen(entries, tokens):
+    """Log-probabilities of tokens; those that have none are left out."""
+    return [entry[token].logprob for entry, token in zip(entries or (), tokens, strict=False) if entry]
 
 
 def _pages(runner):
     """Arrays of keys and values."""
+    import jax
+
     from verax.text.sizes import layer_states
 
     states = layer_states(runner.abstract_model.config, 1)
-    return [
-        array for arrays, state in zip(runner._cache, states, strict=True) if state is None for array in _leaves(arrays)
-    ]
+    layers = zip(runner._cache, states, strict=True)
+    return [array for arrays, state in layers if state is None for array in jax.tree.leaves(arrays)]
 
 
 if __name__ == "__main__":
-    folder, cases, sizes = sys.argv[1:]
-    found = {case: {size: _engine(case, folder, int(size)) for size in sizes.split(",")} for case in cases.split(",")}
+    folder, wanted = sys.argv[1:]
+    found = {case: {size: _engine(case, folder, size) for size in sizes} for case, sizes in json.loads(wanted).items()}
     sys.stdout.write(json.dumps(found) + "\n")
