@@ -14,7 +14,7 @@ import jax
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
-from verax.models import DTYPES, causal_lm
+from verax.models import DTYPES, causal_lm, check_dtype
 from verax.ops._target import DeviceMemory
 from verax.plan.devices import Device
 from verax.plan.model import Described
@@ -200,8 +200,7 @@ def plan_text(
     Raises:
         InvalidParameterError: for an option out of range, or weights that do not divide over the devices.
     """
-    if dtype not in DTYPES:
-        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     architecture, config = causal_lm(model.config)
     shapes = model_shapes(architecture, config, dtype=DTYPES[dtype], quantization=quantization, opened=model.opened)
     longest = config.max_position_embeddings
