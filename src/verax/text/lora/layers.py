@@ -31,9 +31,9 @@ PROBED_TOKENS = 7
 class AdaptedLayers:
     """The linear layers that every token passes in the order of the batch, and the sizes of adapters beside them."""
 
-    shapes: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, int]] = field(hash=False)
     """Outputs and inputs of each layer, by its path in the model."""
-    names: Mapping[str, str]
+    names: Mapping[str, str] = field(hash=False)
     """Path of each layer by each of its names in published checkpoints, the path itself among them."""
     max_loras: int
     """Slots, S."""
