@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 
+import psutil
 import pytest
 from jaxtyping import install_import_hook
 
@@ -35,16 +36,21 @@ def pytest_runtest_setup(item):
         sys.modules["jax"].config.update("jax_disable_most_optimizations", quick)
 
 
+MOST_KEPT = 1_500_000_000
+"""Bytes of memory in use above which a process drops what JAX compiled for earlier files of tests."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def freed_memory():
-    """Drops what JAX compiled for a file of tests, and returns freed memory to the system.
+    """Returns freed memory to the system after each file of tests, and compiled programs where these grow large.
 
-    A process of the whole suite otherwise keeps the programs of every file: 100 to 600 MB each. The program of an
-    engine in a fixture of the session is an object of that engine and stays.
+    The programs of a file take 100 to 600 MB; files that start the same engine share them. The program of an engine in
+    a fixture of the session is an object of that engine and stays.
     """
     yield
-    if "jax" in sys.modules:
-        sys.modules["jax"].clear_caches()
     gc.collect()
+    if "jax" in sys.modules and psutil.Process().memory_info().rss > MOST_KEPT:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

@@ -32,11 +32,14 @@ class Tolerance(NamedTuple):
     """Most by which the tokens of a continuation lie below the best ones in the mean."""
     logprobs: float
     """Relative error of the sum of a text's log-probabilities."""
+    logprob: float
+    """Root mean square of the errors of a text's log-probabilities."""
 
 
-# With the kernels for AVX2, one token of 400 lies 0.7 below the best one; with portable ones on that processor, 0.2.
+# Rounded inputs move the log-probabilities of prose by 0.032 in the root mean square, those of the HTML below by 0.12,
+# at every level alike. With the kernels for AVX2 this decides one near tie of 400 for a token 0.7 below the best one.
 STORED_LOGIT = 1.0 if library.level() == "avx2" else 0.5
-TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4), "stored": Tolerance(STORED_LOGIT, 0.025, 5e-3)}
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4, 1e-4), "stored": Tolerance(STORED_LOGIT, 0.025, 5e-3, 0.05)}
 """By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp."""
 
 
@@ -134,6 +137,7 @@ def test_the_logprobs_of_a_page_add_up_to_those_of_transformers(answers, referen
         [torch.log_softmax(torch.from_numpy(row), -1)[after].item() for row, after in zip(rows, ids[1:], strict=False)]
     )
     assert answers.logprobs.sum() == pytest.approx(expected.sum(), rel=TOLERANCES[precision].logprobs)
+    assert np.sqrt(np.mean((answers.logprobs - expected) ** 2)) <= TOLERANCES[precision].logprob
     if precision == "float32":
         assert np.abs(answers.logprobs - expected).max() < 1e-3
 

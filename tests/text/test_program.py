@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from tests.support.tiny import HYBRID, tiny_config
-from verax import ops
+from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
+from tests.text.conftest import make_llm
+from verax import SamplingParams, ops
 from verax._compat import make_mesh
 from verax.models import causal_lm
+from verax.models.qwen3 import Qwen3Config
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine_config import EngineConfig
 from verax.text.program import AbstractModel, step_program
@@ -99,3 +101,43 @@ def test_over_a_mesh_heads_are_divided_and_recurrent_states_are_whole():
     assert {jax.P("tensor"), jax.P(None, "tensor"), jax.P()} == {sharding.spec for sharding in weights}
     assert jax.tree.leaves(program.results) == [jax.P(), *jax.tree.leaves(program.partitions[2]), jax.P()]
     assert program.lower().as_text()
+
+
+def counted_norm():
+    """An implementation of `ops.rms_norm` that counts how often it is traced."""
+    traced = []
+
+    def rms_norm(*args, **kwargs):
+        traced.append(args)
+        return ops.operations()["rms_norm"].reference(*args, **kwargs)
+
+    return rms_norm, traced
+
+
+def greedy(llm):
+    return llm.generate(["abc"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
+    folder, other = tiny_checkpoint(tmp_path / "first"), tiny_checkpoint(tmp_path / "other", seed=1)
+    rms_norm, traced = counted_norm()
+    with ops.use_implementations(rms_norm=rms_norm):
+        first = make_llm(folder, max_num_seqs=1)
+        traces = len(traced)
+        assert traces
+        tokens = greedy(first)
+        # The programs take the weights as arguments: another checkpoint of the same shapes has its own answers.
+        assert greedy(make_llm(other, max_num_seqs=1)) != tokens
+        assert len(traced) == traces
+        make_llm(folder, max_num_seqs=2)
+        assert len(traced) > traces
+    traces = len(traced)
+    assert greedy(make_llm(folder, max_num_seqs=1)) == tokens
+    assert len(traced) == traces, "outside of the choice, its implementation must not run"
+
+
+def test_a_configuration_need_not_be_hashable(tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path / "qwen3")
+    tokens = greedy(make_llm(folder))
+    monkeypatch.setattr(Qwen3Config, "__hash__", None)
+    assert greedy(make_llm(folder)) == tokens

@@ -33,12 +33,11 @@ def quantize(
         verax quantize Qwen3-0.6B-int4 --model Qwen/Qwen3-0.6B --bits 4 --group-size 64
     """
     from verax import builtin, checkpoint, progress
-    from verax.errors import CheckpointError, InvalidParameterError
+    from verax.errors import CheckpointError
     from verax.loading import load_causal_lm
-    from verax.models import DTYPES
+    from verax.models import check_dtype
 
-    if dtype not in DTYPES:
-        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
     if opened.metadata:
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; quantise the model's folder")

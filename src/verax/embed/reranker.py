@@ -74,8 +74,7 @@ class Reranker:
             UnsupportedModelError: if verax has no such architecture, or it is no reranker.
             InvalidParameterError: if an argument makes no sense, with its name.
         """
-        if dtype not in models.DTYPES:
-            raise InvalidParameterError(f"dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
+        models.check_dtype(dtype)
         enable_compilation_cache()
         begin = time.perf_counter()
         opened = open_folder(model, revision)

@@ -64,6 +64,7 @@ __all__ = [
     "SlidingWindowConfig",
     "causal_attention",
     "causal_lm",
+    "check_dtype",
     "cross_encoder",
     "encoder",
     "hidden_states",
@@ -103,6 +104,16 @@ _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     "xlm-roberta": (RobertaForSequenceClassification, BertConfig),
     "modernbert": (ModernBertForSequenceClassification, ModernBertConfig),
 }
+
+
+def check_dtype(dtype: str) -> None:
+    """Check the name of a dtype that models run in.
+
+    Raises:
+        InvalidParameterError: if it is not in `DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
 def register_causal_lm(model_type: str, model: Any, config: Any) -> None:

@@ -7,6 +7,7 @@ from verax.ops._dispatch import (
     chosen_implementations,
     operation,
     operations,
+    tracing_context,
     use_implementations,
     use_unfused,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "sampling",
     "short_convolution",
     "target",
+    "tracing_context",
     "use_implementations",
     "use_target",
     "use_unfused",

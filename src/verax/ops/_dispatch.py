@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -26,6 +26,7 @@ __all__ = [
     "chosen_implementations",
     "operation",
     "operations",
+    "tracing_context",
     "use_implementations",
     "use_unfused",
 ]
@@ -254,6 +255,15 @@ def chosen_implementations() -> dict[str, dict[str, Any]]:
         used = {impl for _, impl in chosen}
         result[name] = {"runs": shown or "-", "others": [impl for impl in op.implementations if impl not in used]}
     return result
+
+
+def tracing_context() -> Hashable:
+    """What the choice of implementations depends on beside a call's arguments.
+
+    Programs that were traced within equal contexts are equal.
+    """
+    functions = (impl.function for op in _REGISTRY.values() for impl in op.implementations.values())
+    return target(), frozenset(_choices_in_force().items()), tuple(functions)
 
 
 def _choices_in_force() -> Mapping[str, Choice]:

@@ -41,8 +41,7 @@ def plan_embed(
         InvalidParameterError: for an option out of range.
         UnsupportedModelError: if verax has no such encoder.
     """
-    if dtype not in models.DTYPES:
-        raise InvalidParameterError(f"dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
+    models.check_dtype(dtype)
     architecture, config = models.encoder(model.config)
     tokens = tokens or min(TOKENS, config.max_position_embeddings)
     if not 0 < tokens <= config.max_position_embeddings:

@@ -15,7 +15,7 @@ from flax import nnx
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
-from verax.models import DTYPES, causal_lm
+from verax.models import DTYPES, causal_lm, check_dtype
 from verax.models.causal_lm import head_repeats, with_repeated_heads
 from verax.models.qwen3_moe import Experts
 from verax.nn import Embedding, Linear
@@ -205,8 +205,7 @@ def plan_text(
     Raises:
         InvalidParameterError: for an option out of range, or weights that do not divide over the devices.
     """
-    if dtype not in DTYPES:
-        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     architecture, config = causal_lm(model.config)
 
     @cache

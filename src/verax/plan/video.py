@@ -18,7 +18,7 @@ from verax import ops
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.published import UMT5_XXL, VAE, VAE_2_2, VIT_H14
 from verax.errors import InvalidParameterError
-from verax.models import DTYPES
+from verax.models import DTYPES, check_dtype
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
@@ -70,8 +70,7 @@ def plan_video(
         InvalidParameterError: for a size that does not divide into latents and tokens.
         UnsupportedModelError: if verax has no such model.
     """
-    if dtype not in DTYPES:
-        raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     parts = _read(model.config)
     settings = parts.settings
     num_frames, height, width = num_frames or settings.num_frames, height or settings.height, width or settings.width

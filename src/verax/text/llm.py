@@ -20,7 +20,7 @@ from verax._compat import enable_compilation_cache
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import divide_model, load_causal_lm
-from verax.models import DTYPES, CausalLM, causal_lm
+from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
@@ -96,8 +96,7 @@ class LLM:
             UnsupportedModelError: if verax has no such architecture.
             InvalidParameterError: if an option is unknown or a size makes no sense, with its name.
         """
-        if dtype not in DTYPES:
-            raise InvalidParameterError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        check_dtype(dtype)
         config = (config or EngineConfig()).with_options(options)  # checked before minutes of loading
         mesh = tensor_mesh(config.tensor_parallel_size)
         begin = time.perf_counter()

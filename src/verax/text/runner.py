@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import time
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -43,6 +45,46 @@ class PendingStep:
     """Rows of the step's input if `sample` is still to be called, `[B, 4]`."""
 
 
+class _JittedPrograms(NamedTuple):
+    """Programs of an engine as `jax.jit` gives them."""
+
+    admit: Any
+    steps: dict[StepShape, Any]
+    samplers: dict[int, Any]
+
+
+def _jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _JittedPrograms:
+    """The programs of a model at these sizes, which engines of equal models share: the second one compiles nothing."""
+    try:
+        hash(model)
+    except TypeError:  # a configuration from outside the package need not be hashable
+        return _new_programs(model, sizes, mesh)
+    return _shared_programs(model, sizes, mesh, ops.tracing_context())
+
+
+# Programs hold no weights. Those of the last few engines are kept.
+@functools.lru_cache(maxsize=4)
+def _shared_programs(
+    model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, context: Hashable
+) -> _JittedPrograms:
+    return _new_programs(model, sizes, mesh)
+
+
+def _new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _JittedPrograms:
+    steps = {shape: step_program(model, sizes, shape, mesh) for shape in sizes.shapes}
+    _, on_slots, _, _ = steps[sizes.shapes[0]].shardings or (None,) * 4
+    options = compiler_options(ops.target().platform)
+    return _JittedPrograms(
+        admit=jax.jit(admit, donate_argnums=0, compiler_options=options, out_shardings=on_slots),
+        steps={shape: step.jit() for shape, step in steps.items()},
+        samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
+    )
+
+
+def _compile(jitted: Any, arguments: tuple[Any, ...]) -> None:
+    jitted.lower(*arguments).compile()
+
+
 class ModelRunner:
     """Weights, cache and slots on the device or the devices. The one place where programs are dispatched."""
 
@@ -73,14 +115,7 @@ class ModelRunner:
         """Bytes of the key/value cache and the recurrent states, on all devices."""
         sizes = config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups)
         self._slots = placed(lambda: new_slots(*sizes), on_slots)
-        self._admit: Any = jax.jit(
-            admit,
-            donate_argnums=0,
-            compiler_options=compiler_options(ops.target().platform),
-            out_shardings=on_slots,
-        )
-        self._steps = {shape: self.program(shape).jit() for shape in config.shapes}
-        self._samplers = {rows: self.sampling_program(rows).jit() for rows in config.sampling_rows}
+        self._admit, self._steps, self._samplers = _jitted_programs(self.abstract_model, config, mesh)
 
     def program(self, shape: StepShape) -> StepProgram:
         """The program of one step on this runner's state."""
@@ -98,10 +133,12 @@ class ModelRunner:
         programs += [(jitted, self.sampling_program(rows).arguments) for rows, jitted in self._samplers.items()]
         if progress is not None:
             progress(0, len(programs))
-        # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two.
+        # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
+        # traced in a copy of this context, which has the choices of `use_implementations` and `use_target`.
         with ThreadPoolExecutor(2) as pool:
-            compiled = pool.map(lambda program: program[0].lower(*program[1]).compile(), programs)
-            for done, _ in enumerate(compiled, start=1):
+            compiled = [pool.submit(contextvars.copy_context().run, _compile, *each) for each in programs]
+            for done, result in enumerate(compiled, start=1):
+                result.result()
                 if progress is not None:
                     progress(done, len(programs))
         for shape in shapes:

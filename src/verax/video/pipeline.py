@@ -61,8 +61,7 @@ class VideoPipeline:
         show_progress: bool = True,
     ):
         """Open a checkpoint's folder; see `from_pretrained`."""
-        if dtype not in models.DTYPES:
-            raise InvalidParameterError(f"dtype: expected one of {', '.join(models.DTYPES)}, got {dtype!r}")
+        models.check_dtype(dtype)
         name = SKYREELS.name if reference is None else reference
         if name not in REFERENCES:
             raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {name!r}")

@@ -34,16 +34,16 @@ PROBED_TOKENS = 7
 class AdaptedLayers:
     """The linear layers that every token passes in the order of the batch, and the sizes of adapters beside them."""
 
-    shapes: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, int]] = field(hash=False)
     """Outputs and inputs of each layer, by its path in the model."""
-    names: Mapping[str, str]
+    names: Mapping[str, str] = field(hash=False)
     """Path of each layer by each of its names in published checkpoints, the path itself among them."""
     max_loras: int
     """Slots, S."""
     max_rank: int
     """Rank of every slot, r. Matrices of a smaller rank are filled up with zeros."""
     dtype: DTypeLike
-    divisions: Mapping[str, Division] = field(default_factory=dict)
+    divisions: Mapping[str, Division] = field(default_factory=dict, hash=False)
     """Division of a layer's weight over devices, by path; of those that are divided."""
     repeats: int = 1
     """Times that the model has each unit of a layer whose division repeats; adapters have it once."""
