@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import jax
+
 from verax.errors import InvalidParameterError
 from verax.ops._example import Example
 from verax.ops._target import Target, check_platform, target
@@ -52,6 +54,12 @@ def _never(*args: Any, **kwargs: Any) -> bool:
     return False
 
 
+def _is_one_shard() -> bool:
+    """True while `jax.shard_map` over all axes of a mesh is traced: each device then runs the program on its shard."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    return bool(types) and all(kind == jax.sharding.AxisType.Manual for kind in types)
+
+
 @dataclass(frozen=True)
 class Implementation(Generic[P, R]):
     """Implementation of an operation.
@@ -60,8 +68,8 @@ class Implementation(Generic[P, R]):
         name: its name within the operation.
         function: the implementation, with the operation's signature.
         platforms: where it runs; empty: everywhere.
-        single_device: True if it runs on a target of one device only. A mesh divides XLA's products over its devices,
-            but not a kernel that XLA cannot look into.
+        single_device: True if it runs on one device only: on a target of one, or in a `jax.shard_map`. A mesh divides
+            XLA's products over its devices, but not a kernel that XLA cannot look into.
         available: condition on the installation, such as a library that loads; checked after `accepts`.
         accepts: condition on shapes and dtypes of a call.
         traits: properties that `Operation.restricted` selects by, see `Operation.implementation`.
@@ -85,7 +93,7 @@ class Implementation(Generic[P, R]):
     def runs_on(self, target: Target) -> bool:
         """True if this implementation exists for `target`."""
         return (not self.platforms or target.platform in self.platforms) and (
-            not self.single_device or target.num_devices == 1
+            not self.single_device or target.num_devices == 1 or _is_one_shard()
         )
 
     def supports(self, *args: P.args, **kwargs: P.kwargs) -> bool:
