@@ -25,11 +25,15 @@ install_import_hook("verax.models.wan", "beartype.beartype")
 
 import jax
 import numpy as np
+from flax import nnx
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
 from verax.video.memory import plan_memory
+from verax.video.mesh import REPLICATED, video_mesh
 from verax.video.run import stages_of
 
 assert jax.device_count() == 8
@@ -78,6 +82,22 @@ def compare(kind, meshes, **options):
         }
 
 
+def decoded(tile):
+    sizes = dict(base_dim=4, dim_mult=(1, 2), num_res_blocks=1, temperal_downsample=(True,))
+    vae = WanVae(WanVaeConfig(**sizes), rngs=nnx.Rngs(0))
+    latents = np.random.default_rng(0).standard_normal((1, 3, 23, 21, 16)).astype(np.float32)
+    mesh = video_mesh(guidance_parallel=True, sequence_parallel=4)
+    divided = jax.shard_map(
+        lambda z: vae.decode(z, chunk=1, tile=tile, axes=mesh.axis_names),
+        mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False,
+    )
+    whole = jax.jit(lambda z: vae.decode(z, chunk=1))(latents)
+    return {
+        "difference": float(np.abs(jax.jit(divided)(latents) - whole).max()),
+        "spread": float(whole.std()),
+    }
+
+
 def refusal(kind, *mesh, **options):
     try:
         pipeline(kind, *mesh)("a red circle", **{**size, **options})
@@ -92,6 +112,7 @@ print(json.dumps({
     "df": next(compare("df", [(True, 2)], ar_step=1, addnoise_condition=20, **forcing)),
     "cache": next(compare("t2v", [(True, 2)], **cached)),
     "experts": next(compare("t2v-a14b", [(True, 2)], num_inference_steps=5)),
+    "decode": [decoded((12, 4)), decoded((23, 3))],  # 12 and 7 tiles
     "work": [work(True, 1), work(True, 4)],
     "refusals": {
         "heads": refusal("t2v", False, 8),
@@ -140,6 +161,11 @@ def test_every_kind_of_model_makes_the_latents_of_one_device(found, name, steps)
     case = found[name]
     assert case["steps"] == steps
     assert case["difference"] < 1e-4 * case["spread"]
+
+
+def test_tiles_of_frames_decode_on_several_devices_as_on_one(found):
+    for case in found["decode"]:
+        assert case["difference"] < 1e-4 * case["spread"]
 
 
 def test_the_plan_has_the_memory_of_one_of_the_devices(found):

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float32
 
 from verax.video.calls import PipelineParts, RunState, SegmentSchedule, StageCall
 from verax.video.denoise import Carry, Conditions, Denoiser, Tables, padded_rows
-from verax.video.mesh import on_first_device
 from verax.video.programs import ProgramCall, floats
 from verax.video.reporter import Reporter, Step
 from verax.video.request import ResolvedRequest
@@ -124,8 +123,7 @@ class DenoiseSegment(StageCall):
                     carry = self._run_span(span, carry, tables, state, step, every_step=reporter.every_step)
                     held.close()
         state.iterations, state.computed = state.iterations + total, state.computed + computed
-        latents = on_first_device(carry.solver.sample)
-        return latents[:, : self.latents] if self.last else latents
+        return carry.solver.sample[:, : self.latents] if self.last else carry.solver.sample
 
     def _run_span(
         self, span: Span, carry: Carry, tables: Tables, state: RunState, step: Step, *, every_step: bool

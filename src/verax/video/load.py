@@ -59,8 +59,8 @@ def load_components(
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the transformer's weights, each with a factor.
         show_progress: bars while weights are read.
-        mesh: devices each of which gets the transformers' weights; None for the default device. The other models are on
-            the default device.
+        mesh: devices each of which gets the weights of transformers and VAE; None for the default device. The encoders'
+            are on the default device.
 
     Raises:
         CheckpointError: if a part is missing, or a LoRA file does not fit the transformer.
@@ -73,7 +73,7 @@ def load_components(
     ) -> Component[M]:
         def load(abstract: M) -> M:
             with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
-                place = mesh if make is WanModel else None
+                place = None if name.endswith("encoder") else mesh
                 return load_weights(abstract, open_part(name), mesh=place, progress=report)
 
         return Component(what, lambda: make(config, dtype=kind, rngs=nnx.Rngs(0)), load, keep=keep, offload=offload)

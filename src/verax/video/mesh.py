@@ -30,7 +30,6 @@ __all__ = [
     "check_heads",
     "check_request",
     "layout",
-    "on_first_device",
     "video_mesh",
 ]
 
@@ -114,11 +113,6 @@ def check_request(mesh: Mesh | None, request: ResolvedRequest, geometry: LatentG
 def _nearest(value: int, step: int) -> int:
     """Multiple of `step` from 1 on that is nearest to `value`."""
     return max(1, round(value / step)) * step
-
-
-def on_first_device(array: jax.Array) -> jax.Array:
-    """An array that all devices of a mesh have whole, as the first one's own."""
-    return array.addressable_data(0)
 
 
 class Layout(NamedTuple):

@@ -104,6 +104,7 @@ class VideoPipeline:
             image_encoder=found.image_encoder,
             vae=found.vae,
             decode_dtype=models.DTYPES[dtype],
+            mesh=mesh,
         )
         tokenizer = PromptTokenizer.from_folder(opened.tokenizer, length=settings.text_tokens)
         self.parts = PipelineParts(
@@ -161,7 +162,8 @@ class VideoPipeline:
             offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
             guidance_parallel: True to run prompt and negative prompt on two groups of devices.
             sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
-                Each device has all weights of the transformer; the other models are on the first device.
+                Each device has all weights of the transformer and of the VAE, which decodes a part of each frame; the
+                text and image encoders are on the first device.
             show_progress: True for bars, if stderr is a terminal.
 
         Raises:
