@@ -22,7 +22,7 @@ from verax.video.denoise import Denoiser
 from verax.video.geometry import LatentGeometry
 from verax.video.load import load_components
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
-from verax.video.mesh import GUIDANCE, axis_size, check_heads, check_request, video_mesh
+from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_heads, check_request, video_mesh
 from verax.video.outputs import VideoOutput
 from verax.video.prompt import PromptStates, PromptTokenizer
 from verax.video.reporter import RunReporter
@@ -216,6 +216,7 @@ class VideoPipeline:
                 self._plan(resolved),
                 free,
                 lambda change: self._plan(replace(resolved, **change)),
+                devices=axis_size(self.mesh, SEQUENCE),
             )
             if why is not None:
                 raise RequestRefusedError(why)
