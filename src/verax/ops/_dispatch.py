@@ -54,10 +54,10 @@ def _never(*args: Any, **kwargs: Any) -> bool:
     return False
 
 
-def _is_one_shard() -> bool:
-    """True while `jax.shard_map` over all axes of a mesh is traced: each device then runs the program on its shard."""
-    types = jax.sharding.get_abstract_mesh().axis_types
-    return bool(types) and all(kind == jax.sharding.AxisType.Manual for kind in types)
+def _has_arrays_of_one_device() -> bool:
+    """True inside `jax.shard_map` over all axes of a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and len(mesh.manual_axes) == len(mesh.axis_names)
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class Implementation(Generic[P, R]):
         name: its name within the operation.
         function: the implementation, with the operation's signature.
         platforms: where it runs; empty: everywhere.
-        single_device: True if it runs on one device only: on a target of one, or in a `jax.shard_map`. A mesh divides
-            XLA's products over its devices, but not a kernel that XLA cannot look into.
+        single_device: True if it takes arrays of one device only: on a target of one device, or inside `jax.shard_map`
+            over all axes of a mesh. XLA's partitioner divides products over devices, but not a kernel that it cannot
+            look into.
         available: condition on the installation, such as a library that loads; checked after `accepts`.
         accepts: condition on shapes and dtypes of a call.
         traits: properties that `Operation.restricted` selects by, see `Operation.implementation`.
@@ -93,7 +94,7 @@ class Implementation(Generic[P, R]):
     def runs_on(self, target: Target) -> bool:
         """True if this implementation exists for `target`."""
         return (not self.platforms or target.platform in self.platforms) and (
-            not self.single_device or target.num_devices == 1 or _is_one_shard()
+            not self.single_device or target.num_devices == 1 or _has_arrays_of_one_device()
         )
 
     def supports(self, *args: P.args, **kwargs: P.kwargs) -> bool:
