@@ -124,6 +124,7 @@ def test_an_interrupt_leaves_what_was_there(run, folders, picture, tmp_path, mon
         (("--lora", "missing.safetensors:0.5"), "missing.safetensors: no such file"),
         (("-m", "no/such/folder"), "no/such/folder: no such folder"),
         (("--prompt", ""), "prompt 2: it is empty"),
+        (("--sequence-parallel", "64"), "expected 1 x 64 = 64 devices, got 1; JAX_NUM_CPU_DEVICES=64"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(run, folders, picture, tmp_path, monkeypatch, arguments, message):

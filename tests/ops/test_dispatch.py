@@ -4,10 +4,13 @@ import logging
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from verax import ops
+from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
 from verax.ops._dispatch import _REGISTRY, Operation
 
@@ -70,6 +73,22 @@ def test_an_implementation_for_a_single_device_is_left_out_on_a_mesh(doubled):
     assert doubled.select(3).name == "whole"
     with ops.use_target("cpu", num_devices=4):
         assert doubled.select(3).name == "reference"
+
+
+@pytest.mark.parametrize(("axes", "name"), [({"data", "tensor"}, "whole"), ({"data"}, "reference")])
+def test_an_implementation_for_a_single_device_runs_where_all_axes_of_a_mesh_are_divided_by_hand(doubled, axes, name):
+    doubled.implementation("whole", single_device=True)(lambda x: x + x)
+    seen = []
+
+    def step(x):
+        seen.append(doubled.select(3).name)
+        return x
+
+    mesh = make_mesh((1, 1), ("data", "tensor"))
+    step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=False)
+    with ops.use_target("cpu", num_devices=4):
+        jax.jit(step).lower(jnp.ones(3))
+    assert set(seen) == {name}
 
 
 def test_an_implementation_that_is_not_available_is_left_out(doubled):

@@ -19,7 +19,7 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
 
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     num_attention_heads=2,
     attention_head_dim=12,
     text_dim=16,
@@ -72,13 +72,16 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def video_folder(kind: str, folder: Path, **settings: Any) -> Path:
+def video_folder(kind: str, folder: Path, *, heads: int = 2, **settings: Any) -> Path:
     """A checkpoint of verax's own modules, made without torch; `kind` of `KINDS`. `settings` go into verax.json."""
+    transformer = {**SIZES, **KINDS[kind], "num_attention_heads": heads}
+    if "added_kv_proj_dim" in transformer:
+        transformer["added_kv_proj_dim"] = heads * SIZES["attention_head_dim"]
     parts: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "transformer": (
             WanModel,
             WanConfig,
-            {"_class_name": transformer_class(kind), **SIZES, **KINDS[kind]},
+            {"_class_name": transformer_class(kind), **transformer},
         ),
         "vae": (WanVae, WanVaeConfig, {"_class_name": "AutoencoderKLWan", **(LARGE_VAE if kind == "ti2v" else VAE)}),
         "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT}),

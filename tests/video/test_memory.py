@@ -104,6 +104,17 @@ def test_a_refusal_names_only_what_would_fit():
     )
 
 
+@pytest.mark.parametrize(("devices", "size"), [(1, "height=96, width=192"), (8, "height=96, width=128")])
+def test_smaller_frames_divide_over_the_devices_too(devices, size):
+    asked = request(num_frames=97, height=160, width=320, attention="auto")
+    plan = plan_of(asked, {})
+    why = out_of_memory_message(
+        asked, GEOMETRY, plan, int(0.45 * plan[0].peak), lambda change: plan_of(asked, change), devices=devices
+    )
+    assert why is not None
+    assert size in why
+
+
 def test_segments_become_shorter_and_models_wait_elsewhere():
     asked = request(num_frames=197, base_num_frames=97, height=160, width=320, attention="auto")
     plan = plan_of(asked, {})

@@ -121,6 +121,15 @@ def video(
         bool,
         typer.Option("--offload", help="Keep weights in the host's memory meanwhile.", rich_help_panel=_SPEED),
     ] = False,
+    guidance_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--guidance-parallel", help="Prompt and negative prompt on two groups of devices.", rich_help_panel=_SPEED
+        ),
+    ] = False,
+    sequence_parallel: Annotated[
+        int, _option("Devices of a group, which divide the tokens.", names=["--sequence-parallel"], panel=_SPEED)
+    ] = 1,
     dtype: options.Dtype = "bfloat16",
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
 ) -> None:
@@ -170,11 +179,21 @@ def video(
         callback=_previews(output) if preview else None,
     )
     pipe = VideoPipeline.from_pretrained(
-        model, dtype=dtype, reference=reference, kind=kind, lora=_factors(lora or []), offload=offload
+        model,
+        dtype=dtype,
+        reference=reference,
+        kind=kind,
+        lora=_factors(lora or []),
+        offload=offload,
+        guidance_parallel=guidance_parallel,
+        sequence_parallel=sequence_parallel,
     )
     begin = time.perf_counter()
     planned = pipe.plan(request)
     if plan:
+        if pipe.mesh is not None:
+            groups, devices = pipe.mesh.shape.values()
+            typer.echo(f"memory of the first of {groups} x {devices} devices")
         typer.echo(_table(planned, free_memory(pipe.parts.components)))
         return
     seconds = time.perf_counter() - begin

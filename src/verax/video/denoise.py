@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32
 
 from verax.models.wan.model import WanConfig, WanContext, WanModel
+from verax.models.wan.sequence import SequenceParallel
 from verax.video import unipc
 from verax.video.forcing import ForcingSchedule
+from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, axis_size, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, shapes_of
 from verax.video.request import ResolvedRequest
 from verax.video.sigmas import NoiseLevels
@@ -103,11 +106,18 @@ class Carry(NamedTuple):
 
     Attributes:
         solver: state of the solver.
-        residual: with TeaCache, the sum that the blocks added when they last ran, of each row; else None.
+        residual: with TeaCache, the sum that the blocks added when they last ran, of each row; else None. Tokens that
+            are divided over devices stand in one row, `[G, F, 1, h w, D]`.
     """
 
     solver: unipc.UniPCState
     residual: Float32[Array, "G F h w D"] | None
+
+
+_RESIDUAL = PartitionSpec(GUIDANCE, None, None, SEQUENCE)
+_CARRY: Any = Carry._make([REPLICATED, _RESIDUAL])
+_CONDITIONS: Any = Conditions._make([BY_ROW] + [REPLICATED] * (len(Conditions._fields) - 1))
+"""Partition of each array over a mesh."""
 
 
 class Denoiser:
@@ -115,14 +125,21 @@ class Denoiser:
 
     Attributes:
         transformer: model.
+        mesh: devices of the programs, each with all weights; None for the default device.
         context_program: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
         time_program: function of weights, timesteps `[R, *F]` and fps or None.
         program: function of weights, carry, tables, conditions, and the first iteration and the one after the last.
     """
 
-    def __init__(self, transformer: Component[WanModel]):
-        """Describe the programs; nothing is compiled."""
+    def __init__(self, transformer: Component[WanModel], mesh: Mesh | None = None):
+        """Describe the programs; nothing is compiled.
+
+        Args:
+            transformer: model, whose weights are on all devices of the mesh.
+            mesh: of `video_mesh`.
+        """
         self.transformer = transformer
+        self.mesh = mesh
 
         def context(weights: Weights, text: Array, image: Array | None) -> WanContext:
             return transformer.module(weights).encode_context(text, image)
@@ -131,10 +148,15 @@ class Denoiser:
             fps = None if fps is None else jnp.broadcast_to(fps, timesteps.shape[:1])
             return transformer.module(weights).embed_time(timesteps, fps)
 
-        self.context_program = Program(context)
-        self.time_program = Program(time)
-        options = ("guidance", "causal_block_size", "attention")
-        self.program = Program(self._iterations, options=options, donate=(1,))
+        each = REPLICATED
+        self.context_program = Program(context, layout=layout(mesh, each, BY_ROW, BY_ROW, results=BY_ROW))
+        self.time_program = Program(time, layout=layout(mesh, each, each, each))
+        self.program = Program(
+            self._iterations,
+            options=("guidance", "causal_block_size", "attention"),
+            donate=(1,),
+            layout=layout(mesh, each, _CARRY, each, _CONDITIONS, each, each, results=_CARRY),
+        )
 
     def context_call(self, text: Any, image: Any) -> ProgramCall:
         """Call that makes the transformer's cross-attention keys from states of text and image, given by shape."""
@@ -162,8 +184,12 @@ class Denoiser:
         """
         _, F, h, w, _ = noise.shape
         config: WanConfig = self.transformer.config
-        size = (1 + guided, F, h // config.patch, w // config.patch, config.dim)
-        return Carry(unipc.start(noise), jnp.zeros(size, jnp.float32) if cached else None)
+        h, w = h // config.patch, w // config.patch
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, _RESIDUAL)
+        if axis_size(self.mesh, SEQUENCE) > 1:
+            h, w = 1, h * w
+        size = (1 + guided, F, h, w, config.dim)
+        return Carry(unipc.start(noise), jnp.zeros(size, jnp.float32, device=sharding) if cached else None)
 
     def _iterations(
         self,
@@ -180,6 +206,7 @@ class Denoiser:
     ) -> Carry:
         model = self.transformer.module(weights)
         fps = conditions.fps
+        sequence = self._sequence(carry.solver.sample.shape)
 
         def velocity(
             x: Float32[Array, "G F h w C"],
@@ -192,10 +219,12 @@ class Denoiser:
             G = x.shape[0]
             times = jnp.broadcast_to(timesteps, (G, *timesteps.shape))
             e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
-            before = model.embed_latents(x)
+            before = model.embed_latents(x if sequence is None else sequence.divide(x))
 
             def with_blocks() -> Array:
-                return model.run_blocks(before, e0, rows, causal_block_size=causal_block_size, attention=attention)
+                return model.run_blocks(
+                    before, e0, rows, causal_block_size=causal_block_size, attention=attention, sequence=sequence
+                )
 
             if residual is None:
                 after = with_blocks()
@@ -220,16 +249,27 @@ class Denoiser:
 
                 found, residual = jax.lax.map(one_row, (conditions.context, residual))
             else:
-                rows = 1 if guidance is None else 2
+                rows = conditions.context[0].k.shape[0]
                 x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
                 found, residual = velocity(x, timesteps, conditions.context, residual, run_blocks)
+            if axis_size(self.mesh, GUIDANCE) > 1:
+                found = jax.lax.all_gather(found, GUIDANCE, tiled=True)
             if guidance is not None:
                 cond, uncond = found[:1], found[1:]
                 found = uncond + conditions.guidance_scale * (cond - uncond)
+            if sequence is not None:
+                found = sequence.gather(found)
             update = None if tables.update is None else jnp.asarray(tables.update)[i]
             return Carry(unipc.step(tables.solver, jnp.asarray(tables.row)[i], solver, found, update), residual)
 
         return jax.lax.fori_loop(begin, end, one_iteration, carry)
+
+    def _sequence(self, latents: tuple[int, ...]) -> SequenceParallel | None:
+        """Division of the tokens of latents `[1, F, h, w, C]`; None where each device has all tokens."""
+        if axis_size(self.mesh, SEQUENCE) == 1:
+            return None
+        patch = self.transformer.config.patch
+        return SequenceParallel(SEQUENCE, latents[2] // patch, latents[3] // patch)
 
 
 def _with_noise(

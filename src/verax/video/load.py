@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax import progress
@@ -46,6 +47,7 @@ def load_components(
     offload: bool,
     lora: Mapping[Path, float],
     show_progress: bool,
+    mesh: Mesh | None = None,
 ) -> Components:
     """Describe a folder's models.
 
@@ -57,6 +59,8 @@ def load_components(
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the transformer's weights, each with a factor.
         show_progress: bars while weights are read.
+        mesh: devices each of which gets the weights of transformers and VAE; None for the default device. The encoders'
+            are on the default device.
 
     Raises:
         CheckpointError: if a part is missing, or a LoRA file does not fit the transformer.
@@ -69,7 +73,8 @@ def load_components(
     ) -> Component[M]:
         def load(abstract: M) -> M:
             with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
-                return load_weights(abstract, open_part(name), progress=report)
+                place = None if name.endswith("encoder") else mesh
+                return load_weights(abstract, open_part(name), mesh=place, progress=report)
 
         return Component(what, lambda: make(config, dtype=kind, rngs=nnx.Rngs(0)), load, keep=keep, offload=offload)
 

@@ -78,7 +78,7 @@ def free_memory(components: Sequence[Component[Any]]) -> int | None:
 
 
 def _alternatives(
-    request: ResolvedRequest, geometry: LatentGeometry, plan: Sequence[StageMemory], free: int
+    request: ResolvedRequest, geometry: LatentGeometry, plan: Sequence[StageMemory], free: int, devices: int
 ) -> list[dict[str, int | str]]:
     """Changes to a request that may make it fit, the least loss first.
 
@@ -99,8 +99,9 @@ def _alternatives(
     fewer = int(size * share) // block * block
     if fewer > (geometry.latents(request.overlap_history) if name == "base_num_frames" else 0):
         found.append({name: (fewer - 1) * geometry.frames_per_latent + 1})
-    step = geometry.pixels_per_token
-    height, width = (int(side * share**0.5) // step * step for side in (request.height, request.width))
+    token = geometry.pixels_per_token
+    sides = ((request.height, token), (request.width, token * devices))
+    height, width = (int(side * share**0.5) // step * step for side, step in sides)
     if min(height, width) > 0:
         found.append({"height": height, "width": width})
     return found
@@ -112,6 +113,8 @@ def out_of_memory_message(
     plan: Sequence[StageMemory],
     free: int,
     replan: Callable[[Mapping[str, Any]], Sequence[StageMemory]],
+    *,
+    devices: int = 1,
 ) -> str | None:
     """Message for a request that does not fit in the free memory, with changes that would fit; None if it fits.
 
@@ -121,12 +124,13 @@ def out_of_memory_message(
         plan: memory of the request.
         free: free bytes.
         replan: function that returns the plan of the request with some changes.
+        devices: devices that divide the tokens of a frame, of which changes leave a multiple in each row.
     """
     most = largest(plan)
     if most.peak <= free:
         return None
     fit: list[str] = []
-    for change in _alternatives(request, geometry, plan, free):
+    for change in _alternatives(request, geometry, plan, free, devices):
         peak = largest(replan(change)).peak
         if peak <= free:
             fit.append(f"{', '.join(f'{name}={value!r}' for name, value in change.items())} ({format_bytes(peak)})")

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from jax.sharding import Mesh
+
 from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
@@ -20,6 +22,7 @@ from verax.video.denoise import Denoiser
 from verax.video.geometry import LatentGeometry
 from verax.video.load import load_components
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
+from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_heads, check_request, video_mesh
 from verax.video.outputs import VideoOutput
 from verax.video.prompt import PromptStates, PromptTokenizer
 from verax.video.reporter import RunReporter
@@ -58,6 +61,8 @@ class VideoPipeline:
         lora: Lora = None,
         keep_encoders: bool | None = None,
         offload: bool = False,
+        guidance_parallel: bool = False,
+        sequence_parallel: int = 1,
         show_progress: bool = True,
     ):
         """Open a checkpoint's folder; see `from_pretrained`."""
@@ -66,6 +71,7 @@ class VideoPipeline:
         if name not in REFERENCES:
             raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {name!r}")
         rules = REFERENCES[name]
+        mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
         enable_compilation_cache()
         opened = VideoFolder(folder)
         settings = read_settings(opened, opened.flow_shift, kind=kind, negative_prompts=rules.negative_prompts)
@@ -81,8 +87,10 @@ class VideoPipeline:
             offload=offload,
             lora=factors,
             show_progress=show_progress,
+            mesh=mesh,
         )
         transformer: WanConfig = found.transformers[0].config
+        check_heads(mesh, transformer)
         vae: WanVaeConfig = found.vae.config
         conditioning = CONDITIONINGS[settings.kind]
         if conditioning.takes_image != (transformer.in_dim > vae.z_dim):
@@ -95,6 +103,7 @@ class VideoPipeline:
             image_encoder=found.image_encoder,
             vae=found.vae,
             decode_dtype=models.DTYPES[dtype],
+            mesh=mesh,
         )
         tokenizer = PromptTokenizer.from_folder(opened.tokenizer, length=settings.text_tokens)
         self.parts = PipelineParts(
@@ -110,7 +119,7 @@ class VideoPipeline:
             conditioning=conditioning,
             stages=stages,
             transformers=TransformerSchedule(
-                tuple(map(Denoiser, found.transformers)),
+                tuple(Denoiser(one, mesh) for one in found.transformers),
                 first_transformer if settings.boundary_ratio is None else by_noise(settings.boundary_ratio),
             ),
             prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
@@ -132,6 +141,8 @@ class VideoPipeline:
         lora: Lora = None,
         keep_encoders: bool | None = None,
         offload: bool = False,
+        guidance_parallel: bool = False,
+        sequence_parallel: int = 1,
         show_progress: bool = True,
     ) -> VideoPipeline:
         """Open a checkpoint. Weights are read when they are first used.
@@ -148,6 +159,10 @@ class VideoPipeline:
             keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
                 small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
             offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
+            guidance_parallel: True to run prompt and negative prompt on two groups of devices.
+            sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
+                Each device has all weights of the transformer and of the VAE, which decodes a part of each frame; the
+                text and image encoders are on the first device.
             show_progress: True for bars, if stderr is a terminal.
 
         Raises:
@@ -163,6 +178,8 @@ class VideoPipeline:
             lora=lora,
             keep_encoders=keep_encoders,
             offload=offload,
+            guidance_parallel=guidance_parallel,
+            sequence_parallel=sequence_parallel,
             show_progress=show_progress,
         )
 
@@ -198,6 +215,7 @@ class VideoPipeline:
                 self._plan(resolved),
                 free,
                 lambda change: self._plan(replace(resolved, **change)),
+                devices=axis_size(self.mesh, SEQUENCE),
             )
             if why is not None:
                 raise RequestRefusedError(why)
@@ -213,7 +231,9 @@ class VideoPipeline:
         Raises:
             InvalidParameterError: naming the option that does not fit, and values that would.
         """
-        return resolve_request(request, self.settings, self.geometry, self.parts.rules)
+        resolved = resolve_request(request, self.settings, self.geometry, self.parts.rules)
+        check_request(self.mesh, resolved, self.geometry)
+        return resolved
 
     def plan(self, request: VideoRequest) -> list[StageMemory]:
         """Memory of each stage of a request. Compiles its programs; reads no weights and runs nothing.
@@ -239,6 +259,11 @@ class VideoPipeline:
         return self.parts.stages
 
     @property
+    def mesh(self) -> Mesh | None:
+        """Devices that the transformer is divided over, of the axes `guidance` and `sequence`; None for one device."""
+        return self.denoiser.mesh
+
+    @property
     def denoiser(self) -> Denoiser:
         """Programs of the transformer; of the first, if there are several."""
         return self.parts.transformers.denoisers[0]
@@ -249,6 +274,8 @@ class VideoPipeline:
 
     def _with_guidance(self, request: ResolvedRequest) -> ResolvedRequest:
         """Request with `guidance` decided: sequential only if that fits and batch does not."""
+        if axis_size(self.mesh, GUIDANCE) > 1:
+            return replace(request, guidance="batch")  # a device has one row, and no choice
         if request.guidance != "auto":
             return request
         batch, sequential = (replace(request, guidance=how) for how in ("batch", "sequential"))

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from verax import ops
 from verax._compat import compiler_options
+from verax.video.mesh import Layout
 
 __all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "shapes_of"]
 
@@ -111,7 +112,7 @@ def in_memory(weights: Weights, kind: str) -> Weights:
 
 
 class Memory(NamedTuple):
-    """Bytes that a program needs, from XLA's memory analysis.
+    """Bytes that a program needs on one device, from XLA's memory analysis.
 
     Attributes:
         arguments: arguments, weights included.
@@ -136,17 +137,27 @@ class Program:
         function: function as it was given.
     """
 
-    def __init__(self, function: Callable[..., Any], *, options: tuple[str, ...] = (), donate: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        options: tuple[str, ...] = (),
+        donate: tuple[int, ...] = (),
+        layout: Layout | None = None,
+    ):
         """Describe it.
 
         Args:
             function: function of arrays by position and of `options` by name.
             options: names of arguments that are part of the program, hashable.
             donate: positions of arguments whose memory the results may take.
+            layout: division of arguments and results over a mesh, each device of which runs the function on its shards;
+                None for the default device.
         """
         self.function = function
+        self._layout = layout
         self._jit = jax.jit(
-            function,
+            function if layout is None else layout.divide(function),
             static_argnames=options,
             donate_argnums=donate,
             compiler_options=compiler_options(ops.target().platform),
@@ -156,6 +167,8 @@ class Program:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Run the program, compiled first if these shapes and options are new."""
+        if self._layout is not None:
+            arguments = self._layout.place(arguments)
         return self._get(arguments, options)(*arguments)
 
     @property
@@ -181,7 +194,8 @@ class Program:
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = (tree, shapes, tuple(sorted(options.items())))
         if key not in self._compiled:
-            self._compiled[key] = self._jit.lower(*arguments, **options).compile()
+            placed = arguments if self._layout is None else self._layout.place(arguments)
+            self._compiled[key] = self._jit.lower(*placed, **options).compile()
         return self._compiled[key]
 
 

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from verax.models.clip import CLIPVisionModel
 from verax.models.umt5 import UMT5EncoderModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
+from verax.video.mesh import REPLICATED, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, floats, shapes_of
 
 __all__ = ["Stages", "latents_at_once", "tile_at_once"]
@@ -41,6 +43,7 @@ class Stages:
         image_encoder: Component[CLIPVisionModel] | None,
         vae: Component[WanVae],
         decode_dtype: Any,
+        mesh: Mesh | None = None,
     ):
         """Describe the programs; nothing is compiled.
 
@@ -48,8 +51,12 @@ class Stages:
             text_encoder, image_encoder, vae: models; `vae` with float32 weights.
             decode_dtype: dtype of the VAE's weights when it decodes. It always encodes in float32: errors of the
                 condition spread through the whole clip, those of decoding do not.
+            mesh: devices of the VAE's programs, which have its weights and divide the frames to decode; None for the
+                default device.
         """
         self.text_encoder, self.image_encoder, self.vae = text_encoder, image_encoder, vae
+        self._devices = 1 if mesh is None else mesh.size
+        axes = () if mesh is None else tuple(mesh.axis_names)
 
         def encode(weights: Weights, frames: Array, *, chunk: int) -> Array:
             return vae.module(weights).encode(_signed(frames), chunk=chunk)
@@ -63,7 +70,7 @@ class Stages:
 
         def decode(weights: Weights, latents: Array, *, chunk: int, tile: tuple[int, int] | None = None) -> Array:
             weights = tuple(weight.astype(decode_dtype) for weight in weights)
-            return vae.module(weights).decode(latents, chunk=chunk, tile=tile)
+            return vae.module(weights).decode(latents, chunk=chunk, tile=tile, axes=axes)
 
         def finish(frames: Array) -> Array:
             return jnp.round((frames[0] + 1) * 127.5).astype(jnp.uint8)
@@ -75,10 +82,11 @@ class Stages:
         self.image_program = None
         if image_encoder is not None:
             self.image_program = Program(lambda w, pixels: image_encoder.module(w)(pixels))
-        self.encode_program = Program(encode, options=("chunk",))
-        self.condition_program = Program(condition, options=("frames", "chunk"))
-        self.decode_program = Program(decode, options=("chunk", "tile"))
-        self._finish = Program(finish)
+        of_vae = layout(mesh, REPLICATED, REPLICATED)
+        self.encode_program = Program(encode, options=("chunk",), layout=of_vae)
+        self.condition_program = Program(condition, options=("frames", "chunk"), layout=of_vae)
+        self.decode_program = Program(decode, options=("chunk", "tile"), layout=of_vae)
+        self._finish = Program(finish, layout=layout(mesh, REPLICATED))
         self._noise = Program(noise, options=("shape",))
 
     def text_call(self, tokens: int) -> ProgramCall:
@@ -129,7 +137,8 @@ class Stages:
         """Call that decodes latents float32 `[1, F, h, w, C]`, which may be a shape."""
         pixels = self.vae.config.pixels_per_latent
         height, width = latents.shape[2] * pixels, latents.shape[3] * pixels
-        options = {"chunk": self._chunk(height, width), "tile": tile_at_once(self.vae.config, height, width)}
+        tile = tile_at_once(self.vae.config, height, width, self._devices)
+        options = {"chunk": self._chunk(height, width), "tile": tile}
         return ProgramCall(self.decode_program, self.vae, (shapes_of(latents),), options)
 
     def decode(self, latents: Float32[Array, "1 F h w C"]) -> Float32[Array, "1 T H W 3"]:
@@ -153,20 +162,24 @@ def latents_at_once(config: WanVaeConfig, height: int, width: int) -> int:
     return max(1, PIXELS_AT_ONCE // (config.frames_per_latent * height * width))
 
 
-def tile_at_once(config: WanVaeConfig, height: int, width: int) -> tuple[int, int] | None:
-    """Height and width in latents that are decoded together, of frames of this size in pixels; None for all.
+def tile_at_once(config: WanVaeConfig, height: int, width: int, devices: int = 1) -> tuple[int, int] | None:
+    """Height and width in latents that a device decodes together, of frames of this size in pixels; None for all.
 
-    The longer side is halved until a tile and its halo fit.
+    Frames are cut into a tile for each device, of the sides that give the least pixels with the halo. Then the longer
+    side is halved until a tile and its halo fit.
     """
     scale = config.pixels_per_latent
     whole = height // scale, width // scale
-    tile = whole
 
-    def pixels() -> int:
+    def pixels(tile: tuple[int, int]) -> int:
         high, wide = (min(all_of_it, side + 2 * config.halo) for all_of_it, side in zip(whole, tile, strict=True))
         return config.frames_per_latent * high * wide * scale**2
 
-    while pixels() > PIXELS_OF_A_TILE and max(tile) > config.halo:
+    rows = [n for n in range(1, devices + 1) if devices % n == 0]
+    tile = min(((-(-whole[0] // n), -(-whole[1] * n // devices)) for n in rows), key=pixels)
+    if pixels(tile) == pixels(whole):
+        tile = whole
+    while pixels(tile) > PIXELS_OF_A_TILE and max(tile) > config.halo:
         high, wide = tile
         tile = (high, -(-wide // 2)) if wide >= high else (-(-high // 2), wide)
     return None if tile == whole else tile

@@ -52,6 +52,13 @@ def test_a_published_model_decodes_frames_up_to_720p_whole():
     assert tile_at_once(large, 704, 1280) is None
 
 
+def test_devices_get_the_tiles_with_the_fewest_pixels_around_them():
+    config = WanVaeConfig()
+    assert [tile_at_once(config, 544, 960, devices) for devices in (2, 4, 8)] == [(68, 60), (68, 30), (68, 15)]
+    assert tile_at_once(config, 2176, 3840, 4) == (68, 120)  # and as small as the memory wants them
+    assert tile_at_once(config, 64, 64, 4) is None  # with what is around it, a tile is the whole
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

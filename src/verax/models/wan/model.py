@@ -34,6 +34,7 @@ from verax.models.wan.layers import (
     rotary_tables,
     sinusoid,
 )
+from verax.models.wan.sequence import SequenceParallel
 from verax.nn import Embedding, Linear
 
 __all__ = ["WAN_CONFIGS", "WanConfig", "WanContext", "WanModel"]
@@ -291,6 +292,7 @@ class WanModel(nnx.Module):
         *,
         causal_block_size: int | None = None,
         attention: str = "auto",
+        sequence: SequenceParallel | None = None,
     ) -> Float[Array, "B F h w D"]:
         """Residual stream after all blocks. Step caches keep `run_blocks(x, ...) - x`.
 
@@ -300,12 +302,15 @@ class WanModel(nnx.Module):
             context: of `encode_context`.
             causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
             attention: a name of `wan.layers.ATTENTION`.
+            sequence: division of the tokens over devices, of which `x` is one's part; None: `x` has all tokens.
 
         Raises:
             InvalidParameterError: for too large a video, an unknown implementation of attention, or an empty block.
         """
         config = self.config
         _, F, h, w, _ = x.shape
+        if sequence is not None:
+            h, w = sequence.height, sequence.width
         if max(F, h, w) > config.max_positions:
             raise InvalidParameterError(
                 f"latents: {F} frames of {h} x {w} patches; this model has positions for {config.max_positions} of each"
@@ -316,9 +321,11 @@ class WanModel(nnx.Module):
             raise InvalidParameterError(f"causal_block_size: expected at least 1 frame, got {causal_block_size}")
         attend = ATTENTION[attention]
         attend_self = attend if causal_block_size is None else block_causal(attend, causal_block_size * h * w)
-        rotary = rotary_tables(F, h, w, config.head_dim)
+        cos, sin = rotary_tables(F, h, w, config.head_dim)
+        if sequence is not None:
+            attend_self, cos, sin = sequence.attention(attend_self), sequence.rotary(cos), sequence.rotary(sin)
         for block, keys in zip(self.blocks, context, strict=True):
-            x = block(x, e0, keys, rotary, attend, attend_self)
+            x = block(x, e0, keys, (cos, sin), attend, attend_self)
         return x
 
     def unembed(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F hp wp O"]:

@@ -165,7 +165,12 @@ class WanVae(nnx.Module):
         return mean, jnp.clip(log_variance, *LOG_VARIANCE)
 
     def decode(
-        self, latents: Float[Array, "B F h w Z"], *, chunk: int | None = None, tile: tuple[int, int] | None = None
+        self,
+        latents: Float[Array, "B F h w Z"],
+        *,
+        chunk: int | None = None,
+        tile: tuple[int, int] | None = None,
+        axes: tuple[str, ...] = (),
     ) -> Float[Array, "B T H W C"]:
         """The clip of normalised latents: `1 + (F - 1) * frames_per_latent` frames, colours from -1 to 1. Float32.
 
@@ -175,6 +180,7 @@ class WanVae(nnx.Module):
             tile: height and width in latents of a part that is decoded at a time, which bounds memory too. Each tile is
                 computed with its neighbourhood (`config.halo` latents at each side, which cost as much as those that
                 are kept), so that the result is the same and needs no blending.
+            axes: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
 
         Raises:
             InvalidParameterError: for other channels, no latents, or an empty tile.
@@ -197,9 +203,8 @@ class WanVae(nnx.Module):
         if tile is None or (tile[0] >= z.shape[2] and tile[1] >= z.shape[3]):
             return in_chunks(lambda z, tails: enlarge(begin(z, tails), tails), z, first, size)
         x = in_chunks(begin, z, first, size)
-        return in_tiles(
-            lambda part: in_chunks(enlarge, part, first, size), x, tile, self.config.halo, self.config.pixels_per_latent
-        )
+        halo, scale = self.config.halo, self.config.pixels_per_latent
+        return in_tiles(lambda part: in_chunks(enlarge, part, first, size), x, tile, halo, scale, axes)
 
     def normalize(self, latents: Float[Array, "*B Z"]) -> Float[Array, "*B Z"]:
         """Latents with the mean and standard deviation of the training data taken out of each channel."""

@@ -97,11 +97,15 @@ def in_tiles(
     tile: tuple[int, int],
     halo: int,
     scale: int,
+    axes: tuple[str, ...] = (),
 ) -> Float[Array, "B T H W C"]:
     """Enlarge frames by `scale`, a tile after the other with `halo` pixels around it, in one loop.
 
     All tiles are of one size, and so are the parts that they are cut from: at the frame's edges these are moved
     inwards, which makes their halo larger, and the last tile may repeat pixels of the one before.
+
+    Inside `jax.shard_map` over the mesh's `axes`, each device takes every n-th tile of `x`, which all of them have, and
+    gets the tiles of the others.
     """
     sides = list(zip(x.shape[2:4], tile, strict=True))
     kept = tuple(min(pair) for pair in sides)
@@ -111,16 +115,30 @@ def in_tiles(
     part = (*x.shape[:2], *cut, x.shape[4])
     B, T, *_, C = jax.eval_shape(enlarge, jax.ShapeDtypeStruct(part, x.dtype)).shape
     limits = jnp.asarray([length - size for (length, _), size in zip(sides, cut, strict=True)])
+    devices = jax.lax.axis_size(axes) if axes else 1
 
-    def one(i: Array, frames: Array) -> Array:
+    def pixels_of(i: Array) -> Array:
         begin = jnp.clip(starts[i] - halo, 0, limits)
         large = enlarge(jax.lax.dynamic_slice(x, (0, 0, *begin, 0), part))
         inner = (starts[i] - begin) * scale
-        pixels = jax.lax.dynamic_slice(large, (0, 0, *inner, 0), (B, T, *(side * scale for side in kept), C))
+        return jax.lax.dynamic_slice(large, (0, 0, *inner, 0), (B, T, *(side * scale for side in kept), C))
+
+    def put(frames: Array, i: Array, pixels: Array) -> Array:
         return jax.lax.dynamic_update_slice(frames, pixels, (0, 0, *(starts[i] * scale), 0))
 
+    def one(i: Array, frames: Array) -> Array:
+        return put(frames, i, pixels_of(i))
+
+    def one_of_each(i: Array, frames: Array) -> Array:
+        # The last tile again where tiles do not divide among the devices.
+        mine, last = i * devices + jax.lax.axis_index(axes), len(starts) - 1
+        tiles = jax.lax.all_gather(pixels_of(jnp.minimum(mine, last)), axes)
+        for device in range(devices):
+            frames = put(frames, jnp.minimum(i * devices + device, last), tiles[device])
+        return frames
+
     frames = jnp.zeros((B, T, *(length * scale for length, _ in sides), C), jnp.float32)
-    return jax.lax.fori_loop(0, len(starts), one, frames)
+    return jax.lax.fori_loop(0, -(-len(starts) // devices), one_of_each if axes else one, frames)
 
 
 class ChannelNorm(nnx.Module):

@@ -1,0 +1,165 @@
+"""Several devices for one clip: the two passes of classifier-free guidance on two groups of devices, and the tokens of
+each pass over the devices of its group.
+
+xDiT (Fang et al., 2024, arXiv:2411.01738) has both under the names of CFG parallel and Ulysses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from verax._compat import make_mesh
+from verax.errors import InvalidParameterError
+from verax.models.wan.model import WanConfig
+from verax.video.geometry import LatentGeometry
+from verax.video.request import ResolvedRequest
+
+__all__ = [
+    "BY_ROW",
+    "GUIDANCE",
+    "REPLICATED",
+    "SEQUENCE",
+    "Layout",
+    "axis_size",
+    "check_heads",
+    "check_request",
+    "layout",
+    "video_mesh",
+]
+
+GUIDANCE = "guidance"
+"""Axis of the mesh over which the rows of guidance are divided: prompt and negative prompt."""
+
+SEQUENCE = "sequence"
+"""Axis of the mesh over which the tokens of a frame are divided."""
+
+REPLICATED = PartitionSpec()
+BY_ROW = PartitionSpec(GUIDANCE)
+
+
+def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | None:
+    """Mesh of the axes `GUIDANCE` and `SEQUENCE`; None for one device.
+
+    Args:
+        guidance_parallel: True for two groups of devices.
+        sequence_parallel: devices of a group.
+
+    Raises:
+        InvalidParameterError: for more devices than there are.
+    """
+    if isinstance(sequence_parallel, bool) or not isinstance(sequence_parallel, int) or sequence_parallel < 1:
+        raise InvalidParameterError(
+            f"sequence_parallel: expected a whole number of at least 1, got {sequence_parallel!r}"
+        )
+    groups = 2 if guidance_parallel else 1
+    devices, there = groups * sequence_parallel, jax.device_count()
+    if devices == 1:
+        return None
+    if devices > there:
+        hint = f"; JAX_NUM_CPU_DEVICES={devices} divides a CPU into as many" if jax.default_backend() == "cpu" else ""
+        raise InvalidParameterError(
+            f"sequence_parallel={sequence_parallel}, guidance_parallel={guidance_parallel}: expected {groups} x "
+            f"{sequence_parallel} = {devices} devices, got {there}{hint}"
+        )
+    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE))
+
+
+def axis_size(mesh: Mesh | None, axis: str) -> int:
+    """Devices along an axis; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape[axis]
+
+
+def check_heads(mesh: Mesh | None, config: WanConfig) -> None:
+    """Refuse devices among which the heads of a transformer cannot be divided.
+
+    Raises:
+        InvalidParameterError: with the numbers that can.
+    """
+    size, heads = axis_size(mesh, SEQUENCE), config.num_heads
+    if heads % size:
+        fit = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
+        raise InvalidParameterError(
+            f"sequence_parallel: expected a number that divides this model's {heads} heads ({fit}), got {size}"
+        )
+
+
+def check_request(mesh: Mesh | None, request: ResolvedRequest, geometry: LatentGeometry) -> None:
+    """Refuse a request that cannot be divided over a mesh.
+
+    Raises:
+        InvalidParameterError: naming the option that does not fit, and values that would.
+    """
+    if axis_size(mesh, GUIDANCE) > 1 and not request.guided:
+        raise InvalidParameterError(
+            f"guidance_parallel: expected a guidance_scale above 1, got {request.guidance_scale:g}, which needs no "
+            "negative prompt: there is one pass, and nothing for the second group of devices"
+        )
+    size, step = axis_size(mesh, SEQUENCE), geometry.pixels_per_token
+    h, w = request.height // step, request.width // step
+    if h * w % size:
+        height, width = (_nearest(side, size // math.gcd(size, other)) * step for side, other in ((h, w), (w, h)))
+        raise InvalidParameterError(
+            f"sequence_parallel: expected a number that divides the {h} x {w} tokens of a frame of {request.height} x "
+            f"{request.width}, got {size}; height={height} or width={width} would fit"
+        )
+
+
+def _nearest(value: int, step: int) -> int:
+    """Multiple of `step` from 1 on that is nearest to `value`."""
+    return max(1, round(value / step)) * step
+
+
+class Layout(NamedTuple):
+    """Division of a program over a mesh.
+
+    Attributes:
+        mesh: devices.
+        arguments: partition of each argument: of an array, or of all arrays of a tree.
+        results: partition of the results.
+    """
+
+    mesh: Mesh
+    arguments: tuple[Any, ...]
+    results: Any
+
+    def divide(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, run by each device on its shards. Options are the same everywhere."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            return jax.shard_map(
+                functools.partial(function, **options),
+                mesh=self.mesh,
+                in_specs=self.arguments,
+                out_specs=self.results,
+                # It refuses an all-gather's result where it is replicated, and branches of `cond` that differ in this.
+                check_vma=False,
+            )(*arguments)
+
+        return run
+
+    def place(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments on their devices, or their shapes with the devices, where they are shapes."""
+
+        def put(spec: PartitionSpec, tree: Any) -> Any:
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.tree.map(functools.partial(_put, sharding), tree)
+
+        return jax.tree.map(put, self.arguments, arguments, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+
+
+def _put(sharding: NamedSharding, leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.device_put(leaf, sharding)
+
+
+def layout(mesh: Mesh | None, *arguments: Any, results: Any = REPLICATED) -> Layout | None:
+    """`Layout` on a mesh; None without one."""
+    return None if mesh is None else Layout(mesh, arguments, results)
