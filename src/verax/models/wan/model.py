@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
+from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, read_fields, read_value, require_fields
 from verax.models.wan.layers import (
@@ -318,7 +319,7 @@ class WanModel(nnx.Module):
         attend_self = attend if causal_block_size is None else block_causal(attend, causal_block_size * h * w)
         rotary = rotary_tables(F, h, w, config.head_dim)
         for block, keys in zip(self.blocks, context, strict=True):
-            x = block(x, e0, keys, rotary, attend, attend_self)
+            x = ops.materialize(block(x, e0, keys, rotary, attend, attend_self))
         return x
 
     def unembed(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F hp wp O"]:
