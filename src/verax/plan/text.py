@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from verax import ops
 from verax.errors import InvalidParameterError
@@ -27,7 +29,7 @@ from verax.text.program import AbstractModel, StepProgram, cache_shardings, new_
 from verax.text.sizes import RunnerConfig, cache_memory, plan_sizes
 from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 
-__all__ = ["TextPlan", "plan_text"]
+__all__ = ["TextPlan", "plan_text", "text_plan"]
 
 BOUNDLESS = 1 << 60
 """Bytes for a cache that all sequences fit into at their full length."""
@@ -87,6 +89,11 @@ class TextPlan:
         """The model as programs take it."""
         return AbstractModel.from_module(self.model)
 
+    @cached_property
+    def quantized(self) -> bool:
+        """True if some weights are not floats."""
+        return any(part.precision not in DTYPES for part in parts_of(self.model))
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights on a device."""
@@ -127,10 +134,9 @@ class TextPlan:
         device = self.device
         return ops.use_target(device.platform, device.kind, memory or device.memory, self.devices)
 
-    def program(self, shape: StepShape) -> StepProgram:
-        """The engine's program of a step, with the shardings of its arguments."""
-        sizes = self.sizes()
-        return step_program(self.abstract, sizes, shape, tensor_mesh(self.devices))
+    def program(self, shape: StepShape, mesh: Mesh | None = None) -> StepProgram:
+        """The engine's program of a step, with the shardings of its arguments; on abstract devices without a mesh."""
+        return step_program(self.abstract, self.sizes(), shape, mesh or tensor_mesh(self.devices))
 
     def step(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> tuple[Work, Bound, list[float]]:
         """Work of steps of one shape, their least time, and the share of each argument on a device.
@@ -174,7 +180,7 @@ def _shares(program: StepProgram) -> list[float]:
     return [held / max(1, array.size * array.dtype.itemsize) for held, array in zip(whole, arrays, strict=True)]
 
 
-def plan_text(
+def text_plan(
     model: Described,
     device: Device,
     *,
@@ -184,8 +190,8 @@ def plan_text(
     kv_cache_dtype: str = "auto",
     max_num_seqs: int = 8,
     context: int | None = None,
-) -> dict[str, Any]:
-    """Plan of a language model, as JSON holds it.
+) -> TextPlan:
+    """A language model on devices, checked.
 
     Args:
         model: the model.
@@ -209,15 +215,17 @@ def plan_text(
     if not 2 <= context <= longest:
         raise InvalidParameterError(f"context: expected 2 to {longest} tokens, the model's positions, got {context}")
     options = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=context, kv_cache_dtype=kv_cache_dtype)
-
-    def on(devices: int) -> TextPlan:
-        return TextPlan(shapes, shapes.config, options, DTYPES[dtype], device, devices)
-
-    plan = on(devices)
-    quantized = any(part.precision not in DTYPES for part in parts_of(shapes))
-    if quantized and devices > 1:
+    plan = TextPlan(shapes, shapes.config, options, DTYPES[dtype], device, devices)
+    if plan.quantized and devices > 1:
         raise InvalidParameterError("devices: quantised weights are not divided over devices yet; plan one device")
-    weights = [part._asdict() for part in plan.parts]  # before the steps: an error names a weight that does not divide
+    _ = plan.parts  # an error names a weight that does not divide
+    return plan
+
+
+def plan_text(model: Described, device: Device, *, quantization: str | None = None, **options: Any) -> dict[str, Any]:
+    """Plan of a language model, as JSON holds it. Arguments and errors are those of `text_plan`."""
+    plan = text_plan(model, device, quantization=quantization, **options)
+    max_num_seqs, devices = plan.num_seqs, plan.devices
     sizes = plan.sizes()
     shape = StepShape(max_num_seqs, max_num_seqs, True)
     work, least, shares = plan.step(shape, [[Span(plan.context - 1, 1)] * max_num_seqs])
@@ -228,15 +236,15 @@ def plan_text(
         "model": model.name,
         "device": device.as_dict(),
         "settings": {
-            "dtype": dtype,
+            "dtype": jnp.dtype(plan.dtype).name,
             "quantization": quantization,
-            "kv_cache_dtype": kv_cache_dtype,
+            "kv_cache_dtype": plan.options.kv_cache_dtype,
             "max_num_seqs": max_num_seqs,
             "context": plan.context,
             "max_num_batched_tokens": sizes.max_num_batched_tokens,
             "devices": devices,
         },
-        "weights": weights,
+        "weights": [part._asdict() for part in plan.parts],
         "memory": {
             "weights": plan.weight_bytes,
             "cache": plan.cache_bytes(),
@@ -247,8 +255,10 @@ def plan_text(
         "at_most": {"tokens/s of all sequences": max_num_seqs / least.seconds, "tokens/s of one": 1 / least.seconds},
         "fits": plan.fits,
         "largest_batch": _largest(lambda n: plan.cache_bytes(num_seqs=n) <= plan.cache_room, 1, MOST_SEQS),
-        "largest_context": _largest(lambda n: plan.cache_bytes(context=n) <= plan.cache_room, 2, longest),
-        "fewest_devices": _fewest(on, 1 if quantized else MOST_DEVICES),
+        "largest_context": _largest(
+            lambda n: plan.cache_bytes(context=n) <= plan.cache_room, 2, plan.config.max_position_embeddings
+        ),
+        "fewest_devices": _fewest(plan, 1 if plan.quantized else MOST_DEVICES),
     }
 
 
@@ -286,11 +296,11 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     return low
 
 
-def _fewest(on: Callable[[int], TextPlan], most: int) -> int | None:
+def _fewest(plan: TextPlan, most: int) -> int | None:
     """Fewest devices on which the plan fits; None if it does on no number up to `most` that divides the model."""
     for devices in range(1, most + 1):
         try:
-            if on(devices).fits:
+            if replace(plan, devices=devices).fits:
                 return devices
         except InvalidParameterError:  # a weight does not divide
             continue
