@@ -124,15 +124,11 @@ def _compiled(compiled: Mapping[str, Any]) -> list[_Section]:
             collectives = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
             others = (found["host_transfers"], found["donated_copies"], found["loops_with_products"])
             counts.append((row["name"], collectives or "none", *map(str, others)))
-    return [
-        _Section("compiled: bytes of a device", ("program", *sizes, "compiled in"), memory),
-        _Section(
-            "compiled: each instruction once",
-            ("program", "collectives", "host transfers", "copies of donated buffers", "loops with products"),
-            counts,
-            (0, 1),
-        ),
-    ]
+    sections = [_Section("compiled: bytes of a device", ("program", *sizes, "compiled in"), memory)]
+    if counts:
+        columns = ("program", "collectives", "host transfers", "copies of donated buffers", "loops with products")
+        sections.append(_Section("compiled: each instruction once", columns, counts, (0, 1)))
+    return sections
 
 
 def _program(row: Mapping[str, Any]) -> tuple[str, ...]:

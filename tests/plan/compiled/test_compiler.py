@@ -8,7 +8,7 @@ from verax.plan.compiled import compiler
 from verax.plan.compiled.compiler import compile_lowered
 from verax.plan.compiled.topology import Compiler
 
-LOCAL = Compiler("jaxlib", "jaxlib", "cpu", {})
+LOCAL = Compiler("jaxlib", "jaxlib", "", "cpu", {})
 FULL = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (29.22G) exceeds "
     "available HBM (15.75G).\nMore lines."

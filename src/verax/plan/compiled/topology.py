@@ -44,12 +44,14 @@ class Compiler(NamedTuple):
     Attributes:
         module: module of the plugin that holds it.
         package: distribution of the plugin.
+        extra: extra that installs it.
         platform: name of the platform in JAX's plugins.
         options: XLA options of each compilation.
     """
 
     module: str
     package: str
+    extra: str
     platform: str
     options: dict[str, str]
 
@@ -63,11 +65,12 @@ class Compiler(NamedTuple):
 
 
 _COMPILERS = {
-    "tpu": Compiler("libtpu", "libtpu", "tpu", {}),
+    "tpu": Compiler("libtpu", "libtpu", "plan-tpu", "tpu", {}),
     # CUB's kernels for sorting are chosen on a device; without one, only XLA's own can be.
     "gpu": Compiler(
         "jax_plugins.xla_cuda13",
         "jax-cuda13-plugin",
+        "plan-cuda",
         "cuda",
         {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED"},
     ),
@@ -107,8 +110,8 @@ def topology_mesh(device: Device, count: int) -> Mesh:
         found = _tpus(device, count) if device.platform == "tpu" else _gpus(device, count)
     except RuntimeError as error:
         raise MissingDependencyError(
-            f"{compiler.version} does not describe {device.name} to JAX {jax.__version__} ({error}); "
-            f"pip install 'verax[plan-{device.platform}]' installs what matches"
+            f"{compiler.version} does not describe {device.name} to JAX {jax.__version__} ({error}); set "
+            f"JAX_PLATFORMS=cpu before JAX starts, and install what matches: pip install 'verax[{compiler.extra}]'"
         ) from error
     return Mesh(np.array(found[:count]), ("tensor",), axis_types=(AxisType.Auto,))
 
