@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from verax.errors import VeraxError
 from verax.plan.compiled import compiler
 from verax.plan.compiled.compiler import compile_lowered
 from verax.plan.compiled.topology import Compiler
 
-LOCAL = Compiler("jaxlib", "jaxlib", "", "cpu", {})
+LOCAL = Compiler("jaxlib", "jaxlib", "", {})
 FULL = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (29.22G) exceeds "
     "available HBM (15.75G).\nMore lines."
@@ -88,6 +89,7 @@ def test_a_program_that_does_not_fit_is_refused_with_the_bytes_that_it_needs(mes
         assert (found.needed, found.refused, found.findings) == (needed, message.partition("\n")[0], None)
 
 
-def test_other_errors_of_the_compiler_are_raised():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_lowered("broken", Failing("INTERNAL: a bug"), LOCAL, "here")
+def test_a_compiler_that_fails_is_named_with_its_message(cache):
+    with pytest.raises(VeraxError, match=r"broken: jaxlib .* fails to compile it: INTERNAL: a bug$"):
+        compile_lowered("broken", Failing("INTERNAL: a bug\nin many lines"), LOCAL, "here")
+    assert not cache.exists()

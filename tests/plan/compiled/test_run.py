@@ -19,7 +19,7 @@ SMALL = dict(max_num_seqs=2, context=32, dtype="float32")
 @pytest.fixture(autouse=True)
 def local(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("VERAX_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "compiled"))
-    monkeypatch.setattr(run, "compiler_of", lambda device: Compiler("jaxlib", "jaxlib", "", "cpu", {}))
+    monkeypatch.setattr(run, "compiler_of", lambda device: Compiler("jaxlib", "jaxlib", "", {}))
     monkeypatch.setattr(run, "topology_mesh", lambda device, count: make_mesh((count,), ("tensor",)))
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from verax._compat import no_compilation_cache
+from verax.errors import VeraxError
 from verax.files import cache_folder, write_json
 from verax.plan.compiled.hlo import Findings, read_module
 from verax.plan.compiled.topology import Compiler
@@ -67,6 +68,9 @@ def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, 
         lowered: the program, on a mesh of `topology.topology_mesh`.
         compiler: compiler of the device.
         device: name of the device, and how many there are.
+
+    Raises:
+        VeraxError: if the compiler fails, with the first line of its message.
     """
     # The text has all: shapes, shardings, donated arguments, the number of devices.
     key = json.dumps([READER, jax.__version__, compiler.version, compiler.options, device, lowered.as_text()])
@@ -88,7 +92,7 @@ def _compile(name: str, lowered: jax.stages.Lowered, compiler: Compiler) -> Comp
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n")[0]
         if not message.startswith("RESOURCE_EXHAUSTED"):
-            raise
+            raise VeraxError(f"{name}: {compiler.version} fails to compile it: {message}") from error
         said = _NEEDED.search(message)
         needed = round(float(said[1]) * _UNITS[said[2]]) if said else 0
         return Compiled(name, time.perf_counter() - begin, needed=needed, refused=message)

@@ -45,14 +45,12 @@ class Compiler(NamedTuple):
         module: module of the plugin that holds it.
         package: distribution of the plugin.
         extra: extra that installs it.
-        platform: name of the platform in JAX's plugins.
         options: XLA options of each compilation.
     """
 
     module: str
     package: str
     extra: str
-    platform: str
     options: dict[str, str]
 
     @property
@@ -65,13 +63,12 @@ class Compiler(NamedTuple):
 
 
 _COMPILERS = {
-    "tpu": Compiler("libtpu", "libtpu", "plan-tpu", "tpu", {}),
+    "tpu": Compiler("libtpu", "libtpu", "plan-tpu", {}),
     # CUB's kernels for sorting are chosen on a device; without one, only XLA's own can be.
     "gpu": Compiler(
         "jax_plugins.xla_cuda13",
         "jax-cuda13-plugin",
         "plan-cuda",
-        "cuda",
         {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED"},
     ),
 }
