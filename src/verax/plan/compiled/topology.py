@@ -51,7 +51,7 @@ class Compiler(NamedTuple):
     module: str
     package: str
     extra: str
-    options: dict[str, str]
+    options: dict[str, str | bool]
 
     @property
     def version(self) -> str:
@@ -64,12 +64,13 @@ class Compiler(NamedTuple):
 
 _COMPILERS = {
     "tpu": Compiler("libtpu", "libtpu", "plan-tpu", {}),
-    # CUB's kernels for sorting are chosen on a device; without one, only XLA's own can be.
+    # CUB's kernels for sorting, and the tiles of Triton's products, are chosen by trying them on a device. Without one,
+    # XLA sorts by itself, and products are calls of cuBLAS: with untried tiles, jaxlib 0.10 fails to compile Wan.
     "gpu": Compiler(
         "jax_plugins.xla_cuda13",
         "jax-cuda13-plugin",
         "plan-cuda",
-        {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED"},
+        {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED", "xla_gpu_enable_triton_gemm": False},
     ),
 }
 
