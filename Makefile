@@ -13,7 +13,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-parity test-native test-native-aarch64 real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
+.PHONY: help demo test test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,11 +21,20 @@ help:  ## List the verbs.
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
 
-test: $(VENV)/.installed-dev  ## Run every test that needs no GPU, but for test-parity's and test-real's.
-	$(PYTEST) -m "not gpu" --ignore tests/parity --ignore tests/real
+test: $(VENV)/.installed-dev  ## Run every test that needs no GPU, but for test-parity's, test-real's and test-targets'.
+	$(PYTEST) -m "not gpu" --ignore tests/parity --ignore tests/real --ignore tests/targets
 
 test-parity: $(VENV)/.installed-dev  ## Run the tests that compare models with PyTorch.
 	$(PYTEST) tests/parity
+
+# The compilers lie beside the environment: within it, JAX would look for their devices in every process.
+test-targets: $(VENV)/.installed-dev build/compilers/.installed  ## Compile programs for TPU and NVIDIA without either, check them, and write their table into docs/accelerators.md.
+	PYTHONPATH=build/compilers $(BIN)/python -m pytest tests/targets
+	PYTHONPATH=build/compilers $(BIN)/python -m tests.targets.table
+
+build/compilers/.installed: pyproject.toml tests/targets/requirements.py | $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.requirements)
+	@touch $@
 
 test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers; LEVELS="amx avx2" for some of them.
 	@$(BIN)/python -m verax.ops.cpu.build build/native --flags="$(SANITIZE)" $(if $(LEVELS),--levels $(LEVELS)) \

@@ -18,9 +18,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Most of the suite's time is compilation, which takes XLA half as long without its optimisations.
 QUICK = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
-OPTIMISED = {"parity", "real", "gpu", "serve"}
+OPTIMISED = {"parity", "real", "gpu", "serve", "targets"}
 """Folders whose programs are compiled as for users in any case. Their tests compare values with other libraries, or
-answers alone with those in a batch, which without optimisations may part where two tokens are almost equally likely."""
+answers alone with those in a batch, which without optimisations may part where two tokens are almost equally likely, or
+read what the optimisations of another device's compiler come to."""
 
 ARRAYS = ("ops", "nn", "models", "text.step", "text.slots", "text.runner", "train.loss", "train.precision")
 

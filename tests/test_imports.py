@@ -20,9 +20,9 @@ PROOF = ENGINE | {"nn", "plots", "page", "machine", "shapes", "text", "video", "
 MAY_IMPORT: dict[str, set[str]] = {
     # Leaves: whatever imports them gets nothing else with them.
     "errors": set(),
-    "_compat": {"errors"},
     "_optional": {"errors"},
     "files": {"errors"},
+    "_compat": {"errors", "files"},
     "fields": {"errors", "files"},
     "_buckets": {"errors"},
     "progress": {"errors"},

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from verax.files import cache_folder
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -23,6 +23,7 @@ __all__ = [
     "empty_compilation_cache",
     "enable_compilation_cache",
     "make_mesh",
+    "no_compilation_cache",
 ]
 
 
@@ -67,13 +68,12 @@ def compilation_cache() -> str | None:
 def enable_compilation_cache() -> None:
     """Keep compiled programs on disk between processes, unless the user has decided on JAX's cache themselves.
 
-    In `VERAX_CACHE_DIR`, or `~/.cache/verax`; one folder for each jaxlib, whose formats differ. `VERAX_CACHE_DIR=`
-    (empty) switches it off.
+    In `files.cache_folder()`; one folder for each jaxlib, whose formats differ.
     """
-    home = os.environ.get("VERAX_CACHE_DIR", str(Path("~/.cache/verax").expanduser()))
-    if not home or compilation_cache() is not None:
+    home = cache_folder()
+    if home is None or compilation_cache() is not None:
         return
-    folder = Path(home) / f"jaxlib-{JAXLIB}"
+    folder = home / f"jaxlib-{JAXLIB}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a read-only home is no reason to refuse work
@@ -91,6 +91,17 @@ def empty_compilation_cache() -> Iterator[None]:
             yield
         finally:
             _set_cache(before)
+
+
+@contextlib.contextmanager
+def no_compilation_cache() -> Iterator[None]:
+    """Compile without the cache, which cannot read programs for devices that are not attached."""
+    before = compilation_cache()
+    _set_cache(None)
+    try:
+        yield
+    finally:
+        _set_cache(before)
 
 
 def _set_cache(folder: str | None) -> None:

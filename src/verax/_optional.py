@@ -1,4 +1,4 @@
-"""Imports of the packages that the extras `video`, `server`, `otel` and those of baselines add, where they are used."""
+"""Imports of packages that extras add, `video`, `server`, `plan-tpu` and others, where they are used."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _PACKAGES = {
     "PIL": ("Pillow", "video"),
     "ftfy": ("ftfy", "video"),
     "httptools": ("httptools", "server"),
+    "jax_plugins": ("jax-cuda13-plugin", "plan-cuda"),
+    "libtpu": ("libtpu", "plan-tpu"),
     "llguidance": ("llguidance", "server"),
     "markdown_it": ("markdown-it-py", "server"),
     "python_multipart": ("python-multipart", "server"),

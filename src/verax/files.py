@@ -12,7 +12,7 @@ from typing import Any
 
 from verax.errors import CheckpointError
 
-__all__ = ["JsonObject", "atomic_path", "read_json", "write_json", "write_text"]
+__all__ = ["JsonObject", "atomic_path", "cache_folder", "read_json", "write_json", "write_text"]
 
 
 @contextmanager
@@ -50,6 +50,12 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file with an indent of two spaces, whole or not at all."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def cache_folder() -> Path | None:
+    """Folder of verax's caches: `VERAX_CACHE_DIR`, or `~/.cache/verax`; None if the variable is empty: no caches."""
+    home = os.environ.get("VERAX_CACHE_DIR", str(Path("~/.cache/verax").expanduser()))
+    return Path(home) if home else None
 
 
 class JsonObject(dict[str, Any]):

@@ -1,6 +1,7 @@
 """`verax plan`: exit statuses, JSON, the page, and errors that name an option."""
 
 import json
+import sys
 
 import pytest
 
@@ -26,6 +27,8 @@ def test_the_tables_and_the_page(run, tmp_path):
         (["text-builtin", "--device", "abacus"], "--device: 'abacus' is not in the table"),
         (["nowhere", "--device", "h100"], "nowhere: no such folder"),
         (["text-builtin", "--device", "h100", "--context", "99999"], "--context: expected 2 to"),
+        (["text-builtin", "--device", "b200", "--compile"], "--compile: there is no compiler for 'b200'"),
+        (["text-builtin", "--device", "h100", "--depth", "2"], "--depth: layers to compile; give --compile as well"),
         (["text-builtin", "--device", "h100", "--kv-cache-dtype", "int4"], "--kv-cache-dtype: expected one of"),
     ],
 )
@@ -33,4 +36,12 @@ def test_wrong_usage_ends_with_2_and_one_line(run, arguments, message):
     done = run("plan", *arguments)
     assert done.status == 2
     assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_a_missing_compiler_ends_with_2_and_the_extra_that_has_it(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    done = run("plan", "text-builtin", "--device", "v5e", "--compile")
+    assert done.status == 2
+    assert "libtpu is not installed: pip install 'verax[plan-tpu]'" in done.err
     assert done.err.count("\n") == 1

@@ -112,6 +112,18 @@ def test_written_pages_hold_what_was_written_and_nothing_else_changes():
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_pages_written_by_head_are_those_of_the_reference(dtype):
+    rng = np.random.default_rng(6)
+    x = jnp.asarray(rng.standard_normal((5, 3, 24)), jnp.float32)
+    pages, offsets = jnp.asarray([2, 1, 2, 0, 3]), jnp.asarray([7, 0, 3, 1, 7])
+    names = ("reference", "by_head")
+    cache = ops.new_pages((4, 3, 8, 24), dtype)
+    expected, out = (ops.write_pages.implementations[name].function(cache, x, pages, offsets) for name in names)
+    assert all(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(expected)))
+    assert not all(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(cache)))
+
+
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3)])
 def test_int8_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, N, K):

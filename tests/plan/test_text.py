@@ -8,12 +8,11 @@ from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint, tiny_config
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.files import write_json
-from verax.loading import load_causal_lm, model_shapes
-from verax.models import causal_lm
+from verax.loading import load_causal_lm
 from verax.plan.devices import find_device
 from verax.plan.model import describe
 from verax.plan.run import plan
-from verax.plan.text import TextPlan, plan_text
+from verax.plan.text import plan_text, text_plan
 from verax.text.engine_config import EngineConfig
 from verax.text.runner import ModelRunner
 from verax.text.sizes import plan_sizes
@@ -124,10 +123,7 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not(config_only):
     folder = config_only(max_position_embeddings=1 << 16)
     small = find_device("test", memory=5e6, bandwidth=1e11, flops=1e13)
     found = plan(folder, small, max_num_seqs=2, context=512)
-    architecture, config = causal_lm(describe(folder).config)
-    shapes = model_shapes(architecture, config, dtype="bfloat16")
-    options = EngineConfig(max_num_seqs=2, max_model_len=512)
-    planned = TextPlan(shapes, config, options, "bfloat16", small, 1)
+    planned = text_plan(describe(folder), small, max_num_seqs=2, context=512)
     batch, context = found["largest_batch"], found["largest_context"]
     assert batch > 2
     assert 512 < context < 1 << 16

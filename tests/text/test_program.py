@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax import export
 
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
@@ -141,3 +142,25 @@ def test_a_configuration_need_not_be_hashable(tmp_path, monkeypatch):
     tokens = greedy(make_llm(folder))
     monkeypatch.setattr(Qwen3Config, "__hash__", None)
     assert greedy(make_llm(folder)) == tokens
+
+
+@pytest.mark.parametrize(("platform", "lowering"), [("tpu", "tpu"), ("gpu", "cuda")])
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("qwen3_5_text", HYBRID)])
+def test_steps_are_exported_for_other_devices_as_operations_that_need_no_library(platform, lowering, family, changes):
+    """`jax.export` of decode and mixed step, written and read: StableHLO without a call of a kernel of ours."""
+    model, config = without_weights(tiny_config(family, **changes), jnp.bfloat16)
+    with ops.use_target(platform, memory=8 << 30):
+        sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=4, max_model_len=64))
+        for shape in (sizes.shapes[0], sizes.shapes[-1]):
+            program = step_program(model, sizes, shape)
+            leaves, tree = jax.tree.flatten(program.arguments)
+
+            def flat(*arrays, program=program, tree=tree):  # lists of arrays are written without their NamedTuples
+                return jax.tree.leaves(program.function(*jax.tree.unflatten(tree, arrays)))
+
+            exported = export.export(jax.jit(flat), platforms=(lowering,))(*leaves)
+            read = export.deserialize(exported.serialize())
+            assert read.platforms == (lowering,)
+            assert described(read.in_avals) == described(leaves)
+            assert described(read.out_avals) == described(program.lower().out_info)
+            assert "custom_call" not in read.mlir_module()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from verax.cli import options
 
 __all__ = ["plan"]
 
-_TEXT, _VIDEO, _DEVICE = "Language models and encoders", "Video", "Device"
+_TEXT, _VIDEO, _DEVICE, _COMPILE = "Language models and encoders", "Video", "Device", "Compilation"
 
 
 def plan(
@@ -85,6 +86,19 @@ def plan(
         int | None,
         typer.Option(help="Steps of the solver.", min=1, rich_help_panel=_VIDEO, show_default="checkpoint's"),
     ] = None,
+    compile_programs: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the model's programs for the device, in minutes: a TPU (extra plan-tpu), or an a100, h100, "
+            "h200, l4 or rtx4090 (extra plan-cuda).",
+            rich_help_panel=_COMPILE,
+        ),
+    ] = False,
+    depth: Annotated[
+        int | None,
+        typer.Option(help="Compile so many layers only.", min=1, rich_help_panel=_COMPILE, show_default="all"),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write plan.html, with two pictures, and plan.json here.")
     ] = None,
@@ -103,7 +117,11 @@ def plan(
         verax plan model.gguf --device rtx4090
 
         verax plan t2v-14b --device h200 --frames 81 --height 720 --width 1280
+
+        verax plan qwen3 --device v5e --compile --depth 2
     """
+    if compile_programs:  # the plugins of other devices serve as compilers; JAX must not look for the devices
+        os.environ["JAX_PLATFORMS"] = "cpu"
     from verax.errors import InvalidParameterError, VeraxError
     from verax.plan.devices import find_device
     from verax.plan.report import show, write
@@ -118,6 +136,8 @@ def plan(
             find_device(
                 device, memory=scaled(memory, 1e9), bandwidth=scaled(bandwidth, 1e9), flops=scaled(flops, 1e12)
             ),
+            compiled=compile_programs,
+            depth=depth,
             devices=devices,
             dtype=dtype,
             quantization=quantization,

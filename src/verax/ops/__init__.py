@@ -20,6 +20,7 @@ from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_prod
 from verax.ops.grouped import grouped_linear
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
 from verax.ops.linear import linear, multi_linear
+from verax.ops.materialize import materialize
 from verax.ops.norm import layer_norm, rms_norm
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
 from verax.ops.pages import Pages, QuantizedPages, new_pages
@@ -70,6 +71,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "local_delta_rule",
+    "materialize",
     "multi_linear",
     "new_pages",
     "operation",

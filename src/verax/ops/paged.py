@@ -38,6 +38,18 @@ def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], 
     return cache.at[pages, :, offsets].set(x.astype(cache.dtype))
 
 
+# XLA:TPU scatters many tokens into a copy of all pages whose heads lie behind the offsets, and copies that back: 1.1 GB
+# of traffic to write 2048 tokens into 256 MiB of pages. With an index for the head as well it writes rows in place,
+# 88 MB, and pages that a mesh divides by head stay divided.
+@write_pages.implementation("by_head", platforms=("tpu",))
+def _write_by_head(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
+    places = (pages[:, None], jnp.arange(x.shape[1])[None], offsets[:, None])
+    if isinstance(cache, QuantizedPages):
+        values, scales = quantize_tokens(x)
+        return QuantizedPages(cache.values.at[places].set(values), cache.scales.at[places].set(scales))
+    return cache.at[places].set(x.astype(cache.dtype))
+
+
 @operation
 def paged_attention(
     q: Float[Array, "T N H"],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +20,37 @@ from verax.plan.parts import parts_of
 from verax.plan.roofline import bound, described
 from verax.plan.work import count, trace
 
-__all__ = ["plan_embed"]
+__all__ = ["EncoderPass", "encoder_pass", "plan_embed"]
 
 TOKENS = 128
 """Tokens of a sentence if no context is given."""
 
 
-def plan_embed(
-    model: Described, device: Device, *, dtype: str = "float32", sentences: int = 8, tokens: int | None = None
-) -> dict[str, Any]:
-    """Plan of an encoder, as JSON holds it. Pooling is left out: it multiplies nothing.
+class EncoderPass(NamedTuple):
+    """Encoder on a batch of sentences, without pooling, which multiplies nothing.
+
+    Attributes:
+        name: what it does.
+        function: function of `arguments`.
+        arguments: shapes of the state, of the tokens `[B, T]`, and of the lengths `[B]`.
+        sentences: number of sentences B.
+        tokens: tokens of each sentence T.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    sentences: int
+    tokens: int
+
+
+def encoder_pass(
+    model: Described, *, dtype: str = "float32", sentences: int = 8, tokens: int | None = None
+) -> tuple[EncoderPass, Any]:
+    """The program of an encoder, and its module of shapes.
 
     Args:
         model: the model.
-        device: kind of device.
         dtype: `"float32"`, or `"bfloat16"` for weights and inputs of products.
         sentences: sentences of a call.
         tokens: tokens of each sentence; 128 if None.
@@ -47,25 +65,32 @@ def plan_embed(
     if not 0 < tokens <= config.max_position_embeddings:
         raise InvalidParameterError(f"context: expected 1 to {config.max_position_embeddings} tokens, got {tokens}")
     shapes: Any = model_shapes(architecture, config, dtype=models.DTYPES[dtype])
-    parts = parts_of(shapes)
     graph, state = nnx.split(shapes)
 
     def encode(state: Any, ids: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
         return models.hidden_states(nnx.merge(graph, state), ids, Sentences.padded(lengths, tokens))
 
     ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sentences, tokens), (sentences,)))
+    name = f"{sentences} sentences of {tokens} tokens"
+    return EncoderPass(name, encode, (state, ids, lengths), sentences, tokens), shapes
+
+
+def plan_embed(model: Described, device: Device, *, dtype: str = "float32", **options: Any) -> dict[str, Any]:
+    """Plan of an encoder, as JSON holds it. Arguments and errors are those of `encoder_pass`."""
+    encoder, shapes = encoder_pass(model, dtype=dtype, **options)
+    parts = parts_of(shapes)
     with ops.use_target(device.platform, device.kind, device.memory):
-        work = count(trace(encode, state, ids, lengths))
+        work = count(trace(encoder.function, *encoder.arguments))
     least = bound(work, device)
     memory = {"weights": sum(part.nbytes for part in parts), "states": work.results}
     return {
         "kind": model.kind,
         "model": model.name,
         "device": device.as_dict(),
-        "settings": {"dtype": dtype, "sentences": sentences, "tokens": tokens},
+        "settings": {"dtype": dtype, "sentences": encoder.sentences, "tokens": encoder.tokens},
         "weights": [part._asdict() for part in parts],
         "memory": memory,
-        "programs": [described(f"{sentences} sentences of {tokens} tokens", work, least)],
-        "at_most": {"sentences/s": sentences / least.seconds},
+        "programs": [described(encoder.name, work, least)],
+        "at_most": {"sentences/s": encoder.sentences / least.seconds},
         "fits": sum(memory.values()) <= device.memory,
     }

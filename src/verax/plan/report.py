@@ -99,7 +99,7 @@ def _sections(plan: Mapping[str, Any]) -> list[_Section]:
     memory = [(name, format_bytes(size), f"{size / device['memory']:.1%}") for name, size in plan["memory"].items()]
     total = sum(plan["memory"].values())
     memory.append(("all", format_bytes(total), f"{total / device['memory']:.1%}"))
-    return [
+    sections = [
         _Section("device", ("device", plan["device"]["name"]), facts, (0, 1)),
         _Section("weights", columns, weights, (0, 1)),
         _Section("memory of a device", ("memory", "bytes", "share"), memory),
@@ -110,6 +110,25 @@ def _sections(plan: Mapping[str, Any]) -> list[_Section]:
             (0, 5),
         ),
     ]
+    return sections + (_compiled(plan["compiled"]) if "compiled" in plan else [])
+
+
+def _compiled(compiled: Mapping[str, Any]) -> list[_Section]:
+    """Tables of what the device's compiler made of the programs."""
+    sizes = ("arguments", "results", "aliased", "temporaries", "code", "needed")
+    memory, counts = [], []
+    for row in compiled["programs"]:
+        shown = ["-" if row["refused"] and not row[name] else format_bytes(row[name]) for name in sizes]
+        memory.append((row["name"], *shown, _seconds(row["seconds"])))
+        if (found := row["findings"]) is not None:
+            collectives = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
+            others = (found["host_transfers"], found["donated_copies"], found["loops_with_products"])
+            counts.append((row["name"], collectives or "none", *map(str, others)))
+    sections = [_Section("compiled: bytes of a device", ("program", *sizes, "compiled in"), memory)]
+    if counts:
+        columns = ("program", "collectives", "host transfers", "copies of donated buffers", "loops with products")
+        sections.append(_Section("compiled: each instruction once", columns, counts, (0, 1)))
+    return sections
 
 
 def _program(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -133,11 +152,22 @@ def _findings(plan: Mapping[str, Any]) -> Sequence[str]:
     lines += [f"At least {_seconds(value)} {name}." for name, value in plan.get("at_least", {}).items()]
     if plan["kind"] == "text":
         lines += _text_findings(plan)
-    else:
+    elif "compiled" not in plan:
         lines.append("Memory is that of weights, inputs and results. What lies between is known after compiling only.")
     opaque = sorted({name for row in plan["programs"] for name in row["uncounted"]})
     if opaque:
         lines.append(f"Not counted: {', '.join(opaque)}.")
+    return lines + (_compiler_findings(plan["compiled"]) if "compiled" in plan else [])
+
+
+def _compiler_findings(compiled: Mapping[str, Any]) -> list[str]:
+    """Sentences on the compilation: by what, how much of the model, what was refused."""
+    lines = [f"Compiled by {compiled['compiler']} with JAX {compiled['jax']}; nothing ran."]
+    if compiled["depth"] is not None:
+        lines.append(f"Compiled with {compiled['depth']} layers only: bytes and counts are those of so many.")
+    for row in compiled["programs"]:
+        if row["refused"]:
+            lines.append(f"Refused: {row['name']}: {row['refused']}")
     return lines
 
 

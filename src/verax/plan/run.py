@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from verax.errors import InvalidParameterError
+from verax.plan.compiled.run import compile_model
+from verax.plan.compiled.topology import compiler_of
 from verax.plan.devices import Device
 from verax.plan.embed import plan_embed
 from verax.plan.model import describe
@@ -26,12 +28,16 @@ _NAMES = {"embedding": {"max_num_seqs": "sentences", "context": "tokens"}, "vide
 """Options that a kind of model has under another name."""
 
 
-def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
+def plan(
+    model: str, device: Device, *, compiled: bool = False, depth: int | None = None, **options: Any
+) -> dict[str, Any]:
     """Plan of a model on a device, as JSON holds it.
 
     Args:
         model: see `plan.model.describe`.
         device: kind of device.
+        compiled: compile the model's programs for the device, see `plan.compiled.run`.
+        depth: layers to compile; all if None.
         options: `dtype`, `quantization`, `kv_cache_dtype`, `max_num_seqs`, `context` and `devices` of a language model,
             the first, `max_num_seqs` and `context` of an encoder; `dtype`, `frames`, `height`, `width` and
             `inference_steps` of a video model. None counts as not given.
@@ -39,7 +45,12 @@ def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
     Raises:
         CheckpointError, UnsupportedModelError: for a model that is not there, or that verax does not have.
         InvalidParameterError: for an option that this kind of model does not have, or a value out of range.
+        MissingDependencyError: if programs are to be compiled, and the compiler of the device is not installed.
     """
+    if depth is not None and not compiled:
+        raise InvalidParameterError("depth: layers to compile; give --compile as well")
+    if compiled:
+        compiler_of(device)  # before anything takes time
     given = {name: value for name, value in options.items() if value is not None}
     found = describe(model, quantization=given.get("quantization"))
     taken = _OPTIONS[found.kind]
@@ -48,4 +59,9 @@ def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
             f"{unknown[0]}: the plan of a model of kind {found.kind} has no such option; it has {', '.join(taken)}"
         )
     names = _NAMES.get(found.kind, {})
-    return _ENGINES[found.kind](found, device, **{names.get(name, name): value for name, value in given.items()})
+    given = {names.get(name, name): value for name, value in given.items()}
+    result = _ENGINES[found.kind](found, device, **given)
+    if compiled:
+        result["compiled"] = compile_model(found, device, depth=depth, **given)
+        result["fits"] = result["fits"] and result["compiled"]["fits"]
+    return result

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, reduce
 from operator import add
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from verax import ops
 from verax.errors import InvalidParameterError
@@ -32,7 +34,7 @@ from verax.text.program import AbstractModel, StepProgram, cache_partitions, nam
 from verax.text.sizes import RunnerConfig, cache_memory, plan_sizes
 from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 
-__all__ = ["TextPlan", "plan_text"]
+__all__ = ["TextPlan", "plan_text", "text_plan"]
 
 BOUNDLESS = 1 << 60
 """Bytes for a cache that all sequences fit into at their full length."""
@@ -54,20 +56,28 @@ class TextPlan:
     """A language model on devices, for one batch and one context.
 
     Attributes:
-        model: module of shapes.
-        config: configuration of the model.
+        shapes: function from the times that each key/value head is there to the model, a module of shapes.
         options: options of the engine, with batch and context.
         dtype: dtype of the weights.
         device: kind of device.
         devices: number of devices, over which the model is divided as its layers declare it.
     """
 
-    model: Any
-    config: Any
+    shapes: Callable[[int], Any]
     options: EngineConfig
     dtype: Any
     device: Device
     devices: int
+
+    @cached_property
+    def model(self) -> Any:
+        """The model, with heads repeated where there are more devices than heads."""
+        return self.shapes(head_repeats(self.shapes(1).config, self.devices))
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the model."""
+        return self.model.config
 
     @property
     def num_seqs(self) -> int:
@@ -129,10 +139,9 @@ class TextPlan:
         device = self.device
         return ops.use_target(device.platform, device.kind, memory or device.memory, self.devices)
 
-    def program(self, shape: StepShape) -> StepProgram:
-        """The engine's program of a step, with the shardings of its arguments."""
-        sizes = self.sizes()
-        return step_program(self.abstract, sizes, shape, tensor_mesh(self.devices))
+    def program(self, shape: StepShape, mesh: Mesh | None = None) -> StepProgram:
+        """The engine's program of a step, with the shardings of its arguments; on abstract devices without a mesh."""
+        return step_program(self.abstract, self.sizes(), shape, mesh or tensor_mesh(self.devices))
 
     def step(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> tuple[Work, Bound, list[float]]:
         """Work of steps of one shape, their least time, and the share of each argument on a device.
@@ -179,7 +188,7 @@ def _shares(program: StepProgram) -> list[float]:
     return [held / max(1, array.size * array.dtype.itemsize) for held, array in zip(whole, arrays, strict=True)]
 
 
-def plan_text(
+def text_plan(
     model: Described,
     device: Device,
     *,
@@ -189,8 +198,8 @@ def plan_text(
     kv_cache_dtype: str = "auto",
     max_num_seqs: int = 8,
     context: int | None = None,
-) -> dict[str, Any]:
-    """Plan of a language model, as JSON holds it.
+) -> TextPlan:
+    """A language model on devices, checked.
 
     Args:
         model: the model.
@@ -220,13 +229,15 @@ def plan_text(
     if not 2 <= context <= longest:
         raise InvalidParameterError(f"context: expected 2 to {longest} tokens, the model's positions, got {context}")
     options = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=context, kv_cache_dtype=kv_cache_dtype)
+    plan = TextPlan(shapes, options, DTYPES[dtype], device, devices)
+    _ = plan.parts  # an error names a weight that does not divide
+    return plan
 
-    def on(devices: int) -> TextPlan:
-        made = shapes(head_repeats(config, devices))
-        return TextPlan(made, made.config, options, DTYPES[dtype], device, devices)
 
-    plan = on(devices)
-    weights = [part._asdict() for part in plan.parts]  # before the steps: an error names a weight that does not divide
+def plan_text(model: Described, device: Device, *, quantization: str | None = None, **options: Any) -> dict[str, Any]:
+    """Plan of a language model, as JSON holds it. Arguments and errors are those of `text_plan`."""
+    plan = text_plan(model, device, quantization=quantization, **options)
+    max_num_seqs, devices = plan.num_seqs, plan.devices
     sizes = plan.sizes()
     shape = StepShape(max_num_seqs, max_num_seqs, True)
     work, least, shares = plan.step(shape, [[Span(plan.context - 1, 1)] * max_num_seqs])
@@ -237,15 +248,15 @@ def plan_text(
         "model": model.name,
         "device": device.as_dict(),
         "settings": {
-            "dtype": dtype,
+            "dtype": jnp.dtype(plan.dtype).name,
             "quantization": quantization,
-            "kv_cache_dtype": kv_cache_dtype,
+            "kv_cache_dtype": plan.options.kv_cache_dtype,
             "max_num_seqs": max_num_seqs,
             "context": plan.context,
             "max_num_batched_tokens": sizes.max_num_batched_tokens,
             "devices": devices,
         },
-        "weights": weights,
+        "weights": [part._asdict() for part in plan.parts],
         "memory": {
             "weights": plan.weight_bytes,
             "cache": plan.cache_bytes(),
@@ -256,8 +267,10 @@ def plan_text(
         "at_most": {"tokens/s of all sequences": max_num_seqs / least.seconds, "tokens/s of one": 1 / least.seconds},
         "fits": plan.fits,
         "largest_batch": _largest(lambda n: plan.cache_bytes(num_seqs=n) <= plan.cache_room, 1, MOST_SEQS),
-        "largest_context": _largest(lambda n: plan.cache_bytes(context=n) <= plan.cache_room, 2, longest),
-        "fewest_devices": next((n for n in fitting_sizes(shapes(1)) if on(n).fits), None),
+        "largest_context": _largest(
+            lambda n: plan.cache_bytes(context=n) <= plan.cache_room, 2, plan.config.max_position_embeddings
+        ),
+        "fewest_devices": next((n for n in fitting_sizes(plan.shapes(1)) if replace(plan, devices=n).fits), None),
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from verax.video.programs import Component, ProgramCall, Weights, floats
 from verax.video.settings import VideoSettings, read_settings
 from verax.video.stages import Stages
 
-__all__ = ["plan_video"]
+__all__ = ["denoising_step", "plan_video"]
 
 
 class _Model(NamedTuple):
@@ -47,51 +48,48 @@ class _Model(NamedTuple):
     settings: VideoSettings
 
 
-def plan_video(
-    model: Described,
-    device: Device,
-    *,
-    dtype: str = "bfloat16",
-    num_frames: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    inference_steps: int | None = None,
-) -> dict[str, Any]:
+class _Clip(NamedTuple):
+    """A clip to plan."""
+
+    model: _Model
+    dtype: DTypeLike
+    num_frames: int
+    height: int
+    width: int
+    inference_steps: int
+    latents: tuple[int, ...]
+    """Shape of its latents."""
+
+
+def plan_video(model: Described, device: Device, *, dtype: str = "bfloat16", **options: int) -> dict[str, Any]:
     """Plan of a video model, as JSON holds it: one segment with guidance, all frames denoised together.
 
     Args:
         model: the model.
         device: kind of device.
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
-        num_frames, height, width: size of the clip; the checkpoint's defaults if None.
-        inference_steps: steps of the solver; the checkpoint's default if None.
+        options: `num_frames`, `height` and `width`, the size of the clip, and `inference_steps`, steps of the solver;
+            those that are not given are the checkpoint's defaults.
 
     Raises:
         InvalidParameterError: for a size that does not divide into latents and tokens.
         UnsupportedModelError: if verax has no such model.
     """
-    check_dtype(dtype)
-    parts = _read(model.config)
-    settings = parts.settings
-    num_frames, height, width = num_frames or settings.num_frames, height or settings.height, width or settings.width
-    steps = inference_steps or settings.num_inference_steps
-    geometry = _geometry(parts)
-    _check(geometry, num_frames, height, width)
-    shape = geometry.shape(geometry.latents(num_frames), height, width)
+    clip = _clip(_read(model.config), dtype, **options)
     with ops.use_target(device.platform, device.kind, device.memory):
-        found, programs = _programs(parts, DTYPES[dtype], shape, num_frames, height, width, steps)
+        found, programs = _programs(clip)
         counted = [(name, times, count(program)) for name, times, program in programs]
     rows = [described(name, work, bound(work, device), times=times) for name, times, work in counted]
     step = next(row["at_least_s"] for row in rows if row["name"] == _STEP)
-    memory = {**_resident(found), "latents": 4 * math.prod(shape)}
+    memory = {**_resident(found), "latents": 4 * math.prod(clip.latents)}
     return {
         "kind": model.kind,
         "model": model.name,
         "device": device.as_dict(),
         "settings": {
             "dtype": dtype,
-            "clip": f"{num_frames} frames of {height} x {width}",
-            "inference_steps": steps,
+            "clip": f"{clip.num_frames} frames of {clip.height} x {clip.width}",
+            "inference_steps": clip.inference_steps,
         },
         "weights": [_row(component) for component in found],
         "memory": memory,
@@ -103,6 +101,28 @@ def plan_video(
         "fits": sum(memory.values()) <= device.memory,
     }
 
+
+def denoising_step(
+    model: Described, *, depth: int | None = None, dtype: str = "bfloat16", **options: int
+) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
+    """One forward pass of the transformer, for a prompt and a negative prompt: its name, function and arguments.
+
+    Args:
+        model: the model.
+        depth: blocks of the transformer; all if None.
+        dtype: as in `plan_video`.
+        options: as in `plan_video`.
+    """
+    parts = _read(model.config)
+    if depth is not None:
+        parts = parts._replace(transformer=replace(parts.transformer, num_layers=depth))
+    clip = _clip(parts, dtype, **options)
+    _, step = _denoising(_component("transformer", WanModel, parts.transformer, clip.dtype), clip)
+    return f"{_STEP}: {clip.num_frames} frames of {clip.height} x {clip.width}", *step
+
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""Function of arrays, and shapes of its arguments."""
 
 _STEP = "denoising step, prompt and negative prompt"
 
@@ -132,6 +152,26 @@ def _read(config: str | Path) -> _Model:
     )
 
 
+def _clip(
+    parts: _Model,
+    dtype: str,
+    *,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    inference_steps: int | None = None,
+) -> _Clip:
+    """A clip with the checkpoint's defaults for what is not given, checked."""
+    check_dtype(dtype)
+    settings = parts.settings
+    num_frames, height, width = num_frames or settings.num_frames, height or settings.height, width or settings.width
+    geometry = _geometry(parts)
+    _check(geometry, num_frames, height, width)
+    latents = geometry.shape(geometry.latents(num_frames), height, width)
+    steps = inference_steps or settings.num_inference_steps
+    return _Clip(parts, DTYPES[dtype], num_frames, height, width, steps, latents)
+
+
 def _geometry(parts: _Model) -> LatentGeometry:
     return LatentGeometry(
         frames_per_latent=parts.vae.frames_per_latent,
@@ -155,10 +195,9 @@ def _component(what: str, kind: Any, config: Any, dtype: DTypeLike, *, keep: boo
     return Component(what, lambda: kind(config, dtype=dtype, rngs=nnx.Rngs(0)), lambda module: module, keep=keep)
 
 
-def _programs(
-    parts: _Model, dtype: DTypeLike, shape: tuple[int, ...], frames: int, height: int, width: int, steps: int
-) -> tuple[list[Component[Any]], list[tuple[str, int, ClosedJaxpr]]]:
+def _programs(clip: _Clip) -> tuple[list[Component[Any]], list[tuple[str, int, ClosedJaxpr]]]:
     """Models in the order of their use, and the programs of a clip with the number of their calls."""
+    parts, dtype = clip.model, clip.dtype
     text = _component("text encoder", UMT5EncoderModel, parts.text, dtype)
     image = None if parts.image is None else _component("image encoder", CLIPVisionModel, parts.image, dtype)
     vae = _component("video VAE", WanVae, parts.vae, jnp.float32, keep=True)
@@ -171,12 +210,12 @@ def _programs(
     if image is not None:
         programs.append(("image encoder", 1, stages.image_call()))
     if parts.transformer.in_dim > parts.vae.z_dim:
-        programs.append(("image condition", 1, stages.condition_call(frames, height, width)))
-    decode = stages.decode_call(floats(*shape))
+        programs.append(("image condition", 1, stages.condition_call(clip.num_frames, clip.height, clip.width)))
+    decode = stages.decode_call(floats(*clip.latents))
     traced = [(name, times, _traced(call)) for name, times, call in programs]
-    keys, step = _denoising(first, parts, shape)
-    traced += [("cross-attention keys", len(names), keys), (_STEP, steps, step)]
-    traced.append(("VAE decode", 1, _traced(decode)))
+    keys, step = _denoising(first, clip)
+    traced += [("cross-attention keys", len(names), trace(keys[0], *keys[1]))]
+    traced += [(_STEP, clip.inference_steps, trace(step[0], *step[1])), ("VAE decode", 1, _traced(decode))]
     others = [_component(name, WanModel, parts.transformer, dtype) for name in names[1:]]
     return [one for one in (text, image, first, *others, vae) if one is not None], traced
 
@@ -186,11 +225,9 @@ def _traced(call: ProgramCall) -> ClosedJaxpr:
     return trace(partial(call.program.function, **call.options), call.component.shapes, *call.arguments)
 
 
-def _denoising(
-    transformer: Component[WanModel], parts: _Model, shape: tuple[int, ...]
-) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Programs of the cross-attention keys and of one step, for a prompt and a negative prompt."""
-    config = parts.transformer
+def _denoising(transformer: Component[WanModel], clip: _Clip) -> tuple[_Call, _Call]:
+    """Calls for the cross-attention keys and for one step, of a prompt and a negative prompt."""
+    parts, config = clip.model, clip.model.transformer
     text = floats(2, parts.settings.text_tokens, config.text_dim)
     patches = 0 if parts.image is None else (parts.image.image_size // parts.image.patch_size) ** 2 + 1
     image = None if config.image_dim is None else floats(2, patches, config.image_dim)
@@ -203,12 +240,9 @@ def _denoising(
         return transformer.module(weights)(latents, timesteps, context, fps=fps)
 
     context = jax.eval_shape(keys, transformer.shapes, text, image)
-    latents = floats(2, *shape[1:-1], config.in_dim)
+    latents = floats(2, *clip.latents[1:-1], config.in_dim)
     timesteps = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return (
-        trace(keys, transformer.shapes, text, image),
-        trace(step, transformer.shapes, latents, timesteps, context, fps),
-    )
+    return (keys, (transformer.shapes, text, image)), (step, (transformer.shapes, latents, timesteps, context, fps))
 
 
 def _resident(components: Sequence[Component[Any]]) -> dict[str, int]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models.wan.layers import ATTENTION, block_causal, rotary_tables
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
@@ -286,3 +287,32 @@ def test_arguments_that_do_not_fit_are_refused_by_name(config, options, message)
     static = {key: arguments.pop(key) for key in ("attention", "causal_block_size") if key in arguments}
     with pytest.raises(InvalidParameterError, match=message):
         nnx.eval_shape(lambda model: call(model, **arguments, **static), model)
+
+
+def test_on_tpu_the_residual_stream_is_kept_after_each_block():
+    latents, text, _ = inputs()
+    times = jnp.array([7, 900])
+    graph, state = nnx.split(build())
+
+    def program(platform):
+        def forward(state):
+            model = nnx.merge(graph, state)
+            return model(latents, times, model.encode_context(text))
+
+        with ops.use_target(platform):
+            return str(jax.make_jaxpr(forward)(state))
+
+    assert program("tpu").count("optimization_barrier") == TINY.num_layers
+    assert "optimization_barrier" not in program("cpu")
+    assert "optimization_barrier" not in program("gpu")
+
+
+def test_a_barrier_after_each_block_changes_no_value():
+    latents, text, _ = inputs()
+    times, model = jnp.array([7, 900]), build()
+    expected = run(model, latents, times, text)
+    with ops.use_implementations(materialize="barrier"):
+        assert "optimization_barrier" in str(jax.make_jaxpr(ops.materialize)(latents))
+        jax.clear_caches()  # the choice is made while tracing
+        actual = run(model, latents, times, text)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
+from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, read_fields, read_value, require_fields
 from verax.models.wan.layers import (
@@ -325,7 +326,7 @@ class WanModel(nnx.Module):
         if sequence is not None:
             attend_self, cos, sin = sequence.attention(attend_self), sequence.rotary(cos), sequence.rotary(sin)
         for block, keys in zip(self.blocks, context, strict=True):
-            x = block(x, e0, keys, (cos, sin), attend, attend_self)
+            x = ops.materialize(block(x, e0, keys, (cos, sin), attend, attend_self))
         return x
 
     def unembed(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F hp wp O"]:

@@ -1,0 +1,133 @@
+"""Devices that are not attached: TPUs as libtpu describes them, NVIDIA GPUs as JAX's CUDA plugin does from their data.
+
+JAX's other work stays on the CPU: only the compilers of the plugins are used, and no driver is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from verax._optional import require_optional
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.plan.compiled.gpu_specs import GPU_SPECS, target_config
+from verax.plan.devices import Device
+
+__all__ = ["TPUS", "Compiler", "compiler_of", "topology_mesh"]
+
+_TWO_DIMENSIONS = ((1, "1x1"), (4, "2x2"), (8, "2x4"), (16, "4x4"))
+_THREE_DIMENSIONS = ((1, "1x1x1"), (4, "2x2x1"), (8, "2x2x2"), (16, "2x2x4"))
+
+TPUS = {"v4": _THREE_DIMENSIONS, "v5e": _TWO_DIMENSIONS, "v5p": _THREE_DIMENSIONS, "v6e": _TWO_DIMENSIONS}
+"""Topologies by TPU, the smallest first: chips, and libtpu's name of their arrangement."""
+
+_ONE_CHIP = {"chips_per_host_bounds": (1, 1, 1)}
+"""A topology of one chip. libtpu takes hosts to have four otherwise."""
+
+# Otherwise libtpu looks for the metadata of a Google Cloud machine, and refuses to load into a second process.
+_LIBTPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class Compiler(NamedTuple):
+    """Compiler of a platform.
+
+    Attributes:
+        module: module of the plugin that holds it.
+        package: distribution of the plugin.
+        extra: extra that installs it.
+        options: XLA options of each compilation.
+    """
+
+    module: str
+    package: str
+    extra: str
+    options: dict[str, str | bool]
+
+    @property
+    def version(self) -> str:
+        """Name and version of the plugin."""
+        try:
+            return f"{self.package} {version(self.package)}"
+        except PackageNotFoundError:  # on the path without being installed
+            return self.package
+
+
+_COMPILERS = {
+    "tpu": Compiler("libtpu", "libtpu", "plan-tpu", {}),
+    # CUB's kernels for sorting, and the tiles of Triton's products, are chosen by trying them on a device. Without one,
+    # XLA sorts by itself, and products are calls of cuBLAS: with untried tiles, jaxlib 0.10 fails to compile Wan.
+    "gpu": Compiler(
+        "jax_plugins.xla_cuda13",
+        "jax-cuda13-plugin",
+        "plan-cuda",
+        {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED", "xla_gpu_enable_triton_gemm": False},
+    ),
+}
+
+
+def compiler_of(device: Device) -> Compiler:
+    """Compiler of a device's programs.
+
+    Raises:
+        InvalidParameterError: for a device that no plugin compiles for without having it, naming those that there are.
+        MissingDependencyError: if the plugin is not installed.
+    """
+    if device.name not in (*TPUS, *GPU_SPECS):
+        raise InvalidParameterError(
+            f"compile: there is no compiler for {device.name!r} without the device; there are some for "
+            f"{', '.join((*TPUS, *GPU_SPECS))}"
+        )
+    compiler = _COMPILERS[device.platform]
+    require_optional(compiler.module)
+    return compiler
+
+
+def topology_mesh(device: Device, count: int) -> Mesh:
+    """Mesh of devices that are not attached, with an axis `tensor`, in the smallest topology that has so many.
+
+    Args:
+        device: kind of device.
+        count: number of devices.
+
+    Raises:
+        InvalidParameterError: for a device without a compiler, or too many devices.
+        MissingDependencyError: if the plugin is not installed, or does not load with this JAX.
+    """
+    compiler = compiler_of(device)
+    try:
+        found = _tpus(device, count) if device.platform == "tpu" else _gpus(device, count)
+    except RuntimeError as error:
+        raise MissingDependencyError(
+            f"{compiler.version} does not describe {device.name} to JAX {jax.__version__} ({error}); set "
+            f"JAX_PLATFORMS=cpu before JAX starts, and install what matches: pip install 'verax[{compiler.extra}]'"
+        ) from error
+    return Mesh(np.array(found[:count]), ("tensor",), axis_types=(AxisType.Auto,))
+
+
+def _tpus(device: Device, count: int) -> list[Any]:
+    for name, value in _LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for chips, shape in TPUS[device.name]:
+        if chips >= count:
+            bounds: dict[str, Any] = _ONE_CHIP if chips == 1 else {}
+            name = f"{device.name}:{shape}"
+            return topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds).devices
+    most = TPUS[device.name][-1][0]
+    raise InvalidParameterError(f"devices: programs are compiled for up to {most} of {device.name}, got {count}")
+
+
+def _gpus(device: Device, count: int) -> list[Any]:
+    config = target_config(device)
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=config
+    ).devices

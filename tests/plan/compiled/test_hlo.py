@@ -1,0 +1,85 @@
+"""Findings in the text of optimised programs, in small programs as libtpu and XLA:GPU write them."""
+
+import pytest
+
+from verax.plan.compiled.hlo import read_module
+
+HEAD = "HloModule jit_step, is_scheduled=true, {alias}entry_computation_layout={{(bf16[8192,1024])->bf16[2]}}\n"
+DONATED = "input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, may-alias) }, "
+CACHE, SLOTS = "bf16[8192,1024]{1,0:T(8,128)(2,1)}", "s32[64]{0:T(128)}"
+
+
+def module(*lines, alias=DONATED, others=""):
+    """A program of three parameters, of which two are donated: a cache of 16 MB and slots."""
+    parameters = [f"%p.0 = {CACHE} parameter(0)", f"%p.1 = {CACHE} parameter(1)", f"%p.2 = {SLOTS} parameter(2)"]
+    body = "\n".join(f"  {line}" for line in (*parameters, *lines))
+    return HEAD.format(alias=alias) + others + "\nENTRY %main.9 (p.0: bf16[8192,1024]) -> bf16[2] {\n" + body + "\n}\n"
+
+
+def test_collectives_count_by_kind_and_a_started_one_counts_once():
+    found = read_module(
+        module(
+            "%all-reduce.1 = f32[64]{0} all-reduce(%x), channel_id=1, to_apply=%add",
+            "%all-reduce-start.2 = f32[64]{0} all-reduce-start(%x), channel_id=2, to_apply=%add",
+            "%all-reduce-done.2 = f32[64]{0} all-reduce-done(%all-reduce-start.2)",
+            "%g = (f32[16]{0}, f32[64]{0}) all-gather-start(%x), dimensions={0}",
+        )
+    )
+    assert found.collectives == {"all-reduce": 2, "all-gather": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "copies"),
+    [
+        (f"%copy.1 = {CACHE} copy(%p.1)", 1),
+        (f"%copy.1 = {CACHE.replace('1,0:', '0,1:')} copy(%bitcast.4)", 1),
+        (f"%copy.1 = ({CACHE}, {CACHE}, u32[]{{:S(2)}}) copy-start(%p.1)", 1),
+        # To the memory of the chip, of an array that is not donated, of slots.
+        (f"%copy.1 = ({CACHE[:-1]}S(1)}}, {CACHE}, u32[]{{:S(2)}}) copy-start(%p.1)", 0),
+        ("%copy.1 = bf16[8192,512]{1,0} copy(%x)", 0),
+        (f"%copy.1 = {SLOTS} copy(%p.2)", 0),
+    ],
+)
+def test_copies_of_large_donated_buffers_in_the_devices_memory_count(line, copies):
+    assert read_module(module(line)).donated_copies == copies
+    assert read_module(module(line, alias="")).donated_copies == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%o = token[] outfeed(%x, %token)",
+        "%s = (f32[4]{0}, u32[], token[]) send(%x, %token), channel_id=3, is_host_transfer=true",
+        '%c = f32[4]{0} custom-call(%x), custom_call_target="xla_ffi_python_gpu_callback"',
+        f"%copy = {CACHE[:-1]}S(5)}} copy(%p.0)",
+    ],
+)
+def test_transfers_to_the_host_are_found(line):
+    assert read_module(module(line)).host_transfers == 1
+
+
+def test_other_custom_calls_and_sends_between_devices_are_no_transfers_to_the_host():
+    found = read_module(
+        module(
+            '%c = f32[4]{0} custom-call(%x), custom_call_target="TopK"',
+            "%s = (f32[4]{0}, u32[], token[]) send(%x, %token), channel_id=3",
+        )
+    )
+    assert found.host_transfers == 0
+
+
+@pytest.mark.parametrize(
+    ("inner", "loops"),
+    [
+        ("%d = f32[4,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}", 1),
+        ("%d = f32[4,4]{1,0} convolution(%a, %b), dim_labels=bf_io->bf", 1),
+        ('%d = (f32[4,4]{1,0}, s8[8]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm"', 1),
+        ("%d = f32[4,4]{1,0} add(%a, %b)", 0),
+    ],
+)
+def test_a_loop_counts_if_it_or_a_fusion_in_it_multiplies(inner, loops):
+    fused = "\n%fused (a: f32[4,4]) -> f32[4,4] {\n  " + inner + "\n}\n"
+    body = "\n%body (t: s32[]) -> s32[] {\n  %f = f32[4,4]{1,0} fusion(%a), kind=kOutput, calls=%fused\n}\n"
+    loop = "%w = (s32[], f32[4,4]{1,0}) while(%init), condition=%test, body=%body"
+    assert read_module(module(loop, others=fused + body)).loops_with_products == loops
+    assert read_module(module("%f = f32[4,4]{1,0} fusion(%a), calls=%fused", others=fused)).loops_with_products == 0

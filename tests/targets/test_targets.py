@@ -1,0 +1,110 @@
+"""Programs of the engines compiled for TPU and NVIDIA without either: they fit, and do nothing that they need not.
+
+`make test-targets` installs the compilers and runs this file. Results are kept in verax's folder of caches, so that an
+unchanged program is not compiled again.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.targets.cases import CASES, compiled
+from verax import ops
+from verax.errors import MissingDependencyError
+from verax.plan.compiled.compiler import compile_lowered
+from verax.plan.compiled.topology import compiler_of, topology_mesh
+from verax.plan.devices import find_device
+from verax.text.program import StepProgram
+
+ATTENTION_LAYERS = {"qwen3": 2, "hybrid": 1}
+SAMPLING_REDUCTIONS = 12
+"""All-reduces of sampling at most: several over the scores of each row, which are divided among the devices."""
+
+
+def skip_without_compiler(name):
+    try:
+        compiler_of(find_device(name))
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request):
+    skip_without_compiler(request.param.device)
+    return request.param
+
+
+def found(case, name=""):
+    """Programs of a case by the beginning of their names."""
+    rows = [row for row in compiled(case)["programs"] if row["name"].startswith(name)]
+    assert rows
+    return rows
+
+
+def test_programs_fit(case):
+    for row in found(case):
+        assert row["refused"] is None, row["name"]
+        assert 0 < row["needed"] <= find_device(case.device).memory, row["name"]
+
+
+def test_programs_move_nothing_to_or_from_the_host(case):
+    assert [row["findings"]["host_transfers"] for row in found(case)] == [0] * len(found(case))
+
+
+def test_programs_of_one_device_have_no_collectives(case):
+    if case.devices == 1:
+        assert [row["findings"]["collectives"] for row in found(case)] == [{}] * len(found(case))
+
+
+def test_the_cache_is_updated_in_place(case):
+    """All of it is aliased, and no page is copied."""
+    if case.model not in ATTENTION_LAYERS:
+        pytest.skip("it has no cache")
+    for row in found(case):
+        assert row["aliased"] > 0.99 * row["results"], row["name"]
+        assert row["findings"]["donated_copies"] == 0, row["name"]
+
+
+def test_a_decode_step_multiplies_in_loops_for_attention_only(case):
+    """Weights are multiplied outside of loops; attention reads its pages in one loop a layer."""
+    if case.model not in ATTENTION_LAYERS:
+        pytest.skip("it has no decode step")
+    (decode,) = found(case, "decode step")
+    assert decode["findings"]["loops_with_products"] <= ATTENTION_LAYERS[case.model]
+
+
+def test_a_decode_step_adds_up_over_devices_twice_a_layer(case):
+    """After attention and after the feed-forward; once more for the embedding, and for sampling."""
+    if case.model not in ATTENTION_LAYERS or case.devices == 1:
+        pytest.skip("it is on one device, or has no decode step")
+    (decode,) = found(case, "decode step")
+    collectives = decode["findings"]["collectives"]
+    assert 2 * case.depth <= collectives["all-reduce"] <= 2 * case.depth + 1 + SAMPLING_REDUCTIONS
+    assert not {"all-to-all", "reduce-scatter"} & {*collectives}
+
+
+def test_the_blocks_of_a_video_model_keep_one_residual_stream(case):
+    """Temporaries are a block's own, some twelve times the stream, and no sums of earlier blocks: two more for each."""
+    if case.model != "t2v-1.3b":
+        pytest.skip("it is no video model")
+    tokens, dim = 2 * 21 * 30 * 52, 1536
+    (step,) = found(case, "denoising step")
+    assert step["temporaries"] < 16 * tokens * dim * 4
+
+
+@pytest.mark.parametrize("name", ["v5e", "h100"])
+def test_one_delta_layer_compiles_and_its_temporaries_are_a_few_inputs(name):
+    skip_without_compiler(name)
+    device = find_device(name)
+    mesh = topology_mesh(device, 1)
+    q, k, v = (jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.float32) for _ in range(3))
+    gate, beta = (jax.ShapeDtypeStruct((1, 4096, 16), jnp.float32) for _ in range(2))
+    arguments = (q, k, v, gate, beta)
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), arguments)
+    with ops.use_target(device.platform, device.kind, device.memory):
+        program = StepProgram("delta layer", ops.gated_delta_rule, arguments, whole, donated=())
+        row = compile_lowered(program.name, program.lower(), compiler_of(device), f"1 x {name}")
+    assert row.refused is None
+    assert row.temporaries < 20 * q.size * q.dtype.itemsize
+    assert (row.findings.host_transfers, row.findings.collectives) == (0, {})
