@@ -117,6 +117,11 @@ class TextPlan:
         shardings = cache_shardings(self.config, cache, tensor_mesh(self.devices))
         return sharded_bytes(jax.tree.leaves(cache), jax.tree.leaves(shardings), "the cache")
 
+    def whole_cache_bytes(self) -> int:
+        """Bytes of the cache on all devices together, what several of them have counted once."""
+        cache = jax.eval_shape(lambda: new_cache(self.config, self.sizes()))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
     @cached_property
     def cache_room(self) -> int:
         """Bytes that the engine gives its cache on a device beside the weights, at most; 0 if they do not fit."""
