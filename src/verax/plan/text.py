@@ -150,14 +150,23 @@ class TextPlan:
             shape: shape of the steps.
             batches: sequences of each step.
         """
+        works, shares = self._works(shape, batches)
+        total = reduce(add, works)
+        return total, self._bound(total, shape, shares, times=len(batches)), shares
+
+    def bounds(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> list[Bound]:
+        """Least time of each of several steps of one shape, which is traced once. Arguments are those of `step`."""
+        works, shares = self._works(shape, batches)
+        return [self._bound(work, shape, shares) for work in works]
+
+    def _works(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> tuple[list[Work], list[float]]:
         with self.target():
             program = self.program(shape)
             traced = trace(program.function, *program.arguments)
-        works = [count(traced, spans) for spans in batches]
-        total = reduce(add, works)
-        shares = _shares(program)
-        linked = len(batches) * self._linked(shape)
-        return total, bound(total, self.device, self.devices, shares=shares, linked=linked), shares
+        return [count(traced, spans) for spans in batches], _shares(program)
+
+    def _bound(self, work: Work, shape: StepShape, shares: list[float], *, times: int = 1) -> Bound:
+        return bound(work, self.device, self.devices, shares=shares, linked=times * self._linked(shape))
 
     def _linked(self, shape: StepShape) -> float:
         """Bytes that a device sends to others in a step: sums after products with divided inputs, lookups, scores.

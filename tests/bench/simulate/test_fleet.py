@@ -113,12 +113,10 @@ def test_failures_lose_and_repeat_no_token(make_engines):
 def test_tokens_of_a_step_that_a_failure_ends_are_computed_again(make_engines):
     failures = Failures(mean_time=9.0, restart=100.0, seed=2)
     run, _ = simulate(make_engines().new(1), closed(1, 1), requests((8, 30)), failures=failures)
-    events = run.answers[0].events
-    (first,) = [at for at, after in zip(events, events[1:], strict=False) if after - at > 100][:1]
-    begin = events[events.index(first) + 1]
+    pause = next(pair for pair in itertools.pairwise(run.answers[0].events) if pair[1] - pair[0] > 100)
     # The last step before the failure is lost. Behind it the prompt and the answer so far are read in one step.
-    assert first == int(first)
-    assert 101 < begin - first < 102
+    assert pause[0] == int(pause[0])
+    assert 101 < pause[1] - pause[0] < 102
 
 
 def test_requests_wait_while_no_replica_serves(make_engines):

@@ -28,5 +28,5 @@ def test_a_load_is_answered_in_simulated_time(tmp_path):
 
 @pytest.mark.parametrize("clients", [{"slow_readers": 0.1}, {"disconnect": 0.1}])
 def test_clients_that_are_not_simulated_are_refused(clients):
-    with pytest.raises(InvalidParameterError, match="^against: "):
+    with pytest.raises(InvalidParameterError, match=r"^against: "):
         SimulatedSide(EngineOptions("nowhere"), Traffic(96, **clients))

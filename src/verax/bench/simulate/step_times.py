@@ -120,7 +120,7 @@ class LeastTimes:
         else:
             most = min(shape.tokens, longest)
             batches = [[Span(0, max(1, most // 2))], [Span(longest - most, most)]]
-        near, far = (self._plan.step(shape, [batch])[1] for batch in batches)
+        near, far = self._plan.bounds(shape, batches)
         scores = [sum(map(_scores, batch)) for batch in batches]
         cached = [sum(span.before for span in batch) for batch in batches]
         return _LeastOfShape(
