@@ -26,6 +26,7 @@ from verax.cli import (
     quantize,
     rerank,
     serve,
+    simulate,
     train,
     video,
 )
@@ -57,6 +58,7 @@ for command in (
     rerank.rerank,
     info.info,
     plan.plan,
+    simulate.simulate,
     demo.demo,
     quantize.quantize,
     convert.convert,

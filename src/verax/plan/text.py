@@ -122,6 +122,11 @@ class TextPlan:
         shardings = named(tensor_mesh(self.devices), cache_partitions(self.config, cache))
         return sharded_bytes(jax.tree.leaves(cache), jax.tree.leaves(shardings))
 
+    def whole_cache_bytes(self) -> int:
+        """Bytes of the cache on all devices together, what several of them have counted once."""
+        cache = jax.eval_shape(lambda: new_cache(self.config, self.sizes()))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+
     @cached_property
     def cache_room(self) -> int:
         """Bytes that the engine gives its cache on a device beside the weights, at most; 0 if they do not fit."""
@@ -150,14 +155,23 @@ class TextPlan:
             shape: shape of the steps.
             batches: sequences of each step.
         """
+        works, shares = self._works(shape, batches)
+        total = reduce(add, works)
+        return total, self._bound(total, shape, shares, times=len(batches)), shares
+
+    def bounds(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> list[Bound]:
+        """Least time of each of several steps of one shape, which is traced once. Arguments are those of `step`."""
+        works, shares = self._works(shape, batches)
+        return [self._bound(work, shape, shares) for work in works]
+
+    def _works(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> tuple[list[Work], list[float]]:
         with self.target():
             program = self.program(shape)
             traced = trace(program.function, *program.arguments)
-        works = [count(traced, spans) for spans in batches]
-        total = reduce(add, works)
-        shares = _shares(program)
-        linked = len(batches) * self._linked(shape)
-        return total, bound(total, self.device, self.devices, shares=shares, linked=linked), shares
+        return [count(traced, spans) for spans in batches], _shares(program)
+
+    def _bound(self, work: Work, shape: StepShape, shares: list[float], *, times: int = 1) -> Bound:
+        return bound(work, self.device, self.devices, shares=shares, linked=times * self._linked(shape))
 
     def _linked(self, shape: StepShape) -> float:
         """Bytes that a device sends to others in a step: sums after products with divided inputs, lookups, scores.

@@ -24,7 +24,7 @@ from verax.text.outputs import FinishReason, RequestOutput
 from verax.text.request_limits import NO_TOKENIZER, RequestLimits
 from verax.text.runner import ModelRunner, PendingStep
 from verax.text.sampling_params import SamplingParams
-from verax.text.scheduler import Scheduler
+from verax.text.scheduler import Schedule, Scheduler
 from verax.text.sequence import Request, Sequence
 from verax.text.speculative.speculator import Speculator
 from verax.text.tokenizer import Tokenizer
@@ -76,6 +76,11 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """True if `step` has anything to do."""
         return bool(self._requests)
+
+    @property
+    def in_flight(self) -> Schedule | None:
+        """The step that was dispatched and not read yet; None if there is none."""
+        return None if self._in_flight is None else self._in_flight.schedule
 
     def add_request(
         self,

@@ -20,13 +20,15 @@ from verax.bench.serve.monitor import Monitor
 from verax.bench.serve.process import raise_open_files, started
 from verax.bench.serve.sides import AsyncSide, EngineOptions, OfflineSide, ServerSide, Side
 from verax.bench.serve.traffic import Traffic
+from verax.bench.simulate.side import SimulatedSide
 from verax.bench.text.run import GGUF_TYPES
 from verax.errors import InvalidParameterError, VeraxError
 
 __all__ = ["BASELINES", "bench_serve"]
 
-BASELINES = ("offline", "async", "llama.cpp")
-"""Sides beside the server: `LLM.generate`, `AsyncLLM`, and llama.cpp's server with the same weights."""
+BASELINES = ("offline", "async", "simulated", "llama.cpp")
+"""Sides beside the server: `LLM.generate`, `AsyncLLM`, a simulation with steps measured here, and llama.cpp's server
+with the same weights."""
 
 OURS = "verax serve"
 ENGINE = "AsyncLLM"
@@ -100,6 +102,8 @@ def bench_serve(
                 sides["llama.cpp server"] = runner.run(_server(stack, command, traffic))
             if "offline" in against:
                 sides["offline"] = OfflineSide(engine, traffic)
+            if "simulated" in against:
+                sides["simulated"] = SimulatedSide(engine, traffic)
             if "async" in against:
                 sides[ENGINE] = runner.run(_async_side(stack, engine, traffic))
             if url is None:

@@ -86,7 +86,10 @@ def serve(
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="offline (LLM.generate), async (AsyncLLM), llama.cpp or some with commas: run them too."),
+        typer.Option(
+            help="offline (LLM.generate), async (AsyncLLM), simulated (with steps measured here), llama.cpp, "
+            "or some with commas: run them too."
+        ),
     ] = None,
     llama_server: Annotated[
         str | None,

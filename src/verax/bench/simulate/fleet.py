@@ -1,0 +1,223 @@
+"""Events of a simulated fleet: arrivals, turns of the engines' loops, failures; and the router between replicas."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from verax.bench.serve.client import Answer
+from verax.bench.serve.load import Load, Run
+from verax.bench.serve.traffic import Request
+from verax.bench.simulate.replica import Progress, Replica
+from verax.errors import InvalidParameterError
+
+__all__ = ["ROUTERS", "Failures", "simulate"]
+
+ROUTERS = ("least-loaded", "prefix")
+"""Choice of a request's replica: the one with the fewest unfinished requests; or the one that read its prefix last,
+unless that has many more than the others."""
+
+PREFIX_TOKENS = 256
+"""First tokens of a prompt by which the router `prefix` tells prompts apart."""
+
+PREFIX_SLACK = 1.25
+"""Requests of a replica by those of the mean above which the router `prefix` leaves it for another."""
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Replicas that fail at random times, alone. Their requests go on at another replica, behind what they have.
+
+    Attributes:
+        mean_time: seconds between two failures of one replica, in the mean.
+        restart: seconds until it serves again.
+        seed: of the times.
+
+    Raises:
+        InvalidParameterError: for times that are not positive.
+    """
+
+    mean_time: float
+    restart: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("mtbf", self.mean_time), ("restart", self.restart)):
+            if not 0 < value < float("inf"):
+                raise InvalidParameterError(f"{name}: expected more than 0 seconds, got {value}")
+
+
+class _Kind(IntEnum):
+    """Kinds of events, in the order in which they happen at one time."""
+
+    RESTART = 0
+    ARRIVAL = 1
+    FAILURE = 2
+    TURN = 3
+
+
+class _Router:
+    """Choice among the replicas that serve."""
+
+    def __init__(self, name: str, replicas: Sequence[Replica]):
+        if name not in ROUTERS:
+            raise InvalidParameterError(f"router: expected {' or '.join(ROUTERS)}, got {name!r}")
+        self._by_prefix = name == "prefix"
+        self._homes: dict[tuple[int, ...], Replica] = {}
+        self.serving = list(replicas)
+
+    def choose(self, request: Request) -> Replica:
+        """Replica of a request. Some replica must serve."""
+        least = min(self.serving, key=lambda replica: replica.load)
+        if not self._by_prefix:
+            return least
+        prefix = request.prompt[:PREFIX_TOKENS]
+        home = self._homes.get(prefix)
+        mean = sum(replica.load for replica in self.serving) / len(self.serving)
+        if home is None or home not in self.serving or home.load > 1 + PREFIX_SLACK * mean:
+            home = self._homes[prefix] = least
+        return home
+
+
+def simulate(
+    replicas: Sequence[Replica],
+    load: Load,
+    requests: Iterator[Request],
+    *,
+    number: int = 0,
+    router: str = "least-loaded",
+    failures: Failures | None = None,
+    on_answer: Callable[[], None] | None = None,
+) -> tuple[Run, int]:
+    """Serve requests until their number or the time is reached, and all answers are complete.
+
+    Args:
+        replicas: engines with nothing to do.
+        load: times of arrival, or requests in flight.
+        requests: taken one by one.
+        number: of the run, which decides on the times of arrival.
+        router: one of `ROUTERS`.
+        failures: of the replicas; None for none.
+        on_answer: function that is called after each answer.
+
+    Returns:
+        The answers with the simulated seconds, and the number of failures.
+    """
+    return _Fleet(replicas, load, requests, number, router, failures, on_answer).run()
+
+
+class _Fleet:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        load: Load,
+        requests: Iterator[Request],
+        number: int,
+        router: str,
+        failures: Failures | None,
+        on_answer: Callable[[], None] | None,
+    ):
+        self._router = _Router(router, replicas)
+        self._load, self._failures, self._on_answer = load, failures, on_answer
+        self._requests = itertools.islice(requests, load.num_requests)
+        self._arrivals = None if load.arrivals is None else load.arrivals(number)
+        self._events: list[tuple[float, int, int, Any]] = []
+        self._order = itertools.count()
+        self._turning: set[int] = set()
+        """Replicas with a turn among the events, by identity: an idle one has none."""
+        self._waiting: deque[Answer] = deque()
+        """Requests that came while no replica served."""
+        self._answers: list[Answer] = []
+        self._unfinished = 0
+        self._num_failures = 0
+        if failures is not None:
+            rng = np.random.default_rng([failures.seed, 3, number])
+            self._lifetime = lambda: float(rng.exponential(failures.mean_time))
+            for replica in replicas:
+                self._push(self._lifetime(), _Kind.FAILURE, replica)
+
+    def run(self) -> tuple[Run, int]:
+        if self._arrivals is None:
+            for _ in range(self._load.concurrency or 0):
+                self._send_next(0.0)
+        else:
+            self._send_next(next(self._arrivals))
+        now = 0.0
+        # Failures go on for ever; the run ends with the last answer.
+        while self._unfinished:
+            now, kind, _, subject = heapq.heappop(self._events)
+            if kind == _Kind.ARRIVAL:
+                self._submit(subject, now)
+                if self._arrivals is not None:
+                    self._send_next(next(self._arrivals))
+            elif kind == _Kind.TURN:
+                replica, epoch, read = subject
+                self._turn(replica, epoch, read, now)
+            elif kind == _Kind.FAILURE:
+                self._fail(subject, now)
+            else:
+                self._restart(subject, now)
+        return Run(tuple(self._answers), now), self._num_failures
+
+    def _push(self, at: float, kind: _Kind, subject: Any) -> None:
+        heapq.heappush(self._events, (at, kind, next(self._order), subject))
+
+    def _send_next(self, at: float) -> None:
+        """Let the next request arrive, if there is one and time is left."""
+        if self._load.duration is not None and at >= self._load.duration:
+            return
+        if (request := next(self._requests, None)) is not None:
+            self._unfinished += 1
+            self._answers.append(Answer(request, at, prompt_tokens=len(request.prompt)))
+            self._push(at, _Kind.ARRIVAL, self._answers[-1])
+
+    def _submit(self, answer: Answer, now: float) -> None:
+        if not self._router.serving:
+            self._waiting.append(answer)
+            return
+        replica = self._router.choose(answer.request)
+        replica.submit(answer)
+        if id(replica) not in self._turning:
+            self._turning.add(id(replica))
+            self._push(now, _Kind.TURN, (replica, replica.epoch, ()))
+
+    def _turn(self, replica: Replica, epoch: int, read: Sequence[Progress], now: float) -> None:
+        """Deliver what the turn before has read, and begin the next one."""
+        if epoch != replica.epoch:  # that engine failed since
+            return
+        for progress in read:
+            replica.deliver(progress, now)
+            if progress.finished:
+                self._unfinished -= 1
+                if self._on_answer is not None:
+                    self._on_answer()
+                if self._arrivals is None:
+                    self._send_next(now)
+        if replica.has_work:
+            end, read = replica.step(now)
+            self._push(end, _Kind.TURN, (replica, epoch, read))
+        else:
+            self._turning.discard(id(replica))
+
+    def _fail(self, replica: Replica, now: float) -> None:
+        assert self._failures is not None
+        self._num_failures += 1
+        self._router.serving.remove(replica)
+        self._turning.discard(id(replica))
+        self._push(now + self._failures.restart, _Kind.RESTART, replica)
+        for answer in replica.fail():
+            self._submit(answer, now)
+
+    def _restart(self, replica: Replica, now: float) -> None:
+        self._router.serving.append(replica)
+        self._push(now + self._lifetime(), _Kind.FAILURE, replica)
+        waiting, self._waiting = self._waiting, deque()
+        for answer in waiting:
+            self._submit(answer, now)
