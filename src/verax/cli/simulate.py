@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from verax.cli import options
+from verax.cli import load, options
 
 __all__ = ["simulate"]
 
-_LOAD, _TRAFFIC, _REPLICA, _FLEET = "Load", "Requests", "Replicas", "Fleet"
+_REPLICA, _FLEET = "Replicas", "Fleet"
 
 
 def simulate(
@@ -62,34 +62,28 @@ def simulate(
     ] = 60.0,
     request_rate: Annotated[
         float | None,
-        typer.Option(help="Open loop: requests per second on the whole fleet.", rich_help_panel=_LOAD),
+        typer.Option(help="Open loop: requests per second on the whole fleet.", rich_help_panel=load.LOAD),
     ] = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="Closed loop: requests in flight on the whole fleet.", min=1, rich_help_panel=_LOAD),
+        typer.Option(help="Closed loop: requests in flight on the whole fleet.", min=1, rich_help_panel=load.LOAD),
     ] = None,
-    burstiness: Annotated[
-        float, typer.Option(help="Open loop: 1 is a Poisson process, less is burstier.", rich_help_panel=_LOAD)
-    ] = 1.0,
+    burstiness: load.Burstiness = 1.0,
     num_requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests that are simulated.", min=1, show_default="200 a simulated replica", rich_help_panel=_LOAD
+            help="Requests that are simulated.",
+            min=1,
+            show_default="200 a simulated replica",
+            rich_help_panel=load.LOAD,
         ),
     ] = None,
-    goodput: Annotated[
-        str | None,
-        typer.Option(help="Milliseconds of a good request at most, such as ttft:200,tpot:50.", rich_help_panel=_LOAD),
-    ] = None,
-    input_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1, rich_help_panel=_TRAFFIC)] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1, rich_help_panel=_TRAFFIC)] = 128,
-    range_ratio: Annotated[
-        float, typer.Option(help="Spread of both lengths around their mean, from 0 to 1.", rich_help_panel=_TRAFFIC)
-    ] = 0.0,
-    prefix_tokens: Annotated[
-        int, typer.Option(help="Tokens of a prefix that prompts share.", min=0, rich_help_panel=_TRAFFIC)
-    ] = 0,
-    num_prefixes: Annotated[int, typer.Option(help="Different prefixes.", min=1, rich_help_panel=_TRAFFIC)] = 1,
+    goodput: load.Goodput = None,
+    input_tokens: load.InputTokens = 512,
+    output_tokens: load.OutputTokens = 128,
+    range_ratio: load.RangeRatio = 0.0,
+    prefix_tokens: load.PrefixTokens = 0,
+    num_prefixes: load.NumPrefixes = 1,
     seed: Annotated[int, typer.Option(help="Of prompts, lengths, arrivals and failures.", min=0)] = 0,
     as_json: options.Json = False,
 ) -> None:

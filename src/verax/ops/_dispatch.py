@@ -258,7 +258,7 @@ def chosen_implementations() -> dict[str, dict[str, Any]]:
 
 
 def tracing_context() -> Hashable:
-    """What the choice of implementations depends on beside a call's arguments.
+    """Everything beside a call's arguments that the choice of implementations depends on.
 
     Programs that were traced within equal contexts are equal.
     """

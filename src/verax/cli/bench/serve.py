@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verax.cli import options
+from verax.cli import load, options
 from verax.cli.bench.output import Output, show
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ FEWEST_REQUESTS = 16
 
 OPEN_LOOP_REQUESTS = 100
 
-_LOAD, _TRAFFIC, _SERVER = "Load", "Requests", "Server"
+_SERVER = "Server"
 
 
 def serve(
@@ -40,50 +40,46 @@ def serve(
     concurrency: Annotated[
         str | None,
         typer.Option(
-            help="Closed loop: streams at once, a case each.", show_default=CONCURRENCY, rich_help_panel=_LOAD
+            help="Closed loop: streams at once, a case each.", show_default=CONCURRENCY, rich_help_panel=load.LOAD
         ),
     ] = None,
     request_rate: Annotated[
         str | None,
-        typer.Option(help="Open loop: requests per second that arrive at random, a case each.", rich_help_panel=_LOAD),
+        typer.Option(
+            help="Open loop: requests per second that arrive at random, a case each.", rich_help_panel=load.LOAD
+        ),
     ] = None,
-    burstiness: Annotated[
-        float, typer.Option(help="Open loop: 1 is a Poisson process, less is burstier.", rich_help_panel=_LOAD)
-    ] = 1.0,
+    burstiness: load.Burstiness = 1.0,
     num_requests: Annotated[
         int | None,
         typer.Option(
-            help="Requests of a run.", min=1, show_default="2 a stream, 16 at least; 100", rich_help_panel=_LOAD
+            help="Requests of a run.", min=1, show_default="2 a stream, 16 at least; 100", rich_help_panel=load.LOAD
         ),
     ] = None,
     duration: Annotated[
-        float | None, typer.Option(help="Seconds of a run, instead of a number of requests.", rich_help_panel=_LOAD)
+        float | None, typer.Option(help="Seconds of a run, instead of a number of requests.", rich_help_panel=load.LOAD)
     ] = None,
-    input_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1, rich_help_panel=_TRAFFIC)] = 32,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1, rich_help_panel=_TRAFFIC)] = 64,
-    range_ratio: Annotated[
-        float, typer.Option(help="Spread of both lengths around their mean, from 0 to 1.", rich_help_panel=_TRAFFIC)
-    ] = 0.0,
-    prefix_tokens: Annotated[
-        int, typer.Option(help="Tokens of a prefix that prompts share.", min=0, rich_help_panel=_TRAFFIC)
-    ] = 0,
-    num_prefixes: Annotated[int, typer.Option(help="Different prefixes.", min=1, rich_help_panel=_TRAFFIC)] = 1,
+    input_tokens: load.InputTokens = 32,
+    output_tokens: load.OutputTokens = 64,
+    range_ratio: load.RangeRatio = 0.0,
+    prefix_tokens: load.PrefixTokens = 0,
+    num_prefixes: load.NumPrefixes = 1,
     slow_readers: Annotated[
-        float, typer.Option(help="Share of clients that read slowly.", rich_help_panel=_TRAFFIC)
+        float, typer.Option(help="Share of clients that read slowly.", rich_help_panel=load.TRAFFIC)
     ] = 0.0,
     disconnect: Annotated[
-        float, typer.Option(help="Share of clients that leave in mid-answer.", rich_help_panel=_TRAFFIC)
+        float, typer.Option(help="Share of clients that leave in mid-answer.", rich_help_panel=load.TRAFFIC)
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.", min=0, rich_help_panel=_TRAFFIC)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of prompts, lengths and arrivals.", min=0, rich_help_panel=load.TRAFFIC)
+    ] = 0,
     vocab_size: Annotated[
         int | None,
         typer.Option(
-            help="With --url: prompts are tokens below this.", show_default="--model's", rich_help_panel=_TRAFFIC
+            help="With --url: prompts are tokens below this.", show_default="--model's", rich_help_panel=load.TRAFFIC
         ),
     ] = None,
-    goodput: Annotated[
-        str | None, typer.Option(help="Milliseconds of a good request at most, such as ttft:200,tpot:50,e2el:5000.")
-    ] = None,
+    goodput: load.Goodput = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -167,7 +163,7 @@ def serve(
         seed=seed,
     )
     traffic(1 << 30)  # wrong lengths and shares are an error before a server starts
-    most = max(load.concurrency or 64 for load in loads)
+    most = max(case.concurrency or 64 for case in loads)
     result = bench_serve(
         loads,
         traffic,
