@@ -47,11 +47,16 @@ def freed_memory():
 
     The programs of a file take 100 to 600 MB; files that start the same engine share them. The program of an engine in
     a fixture of the session is an object of that engine and stays.
+
+    What is alive after a file is frozen: a collection walks all objects, which takes a second once a few libraries and
+    programs are loaded, and then finds garbage among those of the current file only.
     """
     yield
     gc.collect()
     if "jax" in sys.modules and psutil.Process().memory_info().rss > MOST_KEPT:
+        gc.unfreeze()
         sys.modules["jax"].clear_caches()
         gc.collect()
+    gc.freeze()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

@@ -41,17 +41,48 @@ quantize = jax.jit(ops.quantize, static_argnums=(1, 2))
 dequantize = jax.jit(lambda weight: weight.dequantize())
 
 
+def rows(q, n):
+    """A quantised weight of the first rows of one."""
+    if q.bits == 8:
+        return replace(q, values=q.values[:n], scales=q.scales[:n], size_out=n)
+    zeros = q.row_zeros()
+    integers, scales, zeros = q.integers()[:n], q.row_scales()[:n], None if zeros is None else zeros[:n]
+    return ops.QuantizedWeight.from_integers(integers, scales, 4, q.group_size, zeros)
+
+
+@jax.jit
+def with_zeros(q, zeros):
+    return ops.QuantizedWeight.from_integers(q.integers(), q.row_scales(), 4, q.group_size, zeros)
+
+
+@jax.jit
+def first_rows(q):
+    """Weights of `ROWS` rows, in one program: a program takes longer to compile than to run."""
+    return [rows(q, n) for n in ROWS]
+
+
+ROWS = (1, 3, 7, 64, 129)
+SIZES = (0, 1, 2, 3, 5, 8, 16, 17)
+
+
+@jax.jit
+def native_grid(inputs, weights):
+    """Products of each input with each weight, in one program."""
+    with ops.use_implementations(linear="native"):
+        return [[ops.linear(x, w) for x in inputs] for w in weights]
+
+
 @for_each_level
 @pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 100, 257])
-@pytest.mark.parametrize("n", [1, 3, 7, 64, 129])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_every_shape_is_exact_to_rounding(level, k, n, dtype):
+def test_every_shape_is_exact_to_rounding(level, k, dtype):
     with library.use_level(level):
-        x, w = map(np.asarray, arrays(17, k, n, dtype))
+        x, w = map(np.asarray, arrays(17, k, max(ROWS), dtype))
         exact = x.astype(dtype).astype(np.float64) @ w.astype(np.float64).T
-        sizes = (0, 1, 2, 3, 5, 8, 16, 17)
-        for m, y in zip(sizes, native_each([x[:m] for m in sizes], w), strict=True):
-            np.testing.assert_allclose(y, exact[:m], rtol=1e-5, atol=2e-6 * k)
+        grid = native_grid([x[:m] for m in SIZES], [w[:n] for n in ROWS])
+        for n, outputs in zip(ROWS, grid, strict=True):
+            for m, y in zip(SIZES, outputs, strict=True):
+                np.testing.assert_allclose(y, exact[:m, :n], rtol=1e-5, atol=2e-6 * k)
 
 
 @for_each_level
@@ -128,26 +159,26 @@ SCHEMES = [(8, None), (8, 32), (8, 64), (8, 128), (4, 32), (4, 64), (4, 128)]
 
 @for_each_level
 @pytest.mark.parametrize(("bits", "group"), SCHEMES)
-@pytest.mark.parametrize("n", [1, 3, 7, 64, 129])
-def test_quantised_weights_are_exact_to_rounding(level, bits, group, n):
+def test_quantised_weights_are_exact_to_rounding(level, bits, group):
     with library.use_level(level):
         # 4224 inputs: more than the kernel makes scales of at a time
         for k in (1, 31, 33, 257, 1088) if group is None else (group, 3 * group, 4224):
-            x, w = map(np.asarray, arrays(17, k, n, jnp.float32))
+            x, w = map(np.asarray, arrays(17, k, max(ROWS), jnp.float32))
             q = quantize(w, bits, group)
             exact = taken(x, q, level) @ np.asarray(dequantize(q), np.float64).T
-            sizes = (0, 1, 2, 3, 5, 8, 16, 17)
-            for m, y in zip(sizes, native_each([x[:m] for m in sizes], q), strict=True):
-                np.testing.assert_allclose(y, exact[:m], rtol=1e-5, atol=1e-4)
+            grid = native_grid([x[:m] for m in SIZES], first_rows(q))
+            for n, outputs in zip(ROWS, grid, strict=True):
+                for m, y in zip(SIZES, outputs, strict=True):
+                    np.testing.assert_allclose(y, exact[:m, :n], rtol=1e-5, atol=1e-4)
 
 
 def stored(w, kind, group):
     """A weight as checkpoints have them: of 8-bit floats, or with a zero point for each scale, about `w`."""
     q = quantize(w, 8 if kind == "float8" else 4, group)
     if kind == "float8":
-        return replace(q, values=jnp.asarray(30 * w, jnp.float8_e4m3fn))
-    zeros = np.random.default_rng(1).integers(-8, 8, q.row_scales().shape)
-    return ops.QuantizedWeight.from_integers(q.integers(), q.row_scales(), 4, group, jnp.asarray(zeros))
+        return replace(q, values=np.asarray(30 * w, jnp.float8_e4m3fn))
+    zeros = np.random.default_rng(1).integers(-8, 8, (len(w), w.shape[1] // group))
+    return with_zeros(q, zeros)
 
 
 STORED = [("float8", None), ("float8", 32), ("float8", 128), ("zeros", 32), ("zeros", 64), ("zeros", 128)]
@@ -155,18 +186,17 @@ STORED = [("float8", None), ("float8", 32), ("float8", 128), ("zeros", 32), ("ze
 
 @for_each_level
 @pytest.mark.parametrize(("kind", "group"), STORED)
-@pytest.mark.parametrize("n", [7, 129])
-def test_8_bit_floats_and_zero_points_are_exact_to_rounding(level, kind, group, n):
+def test_8_bit_floats_and_zero_points_are_exact_to_rounding(level, kind, group):
     with library.use_level(level):
         for k in (33, 1100) if group is None else (group, 4224):
-            x, w = map(np.asarray, arrays(17, k, n, jnp.float32))
+            x, w = map(np.asarray, arrays(17, k, max(ROWS), jnp.float32))
             q = stored(w, kind, group)
             exact = taken(x, q, level) @ np.asarray(dequantize(q), np.float64).T
-            sizes = (0, 1, 2, 3, 5, 8, 16, 17)
-            outputs = native_each([x[:m] for m in sizes], q)
-            for m, y in zip(sizes, outputs, strict=True):
-                np.testing.assert_allclose(y, exact[:m], rtol=1e-5, atol=2e-6 * k)
-                np.testing.assert_array_equal(y, outputs[-1][:m])  # a row does not depend on its batch
+            grid = native_grid([x[:m] for m in SIZES], first_rows(q))
+            for n, outputs in zip(ROWS, grid, strict=True):
+                for m, y in zip(SIZES, outputs, strict=True):
+                    np.testing.assert_allclose(y, exact[:m, :n], rtol=1e-5, atol=2e-6 * k)
+                    np.testing.assert_array_equal(y, outputs[-1][:m])  # a row does not depend on its batch
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-20, 1e30])
@@ -230,27 +260,32 @@ def test_a_row_with_a_nan_or_infinity_is_not_finite_and_leaves_the_others_alone(
 
 
 @jax.jit
-def _many(x, weights, biases):
-    with ops.use_implementations(multi_linear="native"):
-        return ops.multi_linear(x, weights, biases)
+def together_and_alone(inputs, weights, biases):
+    """Products of each input with several weights as one operation, and with each by itself."""
+    with ops.use_implementations(linear="native", multi_linear="native"):
+        return [
+            (ops.multi_linear(x, weights, biases), [ops.linear(x, w, b) for w, b in zip(weights, biases, strict=True)])
+            for x in inputs
+        ]
 
 
 @for_each_level
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8 by 32", "int4", "float8", "zeros"])
 def test_several_weights_give_what_each_gives_alone(level, kind):
     sizes = (1, 16, 17, 300)  # less than a piece of work, a whole one, two with a rest, many
-    weights = [arrays(1, 64, n, jnp.float32, seed=n)[1] for n in sizes]
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((n, 64)).astype(np.float32) for n in sizes]
     scheme = {"int8": (8, None), "int8 by 32": (8, 32), "int4": (4, 32)}.get(kind)
     weights = [
         quantize(w, *scheme) if scheme else stored(w, kind, 32) if kind in ("float8", "zeros") else w.astype(kind)
         for w in weights
     ]
-    biases = [None, jnp.arange(16.0), None, jnp.arange(300.0)]
+    biases = [None, np.arange(16, dtype=np.float32), None, np.arange(300, dtype=np.float32)]
+    inputs = [rng.standard_normal((m, 64)).astype(np.float32) for m in (0, 1, 3, 5, 17)]
     with library.use_level(level):
-        for m in (0, 1, 3, 5, 17):
-            x, _ = arrays(m, 64, 1, jnp.float32)
-            for y, w, bias in zip(_many(x, weights, biases), weights, biases, strict=True):
-                np.testing.assert_array_equal(y, native(x, w, bias))
+        for together, alone in together_and_alone(inputs, weights, biases):
+            for y, expected in zip(together, alone, strict=True):
+                np.testing.assert_array_equal(y, expected)
 
 
 def test_weights_of_two_kinds_are_multiplied_one_by_one():
