@@ -220,7 +220,9 @@ def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_toke
 
 
 def cache_memory(devices: int = 1) -> int:
-    """Bytes that a cache may take on one device of the target, beside what lies in its memory already.
+    """Bytes that a cache may take on each of the target's devices, beside what lies in its memory already.
+
+    Caches are of one size, so the device with the least free memory decides.
 
     Args:
         devices: devices of all replicas. Those of a CPU share its memory too.
@@ -228,7 +230,7 @@ def cache_memory(devices: int = 1) -> int:
     Raises:
         InvalidParameterError: if the memory of the target is unknown.
     """
-    memory = ops.target().memory
+    memory = ops.target().least_memory(devices)
     if memory is None:
         raise InvalidParameterError(
             "kv_cache_memory: this device does not report how much memory it has; give a size in bytes"
