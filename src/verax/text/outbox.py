@@ -1,4 +1,4 @@
-"""What engine threads give to the event loop: the requests whose answers it waits for, and one hand-over a wake-up."""
+"""Hand-over from engine threads to the event loop: requests whose answers it waits for, and calls on their way."""
 
 from __future__ import annotations
 

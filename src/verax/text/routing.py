@@ -16,7 +16,7 @@ MOST_PREFIXES = 1 << 16
 
 
 class RoutedReplica(Protocol):
-    """What a router looks at."""
+    """Replica as a router sees it."""
 
     @property
     def load(self) -> int:
