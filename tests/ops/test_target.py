@@ -11,6 +11,8 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.models.wan.layers import ATTENTION, Block, CrossKeys
 from verax.nn import Linear
+from verax.ops import _target
+from verax.ops._target import DeviceMemory
 
 H100 = "gpu", "NVIDIA H100 80GB HBM3"
 TPU = "tpu", "TPU v5 lite"
@@ -34,6 +36,15 @@ def test_a_chosen_target_has_the_given_memory_and_devices():
     with ops.use_target(*TPU):
         assert ops.target().memory is None
     assert ops.target().attached
+
+
+def test_the_device_with_the_least_free_memory_counts(monkeypatch):
+    memory = {0: DeviceMemory(9, 10), 1: DeviceMemory(5, 10), 2: DeviceMemory(7, 20), 3: None}
+    local = ops.target()
+    monkeypatch.setattr(jax, "local_devices", lambda: list(memory))
+    monkeypatch.setattr(_target, "_device_memory", memory.get)
+    assert [local.least_memory(count) for count in (1, 2, 3, 4)] == [memory[0], memory[1], memory[1], None]
+    assert local.memory == memory[0]
 
 
 def test_a_target_is_frozen():

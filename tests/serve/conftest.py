@@ -21,12 +21,17 @@ from verax.text.llm import LLM
 
 
 @pytest.fixture(scope="session")
-def served_llm(tmp_path_factory):
-    """Random weights: its answers are noise, and always the same."""
+def new_llm(tmp_path_factory):
+    """Makes an engine of random weights: its answers are noise, and always the same. All share compiled programs."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
     options = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4}
     options |= {"structured_outputs": True}
-    return LLM(folder, dtype="float32", use_tqdm=False, **options)
+    return lambda: LLM(folder, dtype="float32", use_tqdm=False, **options)
+
+
+@pytest.fixture(scope="session")
+def served_llm(new_llm):
+    return new_llm()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -68,3 +68,12 @@ def changed(weights, adapter, *, scale=1.0):
             change = adapter[key.replace("lora_A", "lora_B")] @ adapter[key]
             result[name] = weights[name] + np.float32(scale) * change
     return result
+
+
+def tiny_adapter(model, folder, *, rank=3):
+    """The request for a new adapter of all linear layers of a checkpoint's folder."""
+    from verax import LoRARequest
+
+    sizes = linear_sizes(load_file(model / "model.safetensors"))
+    weights = adapter_weights(sizes, rank=rank, spread=0.5)
+    return LoRARequest("adapter", 1, str(save_adapter(folder, weights, rank=rank)))

@@ -1,14 +1,12 @@
 """Engines of tiny models over several devices, in a process of its own: `run(cases, folder, sizes)`."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.devices import run_on_devices
 
 SIZES = dict(intermediate_size=128, num_attention_heads=8, num_key_value_heads=2)
 """Changes of `tiny_config`: up to 8 devices divide it, and more than 2 share heads of keys and values."""
@@ -74,12 +72,8 @@ def run(cases, folder, sizes):
         sizes: numbers of devices, by case.
     """
     most = max(max(sizes[case]) for case in cases)
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(most), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     wanted = json.dumps({case: sizes[case] for case in cases})
-    command = [sys.executable, "-m", "tests.support.tensor_parallel", str(folder), wanted]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_on_devices(most, "tests.support.tensor_parallel", folder, wanted)
     return {case: {int(size): of for size, of in by_size.items()} for case, by_size in found.items()}
 
 
@@ -108,20 +102,9 @@ def _model(case, folder):
     return path
 
 
-def _adapter(model, folder):
-    import safetensors.numpy
-
-    from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
-    from verax import LoRARequest
-
-    sizes = linear_sizes(safetensors.numpy.load_file(model / "model.safetensors"))
-    path = Path(folder) / "adapter"
-    save_adapter(path, adapter_weights(sizes, rank=3, spread=0.5), rank=3)
-    return LoRARequest("adapter", 1, str(path))
-
-
 def _answers(case, folder, size):
     """An engine after it answered greedy and seeded requests, its answers, and programs compiled before and after."""
+    from tests.support.adapters import tiny_adapter
     from verax import LLM, SamplingParams
 
     model, options = _model(case, folder), FEATURES.get(case, {})
@@ -141,7 +124,7 @@ def _answers(case, folder, size):
         SamplingParams(temperature=1.0, seed=7, **plain),
         SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3, **plain),
     ]
-    adapter = _adapter(model, folder) if case == "lora" else None
+    adapter = tiny_adapter(model, Path(folder) / "adapter") if case == "lora" else None
     outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[adapter, None, adapter, None])
     return llm, outputs, [before, llm.engine.runner.num_compiled()]
 

@@ -281,9 +281,9 @@ def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served):
         await waiting.pop().aclose()  # its place is free as soon as the engine thread has seen that
         while served.stats().num_requests_waiting > 2:
             await asyncio.sleep(0.001)
-        served.max_queued_requests = 100
-        served._thread._max_queued_tokens = 15
-        while served._thread.num_waiting_tokens != 10 and served.stats().num_requests_running == slots:
+        served._replicas.max_queued_requests = 100
+        served._replicas.max_queued_tokens = 15
+        while served._replicas.num_waiting_tokens != 10 and served.stats().num_requests_running == slots:
             await asyncio.sleep(0.001)
         with pytest.raises(QueueFullError, match=r"max_queued_tokens: 10 .* 16 more exceed 15"):
             served.generate(PROMPTS[2], GREEDY)
@@ -296,11 +296,11 @@ def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served):
         await served.collect(PROMPTS[4], GREEDY)  # alone, a longer prompt may wait
         await until_idle(served)
 
-    served.max_queued_requests = 3
+    served._replicas.max_queued_requests = 3
     try:
         asyncio.run(main())
     finally:
-        served.max_queued_requests, served._thread._max_queued_tokens = 1024, None
+        served._replicas.max_queued_requests, served._replicas.max_queued_tokens = 1024, None
 
 
 @pytest.mark.parametrize(
@@ -313,9 +313,9 @@ def test_a_bound_that_is_no_whole_number_is_refused(llm, bounds):
 
 def test_observers_see_each_step_and_each_request_that_ended(served):
     seen = []
-    served.add_observer(seen.append)
+    served.add_observer(lambda replica, event: seen.append(event))
 
-    def broken(event):
+    def broken(replica, event):
         raise ValueError("an observer's error is its own")
 
     served.add_observer(broken)
@@ -335,7 +335,7 @@ def test_observers_see_each_step_and_each_request_that_ended(served):
     try:
         asyncio.run(main())
     finally:
-        served._thread.observers.clear()
+        served._replicas.outbox.observers.clear()
     after = served.stats()
     steps = [event for event in seen if isinstance(event, StepStats)]
     outputs = [event for event in seen if isinstance(event, RequestOutput)]
@@ -434,7 +434,7 @@ def test_a_shutdown_waits_for_running_requests_and_ends_the_thread(llm):
         return served
 
     served = asyncio.run(main())
-    assert not served._thread._thread.is_alive()
+    assert not served._replicas.threads[0]._thread.is_alive()
     assert served.error is None
     assert threading.active_count() <= before
     assert len(llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 20
@@ -462,7 +462,7 @@ def test_a_shutdown_without_time_aborts_what_runs(llm):
 
 def test_dropping_the_engine_ends_its_thread(llm):
     served = AsyncLLM.from_llm(llm)
-    thread, gone = served._thread._thread, weakref.ref(served)
+    thread, gone = served._replicas.threads[0]._thread, weakref.ref(served)
     del served
     gc.collect()
     assert gone() is None

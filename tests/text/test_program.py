@@ -60,7 +60,9 @@ def test_a_model_of_600_million_weights_is_lowered_without_any():
 def test_the_cache_takes_what_weights_and_reserve_leave_of_an_accelerator(monkeypatch):
     _, config = causal_lm(tiny_config(**QWEN3_0_6B))
     in_use, total = 2_000_000_000, 10_000_000_000
-    device = Target("gpu", read_memory=lambda: DeviceMemory(free=total - in_use, total=total), device_kind="NVIDIA L4")
+    device = Target(
+        "gpu", read_memory=lambda _: DeviceMemory(free=total - in_use, total=total), device_kind="NVIDIA L4"
+    )
     monkeypatch.setattr(ops, "target", lambda: device)
     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig())
     one = block_bytes(config, sizes.block_size, jnp.bfloat16)

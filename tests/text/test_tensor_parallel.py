@@ -12,7 +12,7 @@ from verax.models import causal_lm
 from verax.models.causal_lm import head_repeats, with_repeated_heads
 from verax.nn.parallel import check_divisions, fitting_sizes
 from verax.plan.parts import parts_of
-from verax.text.mesh import tensor_mesh
+from verax.text.mesh import tensor_meshes
 
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 4, "qwen3-next": 4}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.
@@ -140,4 +140,4 @@ def test_more_devices_than_there_are_are_refused_with_the_way_to_virtual_ones(ti
 
 
 def test_one_device_alone_is_no_mesh():
-    assert tensor_mesh(1) is None
+    assert tensor_meshes(1) == [None]

@@ -49,6 +49,7 @@ def batch(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
+    data_parallel_size: options.DataParallelSize = 1,
     speculative_config: options.SpeculativeConfig = None,
     chat_template: options.ChatTemplate = None,
     revision: serving.Revision = None,
@@ -115,6 +116,7 @@ def batch(
             max_queued_requests=sys.maxsize,  # what is in flight is bounded here
             kv_cache_dtype=kv_cache_dtype,
             tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -132,7 +134,7 @@ def batch(
                 server,
                 requests,
                 answers,
-                max_in_flight=max_in_flight or 2 * server.engine.llm.engine.scheduler.max_num_seqs,
+                max_in_flight=max_in_flight or 2 * server.engine.llm.max_num_seqs,
                 clips=None if output == _PIPE else output.with_suffix(".clips"),
                 report=show,
             )

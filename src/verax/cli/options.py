@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatTemplate",
+    "DataParallelSize",
     "Dtype",
     "FrequencyPenalty",
     "IgnoreEos",
@@ -60,6 +61,9 @@ KvCacheDtype = Annotated[
 ]
 TensorParallelSize = Annotated[
     int, typer.Option(help="Devices that share the model: each holds a part of its weights and cache.", min=1)
+]
+DataParallelSize = Annotated[
+    int, typer.Option(help="Replicas of the model, each on --tensor-parallel-size devices of its own.", min=1)
 ]
 SpeculativeConfig = Annotated[
     str | None,

@@ -51,7 +51,10 @@ def simulate(
         str, typer.Option(help="Numbers of replicas, a fleet each, such as 1,8,64.", rich_help_panel=_FLEET)
     ] = "1",
     router: Annotated[
-        str, typer.Option(help="least-loaded, or prefix: where the prefix was read last.", rich_help_panel=_FLEET)
+        str,
+        typer.Option(
+            help="least-loaded, or prefix: where the beginning of the prompt was read.", rich_help_panel=_FLEET
+        ),
     ] = "least-loaded",
     mtbf: Annotated[
         float | None,

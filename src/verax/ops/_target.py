@@ -60,7 +60,7 @@ class DeviceMemory(NamedTuple):
     total: int
 
 
-def _unknown() -> DeviceMemory | None:
+def _unknown(num_devices: int) -> DeviceMemory | None:
     return None
 
 
@@ -74,7 +74,7 @@ class Target:
         num_devices: devices that a program may span.
         compute_capability: an NVIDIA GPU's, such as `"9.0"`; empty if unknown, and for other devices.
         attached: True for this machine's own device.
-        read_memory: function that returns `memory`.
+        read_memory: function that returns `least_memory`.
     """
 
     platform: str
@@ -82,12 +82,16 @@ class Target:
     num_devices: int = 1
     compute_capability: str = ""
     attached: bool = False
-    read_memory: Callable[[], DeviceMemory | None] = field(default=_unknown, repr=False, compare=False)
+    read_memory: Callable[[int], DeviceMemory | None] = field(default=_unknown, repr=False, compare=False)
 
     @property
     def memory(self) -> DeviceMemory | None:
         """Bytes of one device, read anew at each access; None if unknown."""
-        return self.read_memory()
+        return self.least_memory(1)
+
+    def least_memory(self, num_devices: int) -> DeviceMemory | None:
+        """Bytes of that one of the first devices which has the least free memory; None if one of them is unknown."""
+        return self.read_memory(num_devices)
 
 
 def target() -> Target:
@@ -120,7 +124,7 @@ def use_target(
         compute_capability = _compute_capability(device_kind) if platform == "gpu" else ""
     known = DeviceMemory(free=memory, total=memory) if isinstance(memory, int) else memory
     token = _chosen.set(
-        Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda: known),
+        Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda num_devices: known),
     )
     try:
         yield
@@ -157,8 +161,14 @@ def _local_target() -> Target:
         jax.device_count(),
         str(getattr(device, "compute_capability", "")),
         attached=True,
-        read_memory=lambda: _device_memory(device),
+        read_memory=_least_memory,
     )
+
+
+def _least_memory(num_devices: int) -> DeviceMemory | None:
+    found = [_device_memory(device) for device in jax.local_devices()[:num_devices]]
+    known = [memory for memory in found if memory is not None]
+    return min(known) if len(known) == len(found) else None
 
 
 def _device_memory(device: Any) -> DeviceMemory | None:

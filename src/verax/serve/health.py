@@ -22,7 +22,7 @@ def routes(server: Server) -> list[Route]:
         if server.draining:
             raise ApiError(503, "the server is shutting down", code="draining")
         if server.llm is not None and not server.llm.is_running:
-            raise ApiError(503, "the engine has stopped", code="engine_dead")
+            raise ApiError(503, "an engine has stopped", code="engine_dead")
         return JsonResponse({"status": "ok"})
 
     return [api_route("/health", health, ("GET",), answer=Health, summary="200 while requests are taken.")]

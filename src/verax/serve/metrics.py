@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,14 +20,37 @@ from verax.text.stats import SpeculationTotals, StepStats
 __all__ = ["TextMetrics", "routes"]
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"
-"""Number of the engine: a server has one."""
+"""The name of the model, and the number of the replica."""
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 WHOLE_REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Bounds of the histograms' buckets: seconds, and tokens of a step; vLLM's."""
+
+GAUGES = {
+    "num_requests_running": "Requests in the engine.",
+    "num_requests_waiting": "Requests in the queue.",
+    "kv_cache_usage": "Share of the cache in use, 0 to 1.",
+}
+COUNTERS = {
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "num_preemptions": "Preempted requests.",
+    "prompt_tokens": "Prompt tokens of the requests that got a first token.",
+    "generation_tokens": "Generated tokens.",
+}
+"""Texts of metrics by the name of a field of `EngineStats`."""
+
+DRAFT_COUNTERS = {
+    "num_drafts": "Times that drafts of a sequence were verified.",
+    "num_draft_tokens": "Drafted tokens.",
+    "num_accepted_tokens": "Drafted tokens that held.",
+}
+"""The same of `SpeculationTotals`."""
+
+_NAMES = {"kv_cache_usage": "kv_cache_usage_perc"}
+"""Names of metrics that are not their field's."""
 
 
 def routes(server: Server) -> list[Route]:
@@ -43,11 +66,11 @@ def routes(server: Server) -> list[Route]:
 
 
 class TextMetrics:
-    """Metrics of the text engine: state and totals when they are read, histograms as requests end."""
+    """Metrics of the text engines: state and totals when they are read, histograms as requests end."""
 
     def __init__(self, llm: AsyncLLM, model_name: str, registry: CollectorRegistry):
         self._llm = llm
-        self._labels = (model_name, ENGINE)
+        self._labels = [(model_name, str(replica)) for replica in range(len(llm.llm.engines))]
         self._registry = registry
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "Time between tokens.", BETWEEN_TOKENS)
@@ -67,88 +90,78 @@ class TextMetrics:
             "vllm:request_success", "Finished requests.", (*LABELS, "finished_reason"), registry=registry
         )
         for reason in ("stop", "length", "abort"):
-            self._success.labels(*self._labels, reason)
+            for labels in self._labels:
+                self._success.labels(*labels, reason)
         registry.register(self)
         llm.add_observer(self.observe)
 
-    def observe(self, event: StepStats | RequestOutput) -> None:
-        """Take the figures of a step, or of a request that has ended."""
+    def observe(self, replica: int, event: StepStats | RequestOutput) -> None:
+        """Take the figures of a step of a replica, or of a request that has ended there."""
         if isinstance(event, StepStats):
-            self._step.observe(event.num_tokens)
+            self._step[replica].observe(event.num_tokens)
             return
         tokens = [len(sample.token_ids) for sample in event.outputs]
         for sample in event.outputs:
-            self._success.labels(*self._labels, sample.finish_reason or "abort").inc()
-        self._prompt.observe(len(event.prompt_token_ids))
-        self._generation.observe(sum(tokens))
+            self._success.labels(*self._labels[replica], sample.finish_reason or "abort").inc()
+        self._prompt[replica].observe(len(event.prompt_token_ids))
+        self._generation[replica].observe(sum(tokens))
         if event.metrics is not None:
-            self._observe_times(event.metrics, max(tokens, default=0))
+            self._observe_times(replica, event.metrics, max(tokens, default=0))
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges and counters, from the engine's state now."""
-        stats = self._llm.stats()
-        gauges = {
-            "num_requests_running": ("Requests in the engine.", stats.num_requests_running),
-            "num_requests_waiting": ("Requests in the queue.", stats.num_requests_waiting),
-            "kv_cache_usage_perc": ("Share of the cache in use, 0 to 1.", stats.kv_cache_usage),
-        }
-        counters = {
-            "prefix_cache_queries": ("Tokens looked up in the prefix cache.", stats.prefix_cache_queries),
-            "prefix_cache_hits": ("Tokens found in the prefix cache.", stats.prefix_cache_hits),
-            "num_preemptions": ("Preempted requests.", stats.num_preemptions),
-            "prompt_tokens": ("Prompt tokens of the requests that got a first token.", stats.prompt_tokens),
-            "generation_tokens": ("Generated tokens.", stats.generation_tokens),
-        }
-        for name, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            gauge.add_metric(self._labels, value)
+        """Gauges and counters, from the state of the engines now."""
+        stats = self._llm.replica_stats()
+        for name, text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"vllm:{_NAMES.get(name, name)}", text, labels=LABELS)
+            for labels, of in zip(self._labels, stats, strict=True):
+                gauge.add_metric(labels, getattr(of, name))
             yield gauge
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
-        if stats.spec_decode is not None:
-            yield from self._collect_drafts(stats.spec_decode)
+        for name, text in COUNTERS.items():
+            yield self._counter(name, text, [getattr(of, name) for of in stats])
+        drafts = [of.spec_decode for of in stats if of.spec_decode is not None]
+        if drafts:
+            yield from self._collect_drafts(drafts)
 
-    def _collect_drafts(self, totals: SpeculationTotals) -> Iterator[Metric]:
+    def _counter(self, name: str, text: str, values: Sequence[float]) -> CounterMetricFamily:
+        counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for labels, value in zip(self._labels, values, strict=True):
+            counter.add_metric(labels, value)
+        return counter
+
+    def _collect_drafts(self, totals: Sequence[SpeculationTotals]) -> Iterator[Metric]:
         """Counters of speculative decoding."""
-        counters = {
-            "drafts": ("Times that drafts of a sequence were verified.", totals.num_drafts),
-            "draft_tokens": ("Drafted tokens.", totals.num_draft_tokens),
-            "accepted_tokens": ("Drafted tokens that held.", totals.num_accepted_tokens),
-        }
-        for name, (text, value) in counters.items():
-            counter = CounterMetricFamily(f"vllm:spec_decode_num_{name}", text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+        for name, text in DRAFT_COUNTERS.items():
+            yield self._counter(f"spec_decode_{name}", text, [getattr(of, name) for of in totals])
         by_place = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens that held, by place in the draft from 0.",
             labels=(*LABELS, "position"),
         )
-        for place, value in enumerate(totals.num_accepted_tokens_per_pos):
-            by_place.add_metric((*self._labels, str(place)), value)
+        for labels, of in zip(self._labels, totals, strict=True):
+            for place, value in enumerate(of.num_accepted_tokens_per_pos):
+                by_place.add_metric((*labels, str(place)), value)
         yield by_place
 
-    def _observe_times(self, metrics: RequestMetrics, tokens: int) -> None:
+    def _observe_times(self, replica: int, metrics: RequestMetrics, tokens: int) -> None:
         end = metrics.finished_time or time.perf_counter()
-        self._whole.observe(end - metrics.arrival_time)
+        self._whole[replica].observe(end - metrics.arrival_time)
         first = metrics.first_token_time
         if first is None:
             return
         scheduled = metrics.first_scheduled_time or metrics.arrival_time
-        self._first_token.observe(first - metrics.arrival_time)
-        self._queued.observe(scheduled - metrics.arrival_time)
-        self._prefill.observe(first - scheduled)
-        self._inference.observe(end - scheduled)
-        self._decode.observe(end - first)
+        self._first_token[replica].observe(first - metrics.arrival_time)
+        self._queued[replica].observe(scheduled - metrics.arrival_time)
+        self._prefill[replica].observe(first - scheduled)
+        self._inference[replica].observe(end - scheduled)
+        self._decode[replica].observe(end - first)
         if tokens > 1:
             for histogram in (self._between, self._between_old):
-                histogram.observe((end - first) / (tokens - 1))
+                histogram[replica].observe((end - first) / (tokens - 1))
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> list[Histogram]:
+        """A histogram for each replica."""
         made = Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=bounds)
-        return made.labels(*self._labels)
+        return [made.labels(*labels) for labels in self._labels]
 
 
 def _lengths(longest: int) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine on a thread of its own, for many callers on one event loop."""
+"""`AsyncLLM`: engines on threads of their own, for many callers on one event loop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from verax.errors import InvalidParameterError, QueueFullError
+from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
 from verax.text.engine_config import EngineConfig, EngineOptions
-from verax.text.engine_thread import EngineThread, Observer, dead
 from verax.text.grammar import MAX_COMPILING
 from verax.text.llm import LLM
 from verax.text.lora.request import LoRARequest
+from verax.text.outbox import Observer, dead
 from verax.text.outputs import RequestOutput
 from verax.text.prompts import Message, Prompt, content
+from verax.text.replicas import Replicas
 from verax.text.request_limits import NO_TOKENIZER
 from verax.text.request_stream import LiveRequest, RequestStream
 from verax.text.sampling_params import SamplingParams
@@ -38,7 +39,8 @@ TOKENIZER_THREADS = 2
 class AsyncLLM:
     """A language model for many callers at once: each request is an asynchronous generator.
 
-    The engine runs on a thread of its own. Requests of one event loop at a time are served.
+    Each engine runs on a thread of its own: one, or `data_parallel_size` of them, to which requests are routed.
+    Requests of one event loop at a time are served.
 
     Examples:
         >>> async with AsyncLLM() as llm:
@@ -108,17 +110,17 @@ class AsyncLLM:
 
     def _start(self, llm: LLM, max_queued_requests: int, max_queued_tokens: int | None) -> None:
         self.llm = llm
-        self.max_queued_requests = max_queued_requests
-        self.max_queued_tokens = max_queued_tokens
         self._names = itertools.count()
         self._closing = False
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "verax-tokenizer")
         # Work that may take seconds has threads of its own, so that no other prompt waits for it.
         self._grammars = ThreadPoolExecutor(MAX_COMPILING, "verax-grammars")
         self._long_texts = ThreadPoolExecutor(1, "verax-long-texts")
-        self._thread = EngineThread(llm.engine, max_queued_tokens=max_queued_tokens)
-        # The thread holds no reference to this object, so that dropping it ends the thread.
-        weakref.finalize(self, self._thread.stop).atexit = False
+        self._replicas = Replicas(
+            llm.engines, max_queued_requests=max_queued_requests, max_queued_tokens=max_queued_tokens
+        )
+        # The threads hold no reference to this object, so that dropping it ends them.
+        weakref.finalize(self, self._replicas.stop).atexit = False
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -143,25 +145,34 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """True if requests are taken."""
-        return self._thread.is_running and not self._closing
+        """True if requests are taken: every engine serves."""
+        return self._replicas.is_running and not self._closing
+
+    @property
+    def max_queued_requests(self) -> int:
+        """Most samples that wait beyond those that find a free slot at once."""
+        return self._replicas.max_queued_requests
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the engine failed with."""
-        return self._thread.error
+        """The error that an engine failed with."""
+        return self._replicas.error
 
     def stats(self) -> EngineStats:
-        """State of the engine now, and its totals."""
-        return self._thread.stats()
+        """State of the engines now, and their totals, all replicas together."""
+        return EngineStats.sum(self.replica_stats())
+
+    def replica_stats(self) -> list[EngineStats]:
+        """The same for each replica. Requests whose prompt is being tokenised wait for the first one."""
+        return self._replicas.stats()
 
     def add_observer(self, observer: Observer) -> None:
-        """Call a function on the event loop with `StepStats` once a step, and with the `RequestOutput` of each request.
+        """Call a function on the event loop with the number of a replica, and what happened there.
 
-        That output is the whole one, of a request that has ended in any way but an error. An error of the function is
-        logged.
+        That is `StepStats` once a step, and the `RequestOutput` of each request: the whole one, of a request that has
+        ended in any way but an error. An error of the function is logged.
         """
-        self._thread.observers.append(observer)
+        self._replicas.outbox.observers.append(observer)
 
     def generate(
         self,
@@ -256,21 +267,21 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """Stop a request: its generator gives what is left, with `finish_reason` "abort". Unknown ids are ignored."""
-        if (live := self._thread.live.get(request_id)) is not None:
+        if (live := self._replicas.outbox.live.get(request_id)) is not None:
             live.aborted = True
-            self._thread.abort(live)
+            self._replicas.abort(live)
 
     async def shutdown(self, timeout: float = 0) -> None:
-        """Take no new requests, let the others run for up to `timeout` seconds, abort the rest, end the thread."""
+        """Take no new requests, let the others run for up to `timeout` seconds, abort the rest, end the threads."""
         self._closing = True
-        thread = self._thread
-        if thread.live and thread.is_running and timeout > 0:
-            thread.all_ended = asyncio.Event()
+        replicas, outbox = self._replicas, self._replicas.outbox
+        if outbox.live and replicas.is_running and timeout > 0:
+            outbox.all_ended = asyncio.Event()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(thread.all_ended.wait(), timeout)
-        await asyncio.to_thread(thread.stop)
-        thread.deliver()
-        thread.fail_all(thread.error, "the engine was shut down")
+                await asyncio.wait_for(outbox.all_ended.wait(), timeout)
+        await asyncio.to_thread(replicas.stop)
+        outbox.deliver()
+        outbox.fail_all(replicas.error, "the engine was shut down")
         for pool in (self._pool, self._grammars, self._long_texts):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -310,14 +321,14 @@ class AsyncLLM:
             answers=answers,
             lora_request=lora_request,
         )
-        self._join_queue(live, 0 if is_chat or isinstance(items, str) else len(items))
+        self._replicas.join(live, 0 if is_chat or isinstance(items, str) else len(items))
         if is_chat or isinstance(items, str) or params.form is not None or lora_request is not None:
             special = add_special_tokens and not is_chat
             pool = self._pool if params.form is None else self._grammars
             pool.submit(self._prepare, live, items, is_chat=is_chat, add_special_tokens=special)
         else:
-            self._thread.add(live, items)
-        return RequestStream(live, self._thread.abort)
+            self._replicas.send(live, items)
+        return RequestStream(live, self._replicas.abort)
 
     def _check_running(self) -> None:
         if not self.is_running:
@@ -325,53 +336,35 @@ class AsyncLLM:
 
     def _bind_loop(self) -> None:
         """Serve the running event loop from now on."""
-        loop, thread = asyncio.get_running_loop(), self._thread
-        if thread.loop is loop:
+        loop, outbox = asyncio.get_running_loop(), self._replicas.outbox
+        if outbox.loop is loop:
             return
-        if thread.loop is not None and thread.loop.is_closed():
-            thread.live.clear()
-        if thread.live:
+        if outbox.loop is not None and outbox.loop.is_closed():
+            outbox.live.clear()
+        if outbox.live:
             raise InvalidParameterError("AsyncLLM: another event loop has unfinished requests; one at a time is served")
-        thread.loop = loop
-        thread.deliver()  # a wake-up that the loop before was closed without seeing would be the last one
-
-    def _join_queue(self, live: LiveRequest, num_tokens: int) -> None:
-        thread, n = self._thread, live.params.n
-        if (other := thread.live.get(live.request_id)) is not None and not other.closed:
-            raise InvalidParameterError(f"request_id: {live.request_id!r} is in use by an unfinished request")
-        waiting, running = thread.num_waiting, len(self.llm.engine.scheduler.running)
-        # A sample that finds a free slot does not wait.
-        beyond = waiting + n - (self.llm.engine.scheduler.max_num_seqs - running)
-        if beyond > self.max_queued_requests:
-            raise QueueFullError(
-                f"max_queued_requests: {waiting} requests wait, and {n} more exceed {self.max_queued_requests}; "
-                "try again later"
-            )
-        if beyond > 0:
-            thread.check_room(num_tokens * n)
-        thread.num_taken += n
-        thread.live[live.request_id] = live
+        outbox.loop = loop
+        outbox.deliver()  # a wake-up that the loop before was closed without seeing would be the last one
 
     def _free_id(self) -> str:
-        return next(name for i in self._names if (name := f"request-{i}") not in self._thread.live)
+        return next(name for i in self._names if (name := f"request-{i}") not in self._replicas.outbox.live)
 
     def _prepare(self, live: LiveRequest, items: Any, *, is_chat: bool, add_special_tokens: bool) -> None:
-        """Send a request's tokens, grammar and adapter to the engine thread. It runs in the pool."""
+        """Send a request's tokens, grammar and adapter to a replica. It runs in the pool."""
+        engine = self.llm.engine
         try:
-            tokens: abc.Sequence[int] | BaseException = []
+            tokens: abc.Sequence[int] = []
             if not (live.closed or live.aborted):
-                live.grammar = self.llm.engine.compile_grammar(live.params)
-                live.adapter = self.llm.engine.load_adapter(live.lora_request)
+                live.grammar = engine.compile_grammar(live.params)
+                live.adapter = engine.load_adapter(live.lora_request)
                 if is_chat:
                     live.prompt = self.llm.render(items)
-                if live.prompt is None:
-                    tokens = items
-                elif self.tokenizer is not None:
-                    self.llm.engine.limits.check_text(live.prompt)
-                    tokens = self.tokenizer.encode(live.prompt, add_special_tokens=add_special_tokens)
+                prompt = items if live.prompt is None else live.prompt
+                tokens = engine.tokenize(prompt, add_special_tokens=add_special_tokens)
         except BaseException as error:
-            tokens = error
-        self._thread.add(live, tokens)
+            self._replicas.refuse(live, error)
+        else:
+            self._replicas.send(live, tokens)
 
 
 def _check_bounds(max_queued_requests: int, max_queued_tokens: int | None) -> None:

@@ -27,6 +27,7 @@ from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Schedule, Scheduler
 from verax.text.sequence import Request, Sequence
 from verax.text.speculative.speculator import Speculator
+from verax.text.stats import EngineStats
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Engine"]
@@ -42,10 +43,20 @@ class Engine:
         *,
         vocab_size: int,
         tokenizer: Tokenizer | None,
-        seed: int = 0,
+        seed: int | np.random.Generator = 0,
         speculator: Speculator | None = None,
         adapters: AdapterLoader | None = None,
     ):
+        """Make an engine without requests.
+
+        Args:
+            runner, scheduler: its parts.
+            vocab_size: of the model.
+            tokenizer: of prompts and texts; None to serve token ids.
+            seed: seeds requests that bring no seed; engines that share a generator give each of them another seed.
+            speculator: of drafts; None for none.
+            adapters: loader of adapters, which engines of equal models can share; None to take none.
+        """
         self.runner = runner
         self.scheduler = scheduler
         self.speculator = speculator
@@ -116,13 +127,7 @@ class Engine:
         """
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
-        if text is None:
-            tokens = tuple(int(token) for token in prompt)
-        elif self.tokenizer is None:
-            raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
-        else:
-            self.limits.check_text(text)
-            tokens = tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        tokens = self.tokenize(prompt, add_special_tokens=add_special_tokens)
         answers = [()] * params.n if output_token_ids is None else [tuple(answer) for answer in output_token_ids]
         self.limits.check(tokens, params, stream=stream, answers=answers)
         grammar = grammar or self.compile_grammar(params)
@@ -156,6 +161,20 @@ class Engine:
         for sequence, answer in zip(request.sequences, answers, strict=True):
             self._replay(sequence, answer)
         return request_id
+
+    def tokenize(self, prompt: str | abc.Sequence[int], *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, which may be token ids already. Any thread may call it.
+
+        Raises:
+            RequestRefusedError: for a text that is too long in any case.
+            InvalidParameterError: for a text without a tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return tuple(int(token) for token in prompt)
+        if self.tokenizer is None:
+            raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
+        self.limits.check_text(prompt)
+        return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request at once; its output so far, or None if there is no such unfinished request."""
@@ -352,9 +371,38 @@ class Engine:
         del self._requests[request.request_id]
         self._ended.pop(request, None)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def request(self, request_id: str) -> Request:
         """An unfinished request by id."""
         return self._requests[request_id]
+
+    @property
+    def prefix_block_size(self) -> int | None:
+        """Tokens of the blocks in which prefixes are cached; None if they are not."""
+        blocks = self.scheduler.blocks
+        return blocks.block_size if blocks.enable_prefix_caching else None
+
+    @property
+    def load(self) -> int:
+        """Work of the unfinished requests, in tokens."""
+        return self.scheduler.load
+
+    def stats(self) -> EngineStats:
+        """State and totals. Any thread may read them."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return EngineStats(
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=len(scheduler.waiting),
+            kv_cache_usage=blocks.usage,
+            prefix_cache_queries=blocks.num_queries,
+            prefix_cache_hits=blocks.num_hits,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=self.num_prompt_tokens,
+            generation_tokens=self.num_generated_tokens,
+            spec_decode=None if self.speculator is None else self.speculator.totals,
+        )
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         """Running text of a sequence whose request is streamed or has stop strings; None for others."""

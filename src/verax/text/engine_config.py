@@ -26,6 +26,7 @@ _COUNTS = (
     "max_lora_rank",
     "max_cpu_loras",
     "tensor_parallel_size",
+    "data_parallel_size",
 )
 
 
@@ -47,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     max_lora_rank: int
     max_cpu_loras: int | None
     tensor_parallel_size: int
+    data_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class EngineConfig:
             have.
         max_cpu_loras: adapters that are kept in host memory; `max_loras` if None.
         tensor_parallel_size: devices that share the model: each holds a part of the weights and of the cache.
+        data_parallel_size: replicas of the model, each on `tensor_parallel_size` devices of its own. Sizes are those of
+            one replica.
 
     Raises:
         InvalidParameterError: for a size below 1, an unknown dtype or no truth value, with the option's name.
@@ -98,6 +102,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -1,58 +1,63 @@
-"""Thread that owns an engine. Messages go in through one queue; what a step gave goes out in one hand-over."""
+"""Thread that owns an engine. Messages go in through one queue; what a step gave goes to the outbox at once."""
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import threading
-from collections import abc, deque
+from collections import abc
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
-from verax.errors import EngineDeadError, QueueFullError
 from verax.text.engine import Engine
-from verax.text.outputs import CompletionOutput, RequestOutput
+from verax.text.outbox import Outbox
+from verax.text.outputs import CompletionOutput
 from verax.text.request_stream import ENDED, LiveRequest
+from verax.text.routing import work
 from verax.text.sequence import Request, Sequence
 from verax.text.stats import EngineStats, StepStats
 
-__all__ = ["EngineThread", "Observer"]
-
-Observer = Callable[[StepStats | RequestOutput], None]
-"""Function that is called with the figures of each step, and the whole output of each request that has ended."""
+__all__ = ["EngineThread"]
 
 _log = logging.getLogger("verax.text")
 
 
 class EngineThread:
-    """Engine, the thread that runs it, and the requests that it serves. Without requests the thread sleeps."""
+    """Engine, the thread that runs it, and the requests that it serves. Without requests the thread sleeps.
 
-    def __init__(self, engine: Engine, *, max_queued_tokens: int | None):
+    Args:
+        engine: the engine, which nobody else uses until the thread has ended.
+        outbox: what answers go to.
+        number: of the replica.
+        check_room: function that raises if so many more prompt tokens may not wait.
+        on_failure: function that is called with the error that the engine has failed with.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        outbox: Outbox,
+        *,
+        number: int,
+        check_room: Callable[[int], None],
+        on_failure: Callable[[BaseException], None],
+    ):
         self.engine = engine
-        self.live: dict[str, LiveRequest] = {}
-        """Requests whose end was not handed over, by id. It belongs to the event loop."""
-        self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop of the live requests. It is set there, before the first of them is submitted."""
-        self.observers: list[Observer] = []
+        self.number = number
         self.error: BaseException | None = None
         self.stopped = False
-        self.num_taken = 0
-        """Samples of all requests that were submitted. The event loop counts."""
-        self.num_waiting_tokens = 0
-        """Prompt tokens of samples that wait for a slot; counted if they are bounded."""
-        self.all_ended: asyncio.Event | None = None
-        """Set on the event loop when no request is live any more."""
-        self._num_arrived = 0
-        """Samples of all requests that have reached the engine thread."""
-        self._max_queued_tokens = max_queued_tokens
+        self._check_room, self._on_failure = check_room, on_failure
+        self._num_sent = self._num_arrived = 0
+        """Samples of all requests that were sent here, and that have reached the engine thread."""
+        self._tokens_sent = self._tokens_arrived = 0
+        """Their prompt tokens."""
+        self._outbox = outbox
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._outbox: deque[Callable[[], None]] = deque()
-        self._notified = False
         self._served: dict[str, LiveRequest] = {}
         """Requests in the engine, by id."""
-        self._thread = threading.Thread(target=self._run, name="verax-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"verax-engine-{number}", daemon=True)
         # A daemon thread must not run compiled programs while the interpreter is taken down.
         atexit.register(self.stop)
         self._thread.start()
@@ -65,25 +70,23 @@ class EngineThread:
     @property
     def num_waiting(self) -> int:
         """Samples without a slot, those on their way to the engine included."""
-        return self.num_taken - self._num_arrived + len(self.engine.scheduler.waiting)
+        return self._num_sent - self._num_arrived + len(self.engine.scheduler.waiting)
+
+    @property
+    def load(self) -> int:
+        """Work in tokens, that on its way to the engine included."""
+        tokens, samples = self._tokens_sent - self._tokens_arrived, self._num_sent - self._num_arrived
+        return self.engine.load + work(tokens, samples)
 
     def stats(self) -> EngineStats:
         """State and totals. Any thread may read them."""
-        engine, blocks = self.engine, self.engine.scheduler.blocks
-        return EngineStats(
-            num_requests_running=len(engine.scheduler.running),
-            num_requests_waiting=self.num_waiting,
-            kv_cache_usage=blocks.usage,
-            prefix_cache_queries=blocks.num_queries,
-            prefix_cache_hits=blocks.num_hits,
-            num_preemptions=engine.scheduler.num_preemptions,
-            prompt_tokens=engine.num_prompt_tokens,
-            generation_tokens=engine.num_generated_tokens,
-            spec_decode=None if engine.speculator is None else engine.speculator.totals,
-        )
+        return replace(self.engine.stats(), num_requests_waiting=self.num_waiting)
 
-    def add(self, live: LiveRequest, tokens: abc.Sequence[int] | BaseException) -> None:
-        """Send a request to the engine, or the error that tokenising it gave. Any thread may."""
+    def add(self, live: LiveRequest, tokens: abc.Sequence[int]) -> None:
+        """Send a request to the engine. One thread at a time may."""
+        self._num_sent += live.params.n
+        self._tokens_sent += len(tokens) * live.params.n
+        live.replica = self.number
         self._inbox.put(partial(self._add, live, tokens))
 
     def abort(self, live: LiveRequest) -> None:
@@ -92,35 +95,16 @@ class EngineThread:
         if not self.stopped:
             self._inbox.put(partial(self._abort, live))
 
-    def stop(self) -> None:
-        """Abort what is left, end the thread, and wait for that. Any thread may."""
+    def request_stop(self) -> None:
+        """Let the thread abort what is left and end. Any thread may."""
         atexit.unregister(self.stop)
         self._inbox.put(self._stop)
+
+    def stop(self) -> None:
+        """Abort what is left, end the thread, and wait for that. Any thread may."""
+        self.request_stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def check_room(self, num_tokens: int) -> None:
-        """Refuse more prompt tokens than may wait. Any thread may.
-
-        Raises:
-            QueueFullError: if these are too many beside those that wait already.
-        """
-        limit, waiting = self._max_queued_tokens, self.num_waiting_tokens
-        if limit is not None and waiting and waiting + num_tokens > limit:
-            raise QueueFullError(
-                f"max_queued_tokens: {waiting} prompt tokens wait and {num_tokens} more exceed {limit}; try again later"
-            )
-
-    def deliver(self) -> None:
-        """Hand everything that the engine thread has sent to its receivers. It runs on the event loop."""
-        self._notified = False
-        while self._outbox:
-            self._outbox.popleft()()
-
-    def fail_all(self, error: BaseException | None, message: str) -> None:
-        """End every live request with `EngineDeadError`. It runs on the event loop."""
-        for live in list(self.live.values()):
-            self._fail(live, dead(message, error))
 
     # On the engine thread.
 
@@ -135,16 +119,14 @@ class EngineThread:
         except BaseException as error:
             _log.critical("the engine thread failed", exc_info=error)
             self.error = error
-            self._outbox.append(partial(self.fail_all, error, "the engine has failed"))
+            self._on_failure(error)
             self._notify()
 
     def _step(self) -> None:
         engine = self.engine
         computed, generated = engine.num_computed_tokens, engine.num_generated_tokens
         self._report(engine.advance())
-        if self._max_queued_tokens is not None:
-            self._count_waiting_tokens()
-        if self.observers:
+        if self._outbox.observers:
             stats = StepStats(
                 num_tokens=engine.num_computed_tokens - computed,
                 num_generated=engine.num_generated_tokens - generated,
@@ -152,20 +134,20 @@ class EngineThread:
                 num_waiting=self.num_waiting,
                 kv_cache_usage=engine.scheduler.blocks.usage,
             )
-            self._outbox.append(partial(self._observe, stats))
+            self._outbox.post(partial(self._outbox.observe, self.number, stats))
 
-    def _add(self, live: LiveRequest, tokens: abc.Sequence[int] | BaseException) -> None:
+    def _add(self, live: LiveRequest, tokens: abc.Sequence[int]) -> None:
+        num_tokens = len(tokens) * live.params.n
         self._num_arrived += live.params.n
+        self._tokens_arrived += num_tokens
         if live.closed:
             return
         if live.aborted:
             parts = [CompletionOutput(i, "", (), None, None, "abort") for i in range(live.params.n)]
-            self._outbox.append(partial(self._receive, [(live, parts, True)]))
+            self._outbox.post(partial(self._outbox.receive, [(live, parts, True)]))
             return
         try:
-            if isinstance(tokens, BaseException):
-                raise tokens
-            self.check_room(len(tokens) * live.params.n)
+            self._check_room(num_tokens)
             self.engine.add_request(
                 tokens,
                 live.params,
@@ -176,7 +158,7 @@ class EngineThread:
                 output_token_ids=live.answers,
             )
         except Exception as error:
-            self._outbox.append(partial(self._fail, live, error))
+            self._outbox.post(partial(self._outbox.fail, live, error))
             return
         request = self.engine.request(live.request_id)
         request.prompt, request.arrival_time = live.prompt, live.arrival_time
@@ -184,11 +166,6 @@ class EngineThread:
         self._served[live.request_id] = live
         if live.answers is not None:  # one that was given may be complete
             self._report([request])
-        self._count_waiting_tokens()
-
-    def _count_waiting_tokens(self) -> None:
-        if self._max_queued_tokens is not None:
-            self.num_waiting_tokens = sum(sequence.num_prompt for sequence in self.engine.scheduler.waiting)
 
     def _abort(self, live: LiveRequest) -> None:
         if self._served.get(live.request_id) is live:
@@ -196,7 +173,7 @@ class EngineThread:
             self.engine.finish(request)
             self._report([request])
         if live.closed:
-            self._outbox.append(partial(self._end, live))
+            self._outbox.post(partial(self._outbox.end, live))
 
     def _stop(self) -> None:
         for live in list(self._served.values()):
@@ -214,14 +191,15 @@ class EngineThread:
                 if parts:
                     news.append((live, parts, finished))
             if request.error is not None:
-                self._outbox.append(partial(self._fail, live, request.error))
+                self._outbox.post(partial(self._outbox.fail, live, request.error))
             if finished:
                 del self._served[request.request_id]
                 self.engine.remove(request)
-                if self.observers:
-                    self._outbox.append(partial(self._observe, self.engine.outputs.of(request)))
+                if self._outbox.observers:
+                    output = self.engine.outputs.of(request)
+                    self._outbox.post(partial(self._outbox.observe, self.number, output))
         if news:
-            self._outbox.append(partial(self._receive, news))
+            self._outbox.post(partial(self._outbox.receive, news))
 
     def _part(self, live: LiveRequest, sequence: Sequence) -> CompletionOutput | None:
         """New part of a sample, if there is one; what it has is handed over with it."""
@@ -247,47 +225,8 @@ class EngineThread:
         )
 
     def _notify(self) -> None:
-        """Wake the event loop, unless it has been woken and has not looked yet."""
-        if not self._outbox or self._notified or self.loop is None:
-            return
-        self._notified = True
-        try:
-            self.loop.call_soon_threadsafe(self.deliver)
-        except RuntimeError:  # the loop is closed, and nobody waits any more
-            self._notified = False
-            self._outbox.clear()
+        """Wake the event loop; if it is closed, nobody waits for what is served here."""
+        if not self._outbox.notify():
             for live in list(self._served.values()):
                 live.closed = True
                 self._abort(live)
-
-    # On the event loop.
-
-    def _receive(self, news: list[tuple[LiveRequest, list[CompletionOutput], bool]]) -> None:
-        for live, parts, finished in news:
-            if finished:
-                self._end(live)
-            live.receive(parts, finished)
-
-    def _fail(self, live: LiveRequest, error: BaseException) -> None:
-        self._end(live)
-        live.fail(error)
-
-    def _end(self, live: LiveRequest) -> None:
-        if self.live.get(live.request_id) is live:
-            del self.live[live.request_id]
-        if not self.live and self.all_ended is not None:
-            self.all_ended.set()
-
-    def _observe(self, event: StepStats | RequestOutput) -> None:
-        for observer in self.observers:
-            try:
-                observer(event)
-            except Exception:
-                _log.exception("an observer of the engine failed")
-
-
-def dead(message: str, cause: BaseException | None) -> EngineDeadError:
-    """The error of a request that no engine serves."""
-    error = EngineDeadError(message if cause is None else f"{message}: {cause!r}")
-    error.__cause__ = cause
-    return error

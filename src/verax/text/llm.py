@@ -17,42 +17,24 @@ from jax.sharding import Mesh
 
 from verax import builtin, checkpoint, progress
 from verax._compat import enable_compilation_cache
-from verax._optional import require_optional
-from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import divide_model, load_causal_lm
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
-from verax.text.block_manager import BlockManager
+from verax.text.build import new_engines, warm_up
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig, EngineOptions
-from verax.text.lora.device import DeviceAdapters
-from verax.text.lora.layers import AdaptedLayers
-from verax.text.lora.loader import AdapterLoader
+from verax.text.engine_group import EngineGroup
 from verax.text.lora.request import LoRARequest
-from verax.text.mesh import tensor_mesh
+from verax.text.mesh import placement_mesh, tensor_meshes
 from verax.text.outputs import RequestOutput
-from verax.text.program import AbstractModel
 from verax.text.prompts import Message, Prompt, batch_of, content
 from verax.text.request_limits import NO_TOKENIZER
-from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
-from verax.text.scheduler import Scheduler
-from verax.text.sizes import plan_sizes, state_bytes
-from verax.text.speculative.build import load_draft_model, new_speculator
 from verax.text.stats import SpeculationTotals
 from verax.text.tokenizer import Tokenizer, eos_token_ids
 
 __all__ = ["DTYPES", "LLM"]
-
-NO_PREFIX_CACHE = (
-    "this model has recurrent layers: to go on behind a shared prefix they need the state that it left, which blocks "
-    "of keys and values do not hold"
-)
-
-NO_ROLLBACK = (
-    "this model has recurrent layers, whose state cannot go back behind a draft that did not hold; leave "
-    "speculative_config out"
-)
 
 _log = logging.getLogger("verax.text")
 
@@ -98,17 +80,22 @@ class LLM:
         """
         check_dtype(dtype)
         config = (config or EngineConfig()).with_options(options)  # checked before minutes of loading
-        mesh = tensor_mesh(config.tensor_parallel_size)
+        meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
         tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
-        with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
-            loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, mesh=_many(mesh), progress=report)
+        models = []
+        for mesh in map(placement_mesh, meshes):
+            with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
+                model_of_mesh = load_causal_lm(
+                    opened, dtype=dtype, quantization=quantization, mesh=mesh, progress=report
+                )
+            models.append(model_of_mesh)
         self.load_seconds = time.perf_counter() - begin
         self._generation_config = dict(opened.generation_config)
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         heads = causal_lm(opened.config)[1].num_key_value_heads
-        self._start(loaded, config, mesh, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
+        self._start(models, config, meshes, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
 
     @classmethod
     def from_module(
@@ -138,69 +125,48 @@ class LLM:
         llm._generation_config = {}
         ends = tokenizer.eos_token_ids if tokenizer else frozenset()
         config = (config or EngineConfig()).with_options(options)
-        mesh, heads = tensor_mesh(config.tensor_parallel_size), model.config.num_key_value_heads
-        if (many := _many(mesh)) is not None:
-            model = divide_model(model, many)
-        llm._start(model, config, mesh, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
+        meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
+        models = [model if mesh is None else divide_model(model, mesh) for mesh in map(placement_mesh, meshes)]
+        heads = model.config.num_key_value_heads
+        llm._start(models, config, meshes, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
         return llm
 
     def _start(
         self,
-        model: CausalLM,
+        models: list[CausalLM],
         config: EngineConfig,
-        mesh: Mesh | None,
+        meshes: list[Mesh | None],
         heads: int,
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         use_tqdm: bool,
     ) -> None:
-        """Allocate the cache and compile every step, for a model on a mesh that has `heads` key/value heads itself."""
-        recurrent = state_bytes(model.config) > 0
-        if recurrent and config.enable_prefix_caching:
-            raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
-        if recurrent:
-            _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
-        if recurrent and config.speculation is not None:
-            raise UnsupportedModelError(f"speculative_config: {NO_ROLLBACK}")
-        if config.structured_outputs:
-            require_optional("llguidance")  # missing it shows now, not at the first request
+        """Allocate caches and compile every step, for a model on each mesh that has `heads` key/value heads itself."""
         enable_compilation_cache()
-        self.model_config = model.config
+        self.model_config = models[0].config
         self.tokenizer = tokenizer
-        draft = None
-        if config.speculation is not None and config.speculation.model is not None:
-            draft = load_draft_model(config.speculation, model, tokenizer, mesh=_many(mesh), use_tqdm=use_tqdm)
-        # Before the cache takes what is free.
-        adapters = _adapters(model, config, mesh, heads) if config.enable_lora else None
-        sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
-        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters, mesh=mesh)
-        caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
-        blocks = BlockManager(
-            [group.num_blocks for group in sizes.groups],
-            sizes.block_size,
-            windows=[group.window for group in sizes.groups],
-            enable_prefix_caching=caching,
+        self._group = EngineGroup(
+            new_engines(
+                models, config, meshes, heads, tokenizer=tokenizer, eos_token_ids=eos_token_ids, use_tqdm=use_tqdm
+            )
         )
-        scheduler = Scheduler(
-            blocks,
-            max_num_seqs=sizes.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_loras=config.max_loras,
-        )
-        self.engine = Engine(
-            runner,
-            scheduler,
-            vocab_size=model.config.vocab_size,
-            tokenizer=tokenizer,
-            seed=config.seed,
-            speculator=None if config.speculation is None else new_speculator(config.speculation, runner, draft),
-            adapters=adapters and AdapterLoader(adapters.layers, config.max_cpu_loras or config.max_loras),
-        )
-        with progress.bar("compiling steps", enabled=use_tqdm) as report:
-            self.compile_seconds = runner.warm_up(report)
-        if self.engine.speculator is not None:
-            self.engine.speculator.drafter.warm_up()
+        self.compile_seconds = warm_up(self.engines, use_tqdm=use_tqdm)
+
+    @property
+    def engines(self) -> abc.Sequence[Engine]:
+        """The engine of each replica."""
+        return self._group.engines
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the first replica."""
+        return self.engines[0]
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once, on all replicas."""
+        return sum(engine.scheduler.max_num_seqs for engine in self.engines)
 
     @property
     def max_model_len(self) -> int:
@@ -216,12 +182,15 @@ class LLM:
             + ("" if group.window is None else f" of windows of {group.window:,}")
             for group in config.groups
         ]
-        return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {runner.cache_bytes / 1e9:.2f} GB"
+        each = "" if len(self.engines) == 1 else f" on each of {len(self.engines)} replicas"
+        size = f"{runner.cache_bytes / 1e9:.2f} GB"
+        return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {size}{each}"
 
     @property
     def spec_decode(self) -> SpeculationTotals | None:
         """Totals of speculative decoding since the start; None without it."""
-        return None if self.engine.speculator is None else self.engine.speculator.totals
+        totals = [engine.speculator.totals for engine in self.engines if engine.speculator is not None]
+        return SpeculationTotals.sum(totals) if totals else None
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""
@@ -292,7 +261,7 @@ class LLM:
         is_chat = not isinstance(prompt, (str, Mapping)) and len(items) > 0 and isinstance(items[0], Mapping)
         text = self.render(items, **template_options) if is_chat else content(items)
         adapter = self.engine.load_adapter(lora_request)
-        request_id = self.engine.add_request(text, params, add_special_tokens=not is_chat, stream=True, adapter=adapter)
+        request_id = self._group.add_request(text, params, add_special_tokens=not is_chat, stream=True, adapter=adapter)
         return self._pieces(request_id)
 
     def render(self, messages: abc.Sequence[Message], **template_options: Any) -> str:
@@ -316,7 +285,7 @@ class LLM:
         sampled them itself. Its outputs contain them; log-probabilities are those of the new tokens.
         """
         params = sampling_params or self.default_sampling_params()
-        return self.engine.add_request(
+        return self._group.add_request(
             content(prompt),
             params,
             request_id=request_id,
@@ -326,16 +295,16 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that got a token, or ended."""
-        return self.engine.step()
+        return self._group.step()
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request; its output so far, or None if there is no such request."""
-        return self.engine.abort(request_id)
+        return self._group.abort(request_id)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """True if `step` has anything to do."""
-        return self.engine.has_unfinished_requests
+        return self._group.has_unfinished_requests
 
     def _run(
         self,
@@ -367,14 +336,14 @@ class LLM:
         try:
             for prompt, how, adapter in zip(prompts, params, adapters, strict=True):
                 waiting.append(
-                    self.engine.add_request(prompt, how, add_special_tokens=add_special_tokens, adapter=adapter)
+                    self._group.add_request(prompt, how, add_special_tokens=add_special_tokens, adapter=adapter)
                 )
             ours = set(waiting)
             with progress.bar("generating", enabled=use_tqdm) as report:
                 while len(done) < len(waiting):
-                    for request in self.engine.advance():
+                    for request in self._group.advance():
                         if request.finished and request.request_id in ours:
-                            output = done[request.request_id] = self.engine.pop_output(request)
+                            output = done[request.request_id] = self._group.pop_output(request)
                             if request.error is not None:
                                 raise request.error
                             tokens += sum(len(sample.token_ids) for sample in output.outputs)
@@ -383,47 +352,29 @@ class LLM:
         finally:  # a refused prompt or an interrupt leaves nothing of this call behind
             for request_id in waiting:
                 if request_id not in done:
-                    self.engine.abort(request_id)
+                    self._group.abort(request_id)
         if self.spec_decode is not None:
             _log.info("speculative decoding: %s since the start", self.spec_decode)
         return [done[request_id] for request_id in waiting]
 
     def _pieces(self, request_id: str) -> Generator[str, None, RequestOutput]:
         finalizing = sys.is_finalizing  # when the interpreter ends, globals may be gone before a generator is
-        request = self.engine.request(request_id)
+        request = self._group.request(request_id)
         shown = request.sequences[0].detokenizer
         assert shown is not None
         try:
             while not request.finished:
-                self.engine.advance()
+                self._group.advance()
                 if piece := shown.delta():
                     yield piece
             if piece := shown.finish():
                 yield piece
             if request.error is not None:
                 raise request.error
-            return self.engine.pop_output(request)
+            return self._group.pop_output(request)
         finally:
             if not finalizing():
-                self.engine.abort(request_id)
-
-
-def _adapters(model: CausalLM, config: EngineConfig, mesh: Mesh | None, heads: int) -> DeviceAdapters:
-    """Empty slots for adapters beside a model that has `heads` key/value heads in its checkpoint."""
-    abstract = AbstractModel.from_module(model)
-    layers = AdaptedLayers.of(
-        abstract.build,
-        abstract.weights,
-        max_loras=config.max_loras,
-        max_rank=config.max_lora_rank,
-        repeats=model.config.num_key_value_heads // heads,
-    )
-    return DeviceAdapters(layers, mesh)
-
-
-def _many(mesh: Mesh | None) -> Mesh | None:
-    """A mesh of several devices; None for one device, which holds whole weights without one."""
-    return None if mesh is None or mesh.size == 1 else mesh
+                self._group.abort(request_id)
 
 
 def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Devices that share one language model."""
+"""Devices of language models: a group for each replica."""
 
 from __future__ import annotations
 
@@ -9,22 +9,38 @@ from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
 from verax.ops.division import TENSOR_AXIS
 
-__all__ = ["tensor_mesh"]
+__all__ = ["placement_mesh", "tensor_meshes"]
 
 
-def tensor_mesh(size: int) -> Mesh | None:
-    """The first devices as a mesh whose axis divides a model; None if JAX has one device only.
+def tensor_meshes(size: int, replicas: int = 1) -> list[Mesh | None]:
+    """The first devices in groups, each a mesh whose axis divides a model; None if JAX has one device only.
 
     One of several devices is a mesh too: programs over it run the implementations for a single device.
+
+    Args:
+        size: devices of a group.
+        replicas: number of groups.
 
     Raises:
         InvalidParameterError: if there are fewer devices.
     """
-    devices = jax.local_devices()
-    if size > len(devices):
+    devices, needed = jax.local_devices(), size * replicas
+    if needed > len(devices):
         platform, count = devices[0].platform, len(devices)
+        wanted = f"tensor_parallel_size: {size}"
+        if replicas > 1:
+            wanted = f"data_parallel_size: {replicas} replicas of tensor_parallel_size {size}"
         raise InvalidParameterError(
-            f"tensor_parallel_size: {size} needs {size} devices, and JAX has {count} of platform {platform}; to try it "
-            f"on virtual devices of a CPU, start with JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={size} in the environment"
+            f"{wanted} need{'s' * (replicas == 1)} {needed} devices, and JAX has {count} of platform {platform}; to "
+            f"try it on virtual devices of a CPU, start with JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={needed} in the "
+            "environment"
         )
-    return None if len(devices) == 1 else make_mesh((size,), (TENSOR_AXIS,), devices[:size])
+    if len(devices) == 1:
+        return [None]
+    return [make_mesh((size,), (TENSOR_AXIS,), devices[i : i + size]) for i in range(0, needed, size)]
+
+
+def placement_mesh(mesh: Mesh | None) -> Mesh | None:
+    """The mesh that weights are placed on; None for JAX's default device alone, which needs none."""
+    alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0] == jax.local_devices()[0]
+    return None if alone else mesh

@@ -43,6 +43,8 @@ class LiveRequest:
     lora_request: LoRARequest | None = None
     adapter: LoadedAdapter | None = None
     """Adapter of the request, loaded."""
+    replica: int | None = None
+    """Number of the replica that serves it; None until one is chosen."""
     request: Request | None = None
     shown: list[int] = field(default_factory=list)
     """Tokens of each sample that were handed over, prompt included; or `ENDED`."""
@@ -60,7 +62,9 @@ class LiveRequest:
     _error: BaseException | None = None
 
     def receive(self, parts: list[CompletionOutput], finished: bool) -> None:
-        """Take new parts from the engine thread, and wake the caller."""
+        """Take new parts from the engine thread, and wake the caller. Nothing comes behind an error."""
+        if self._error is not None:
+            return
         fresh = self._fresh
         for part in parts:
             before = fresh.get(part.index)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from verax.text.block_manager import BlockManager
 from verax.text.lora.slots import AdapterSlots
+from verax.text.routing import work
 from verax.text.sequence import Sequence, SequenceState
 
 __all__ = ["Chunk", "Schedule", "Scheduler"]
@@ -84,6 +85,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_waiting_tokens = 0
+        """Prompt tokens of the waiting sequences."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -92,9 +95,15 @@ class Scheduler:
         """True if any sequence is unfinished."""
         return bool(self.waiting or self.running)
 
+    @property
+    def load(self) -> int:
+        """Work of the unfinished sequences, in tokens."""
+        return work(self.num_waiting_tokens, len(self.waiting) + len(self.running))
+
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence behind the waiting ones."""
         self.waiting.append(sequence)
+        self.num_waiting_tokens += sequence.num_prompt
 
     def schedule(self) -> Schedule:
         """Plan the next step, and advance `num_computed` and `num_pending` of its sequences as if it had run."""
@@ -143,6 +152,7 @@ class Scheduler:
             self._give_back(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
+            self.num_waiting_tokens -= sequence.num_prompt
         sequence.state = SequenceState.FINISHED
 
     def check(self) -> None:
@@ -153,6 +163,7 @@ class Scheduler:
         assert len(slots) == len(self.running), "a running sequence has no slot"
         assert len(set(slots)) == len(slots), "two running sequences share a slot"
         assert sorted([*self._free_slots, *slots]) == list(range(self.max_num_seqs)), "a slot was lost"
+        assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting), "a prompt was miscounted"
         for sequence in self.waiting:
             assert not sequence.tables, f"{sequence} waits with blocks"
             assert sequence.slot is None, f"{sequence} waits with a slot"
@@ -174,6 +185,7 @@ class Scheduler:
             if not self.blocks.admit(sequence, room, chunk=self.max_num_batched_tokens, use_cache=cacheable):
                 return
             self.waiting.popleft()
+            self.num_waiting_tokens -= sequence.num_prompt
             sequence.state = SequenceState.RUNNING
             sequence.slot = self._free_slots.pop()
             sequence.adapter_slot = None if adapter is None else self.adapters.acquire(adapter)
@@ -211,6 +223,7 @@ class Scheduler:
         victim.state = SequenceState.WAITING
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
+        self.num_waiting_tokens += victim.num_prompt
 
     def _give_back(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -131,7 +131,7 @@ def plan_sizes(
             f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    memory = config.kv_cache_memory or cache_memory(config.tensor_parallel_size)
+    memory = config.kv_cache_memory or cache_memory(config.tensor_parallel_size * config.data_parallel_size)
     per_state = state_bytes(model)
     devices = config.tensor_parallel_size
     max_num_seqs = config.max_num_seqs
@@ -220,15 +220,17 @@ def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_toke
 
 
 def cache_memory(devices: int = 1) -> int:
-    """Bytes that a cache may take on one device of the target, beside what lies in its memory already.
+    """Bytes that a cache may take on each of the target's devices, beside what lies in its memory already.
+
+    Caches are of one size, so the device with the least free memory decides.
 
     Args:
-        devices: devices that share the model. Those of a CPU share its memory too.
+        devices: devices of all replicas. Those of a CPU share its memory too.
 
     Raises:
         InvalidParameterError: if the memory of the target is unknown.
     """
-    memory = ops.target().memory
+    memory = ops.target().least_memory(devices)
     if memory is None:
         raise InvalidParameterError(
             "kv_cache_memory: this device does not report how much memory it has; give a size in bytes"

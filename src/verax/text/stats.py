@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 __all__ = ["EngineStats", "SpeculationTotals", "StepStats"]
 
@@ -23,6 +25,18 @@ class SpeculationTotals:
     def acceptance_rate(self) -> float:
         """Share of the drafts that held, 0 to 1; 0 without drafts."""
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @classmethod
+    def sum(cls, totals: Iterable[SpeculationTotals]) -> SpeculationTotals:
+        """The totals of several engines together."""
+        totals = list(totals)
+        places = itertools.zip_longest(*(of.num_accepted_tokens_per_pos for of in totals), fillvalue=0)
+        return cls(
+            sum(of.num_drafts for of in totals),
+            sum(of.num_draft_tokens for of in totals),
+            sum(of.num_accepted_tokens for of in totals),
+            [sum(place) for place in places],
+        )
 
     def __str__(self) -> str:
         return f"{self.num_accepted_tokens} of {self.num_draft_tokens} drafts held ({self.acceptance_rate:.0%})"
@@ -47,6 +61,22 @@ class EngineStats:
     """Answer tokens that were sampled."""
     spec_decode: SpeculationTotals | None = None
     """Totals of speculative decoding; None without it."""
+
+    @classmethod
+    def sum(cls, stats: Iterable[EngineStats]) -> EngineStats:
+        """The figures of several equal engines together."""
+        stats = list(stats)
+        counts = {
+            field.name: sum(getattr(of, field.name) for of in stats)
+            for field in fields(cls)
+            if field.name not in ("kv_cache_usage", "spec_decode")
+        }
+        drafts = [of.spec_decode for of in stats if of.spec_decode is not None]
+        return cls(
+            kv_cache_usage=sum(of.kv_cache_usage for of in stats) / len(stats),
+            spec_decode=SpeculationTotals.sum(drafts) if drafts else None,
+            **counts,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Events of a simulated fleet: arrivals, turns of the engines' loops, failures; and the router between replicas."""
+"""Events of a simulated fleet: arrivals, turns of the engines' loops, failures."""
 
 from __future__ import annotations
 
@@ -17,18 +17,13 @@ from verax.bench.serve.load import Load, Run
 from verax.bench.serve.traffic import Request
 from verax.bench.simulate.replica import Progress, Replica
 from verax.errors import InvalidParameterError
+from verax.text.routing import Router
 
 __all__ = ["ROUTERS", "Failures", "simulate"]
 
 ROUTERS = ("least-loaded", "prefix")
-"""Choice of a request's replica: the one with the fewest unfinished requests; or the one that read its prefix last,
-unless that has many more than the others."""
-
-PREFIX_TOKENS = 256
-"""First tokens of a prompt by which the router `prefix` tells prompts apart."""
-
-PREFIX_SLACK = 1.25
-"""Requests of a replica by those of the mean above which the router `prefix` leaves it for another."""
+"""Choice of a request's replica: the one with the least work; or the one with the least work beside what it has read
+of the prompt already, as in the engine."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +56,6 @@ class _Kind(IntEnum):
     ARRIVAL = 1
     FAILURE = 2
     TURN = 3
-
-
-class _Router:
-    """Choice among the replicas that serve."""
-
-    def __init__(self, name: str, replicas: Sequence[Replica]):
-        if name not in ROUTERS:
-            raise InvalidParameterError(f"router: expected {' or '.join(ROUTERS)}, got {name!r}")
-        self._by_prefix = name == "prefix"
-        self._homes: dict[tuple[int, ...], Replica] = {}
-        self.serving = list(replicas)
-
-    def choose(self, request: Request) -> Replica:
-        """Replica of a request. Some replica must serve."""
-        least = min(self.serving, key=lambda replica: replica.load)
-        if not self._by_prefix:
-            return least
-        prefix = request.prompt[:PREFIX_TOKENS]
-        home = self._homes.get(prefix)
-        mean = sum(replica.load for replica in self.serving) / len(self.serving)
-        if home is None or home not in self.serving or home.load > 1 + PREFIX_SLACK * mean:
-            home = self._homes[prefix] = least
-        return home
 
 
 def simulate(
@@ -124,7 +96,9 @@ class _Fleet:
         failures: Failures | None,
         on_answer: Callable[[], None] | None,
     ):
-        self._router = _Router(router, replicas)
+        if router not in ROUTERS:
+            raise InvalidParameterError(f"router: expected {' or '.join(ROUTERS)}, got {router!r}")
+        self._router = Router(replicas, block_size=replicas[0].block_size if router == "prefix" else None)
         self._load, self._failures, self._on_answer = load, failures, on_answer
         self._requests = itertools.islice(requests, load.num_requests)
         self._arrivals = None if load.arrivals is None else load.arrivals(number)
@@ -182,7 +156,7 @@ class _Fleet:
         if not self._router.serving:
             self._waiting.append(answer)
             return
-        replica = self._router.choose(answer.request)
+        replica = self._router.choose(answer.request.prompt)
         replica.submit(answer)
         if id(replica) not in self._turning:
             self._turning.add(id(replica))
@@ -209,14 +183,14 @@ class _Fleet:
     def _fail(self, replica: Replica, now: float) -> None:
         assert self._failures is not None
         self._num_failures += 1
-        self._router.serving.remove(replica)
+        self._router.remove(replica)
         self._turning.discard(id(replica))
         self._push(now + self._failures.restart, _Kind.RESTART, replica)
         for answer in replica.fail():
             self._submit(answer, now)
 
     def _restart(self, replica: Replica, now: float) -> None:
-        self._router.serving.append(replica)
+        self._router.add(replica)
         self._push(now + self._lifetime(), _Kind.FAILURE, replica)
         waiting, self._waiting = self._waiting, deque()
         for answer in waiting:

@@ -99,8 +99,13 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Unfinished requests."""
-        return len(self.answers)
+        """Work of the unfinished requests, in tokens."""
+        return self._scheduler.load
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the cache."""
+        return self._config.block_size
 
     def submit(self, answer: Answer) -> None:
         """Queue a request, behind what its answer has already."""
