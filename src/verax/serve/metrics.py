@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from verax.serve.engine import TextEngine
 from verax.serve.routing import api_route
 from verax.serve.server import Server
-from verax.text.async_llm import AsyncLLM
 from verax.text.outputs import RequestMetrics, RequestOutput
 from verax.text.stats import SpeculationTotals, StepStats
 
@@ -45,7 +45,7 @@ def routes(server: Server) -> list[Route]:
 class TextMetrics:
     """Metrics of the text engine: state and totals when they are read, histograms as requests end."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, registry: CollectorRegistry):
+    def __init__(self, llm: TextEngine, model_name: str, registry: CollectorRegistry):
         self._llm = llm
         self._labels = (model_name, ENGINE)
         self._registry = registry

@@ -142,6 +142,11 @@ class AsyncLLM:
         return self.llm.max_model_len
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in one step."""
+        return self.llm.engine.scheduler.max_num_seqs
+
+    @property
     def is_running(self) -> bool:
         """True if requests are taken."""
         return self._thread.is_running and not self._closing
@@ -154,6 +159,10 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         """State of the engine now, and its totals."""
         return self._thread.stats()
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Sampling parameters that the checkpoint recommends, with some of them replaced."""
+        return self.llm.default_sampling_params(**overrides)
 
     def add_observer(self, observer: Observer) -> None:
         """Call a function on the event loop with `StepStats` once a step, and with the `RequestOutput` of each request.
@@ -286,7 +295,7 @@ class AsyncLLM:
         whole: bool,
     ) -> RequestStream:
         self._check_running()
-        params = sampling_params or self.llm.default_sampling_params()
+        params = sampling_params or self.default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {params!r}")
         if answers is not None and len(answers) != params.n:
@@ -341,7 +350,7 @@ class AsyncLLM:
             raise InvalidParameterError(f"request_id: {live.request_id!r} is in use by an unfinished request")
         waiting, running = thread.num_waiting, len(self.llm.engine.scheduler.running)
         # A sample that finds a free slot does not wait.
-        beyond = waiting + n - (self.llm.engine.scheduler.max_num_seqs - running)
+        beyond = waiting + n - (self.max_num_seqs - running)
         if beyond > self.max_queued_requests:
             raise QueueFullError(
                 f"max_queued_requests: {waiting} requests wait, and {n} more exceed {self.max_queued_requests}; "
