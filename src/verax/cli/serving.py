@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,7 +149,7 @@ def open_adapters(modules: Sequence[str] | None) -> dict[str, LoRARequest]:
 
 
 def open_replicas(
-    new_server: Callable[[], Server], replicas: str, num_cpus: float, num_gpus: float
+    new_server: functools.partial[Server], replicas: str, num_cpus: float, num_gpus: float
 ) -> AbstractContextManager[RunningReplicas]:
     """Replicas on Ray while a command runs.
 

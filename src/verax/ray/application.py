@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from verax._optional import require_optional
@@ -91,7 +91,7 @@ def deployment(
 
 
 def replicas(
-    new_server: Callable[[], Server],
+    new_server: functools.partial[Server],
     bounds: int | tuple[int, int],
     *,
     num_cpus: float = 1.0,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,13 @@ class Replica:
     """Models of a server in an actor. An engine that fails ends the process, so that Ray Serve starts another.
 
     Args:
-        new_server: loads the models.
+        new_server: loads the models. Its arguments tell whether another replica has compiled the same programs.
     """
 
-    def __init__(self, new_server: Callable[[], Server]):
+    def __init__(self, new_server: functools.partial[Server]):
         set_threads()
         keep_off_the_network()
-        with one_compiles(new_server):
+        with one_compiles(new_server.args, new_server.keywords):
             self._server = new_server()
         self._local = LocalServer(self._server)
         self._entered: asyncio.Future[None] | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class RunningReplicas:
 
 @contextlib.contextmanager
 def running_replicas(
-    new_server: Callable[[], Server], bounds: int | tuple[int, int], *, num_cpus: float, num_gpus: float
+    new_server: functools.partial[Server], bounds: int | tuple[int, int], *, num_cpus: float, num_gpus: float
 ) -> Iterator[RunningReplicas]:
     """Context of replicas on the cluster, or on this machine.
 
