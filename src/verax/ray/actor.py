@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import NoReturn
 
+from verax._optional import require_optional
 from verax.files import cache_folder
 from verax.ray.cluster import LOOPBACK
 
@@ -40,13 +41,14 @@ def keep_off_the_network() -> None:
     address, so that its own function is replaced in this process. On a cluster the port is needed; `RAY_USE_TLS` closes
     it to strangers.
     """
-    import ray
-    from ray.serve._private import replica
-
-    if ray.util.get_node_ip_address() != LOOPBACK:
+    if require_optional("ray").util.get_node_ip_address() != LOOPBACK:
         return
-    bind = replica.add_port_to_grpc_server
-    vars(replica)["add_port_to_grpc_server"] = lambda server, address: bind(server, address.replace("[::]", LOOPBACK))
+    module = require_optional("ray.serve._private.replica")
+    bind = getattr(module, "add_port_to_grpc_server", None)
+    if bind is None:
+        _log.warning("this version of Ray Serve opens a port of each replica at all addresses; close it to strangers")
+        return
+    module.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", LOOPBACK))
 
 
 @contextlib.contextmanager

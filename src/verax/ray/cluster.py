@@ -39,7 +39,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     constants = require_optional("ray._private.ray_constants")
     # Ray replaces 127.0.0.1 by an address of the network, whatever it is given, unless it may not form a cluster.
-    vars(constants)["ENABLE_RAY_CLUSTER"] = False
+    constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
     ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
 
@@ -54,7 +54,7 @@ def actor_environment(extra: Mapping[str, str] | None = None) -> dict[str, Any]:
     return {"env_vars": {**shared, **(extra or {})}}
 
 
-def check_cpus(actors: int, num_cpus: float, *, name: str) -> None:
+def check_cpus(actors: int, num_cpus: float, *, name: str, left: int = 1) -> None:
     """Refuse actors that take every CPU of a Ray that `start_ray` has started. A cluster may grow, and is not checked.
 
     Those who read files, filter checkpoints and route requests need one too: without it, all wait in silence.
@@ -63,6 +63,7 @@ def check_cpus(actors: int, num_cpus: float, *, name: str) -> None:
         actors: number of actors that are certain to run.
         num_cpus: CPUs of each.
         name: of the argument that says how many actors there are.
+        left: CPUs that others need.
 
     Raises:
         InvalidParameterError: with what would fit.
@@ -71,11 +72,15 @@ def check_cpus(actors: int, num_cpus: float, *, name: str) -> None:
     if not ray.is_initialized() or ray.util.get_node_ip_address() != LOOPBACK:
         return
     there = ray.cluster_resources().get("CPU", 0.0)
-    if (wanted := actors * num_cpus) > there - 1:
+    if (wanted := actors * num_cpus) > there - left:
         raise InvalidParameterError(
-            f"{name}: {actors} with {num_cpus:g} CPUs each take {wanted:g} of {there:g}, but one has to be left for "
-            f"those who read files and route requests; use num_cpus={max(there - 1, 0) / actors:g}, or fewer actors"
+            f"{name}: {actors} with {num_cpus:g} CPUs each take {wanted:g} of {there:g}, but {left} must be left for "
+            f"those who read files, filter checkpoints and route requests; {_fitting(there - left, actors)}"
         )
+
+
+def _fitting(cpus: float, actors: int) -> str:
+    return f"use num_cpus={cpus / actors:g}, or fewer actors" if cpus > 0 else "a larger Ray is needed"
 
 
 def check_gpus(num_gpus: float) -> None:

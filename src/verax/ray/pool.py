@@ -35,7 +35,8 @@ def actor_pool(
         arguments: of the callable.
 
     Raises:
-        InvalidParameterError: for sizes that make no sense, or a pool that leaves no CPU to those who read files.
+        InvalidParameterError: for sizes that make no sense, or a pool that leaves no CPU to those who read files and
+            filter checkpoints. A checkpoint has to be configured before.
         MissingDependencyError: if Ray is not installed.
 
     Examples:
@@ -44,7 +45,9 @@ def actor_pool(
     data = require_optional("ray.data")
     least, most = check_replicas(size)
     check_gpus(num_gpus)
-    check_cpus(least, num_cpus, name="size")
+    # The filter of a checkpoint is an actor with a CPU of its own; those who read and write take turns with another.
+    checkpoint = data.DataContext.get_current().checkpoint_config
+    check_cpus(least, num_cpus, name="size", left=1 if checkpoint is None else 2)
     return {
         "compute": data.ActorPoolStrategy(
             min_size=least,

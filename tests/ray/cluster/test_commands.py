@@ -1,13 +1,9 @@
 """`verax batch --ray` and `verax serve --ray` as processes, which start a Ray of their own."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 
-import httpx
 import psutil
 import pytest
 

@@ -84,8 +84,18 @@ def test_every_row_is_written_once_though_an_actor_is_killed_and_a_row_is_bad(ge
 
 
 def test_a_pool_that_takes_every_cpu_is_refused(cluster):
+    import ray.data
+    from ray.data.checkpoint import CheckpointConfig
+
     from verax.errors import InvalidParameterError
     from verax.ray import actor_pool
 
-    with pytest.raises(InvalidParameterError, match=r"^size: 2 with 1 CPUs each take 2 of 2.*num_cpus=0.5"):
-        actor_pool(2)
+    with pytest.raises(InvalidParameterError, match=r"^size: 3 with .* 3 of 3, but 1 must be left.*num_cpus=0.66"):
+        actor_pool(3)
+    context = ray.data.DataContext.get_current()
+    context.checkpoint_config = CheckpointConfig("custom_id", "/tmp/never-written")
+    try:
+        with pytest.raises(InvalidParameterError, match=r"^size: 2 .*but 2 must be left.*num_cpus=0.5"):
+            actor_pool(2)
+    finally:
+        context.checkpoint_config = None
