@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import subprocess
+import sys
 
 import pytest
 
@@ -167,6 +169,30 @@ def test_observers_get_the_whole_answer_and_the_counts_are_those_of_the_replicas
     assert len(output.outputs[0].logprobs) == 8
     assert output.metrics.total_time > output.metrics.time_to_first_token > 0
     assert moved.stats().generation_tokens >= 8
+
+
+def test_a_dead_engine_ends_its_replica(replica, monkeypatch):
+    from verax.ray import replica as module
+
+    ended = []
+    monkeypatch.setattr(module, "end_actor", ended.append)
+    replica.check_health()
+    assert ended == []
+    monkeypatch.setattr(replica._server.engine._thread, "error", error := RuntimeError("the device is lost"))
+    replica.check_health()
+    assert ended == [error]
+
+
+def test_the_front_starts_no_device(checkpoint):
+    script = f"""
+from types import SimpleNamespace
+from verax.ray.remote_llm import RemoteLLM
+from jax._src.xla_bridge import backends_are_initialized
+RemoteLLM(SimpleNamespace(options=lambda **options: None), None, {str(checkpoint)!r})
+print(backends_are_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_a_full_queue_refuses(remote):

@@ -1,8 +1,9 @@
-"""`verax batch --ray` and `verax serve --ray` as processes, which start a Ray of their own."""
+"""`verax batch --ray` as a process, which starts a Ray of its own."""
 
 import json
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -11,7 +12,8 @@ OPTIONS = [
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--max-model-len", "128", "--dtype", "float32"),
     "--no-structured-outputs",
 ]
-RAY = ["--ray", "--num-cpus", "0.5"]
+REPLICA = "ray::ServeReplica"
+RAY = ["--ray", "--num-cpus", "0.5", "--replicas", "2"]
 
 
 @pytest.fixture
@@ -34,22 +36,35 @@ def start(tmp_path_factory, monkeypatch):
                 member.kill()
 
 
-def test_a_batch_over_replicas_is_that_of_one_process_and_goes_on(start, tmp_path):
+def replicas_of(process):
+    """Processes of a command's replicas."""
+    return [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "".join(child.cmdline()[:1]).startswith(REPLICA)
+    ]
+
+
+def test_a_batch_over_replicas_loses_no_line_though_one_is_killed(start, tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    body = {"prompt": "The number", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "The number", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     rows = [
         {"custom_id": f"row-{i}", "method": "POST", "url": "/v1/completions", "body": {**body, "seed": i}}
-        for i in range(40)
+        for i in range(200)
     ]
     rows.append({**rows[0], "custom_id": "bad", "url": "/v1/nothing"})
-    source, target = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    source, target, lines = (tmp_path / name for name in ("in.parquet", "out.parquet", "out.parquet.jsonl"))
     pq.write_table(pa.Table.from_pylist(rows), source)
-    command = ["batch", "-i", str(source), "-o", str(target), *RAY, "--replicas", "2", *OPTIONS]
-    first = start(*command, stderr=subprocess.PIPE)
-    errors = first.communicate(timeout=200)[1]
-    assert first.returncode == 1, errors  # one line is an error
-    assert "40 done, 1 failed, 0 skipped" in errors
+    batch = start("batch", "-i", str(source), "-o", str(target), *RAY, *OPTIONS, stderr=subprocess.PIPE)
+    while batch.poll() is None and not (lines.exists() and lines.stat().st_size):
+        time.sleep(0.02)
+    found = replicas_of(batch)
+    assert len(found) == 2
+    found[0].kill()
+    errors = batch.communicate(timeout=200)[1]
+    assert batch.returncode == 1, errors  # one line is an error
+    assert "200 done, 1 failed, 0 skipped" in errors
     answers = pq.read_table(target).to_pylist()
     assert sorted(answer["custom_id"] for answer in answers) == sorted(row["custom_id"] for row in rows)
     texts = {json.loads(answer["body"])["choices"][0]["text"] for answer in answers if answer["body"]}
