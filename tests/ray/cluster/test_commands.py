@@ -38,11 +38,8 @@ def start(tmp_path_factory, monkeypatch):
 
 def replicas_of(process):
     """Processes of a command's replicas."""
-    return [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "".join(child.cmdline()[:1]).startswith(REPLICA)
-    ]
+    family = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in family if "".join(child.cmdline()[:1]).startswith(REPLICA)]
 
 
 def test_a_batch_over_replicas_loses_no_line_though_one_is_killed(start, tmp_path):
