@@ -165,13 +165,15 @@ def open_replicas(
     """
     from verax._optional import require_optional
 
-    least, _, most = replicas.partition(":")
-    if not (least.isdecimal() and (most or least).isdecimal()):
+    least, colon, most = replicas.partition(":")
+    if not colon:
+        most = least
+    if not (least.isdecimal() and most.isdecimal()):
         raise typer.BadParameter(f"--replicas: expected a number, or two as 1:8, got {replicas!r}")
     require_optional("ray.serve")
     from verax.ray.replicas import running_replicas
 
-    return running_replicas(new_server, (int(least), int(most or least)), num_cpus=num_cpus, num_gpus=num_gpus)
+    return running_replicas(new_server, (int(least), int(most)), num_cpus=num_cpus, num_gpus=num_gpus)
 
 
 def new_server(
