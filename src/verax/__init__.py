@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verax import checkpoint, compare, models, ops
+    from verax import checkpoint, compare, models, ops, ray
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import RankedDocument, Reranker
     from verax.models import register_causal_lm
@@ -46,6 +46,7 @@ __all__ = [
     "compare",
     "models",
     "ops",
+    "ray",
     "register_causal_lm",
 ]
 
@@ -68,7 +69,7 @@ _HOMES = {
     "VideoRequest": "verax.video.request",
     "register_causal_lm": "verax.models",
 }
-_MODULES = ("checkpoint", "compare", "models", "ops")
+_MODULES = ("checkpoint", "compare", "models", "ops", "ray")
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,9 @@ _PACKAGES = {
     "onnxruntime": ("onnxruntime", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
     "prometheus_client": ("prometheus-client", "server"),
+    "pyarrow": ("pyarrow", "ray"),
     "pygments": ("Pygments", "server"),
+    "ray": ("Ray", "ray"),
     "starlette": ("Starlette", "server"),
     "uvicorn": ("uvicorn", "server"),
 }

@@ -49,6 +49,10 @@ class ContextLengthError(RequestRefusedError):
         self.num_tokens = num_tokens
         self.max_model_len = max_model_len
 
+    def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
+        # Exceptions are pickled with their message only.
+        return type(self), (str(self), self.num_tokens, self.max_model_len)
+
 
 class QueueFullError(RequestRefusedError):
     """Request that does not fit into the bounded queue now. It can be tried again later."""

@@ -119,21 +119,18 @@ def test_after_a_kill_in_mid_run_no_line_is_lost_or_doubled(run, model, tmp_path
         (["-i", "in.jsonl", "-o", "in.jsonl"], "--output: it is the input"),
         (["-i", "in.jsonl", "-o", "nowhere/out.jsonl"], "--output: nowhere/out.jsonl: there is no folder nowhere"),
         (["-i", "in.jsonl", "-o", "."], "--output: .: it is a folder"),
-        (["-i", "in.jsonl", "-o", "out.parquet"], "--output: out.parquet: expected lines of JSON (.jsonl)"),
-        (["-i", "in.parquet", "-o", "out.jsonl"], "--input: in.parquet: expected lines of JSON (.jsonl)"),
         (["-i", "in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors: it needs a file of answers"),
         (["-i", "in.jsonl"], "Missing option '--output'"),
     ],
 )
 def test_wrong_usage_is_one_line_before_a_model_is_loaded(run, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    for name in ("in.jsonl", "in.parquet"):
-        (tmp_path / name).touch()
+    (tmp_path / "in.jsonl").touch()
     done = run("batch", *arguments, "no/such/model")
     assert (done.status, done.out) == (2, "")
     assert message in done.err
     assert done.err.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.parquet"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
 def test_a_file_of_somebody_else_is_not_written_to(run, tmp_path):

@@ -46,3 +46,18 @@ def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(folde
         assert "secret" not in log
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--embedding-model", "some/encoder"], "--ray: replicas are of the text model; --embedding-model needs"),
+        (["--replicas", "many"], "--replicas: expected a number, or two as 1:8, got 'many'"),
+        (["--replicas", "1:"], "--replicas: expected a number, or two as 1:8, got '1:'"),
+    ],
+)
+def test_wrong_options_of_replicas_are_one_line(run, options, message):
+    done = run("serve", "no/such/model", "--port", "0", "--ray", *options)
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+    assert done.err.count("\n") == 1

@@ -354,7 +354,11 @@ def test_observers_see_each_step_and_each_request_that_ended(served):
 
 
 def test_nothing_compiles_on_the_engine_thread(served):
-    assert served.llm.engine.runner.num_compiled() == len(served.llm.engine.runner.config.shapes) + 1
+    runner = served.llm.engine.runner
+    before = runner.num_compiled()
+    asyncio.run(served.collect(PROMPTS[1], GREEDY))
+    # Engines of equal models share their programs: one that runs elsewhere may have compiled them for its device too.
+    assert runner.num_compiled() == before >= len(runner.config.shapes) + 1
 
 
 def test_one_event_loop_at_a_time_is_served(served):

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from verax._optional import require_optional
 from verax.cli import options, serving
 from verax.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from verax.ray.replicas import RunningReplicas
+    from verax.serve.batch.local import BatchServer
     from verax.serve.batch.output import BatchOutput
+    from verax.serve.batch.parquet import ParquetLines
     from verax.serve.batch.run import BatchCounts, BatchRun
+    from verax.serve.server import Server
 
 __all__ = ["batch"]
 
+PARQUET = ".parquet"
 _PIPE = Path("-")
 """Name of standard input and standard output."""
 
 
 def batch(
-    input: Annotated[Path, typer.Option("--input", "-i", help="A file of requests (JSONL); - for standard input.")],
+    input: Annotated[Path, typer.Option("--input", "-i", help="A file of requests (JSONL or Parquet); - for stdin.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file that answers are appended to; - for standard output.")
     ],
@@ -65,6 +73,10 @@ def batch(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)
     ] = ServerSettings.shutdown_timeout,
+    ray: serving.Ray = False,
+    replicas: serving.Replicas = "1",
+    num_cpus: serving.NumCpus = 1.0,
+    num_gpus: serving.NumGpus = 0.0,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, with the models and options of verax serve.
 
@@ -78,6 +90,8 @@ def batch(
         verax batch -i requests.jsonl -o answers.jsonl Qwen/Qwen3-0.6B --any-model-name
 
         verax batch -i requests.jsonl -o answers.jsonl --retry-errors
+
+        verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
     serving.require_packages()
     from verax.progress import bar
@@ -98,7 +112,8 @@ def batch(
         if output != _PIPE:
             stack.callback(answers.file.close)
         failed_before = answers.num_failed
-        server = serving.new_server(
+        load = functools.partial(
+            serving.new_server,
             model,
             settings,
             served_names=served_model_name,
@@ -125,6 +140,9 @@ def batch(
             speculative_config=speculative_config,
             max_lora_rank=max_lora_rank,
         )
+        server, max_num_seqs = (
+            _replicas(stack, serving.open_replicas(load, replicas, num_cpus, num_gpus)) if ray else _local(load())
+        )
         with bar("batch", count=False) as report:
 
             def show(counts: BatchCounts) -> None:
@@ -134,11 +152,16 @@ def batch(
                 server,
                 requests,
                 answers,
-                max_in_flight=max_in_flight or 2 * server.engine.llm.max_num_seqs,
-                clips=None if output == _PIPE else output.with_suffix(".clips"),
+                max_in_flight=max_in_flight or 2 * max_num_seqs,
+                clips=None if output == _PIPE else output.with_suffix(".clips").absolute(),
+                shutdown_timeout=shutdown_timeout,
                 report=show,
             )
             counts = run.run()
+        if output.suffix == PARQUET and run.complete:
+            from verax.serve.batch.parquet import write_answers
+
+            write_answers(_lines_path(output), output)
     sys.stderr.write(f"{_summary(counts, failed_before)}\n")
     if not run.complete:
         again = "" if _PIPE in (input, output) else ": the same command goes on with the rest"
@@ -147,16 +170,39 @@ def batch(
         raise typer.Exit(status)
 
 
-def _input(path: Path, output: Path) -> tuple[BinaryIO, int | None]:
+def _local(server: Server) -> tuple[BatchServer, int]:
+    """Models of this process, and the most sequences of a step."""
+    from verax.serve.batch.local import LocalServer
+
+    return LocalServer(server), server.engine.max_num_seqs
+
+
+def _replicas(
+    stack: contextlib.ExitStack, replicas: AbstractContextManager[RunningReplicas]
+) -> tuple[BatchServer, int]:
+    """Models of replicas, and the most sequences of a step of all of them."""
+    running = stack.enter_context(replicas)
+    return running.batch_server(), running.most * running.description.max_num_seqs
+
+
+def _lines_path(path: Path) -> Path:
+    """File of lines that answers are appended to: the output, or one beside a Parquet file."""
+    return path.with_name(f"{path.name}.jsonl") if path.suffix == PARQUET else path
+
+
+def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | None]:
     """The requests, which their reader closes, and their size in bytes, if it is known."""
     if path == _PIPE:
         # Not sys.stdin, whose lock the interpreter takes at its end, while a thread may still read.
         return open(0, "rb", closefd=False), None
     if not path.is_file():
         raise typer.BadParameter(f"--input: {path}: no such file")
-    _check_format("--input", path)
     if output.exists() and output.samefile(path):
         raise typer.BadParameter("--output: it is the input")
+    if path.suffix == PARQUET:
+        from verax.serve.batch.parquet import ParquetLines
+
+        return ParquetLines(path), None
     return path.open("rb"), path.stat().st_size
 
 
@@ -167,16 +213,12 @@ def _output(path: Path, *, retry_errors: bool) -> BatchOutput:
         if retry_errors:
             raise typer.BadParameter("--retry-errors: it needs a file of answers, not standard output")
         return BatchOutput(sys.stdout.buffer)
-    _check_format("--output", path)
+    if path.suffix == PARQUET:
+        require_optional("pyarrow")
     if not path.parent.is_dir() or path.is_dir():
         problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise typer.BadParameter(f"--output: {path}: {problem}")
-    return BatchOutput.open(path, retry_errors=retry_errors)
-
-
-def _check_format(option: str, path: Path) -> None:
-    if path.suffix == ".parquet":
-        raise typer.BadParameter(f"{option}: {path}: expected lines of JSON (.jsonl); Parquet is not read or written")
+    return BatchOutput.open(_lines_path(path), retry_errors=retry_errors)
 
 
 def _summary(counts: BatchCounts, failed_before: int) -> str:

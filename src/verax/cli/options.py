@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 if TYPE_CHECKING:
-    from verax.text.llm import LLM
     from verax.text.lora.request import LoRARequest
+    from verax.text.tokenizer import Tokenizer
 
 __all__ = [
     "ChatTemplate",
@@ -140,7 +140,13 @@ def lora_request(lora: str | None) -> LoRARequest | None:
     return None if lora is None else LoRARequest("lora", 1, lora)
 
 
-def with_chat_template(llm: LLM, file: Path | None) -> None:
+class HasTokenizer(Protocol):
+    """Engine whose tokenizer can be replaced."""
+
+    tokenizer: Tokenizer | None
+
+
+def with_chat_template(llm: HasTokenizer, file: Path | None) -> None:
     """Render conversations with the template of a file, if one is given.
 
     Raises:

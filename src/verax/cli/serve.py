@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -107,6 +109,10 @@ def serve(
     reports: Annotated[
         Path | None, typer.Option(help="Folder of reports of verax compare and verax bench, which the page shows.")
     ] = None,
+    ray: serving.Ray = False,
+    replicas: serving.Replicas = "1",
+    num_cpus: serving.NumCpus = 1.0,
+    num_gpus: serving.NumGpus = 0.0,
 ) -> None:
     """Serve a text model, an encoder, a reranker and a video model over HTTP, with the APIs of OpenAI.
 
@@ -121,10 +127,16 @@ def serve(
         verax serve --embedding-model sentence-transformers/all-MiniLM-L6-v2
 
         verax serve Qwen/Qwen3-0.6B --lora-modules sql=adapters/sql --lora-modules de=adapters/german --max-loras 2
+
+        verax serve Qwen/Qwen3-0.6B --ray --replicas 1:8 --num-gpus 1
     """
+    others = {"embedding": embedding_model, "reranker": reranker_model, "video": video_model}
+    if ray and (given := [f"--{name}-model" for name, other in others.items() if other is not None]):
+        raise typer.BadParameter(f"--ray: replicas are of the text model; {given[0]} needs a server of its own")
     serving.require_packages("uvicorn", "httptools")
     from verax.serve.logs import configure_logs
     from verax.serve.run import bind, run
+    from verax.serve.server import Server
     from verax.serve.tracing import RequestTracer
 
     settings = ServerSettings(
@@ -152,7 +164,8 @@ def serve(
     configure_logs(log_format)
     tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
     listener = bind(settings)  # before minutes of loading
-    server = serving.new_server(
+    load = functools.partial(
+        serving.new_server,
         model,
         settings,
         served_names=served_model_name,
@@ -161,11 +174,10 @@ def serve(
         video_model=video_model,
         adapters=adapters,
         chat_template=chat_template,
-        tracer=tracer,
         dtype=dtype,
         quantization=quantization,
         revision=revision,
-        max_queued_requests=max_queued_requests,
+        max_queued_requests=1 << 20 if ray else max_queued_requests,
         max_queued_tokens=max_queued_tokens,
         kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
@@ -181,7 +193,17 @@ def serve(
         max_lora_rank=max_lora_rank,
         max_cpu_loras=max_cpu_loras,
     )
-    if status := run(server, listener, lambda url: _announce(server, url)):
+    with contextlib.ExitStack() as stack:
+        if ray:
+            running = stack.enter_context(serving.open_replicas(load, replicas, num_cpus, num_gpus))
+            llm = running.text_engine(model, revision=revision, max_queued_requests=max_queued_requests)
+            options.with_chat_template(llm, chat_template)
+            names = tuple(served_model_name or [model or serving.BUILT_IN])
+            server = Server(llm, names, adapters, root=model or serving.BUILT_IN, settings=settings, tracer=tracer)
+        else:
+            server = load(tracer=tracer)
+        status = run(server, listener, lambda url: _announce(server, url))
+    if status:
         raise typer.Exit(status)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ from verax.cli import options
 from verax.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from verax.ray.replicas import RunningReplicas
     from verax.serve.server import Server
     from verax.serve.tracing import RequestTracer
     from verax.text.lora.request import LoRARequest
@@ -30,6 +33,10 @@ __all__ = [
     "MaxNumBatchedTokens",
     "MaxNumSeqs",
     "Model",
+    "NumCpus",
+    "NumGpus",
+    "Ray",
+    "Replicas",
     "RerankerModel",
     "Revision",
     "ServedModelName",
@@ -37,6 +44,7 @@ __all__ = [
     "VideoModel",
     "new_server",
     "open_adapters",
+    "open_replicas",
     "require_packages",
 ]
 
@@ -46,6 +54,7 @@ BUILT_IN_VIDEO = "verax-video"
 
 LIMITS = "Limits"
 _LORA = "LoRA adapters"
+_RAY = "Ray"
 
 Model = Annotated[
     str | None,
@@ -96,6 +105,16 @@ EmbeddingBatchSize = Annotated[
     int, typer.Option(help="Texts that the encoder or the reranker reads at once.", min=1, rich_help_panel=LIMITS)
 ]
 
+Ray = Annotated[
+    bool,
+    typer.Option("--ray", help="Run replicas on Ray: RAY_ADDRESS's cluster, or this machine.", rich_help_panel=_RAY),
+]
+Replicas = Annotated[
+    str, typer.Option(help="Number of replicas, or the least and the most, as 1:8.", rich_help_panel=_RAY)
+]
+NumCpus = Annotated[float, typer.Option(help="CPUs of a replica.", min=0.01, rich_help_panel=_RAY)]
+NumGpus = Annotated[float, typer.Option(help="GPUs of a replica.", min=0, rich_help_panel=_RAY)]
+
 
 def require_packages(*modules: str) -> None:
     """Check that the packages of a server are installed.
@@ -127,6 +146,34 @@ def open_adapters(modules: Sequence[str] | None) -> dict[str, LoRARequest]:
         Adapter.open(path)
         found[name] = LoRARequest(name, number, path)
     return found
+
+
+def open_replicas(
+    new_server: functools.partial[Server], replicas: str, num_cpus: float, num_gpus: float
+) -> AbstractContextManager[RunningReplicas]:
+    """Replicas on Ray while a command runs.
+
+    Args:
+        new_server: loads the models of a replica.
+        replicas: their number, or the least and the most, as `1:8`.
+        num_cpus: CPUs of each.
+        num_gpus: GPUs of each.
+
+    Raises:
+        typer.BadParameter: for another text.
+        MissingDependencyError: if Ray is not installed.
+    """
+    from verax._optional import require_optional
+
+    least, colon, most = replicas.partition(":")
+    if not colon:
+        most = least
+    if not (least.isdecimal() and most.isdecimal()):
+        raise typer.BadParameter(f"--replicas: expected a number, or two as 1:8, got {replicas!r}")
+    require_optional("ray.serve")
+    from verax.ray.replicas import running_replicas
+
+    return running_replicas(new_server, (int(least), int(most)), num_cpus=num_cpus, num_gpus=num_gpus)
 
 
 def new_server(

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from verax.serve.engine import TextEngine
 from verax.serve.routing import api_route
 from verax.serve.server import Server
-from verax.text.async_llm import AsyncLLM
 from verax.text.outputs import RequestMetrics, RequestOutput
 from verax.text.stats import SpeculationTotals, StepStats
 
@@ -68,9 +68,9 @@ def routes(server: Server) -> list[Route]:
 class TextMetrics:
     """Metrics of the text engines: state and totals when they are read, histograms as requests end."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, registry: CollectorRegistry):
+    def __init__(self, llm: TextEngine, model_name: str, registry: CollectorRegistry):
         self._llm = llm
-        self._labels = [(model_name, str(replica)) for replica in range(len(llm.llm.engines))]
+        self._labels = [(model_name, str(replica)) for replica in range(len(llm.replica_stats()))]
         self._registry = registry
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "Time between tokens.", BETWEEN_TOKENS)

@@ -176,7 +176,7 @@ def sampling_params(
         values["structured_outputs"] = form if after is None else {"after": after, **form}
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, **overrides}
     try:
-        return server.engine.llm.default_sampling_params(**values)
+        return server.engine.default_sampling_params(**values)
     except InvalidParameterError as error:
         raise form_error(error, request) from error
 
@@ -192,7 +192,7 @@ def check_room(server: Server, request: GenerationRequest) -> None:
             raise ApiError(400, f"{name}: it is not supported here", param=name)
     if request.priority:
         raise ApiError(400, "priority: all requests have the same priority, 0", param="priority")
-    n, slots = request.n or 1, server.engine.llm.engine.scheduler.max_num_seqs
+    n, slots = request.n or 1, server.engine.max_num_seqs
     if n > min(server.settings.max_n, slots):
         most = min(server.settings.max_n, slots)
         raise ApiError(400, f"n: expected at most {most}, got {n}", param="n")

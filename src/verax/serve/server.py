@@ -18,8 +18,8 @@ from verax.serve.sse import EventStream
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import Reranker
+    from verax.serve.engine import TextEngine
     from verax.serve.tracing import RequestTracer
-    from verax.text.async_llm import AsyncLLM
     from verax.text.lora.request import LoRARequest
     from verax.text.parsing.chat_format import ChatFormat
     from verax.video.pipeline import VideoPipeline
@@ -81,7 +81,7 @@ class Server:
         tracer: tracer of the requests, or None.
     """
 
-    llm: AsyncLLM | None = None
+    llm: TextEngine | None = None
     served_names: tuple[str, ...] = ("verax-text",)
     adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
     encoder: LazyModel[Encoder] | None = None
@@ -137,7 +137,7 @@ class Server:
         )
 
     @property
-    def engine(self) -> AsyncLLM:
+    def engine(self) -> TextEngine:
         """The text engine, of a server that has one."""
         assert self.llm is not None
         return self.llm

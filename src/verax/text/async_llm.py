@@ -144,6 +144,11 @@ class AsyncLLM:
         return self.llm.max_model_len
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in one step, of all replicas together."""
+        return self.llm.max_num_seqs
+
+    @property
     def is_running(self) -> bool:
         """True if requests are taken: every engine serves."""
         return self._replicas.is_running and not self._closing
@@ -165,6 +170,10 @@ class AsyncLLM:
     def replica_stats(self) -> list[EngineStats]:
         """The same for each replica. Requests whose prompt is being tokenised wait for the first one."""
         return self._replicas.stats()
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Sampling parameters that the checkpoint recommends, with some of them replaced."""
+        return self.llm.default_sampling_params(**overrides)
 
     def add_observer(self, observer: Observer) -> None:
         """Call a function on the event loop with the number of a replica, and what happened there.
@@ -297,7 +306,7 @@ class AsyncLLM:
         whole: bool,
     ) -> RequestStream:
         self._check_running()
-        params = sampling_params or self.llm.default_sampling_params()
+        params = sampling_params or self.default_sampling_params()
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {params!r}")
         if answers is not None and len(answers) != params.n:

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from verax.errors import EngineDeadError
+from verax.serve.batch.local import LocalServer
 from verax.serve.batch.output import BatchOutput
 from verax.serve.batch.run import BatchRun
 from verax.serve.server import LazyModel, Server
@@ -51,13 +52,15 @@ def run_batch(new_server, tmp_path):
     """Answers lines into out.jsonl and gives the run."""
 
     def run(lines, *, server=None, retry_errors=False, max_in_flight=4, report=lambda counts: None):
+        server = server or new_server()
         output = BatchOutput.open(tmp_path / "out.jsonl", retry_errors=retry_errors)
         run = BatchRun(
-            server or new_server(),
+            LocalServer(server),
             io.BytesIO(text_of(lines)),
             output,
             max_in_flight=max_in_flight,
             clips=tmp_path / "out.clips",
+            shutdown_timeout=server.settings.shutdown_timeout,
             report=report,
         )
         try:

@@ -8,13 +8,15 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
+from verax.serve.batch.parquet import ParquetLines
+
 __all__ = ["read_lines"]
 
 AHEAD = 64
 """Lines that are read before they are needed: enough that answers never wait for the disk."""
 
 
-async def read_lines(file: BinaryIO) -> AsyncGenerator[bytes, None]:
+async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, None]:
     """Lines of a file with their ends; the file is then closed. At most `AHEAD` lines are held, whatever its size.
 
     The thread is a daemon of its own: a pipe that nobody writes to holds up neither the event loop nor the end of the

@@ -14,15 +14,14 @@ from typing import BinaryIO
 
 import msgspec
 
-from verax.errors import EngineDeadError
-from verax.serve.app import create_app
-from verax.serve.batch.client import Answer, call
-from verax.serve.batch.clips import make_clip
+from verax.serve.batch.client import Answer
 from verax.serve.batch.lines import VIDEOS, AnswerLine, LineResponse, RequestLine, line_error, read_request
+from verax.serve.batch.local import BatchServer
 from verax.serve.batch.output import BatchOutput
+from verax.serve.batch.parquet import ParquetLines
 from verax.serve.batch.reader import read_lines
 from verax.serve.errors import RETRY_AFTER
-from verax.serve.server import Server
+from verax.serve.settings import ServerSettings
 
 __all__ = ["BatchCounts", "BatchRun"]
 
@@ -69,7 +68,7 @@ class _Used(msgspec.Struct):
 
 
 class BatchRun:
-    """Run of the lines of a file through a server's application.
+    """Run of the lines of a file through a server's models.
 
     Args:
         server: the models.
@@ -77,17 +76,19 @@ class BatchRun:
         output: where the answers go.
         max_in_flight: requests that are with the server at once.
         clips: folder for clips; lines that ask for one are errors if None.
+        shutdown_timeout: seconds that running requests have after a signal.
         report: called with the counts after each line.
     """
 
     def __init__(
         self,
-        server: Server,
-        file: BinaryIO,
+        server: BatchServer,
+        file: BinaryIO | ParquetLines,
         output: BatchOutput,
         *,
         max_in_flight: int,
         clips: Path | None = None,
+        shutdown_timeout: float = ServerSettings.shutdown_timeout,
         report: Callable[[BatchCounts], None] = lambda counts: None,
     ):
         self.counts = BatchCounts()
@@ -96,7 +97,7 @@ class BatchRun:
         self.complete = False
         """True once every line has its answer."""
         self._server = server
-        self._app = create_app(server)
+        self._shutdown_timeout = shutdown_timeout
         self._file = file
         self._output = output
         self._clips = clips
@@ -112,7 +113,7 @@ class BatchRun:
     def run(self) -> BatchCounts:
         """Answer every line that has no answer yet.
 
-        SIGTERM and SIGINT end the reading, and let running requests finish for `settings.shutdown_timeout` seconds; a
+        SIGTERM and SIGINT end the reading, and let running requests finish for `shutdown_timeout` seconds; a
         second one abandons them at once. What is abandoned has no line in the output, so that it runs again.
 
         Raises:
@@ -129,7 +130,7 @@ class BatchRun:
         return self.counts
 
     async def _run(self) -> None:
-        async with self._server.lifespan(self._app), asyncio.TaskGroup() as group:
+        async with self._server.running(), asyncio.TaskGroup() as group:
             reading = group.create_task(self._read(group))
             with self._signals(reading):
                 await asyncio.wait([reading])
@@ -146,7 +147,7 @@ class BatchRun:
             if self.stopped_by is None:
                 self.stopped_by = signal.Signals(number)
                 reading.cancel()
-                loop.call_later(self._server.settings.shutdown_timeout, self._abandon)
+                loop.call_later(self._shutdown_timeout, self._abandon)
             else:
                 self._abandon()
 
@@ -213,9 +214,6 @@ class BatchRun:
         answer = await self._send(request)
         if answer.status == QUEUE_FULL:
             answer = await self._send_again(request, answer)
-        llm = self._server.llm
-        if answer.status >= 500 and llm is not None and llm.error is not None:
-            raise EngineDeadError(f"the engine has failed: {llm.error}") from llm.error
         if answer.status < 400 and (usage := msgspec.json.decode(answer.body, type=_Used).usage) is not None:
             self.counts.prompt_tokens += usage.prompt_tokens + usage.input_tokens
             self.counts.output_tokens += usage.completion_tokens + usage.output_tokens
@@ -223,12 +221,9 @@ class BatchRun:
         self._write(AnswerLine.new(request.custom_id, response), size)
 
     async def _send(self, request: RequestLine) -> Answer:
-        body = bytes(request.body)
         self._running += 1
         try:
-            if request.url == VIDEOS and self._clips is not None:
-                return await make_clip(self._app, body, self._clips)
-            return await call(self._app, "POST", request.url, body)
+            return await self._server.answer(request, self._clips)
         finally:
             self._running -= 1
             self._ended.set()

@@ -1,0 +1,95 @@
+"""The cluster: how it is reached, or started on this machine, and what may be taken of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from verax._optional import require_optional
+from verax.errors import InvalidParameterError
+
+__all__ = ["LOOPBACK", "actor_environment", "check_cpus", "check_gpus", "start_ray"]
+
+LOOPBACK = "127.0.0.1"
+_SHARED = ("VERAX_CACHE_DIR", "HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE")
+"""Variables of this process that actors get too, so that they find its checkpoints and compiled programs."""
+
+
+def start_ray(num_cpus: int | None = None) -> None:
+    """Connect to the cluster of `RAY_ADDRESS`, or start Ray on this machine, unless this process has done either.
+
+    Ray by itself listens at an address of the network, serves a dashboard, reports its use, and lets its workers yield
+    to every other process. One that is started here listens at 127.0.0.1, without a dashboard. No reports are sent
+    unless `RAY_USAGE_STATS_ENABLED` is set.
+
+    Args:
+        num_cpus: CPUs of a Ray that is started here; those of the machine if None.
+
+    Raises:
+        MissingDependencyError: if Ray is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = require_optional("ray")
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)
+        return
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    constants = require_optional("ray._private.ray_constants")
+    # Ray replaces 127.0.0.1 by an address of the network, whatever it is given, unless it may not form a cluster.
+    constants.ENABLE_RAY_CLUSTER = False
+    os.environ.setdefault(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
+    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+
+
+def actor_environment(extra: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Runtime environment of an actor: its variables.
+
+    Args:
+        extra: further variables.
+    """
+    shared = {name: os.environ[name] for name in _SHARED if name in os.environ}
+    return {"env_vars": {**shared, **(extra or {})}}
+
+
+def check_cpus(actors: int, num_cpus: float, *, name: str, left: int = 1) -> None:
+    """Refuse actors that take every CPU of a Ray that `start_ray` has started. A cluster may grow, and is not checked.
+
+    Those who read files, filter checkpoints and route requests need one too: without it, all wait in silence.
+
+    Args:
+        actors: number of actors that are certain to run.
+        num_cpus: CPUs of each.
+        name: of the argument that says how many actors there are.
+        left: CPUs that others need.
+
+    Raises:
+        InvalidParameterError: with what would fit.
+    """
+    ray = require_optional("ray")
+    if not ray.is_initialized() or ray.util.get_node_ip_address() != LOOPBACK:
+        return
+    there = ray.cluster_resources().get("CPU", 0.0)
+    if (wanted := actors * num_cpus) > there - left:
+        raise InvalidParameterError(
+            f"{name}: {actors} with {num_cpus:g} CPUs each take {wanted:g} of {there:g}, but {left} must be left for "
+            f"those who read files, filter checkpoints and route requests; {_fitting(there - left, actors)}"
+        )
+
+
+def _fitting(cpus: float, actors: int) -> str:
+    return f"use num_cpus={cpus / actors:g}, or fewer actors" if cpus > 0 else "a larger Ray is needed"
+
+
+def check_gpus(num_gpus: float) -> None:
+    """Refuse a part of a GPU: JAX reserves three quarters of the memory of every GPU that it sees.
+
+    Raises:
+        InvalidParameterError: for a number that is not whole, or negative.
+    """
+    if num_gpus < 0 or num_gpus != int(num_gpus):
+        raise InvalidParameterError(
+            f"num_gpus: expected a whole number, got {num_gpus:g}; JAX reserves most of a GPU for one actor"
+        )

@@ -1,0 +1,155 @@
+"""`Replica`: a server's models in an actor of Ray Serve, and what it gives to the callers of its handle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verax.errors import EngineDeadError, VeraxError
+from verax.ray.actor import end_actor, keep_off_the_network, one_compiles, set_threads
+from verax.serve.batch.client import Answer
+from verax.serve.batch.lines import RequestLine
+from verax.serve.batch.local import LocalServer
+from verax.serve.server import Server
+from verax.text.lora.request import LoRARequest
+from verax.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from verax.text.sampling_params import SamplingParams
+from verax.text.stats import EngineStats
+
+__all__ = ["Description", "Part", "Replica"]
+
+JOIN = 0.03
+"""Seconds for which new tokens of an answer are joined behind its first part. A message costs more than a token."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """Sizes of a replica's engine, which its callers check requests against."""
+
+    max_model_len: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """New part of a request's answers.
+
+    Attributes:
+        outputs: new parts of its samples.
+        finished: True in the last part.
+        prompt_token_ids: tokens of the prompt, in the first part and in the last one; None in others.
+        prompt_logprobs: their log-probabilities, in these parts.
+        num_cached_tokens: number of the prompt's tokens that were in the prefix cache.
+        metrics: times, by the clock of the replica's machine.
+        replica: name of the replica.
+        stats: state of its engine.
+    """
+
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_token_ids: tuple[int, ...] | None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
+    num_cached_tokens: int
+    metrics: RequestMetrics | None
+    replica: str
+    stats: EngineStats
+
+
+class Replica:
+    """Models of a server in an actor. An engine that fails ends the process, so that Ray Serve starts another.
+
+    Args:
+        new_server: loads the models. Its arguments tell whether another replica has compiled the same programs.
+    """
+
+    def __init__(self, new_server: functools.partial[Server]):
+        set_threads()
+        keep_off_the_network()
+        with one_compiles(new_server.args, new_server.keywords):
+            self._server = new_server()
+        self._local = LocalServer(self._server)
+        self._entered: asyncio.Future[None] | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self._name = f"{os.uname().nodename}-{os.getpid()}"
+
+    def describe(self) -> Description:
+        """Sizes of the engine."""
+        return Description(self._server.engine.max_model_len, self._server.engine.max_num_seqs)
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        add_special_tokens: bool,
+        answers: Sequence[Sequence[int]] | None,
+        lora_request: LoRARequest | None,
+    ) -> AsyncGenerator[Part | VeraxError, None]:
+        """Parts of an answer as it grows: the first at once, later ones joined; or the error that ends it.
+
+        Args:
+            prompt: as in `AsyncLLM.generate`.
+            params: of the sampling, with a seed.
+            add_special_tokens: as there.
+            answers: answers so far of another replica, which these go on behind; None for none.
+            lora_request: adapter of the request.
+        """
+        first = True
+        try:
+            stream = self._server.engine.generate(
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                continue_from=answers,
+                lora_request=lora_request,
+            )
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    yield self._part(output, whole=first or output.finished)
+                    first = False
+                    if not output.finished:
+                        await asyncio.sleep(JOIN)
+        except EngineDeadError as error:
+            self.check_health()
+            yield error
+        except VeraxError as error:
+            yield error
+
+    async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
+        """Answer to a line of a batch.
+
+        Args:
+            request: the line.
+            clips: folder for clips, on a file system that the reader of the answers shares; None for none.
+        """
+        if self._entered is None:
+            self._entered = asyncio.ensure_future(self._stack.enter_async_context(self._local.running()))
+        await asyncio.shield(self._entered)
+        try:
+            return await self._local.answer(request, clips)
+        except EngineDeadError:
+            self.check_health()
+            raise
+
+    def check_health(self) -> None:
+        """End the process if the engine has failed. Ray Serve calls it every few seconds."""
+        error = self._server.engine.error
+        if error is not None:
+            end_actor(error)
+
+    def _part(self, output: RequestOutput, *, whole: bool) -> Part:
+        return Part(
+            output.outputs,
+            output.finished,
+            output.prompt_token_ids if whole else None,
+            output.prompt_logprobs if whole else None,
+            output.num_cached_tokens,
+            output.metrics,
+            self._name,
+            self._server.engine.stats(),
+        )

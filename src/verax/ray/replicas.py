@@ -1,0 +1,124 @@
+"""`running_replicas`: replicas for as long as a command runs, and the batch that they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.exceptions
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from verax.errors import EngineDeadError, VeraxError
+from verax.ray.application import check_replicas, replicas
+from verax.ray.cluster import start_ray
+from verax.ray.remote_llm import MOST_MOVES, PAUSE, RemoteLLM
+from verax.ray.replica import Description
+from verax.serve.batch.client import Answer
+from verax.serve.batch.lines import RequestLine
+from verax.serve.server import Server
+
+__all__ = ["ReplicaServer", "RunningReplicas", "running_replicas"]
+
+
+@dataclass(frozen=True)
+class RunningReplicas:
+    """Replicas that run.
+
+    Attributes:
+        handle: their handle.
+        description: sizes of their engines.
+        most: most of them that there can be.
+    """
+
+    handle: DeploymentHandle
+    description: Description
+    most: int
+
+    def text_engine(self, model: str | None, **options: Any) -> RemoteLLM:
+        """The replicas as the engine of an HTTP server; arguments as in `RemoteLLM`."""
+        return RemoteLLM(self.handle, self.description, model, **options)
+
+    def batch_server(self) -> ReplicaServer:
+        """The replicas as the models of a batch."""
+        return ReplicaServer(self.handle)
+
+
+@contextlib.contextmanager
+def running_replicas(
+    new_server: functools.partial[Server], bounds: int | tuple[int, int], *, num_cpus: float, num_gpus: float
+) -> Iterator[RunningReplicas]:
+    """Context of replicas on the cluster, or on this machine.
+
+    Args:
+        new_server: loads the models of each. It is pickled.
+        bounds: number of replicas, or the least and the most.
+        num_cpus: CPUs of each.
+        num_gpus: GPUs of each.
+
+    Raises:
+        VeraxError: if they cannot be started, or do not fit.
+    """
+    started = not ray.is_initialized()
+    start_ray()
+    name = f"verax-{secrets.token_hex(4)}"
+    try:
+        application = replicas(new_server, bounds, num_cpus=num_cpus, num_gpus=num_gpus, max_queued_requests=-1)
+        serve.start(proxy_location="Disabled")
+        try:
+            handle = _run(application, name)
+            description = handle.describe.remote().result()
+            yield RunningReplicas(handle, description, check_replicas(bounds)[1])
+        finally:
+            serve.delete(name)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _run(application: serve.Application, name: str) -> DeploymentHandle:
+    """Start an application, and wait until it is ready."""
+    try:
+        return serve.run(application, name=name, route_prefix=None)
+    except RuntimeError as error:
+        raise VeraxError(f"replicas: they did not start: {error}") from error
+
+
+class ReplicaServer:
+    """Replicas as a batch calls them. The line of a replica that dies goes to another one.
+
+    Args:
+        handle: of the replicas.
+    """
+
+    def __init__(self, handle: DeploymentHandle):
+        self._handle = handle
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context in which requests are answered: always."""
+        yield
+
+    async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
+        """Answer to a line. Cancelling the task ends the request.
+
+        Raises:
+            EngineDeadError: if the line has lost several replicas.
+        """
+        for attempt in range(MOST_MOVES + 1):
+            response = self._handle.answer.remote(request, clips)
+            try:
+                return await response
+            except (ray.exceptions.RayError, EngineDeadError) as error:
+                if attempt == MOST_MOVES:
+                    raise EngineDeadError(f"{attempt + 1} replicas were lost in a row: {error}") from error
+                await asyncio.sleep(PAUSE)
+            finally:
+                response.cancel()
+        raise AssertionError("the last attempt returns or raises")

@@ -1,0 +1,73 @@
+"""`TextEngine`: the members of `AsyncLLM` that the server uses, which replicas behind a handle have too."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+from verax.models import CausalLMConfig
+from verax.text.lora.request import LoRARequest
+from verax.text.outbox import Observer
+from verax.text.outputs import RequestOutput
+from verax.text.prompts import Message, Prompt
+from verax.text.sampling_params import SamplingParams
+from verax.text.stats import EngineStats
+from verax.text.tokenizer import Tokenizer
+
+__all__ = ["TextEngine"]
+
+
+class TextEngine(Protocol):
+    """A text model for many callers on one event loop. Members mean what they mean in `AsyncLLM`."""
+
+    @property
+    def max_queued_requests(self) -> int: ...  # noqa: D102
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...  # noqa: D102
+
+    @property
+    def model_config(self) -> CausalLMConfig: ...  # noqa: D102
+
+    @property
+    def max_model_len(self) -> int: ...  # noqa: D102
+
+    @property
+    def max_num_seqs(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_running(self) -> bool: ...  # noqa: D102
+
+    @property
+    def error(self) -> BaseException | None: ...  # noqa: D102
+
+    def stats(self) -> EngineStats: ...  # noqa: D102
+
+    def replica_stats(self) -> list[EngineStats]: ...  # noqa: D102
+
+    def add_observer(self, observer: Observer) -> None: ...  # noqa: D102
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams: ...  # noqa: D102
+
+    def generate(  # noqa: D102
+        self,
+        prompt: Prompt | abc.Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        continue_from: abc.Sequence[abc.Sequence[int]] | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    async def render(  # noqa: D102
+        self,
+        messages: abc.Sequence[Message],
+        *,
+        tools: abc.Sequence[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> str: ...
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...  # noqa: D102
+
+    async def shutdown(self, timeout: float = 0) -> None: ...  # noqa: D102

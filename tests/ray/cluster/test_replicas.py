@@ -1,0 +1,1 @@
+"""`verax batch --ray`: the lines of a file over replicas."""

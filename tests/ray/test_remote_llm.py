@@ -1,0 +1,211 @@
+"""Answers from replicas that die: they are those of one engine that lives."""
+
+import asyncio
+import functools
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from verax.errors import ContextLengthError, EngineDeadError, QueueFullError
+from verax.serve.server import Server
+from verax.text.async_llm import AsyncLLM
+from verax.text.llm import LLM
+from verax.text.sampling_params import SamplingParams
+
+ray = pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray installs it")
+pytest.importorskip("ray.serve", reason="needs the extra `ray`: make test-ray installs it")
+
+PROMPT = "abc def"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("remote") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    options = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 4}
+    return LLM(checkpoint, dtype="float32", use_tqdm=False, structured_outputs=True, **options)
+
+
+@pytest.fixture
+def replica(llm, monkeypatch, tmp_path):
+    """A replica in this process, which sends each token by itself."""
+    from verax.ray import replica as module
+
+    monkeypatch.setenv("VERAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "set_threads", lambda: None)
+    monkeypatch.setattr(module, "keep_off_the_network", lambda: None)
+    monkeypatch.setattr(module, "JOIN", 0)
+    engine = AsyncLLM.from_llm(llm)
+    yield module.Replica(functools.partial(Server, llm=engine, served_names=("tiny",)))
+    asyncio.run(engine.shutdown())
+
+
+class Handle:
+    """A deployment's handle whose streams break after so many parts, one number for each stream; then they hold."""
+
+    def __init__(self, replica, breaks):
+        self._replica = replica
+        self._breaks = list(breaks)
+        self.answers = []
+
+    def options(self, **options):
+        return self
+
+    @property
+    def generate(self):
+        return self
+
+    def remote(self, *arguments):
+        self.answers.append(arguments[3])
+        return Response(self._replica.generate(*arguments), self._breaks.pop(0) if self._breaks else None)
+
+
+class Response:
+    def __init__(self, parts, breaks_after):
+        self._parts = parts
+        self._breaks_after = breaks_after
+
+    async def __aiter__(self):
+        count = 0
+        async for part in self._parts:
+            if count == self._breaks_after:
+                await self._parts.aclose()
+                raise ray.exceptions.ActorDiedError()
+            count += 1
+            yield part
+
+    def cancel(self):
+        pass
+
+
+@pytest.fixture
+def remote(replica, checkpoint, monkeypatch):
+    """An engine of replicas, with the numbers of parts after which they die."""
+    from verax.ray import remote_llm
+
+    monkeypatch.setattr(remote_llm, "PAUSE", 0)
+
+    def make(*breaks, **options):
+        return remote_llm.RemoteLLM(Handle(replica, breaks), replica.describe(), checkpoint, **options)
+
+    return make
+
+
+async def joined(engine, params, prompt=PROMPT):
+    """Text, tokens, log-probabilities and end of each sample of a stream."""
+    samples = {}
+    async for output in engine.generate(prompt, params):
+        for part in output.outputs:
+            text, tokens, logprobs, *_ = samples.get(part.index, ("", (), []))
+            logprobs = logprobs + (part.logprobs or [])
+            ends = part.cumulative_logprob, part.finish_reason, part.stop_reason
+            samples[part.index] = text + part.text, tokens + part.token_ids, logprobs, *ends
+    return samples
+
+
+CASES = {
+    "greedy": {"temperature": 0},
+    "sampled": {"seed": 1},
+    "penalties": {"seed": 2, "frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "logprobs": {"seed": 3, "logprobs": 3},
+    "several samples": {"seed": 4, "n": 3},
+    "grammar": {"seed": 5, "structured_outputs": {"regex": "[a-f]{8}[0-3]{6}"}},
+    "least tokens": {"seed": 6, "min_tokens": 12},
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_an_answer_goes_on_exactly_where_a_replica_left_it(remote, replica, fields):
+    params = SamplingParams(max_tokens=24, **fields)
+    whole = asyncio.run(joined(replica._server.engine, params))
+    moved = remote(3, 1, 4)
+    found = asyncio.run(joined(moved, params))
+    assert moved.num_moved == 3
+    assert found.keys() == whole.keys()
+    for index, (text, tokens, logprobs, cumulative, *ends) in found.items():
+        assert (text, tokens, *ends) == (*whole[index][:2], *whole[index][4:])
+        assert [list(entry) for entry in logprobs] == [list(entry) for entry in whole[index][2]]
+        assert cumulative == pytest.approx(whole[index][3])
+
+
+def test_a_stop_string_that_two_replicas_share_is_found(remote, replica):
+    text = asyncio.run(joined(replica._server.engine, SamplingParams(max_tokens=24, seed=7)))[0][0]
+    params = SamplingParams(max_tokens=24, seed=7, stop=[text[8:13]])
+    for cut in range(1, 14):
+        assert asyncio.run(joined(remote(cut), params)) == asyncio.run(joined(replica._server.engine, params))
+
+
+def test_an_answer_without_a_seed_gets_one_which_it_keeps(remote):
+    moved = remote(2)
+    samples = asyncio.run(joined(moved, SamplingParams(max_tokens=12, temperature=1.0)))
+    assert len(samples[0][1]) == 12
+    assert 2 <= len(moved._handle.answers[1][0]) < 12
+
+
+def test_a_request_that_kills_every_replica_fails_itself(remote):
+    moved = remote(*[0] * 10)
+    with pytest.raises(EngineDeadError, match="4 replicas were lost in a row"):
+        asyncio.run(joined(moved, SamplingParams()))
+    assert moved.stats().num_requests_running == moved.stats().num_requests_waiting == 0
+
+
+def test_a_refusal_is_the_engines_own(remote):
+    with pytest.raises(ContextLengthError, match="max_model_len") as refused:
+        asyncio.run(joined(remote(), SamplingParams(), "abc " * 200))
+    assert refused.value.max_model_len == 64
+
+
+def test_observers_get_the_whole_answer_and_the_counts_are_those_of_the_replicas(remote):
+    moved, seen = remote(2), []
+    moved.add_observer(lambda replica, output: seen.append(output))
+    samples = asyncio.run(joined(moved, SamplingParams(max_tokens=8, temperature=0, logprobs=1)))
+    (output,) = seen
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == samples[0][:2]
+    assert len(output.outputs[0].logprobs) == 8
+    assert output.metrics.total_time > output.metrics.time_to_first_token > 0
+    assert moved.stats().generation_tokens >= 8
+
+
+def test_a_dead_engine_ends_its_replica(replica, monkeypatch):
+    from verax.ray import replica as module
+
+    ended = []
+    monkeypatch.setattr(module, "end_actor", ended.append)
+    replica.check_health()
+    assert ended == []
+    monkeypatch.setattr(
+        replica._server.engine._replicas.threads[0], "error", error := RuntimeError("the device is lost")
+    )
+    replica.check_health()
+    assert ended == [error]
+
+
+def test_the_front_starts_no_device(checkpoint):
+    script = f"""
+from types import SimpleNamespace
+from verax.ray.remote_llm import RemoteLLM
+from jax._src.xla_bridge import backends_are_initialized
+RemoteLLM(SimpleNamespace(options=lambda **options: None), None, {str(checkpoint)!r})
+print(backends_are_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_full_queue_refuses(remote):
+    async def two():
+        engine = remote(max_queued_requests=1)
+        first = engine.generate(PROMPT, SamplingParams())
+        waiting = asyncio.ensure_future(anext(first))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="1 requests wait"):
+            await anext(engine.generate(PROMPT, SamplingParams()))
+        await waiting
+        await first.aclose()
+
+    asyncio.run(two())
