@@ -46,6 +46,9 @@ FAMILIES = {
 WIDE = dict(hidden_size=256, intermediate_size=512, head_dim=64, num_hidden_layers=1)
 """Changes that divide two times into the blocks of quantised weights."""
 
+BATCHED = ("qwen3", "qwen3.5")
+"""Families of which two sequences run at once. The others have fewer programs."""
+
 FEATURES = {
     "int8": dict(quantization="int8", kv_cache_dtype="int8"),
     "int4": dict(quantization="int4"),
@@ -110,7 +113,7 @@ def _answers(case, folder, size):
     model, options = _model(case, folder), FEATURES.get(case, {})
     if case == "draft-model":  # the model itself, so that its drafts hold
         options = {"speculative_config": {"model": str(model), "num_speculative_tokens": 3}}
-    sizes = dict(max_model_len=96, max_num_seqs=1 + (case in FAMILIES), max_num_batched_tokens=32, block_size=4)
+    sizes = dict(max_model_len=96, max_num_seqs=1 + (case in BATCHED), max_num_batched_tokens=32, block_size=4)
     llm = LLM(model, dtype="float32", use_tqdm=False, tensor_parallel_size=size, **{**sizes, **options})
     before = llm.engine.runner.num_compiled()
     plain = dict(max_tokens=16, ignore_eos=case != "grammar")

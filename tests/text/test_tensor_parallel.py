@@ -20,8 +20,8 @@ SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 4, "qwen
 A delta layer is whole on every device and has none. XLA joins that of a shared expert with that of the experts.
 """
 
-SIZES = {family: (1, 2, 4, 8) if family == "qwen3" else (1, 2, 8) for family in FAMILIES}
-"""Numbers of devices. More than two share heads of keys and values, except in Llama."""
+SIZES = dict.fromkeys(FAMILIES, (1, 8)) | {"qwen3": (1, 2, 8), "qwen3-moe": (1, 2)}
+"""Numbers of devices. Eight share heads of keys and values, except in Llama, and have an expert each; two have four."""
 
 
 HYBRIDS = ("qwen3.5", "qwen3-next")
