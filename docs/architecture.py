@@ -7,7 +7,7 @@ architecture.svg has the packages of verax in rows. An import points to the same
 from pathlib import Path
 
 ROWS: list[tuple[str, dict[str, str]]] = [
-    ("commands", {"cli": "one file per command", "serve": "HTTP and the page"}),
+    ("commands", {"cli": "one file per command", "serve": "HTTP and the page", "ray": "replicas on Ray"}),
     (
         "around engines",
         {"bench": "speed, memory", "compare": "beside PyTorch", "plan": "without a device", "train": "built-in models"},

@@ -56,6 +56,7 @@ def test_a_batch_over_replicas_loses_no_line_though_one_is_killed(start, tmp_pat
     batch = start("batch", "-i", str(source), "-o", str(target), *RAY, *OPTIONS, stderr=subprocess.PIPE)
     while batch.poll() is None and not (lines.exists() and lines.stat().st_size):
         time.sleep(0.02)
+    assert batch.poll() is None, batch.stderr.read()
     found = replicas_of(batch)
     assert len(found) == 2
     found[0].kill()
