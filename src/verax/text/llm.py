@@ -23,6 +23,7 @@ from verax.loading import divide_model, load_causal_lm
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.text.block_manager import BlockManager
+from verax.text.compiled_programs import CompiledPrograms, check_supported, write_programs
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig, EngineOptions
 from verax.text.lora.device import DeviceAdapters
@@ -166,6 +167,7 @@ class LLM:
         if config.structured_outputs:
             require_optional("llguidance")  # missing it shows now, not at the first request
         enable_compilation_cache()
+        self.config = config
         self.model_config = model.config
         self.tokenizer = tokenizer
         draft = None
@@ -174,7 +176,13 @@ class LLM:
         # Before the cache takes what is free.
         adapters = _adapters(model, config, mesh, heads) if config.enable_lora else None
         sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
-        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters, mesh=mesh)
+        compiled = None
+        if config.programs is not None:
+            compiled = CompiledPrograms.open(config.programs)
+            sizes = compiled.sizes_for(sizes, config)
+        runner = ModelRunner(
+            model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters, mesh=mesh, compiled=compiled
+        )
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
         blocks = BlockManager(
             [group.num_blocks for group in sizes.groups],
@@ -201,6 +209,21 @@ class LLM:
             self.compile_seconds = runner.warm_up(report)
         if self.engine.speculator is not None:
             self.engine.speculator.drafter.warm_up()
+
+    def write_programs(self, folder: str | Path) -> list[Path]:
+        """Write the compiled programs into a folder for `programs` of a later start; their files.
+
+        Such a start traces, lowers and compiles nothing. The folder holds machine code: load only one that you made.
+
+        Args:
+            folder: a new folder, or one to replace.
+
+        Raises:
+            InvalidParameterError: for an engine with adapters, drafts or several devices.
+        """
+        check_supported(self.config)
+        runner = self.engine.runner
+        return write_programs(runner.compiled_programs(), Path(folder), runner.abstract_model, runner.config)
 
     @property
     def max_model_len(self) -> int:
