@@ -13,7 +13,7 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench docs clean
+.PHONY: help demo test test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench device-wheels docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,21 @@ format: $(VENV)/.installed-dev  ## Format, and fix what can be fixed.
 
 bench: $(VENV)/.installed-dev  ## Generate text beside transformers, in Qwen3-0.6B's shapes.
 	$(BIN)/verax bench text --against transformers
+
+# A machine that is lent for an hour has Python, JAX and torch, and often no network. What it lacks of pyproject.toml's
+# dependencies goes along, with the baselines of `verax bench accelerator` and what tests/gpu needs. The CPU kernels stay behind.
+DEVICE_PYTHON := 3.12
+DEVICE_HAS := jax flax numpy ml_dtypes jaxtyping safetensors huggingface_hub tokenizers jinja2 psutil rich typer
+DEVICE_ALSO := beartype diffusers importlib-metadata flash-linear-attention fla-core
+DEVICE_PLATFORMS := $(foreach libc,2_28 2_27 2_24 2_17,--platform manylinux_$(libc)_x86_64) --platform manylinux2014_x86_64
+device-wheels: $(VENV)/.installed-dev  ## Put wheels into build/device-wheels, for a machine with an accelerator and no network.
+	@rm -rf build/device-wheels
+	CXX=false $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/device-wheels .
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(DEVICE_PYTHON) --implementation cp \
+	  $(DEVICE_PLATFORMS) --dest build/device-wheels $(DEVICE_ALSO) $$($(BIN)/python -c 'import re, sys, tomllib; \
+	  print(*(name for name in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] \
+	  if re.match(r"\w+", name)[0] not in sys.argv[1:]))' $(DEVICE_HAS))
+	@ls -s --block-size=K build/device-wheels
 
 docs: $(VENV)/.installed-docs  ## Build the documentation as a site, into build/site.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -41,9 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": LEAVES | {"ops"},
     # The one place where a checkpoint meets a model.
     "loading": LEAVES | {"builtin", "progress", "ops", "nn", "models", "checkpoint"},
-    # Engines. Text joins projections of its model (`nn`), an encoder pools the states of its own; its sentences go
-    # through the tokenizer of text.
-    "text": ENGINE | {"nn"},
+    # Engines. Text joins projections of its model (`nn`) and knows the processor that its compiled programs belong to
+    # (`machine`). An encoder pools the states of its own; its sentences go through the tokenizer of text.
+    "text": ENGINE | {"nn", "machine"},
     "video": ENGINE,
     "embed": ENGINE | {"nn", "text.tokenizer"},
     # HTTP over the engines.

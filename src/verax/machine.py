@@ -24,6 +24,7 @@ import psutil
 from verax._compat import JAXLIB, compilation_cache
 
 __all__ = [
+    "cpu_name",
     "fingerprint",
     "measure_bandwidth",
     "measure_machine",
@@ -61,7 +62,7 @@ def fingerprint() -> dict[str, Any]:
         "jaxlib": JAXLIB,
         "flax": flax.__version__,
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": num_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
@@ -193,7 +194,8 @@ def _memory_status() -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 for name, _, value in fields if name in ("VmHWM", "RssFile")}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Name of the processor; `"unknown"` where the system does not tell it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -17,6 +17,7 @@ from verax.files import write_text
 __all__ = ["markdown", "model_name", "write", "write_whole"]
 
 PAGES = (
+    "verax.bench.accelerator.page",
     "verax.bench.delta.page",
     "verax.bench.embed.page",
     "verax.bench.ops.page",

@@ -67,6 +67,7 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
     speculative_config: options.SpeculativeConfig = None,
+    programs: options.Programs = None,
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
@@ -107,7 +108,8 @@ def generate(
         kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
         max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs or min(len(texts) * n, MOST_AT_ONCE),
+        max_num_seqs=max_num_seqs or (None if programs else min(len(texts) * n, MOST_AT_ONCE)),
+        programs=programs,
         seed=seed,
         skip_tokenizer_init=skip_tokenizer_init,
         structured_outputs=form is not None,

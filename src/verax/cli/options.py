@@ -25,6 +25,7 @@ __all__ = [
     "MinP",
     "Model",
     "PresencePenalty",
+    "Programs",
     "Quantization",
     "RepetitionPenalty",
     "Seed",
@@ -72,6 +73,10 @@ SpeculativeConfig = Annotated[
         '{"method": "ngram", "num_speculative_tokens": 4}.',
         show_default="no drafts",
     ),
+]
+Programs = Annotated[
+    Path | None,
+    typer.Option(help="Folder of verax compile: load its programs, and take its sizes.", exists=True, file_okay=False),
 ]
 Lora = Annotated[
     str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model goes through.")

@@ -17,6 +17,7 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM
 from verax.text.block_manager import BlockManager
+from verax.text.compiled_programs import CompiledPrograms
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig
 from verax.text.lora.device import DeviceAdapters
@@ -94,11 +95,17 @@ def new_engines(
         adapters = [DeviceAdapters(layers, mesh) for mesh in meshes]
         loader = AdapterLoader(layers, config.max_cpu_loras or config.max_loras)
     sizes = plan_sizes(model.config, model.dtype, config, draft=None if drafts[0] is None else drafts[0].config)
+    compiled = None
+    if config.programs is not None:
+        compiled = CompiledPrograms.open(config.programs)
+        sizes = compiled.sizes_for(sizes, config)
     caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
     seeds = np.random.default_rng(config.seed)
     engines = []
     for model, mesh, draft, slots in zip(models, meshes, drafts, adapters, strict=True):
-        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=slots, mesh=mesh)
+        runner = ModelRunner(
+            model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=slots, mesh=mesh, compiled=compiled
+        )
         engines.append(
             Engine(
                 runner,

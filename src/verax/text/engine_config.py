@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TypedDict
 
 from verax.errors import InvalidParameterError
@@ -49,6 +50,7 @@ class EngineOptions(TypedDict, total=False):
     max_cpu_loras: int | None
     tensor_parallel_size: int
     data_parallel_size: int
+    programs: str | Path | None
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class EngineConfig:
         tensor_parallel_size: devices that share the model: each holds a part of the weights and of the cache.
         data_parallel_size: replicas of the model, each on `tensor_parallel_size` devices of its own. Sizes are those of
             one replica.
+        programs: folder that `LLM.write_programs` or `verax compile` made: its programs are loaded instead of compiled,
+            and sizes that no option names are its own. None: compile.
 
     Raises:
         InvalidParameterError: for a size below 1, an unknown dtype or no truth value, with the option's name.
@@ -103,6 +107,7 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    programs: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -22,6 +22,7 @@ from verax.loading import divide_model, load_causal_lm
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.text.build import new_engines, warm_up
+from verax.text.compiled_programs import check_supported, write_programs
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig, EngineOptions
 from verax.text.engine_group import EngineGroup
@@ -144,6 +145,7 @@ class LLM:
     ) -> None:
         """Allocate caches and compile every step, for a model on each mesh that has `heads` key/value heads itself."""
         enable_compilation_cache()
+        self.config = config
         self.model_config = models[0].config
         self.tokenizer = tokenizer
         self._group = EngineGroup(
@@ -167,6 +169,21 @@ class LLM:
     def max_num_seqs(self) -> int:
         """Most sequences that run at once, on all replicas."""
         return sum(engine.scheduler.max_num_seqs for engine in self.engines)
+
+    def write_programs(self, folder: str | Path) -> list[Path]:
+        """Write the compiled programs into a folder for `programs` of a later start; their files.
+
+        Such a start traces, lowers and compiles nothing. The folder holds machine code: load only one that you made.
+
+        Args:
+            folder: a new folder, or one to replace.
+
+        Raises:
+            InvalidParameterError: for an engine with adapters, drafts or several devices.
+        """
+        check_supported(self.config)
+        runner = self.engine.runner
+        return write_programs(runner.compiled_programs(), Path(folder), runner.abstract_model, runner.config)
 
     @property
     def max_model_len(self) -> int:

@@ -32,7 +32,9 @@ __all__ = [
     "named",
     "new_cache",
     "placed",
+    "sampling_name",
     "sampling_program",
+    "step_name",
     "step_program",
 ]
 
@@ -157,6 +159,17 @@ class AbstractModel:
         return model
 
 
+def step_name(shape: StepShape) -> str:
+    """Name of the program of a step."""
+    kind = "decode" if shape.decode else "verify" if shape.verify else "mixed"
+    return f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}"
+
+
+def sampling_name(rows: int) -> str:
+    """Name of the program that samples so many rows."""
+    return f"sample_{rows}"
+
+
 def step_program(
     model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | AbstractMesh | None = None
 ) -> StepProgram:
@@ -176,8 +189,7 @@ def step_program(
         ...     lowered = step_program(AbstractModel.from_module(module), sizes, sizes.shapes[0]).lower()
     """
     step = make_step(model.build, shape, sizes.block_size, sizes.groups, structured_outputs=sizes.structured_outputs)
-    kind = "decode" if shape.decode else "verify" if shape.verify else "mixed"
-    step.__name__ = name = f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}"
+    step.__name__ = name = step_name(shape)
     adapted = model.adapted if shape.adapters else None
     matrices, matrix_partitions = ((), ()) if adapted is None else (adapted.arrays, adapted.partitions)
     arguments = (
@@ -201,7 +213,7 @@ def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh:
         mesh: devices that the weights are divided over; scores and slots are whole on each.
     """
     function = make_sampling()
-    function.__name__ = name = f"sample_{rows}"
+    function.__name__ = name = sampling_name(rows)
     vocab_size = model.config.vocab_size
     arguments = (
         _abstract_slots(sizes),

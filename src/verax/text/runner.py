@@ -6,7 +6,7 @@ import contextvars
 import functools
 import time
 from collections import abc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -18,12 +18,22 @@ from jax.sharding import Mesh
 
 from verax import ops
 from verax._buckets import at_least
-from verax._compat import compiler_options
+from verax._compat import compiler_options, no_compilation_cache
 from verax.models import CausalLM
 from verax.nn import Embedding
+from verax.text.compiled_programs import CompiledPrograms
 from verax.text.grammar import mask_width
 from verax.text.lora.device import DeviceAdapters
-from verax.text.program import AbstractModel, StepProgram, new_cache, placed, sampling_program, step_program
+from verax.text.program import (
+    AbstractModel,
+    StepProgram,
+    new_cache,
+    placed,
+    sampling_name,
+    sampling_program,
+    step_name,
+    step_program,
+)
 from verax.text.sampler import DEFERRED, SAMPLED
 from verax.text.scheduler import Schedule
 from verax.text.sizes import RunnerConfig
@@ -31,6 +41,10 @@ from verax.text.slots import Slots, admit, new_slots, pack_admission
 from verax.text.step import StepOutput, StepShape
 
 __all__ = ["ModelRunner", "PendingStep", "weight_bytes"]
+
+
+ADMIT = "admit"
+"""Name of the program that fills slots."""
 
 
 @dataclass
@@ -45,15 +59,15 @@ class PendingStep:
     """Rows of the step's input if `sample` is still to be called, `[B, 4]`."""
 
 
-class _JittedPrograms(NamedTuple):
-    """Programs of an engine as `jax.jit` gives them."""
+class _Programs(NamedTuple):
+    """Programs of an engine, as `jax.jit` gives them or loaded."""
 
     admit: Any
     steps: dict[StepShape, Any]
     samplers: dict[int, Any]
 
 
-def _jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _JittedPrograms:
+def _jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _Programs:
     """The programs of a model at these sizes, which engines of equal models share: the second one compiles nothing."""
     try:
         hash(model)
@@ -64,25 +78,31 @@ def _jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | Non
 
 # Programs hold no weights. Those of the last few engines are kept.
 @functools.lru_cache(maxsize=4)
-def _shared_programs(
-    model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, context: Hashable
-) -> _JittedPrograms:
+def _shared_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, context: Hashable) -> _Programs:
     return _new_programs(model, sizes, mesh)
 
 
-def _new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _JittedPrograms:
+def _new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _Programs:
     steps = {shape: step_program(model, sizes, shape, mesh) for shape in sizes.shapes}
     _, on_slots, _, _ = steps[sizes.shapes[0]].shardings or (None,) * 4
     options = compiler_options(ops.target().platform)
-    return _JittedPrograms(
-        admit=jax.jit(admit, donate_argnums=0, compiler_options=options, out_shardings=on_slots),
+    return _Programs(
+        admit=jax.jit(functools.partial(admit), donate_argnums=0, compiler_options=options, out_shardings=on_slots),
         steps={shape: step.jit() for shape, step in steps.items()},
         samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
     )
 
 
-def _compile(jitted: Any, arguments: tuple[Any, ...]) -> None:
-    jitted.lower(*arguments).compile()
+def _loaded_programs(compiled: CompiledPrograms, sizes: RunnerConfig) -> _Programs:
+    return _Programs(
+        admit=compiled.load(ADMIT),
+        steps={shape: compiled.load(step_name(shape)) for shape in sizes.shapes},
+        samplers={rows: compiled.load(sampling_name(rows)) for rows in sizes.sampling_rows},
+    )
+
+
+def _compile(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    return jitted.lower(*arguments).compile()
 
 
 class ModelRunner:
@@ -96,7 +116,21 @@ class ModelRunner:
         eos_token_ids: abc.Sequence[int] = (),
         adapters: DeviceAdapters | None = None,
         mesh: Mesh | None = None,
+        compiled: CompiledPrograms | None = None,
     ):
+        """Put weights, cache and slots on the device.
+
+        Args:
+            model: the model.
+            config: sizes of cache, slots and steps.
+            eos_token_ids: tokens that end a text.
+            adapters: adapters on the device; None without them.
+            mesh: devices that weights and cache are divided over; None for JAX's default device.
+            compiled: programs to load, of this model and these sizes; None to compile them.
+
+        Raises:
+            InvalidParameterError: if `compiled` is of something else.
+        """
         self.config = config
         self.mesh = mesh
         """Devices that weights and cache are divided over; None for JAX's default device."""
@@ -115,7 +149,13 @@ class ModelRunner:
         """Bytes of the key/value cache and the recurrent states, on all devices."""
         sizes = config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups)
         self._slots = placed(lambda: new_slots(*sizes), on_slots)
-        self._admit, self._steps, self._samplers = _jitted_programs(self.abstract_model, config, mesh)
+        if compiled is None:
+            programs = _jitted_programs(self.abstract_model, config, mesh)
+        else:
+            compiled.check(self.abstract_model)
+            programs = _loaded_programs(compiled, config)
+        self._is_compiled = compiled is not None
+        self._admit, self._steps, self._samplers = programs
 
     def program(self, shape: StepShape) -> StepProgram:
         """The program of one step on this runner's state."""
@@ -129,8 +169,8 @@ class ModelRunner:
         """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this."""
         begin = time.perf_counter()
         shapes = self.config.shapes
-        programs = [(self._steps[shape], self._arguments(shape)) for shape in shapes]
-        programs += [(jitted, self.sampling_program(rows).arguments) for rows, jitted in self._samplers.items()]
+        own = _Programs(self._admit, self._steps, self._samplers)
+        programs = [] if self._is_compiled else list(self._with_arguments(own).values())
         if progress is not None:
             progress(0, len(programs))
         # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
@@ -144,11 +184,33 @@ class ModelRunner:
         for shape in shapes:
             jax.block_until_ready(self._run_padding(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
-        width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
-        self._slots = self._admit(self._slots, np.zeros(1 + width, np.int32))
+        self._slots = self._admit(self._slots, self._no_admission())
         if self._adapters is not None:
             self._adapters.warm_up()
         return time.perf_counter() - begin
+
+    def _with_arguments(self, programs: _Programs) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Programs of the steps and of their sampling by name, each with its arguments."""
+        steps = {step_name(shape): (step, self._arguments(shape)) for shape, step in programs.steps.items()}
+        return steps | {
+            sampling_name(rows): (sampler, self.sampling_program(rows).arguments)
+            for rows, sampler in programs.samplers.items()
+        }
+
+    def compiled_programs(self) -> Iterator[tuple[str, jax.stages.Compiled]]:
+        """Every program by name, compiled anew for `write_programs`.
+
+        A program that XLA:CPU has read from the compilation cache cannot be written again: functions are missing in it.
+        """
+        new = _new_programs(self.abstract_model, self.config, self.mesh)
+        programs = self._with_arguments(new) | {ADMIT: (new.admit, (self._slots, self._no_admission()))}
+        with no_compilation_cache():
+            for name, each in programs.items():
+                yield name, _compile(*each)
+
+    def _no_admission(self) -> np.ndarray:
+        width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
+        return np.zeros(1 + width, np.int32)
 
     def _run_padding(self, shape: StepShape) -> StepOutput:
         packed = self._padding(shape)
@@ -289,10 +351,11 @@ class ModelRunner:
         return run
 
     def num_compiled(self) -> int:
-        """Programs compiled so far; constant after `warm_up`."""
+        """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
         programs = [self._admit, *self._steps.values(), *self._samplers.values()]
         adapters = 0 if self._adapters is None else self._adapters.num_compiled()
-        return sum(program._cache_size() for program in programs) + adapters
+        own = len(programs) if self._is_compiled else sum(program._cache_size() for program in programs)
+        return own + adapters
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -91,15 +91,16 @@ def result(small):
 def test_all_sides_do_the_same_work_and_are_in_one_result(result):
     cases = {(case["section"], case["case"]): case for case in result["cases"]}
     names = ["Short, variant B", "Short, variant C"]
-    assert list(cases) == [(name, "Small") for name in SECTIONS[:3]] + [("decode", "Step")] + [
+    assert list(cases) == [(name, "Small") for name in SECTIONS[:4]] + [("decode", "Step")] + [
         ("encoder", name) for name in names
     ]
     transformers = {"transformers chunk", "transformers recurrent"}
     assert {"verax reference", "torch"} <= set(cases["rule", "Small"]["sides"])
     assert {"verax reference", "verax chunk"} | transformers <= set(cases["gated", "Small"]["sides"])
+    assert {"verax chunk", "transformers chunk"} <= set(cases["gradient", "Small"]["sides"])
     assert {"verax step", "transformers recurrent"} <= set(cases["decode", "Step"]["sides"])
     for (section, _), case in cases.items():
-        if section not in ("gated", "decode"):
+        if section not in ("gated", "gradient", "decode"):
             assert {case["runs"], "torch"} <= set(case["sides"])
         assert set(case["ratios"]) == set(case["sides"]) - {case["runs"]}
         for name, side in case["sides"].items():
@@ -160,7 +161,7 @@ def test_a_side_in_another_dtype_or_elsewhere_than_it_claims_is_refused():
 
 
 def test_the_exact_rule_is_the_recurrence():
-    arrays = gated._inputs(1, 3, 1, 4, "float32")
+    arrays = gated.gated_inputs(1, 3, 1, 4, "float32")
     arrays["beta"][:] = 1
     out, state = gated.exact_gated_rule(arrays, np.zeros((1, 1, 4, 4)))
     # With beta 1, what the last key finds is the last value.

@@ -56,11 +56,15 @@ def torch_side(
     flops: int,
     dtypes: Sequence[str] = ("float32",),
     compiled: bool = False,
+    gradients: bool = False,
 ) -> Side:
-    """A PyTorch call without gradients; with `compiled`, the time of the first call is that of compiling."""
+    """A PyTorch call, which may take gradients only with `gradients`.
+
+    With `compiled`, the time of the first call is that of compiling.
+    """
 
     def call() -> list[Any]:
-        with torch.inference_mode():
+        with torch.inference_mode(not gradients):
             outputs = [x for x in jax.tree.leaves(function(*arguments)) if isinstance(x, torch.Tensor)]
         if outputs[0].device.type == "cuda":
             torch.cuda.synchronize()

@@ -18,6 +18,7 @@ TITLES = {
     "rule": "LAM's published rule by itself",
     "layer": "LAM's layer",
     "gated": "The exact gated delta rule",
+    "gradient": "The exact gated delta rule, forward and backward",
     "decode": "A decode step of the gated rule",
     "encoder": "LAM's sentence encoder",
 }

@@ -13,6 +13,7 @@ from verax import progress
 from verax.bench.delta.baselines import find_baselines
 from verax.bench.delta.case import measure
 from verax.bench.delta.gated import decode_cases, gated_cases
+from verax.bench.delta.gradient import gradient_cases
 from verax.bench.delta.lam import encoder_cases, layer_cases, rule_cases
 from verax.bench.delta.sizes import CONFIGURATIONS, SECTIONS
 from verax.bench.harness import Benchmark
@@ -38,7 +39,7 @@ def bench_delta(
 
     Args:
         sections: names out of `SECTIONS`.
-        configurations: names out of `CONFIGURATIONS`, for rule, layer and gated.
+        configurations: names out of `CONFIGURATIONS`, for rule, layer, gated and gradient.
         against: names out of `BASELINES`; all that can be had if None, but those in `without`.
         runs: counted rounds. With `warmup` rounds before them.
 
@@ -62,6 +63,7 @@ def bench_delta(
             "rule": lambda: rule_cases(chosen, baselines),
             "layer": lambda: layer_cases(chosen, baselines),
             "gated": lambda: gated_cases(chosen, baselines),
+            "gradient": lambda: gradient_cases(chosen, baselines),
             "decode": lambda: decode_cases(baselines),
             "encoder": lambda: encoder_cases(baselines),
         }

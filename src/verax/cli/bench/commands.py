@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verax.cli import options
-from verax.cli.bench import compare, docs, reports, serve
+from verax.cli.bench import accelerator, compare, docs, reports, serve
 from verax.cli.bench.output import Output, show
 from verax.cli.lines import read_lines
 
@@ -20,6 +20,7 @@ __all__ = ["app"]
 app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_args_is_help=True)
 
 
+app.command("accelerator")(accelerator.accelerator)
 app.command("compare")(compare.compare)
 app.command("docs")(docs.docs)
 app.command("reports")(reports.reports)
@@ -275,7 +276,7 @@ def embeddings(
 @app.command("delta")
 def delta(
     only: Annotated[
-        str | None, typer.Option(help="rule, layer, gated, decode, encoder; all of them if left out.")
+        str | None, typer.Option(help="rule, layer, gated, gradient, decode, encoder; all of them if left out.")
     ] = None,
     configurations: Annotated[
         str | None, typer.Option("--configs", help="Small, Medium, Large; all of them if left out.")
