@@ -29,6 +29,7 @@ _PACKAGES = {
     "pygments": ("Pygments", "server"),
     "starlette": ("Starlette", "server"),
     "uvicorn": ("uvicorn", "server"),
+    "zmq": ("pyzmq", "hosts"),
 }
 """Package and extra by module."""
 

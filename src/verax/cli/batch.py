@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -49,6 +49,10 @@ def batch(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
+    nnodes: options.Nnodes = 1,
+    node_rank: options.NodeRank = 0,
+    master_addr: options.MasterAddr = "127.0.0.1",
+    master_port: options.MasterPort = 29501,
     speculative_config: options.SpeculativeConfig = None,
     chat_template: options.ChatTemplate = None,
     revision: serving.Revision = None,
@@ -90,6 +94,30 @@ def batch(
         disable_page=True,
     )
     adapters = serving.open_adapters(lora_modules)
+    engine: dict[str, Any] = dict(
+        adapters=adapters,
+        enable_lora=enable_lora,
+        max_loras=max_loras,
+        max_cpu_loras=max_cpu_loras,
+        dtype=dtype,
+        quantization=quantization,
+        revision=revision,
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        seed=seed,
+        structured_outputs=structured_outputs,
+        speculative_config=speculative_config,
+        max_lora_rank=max_lora_rank,
+    )
+    if node_rank > 0:
+        return serving.follow(model, **engine)
     with contextlib.ExitStack() as stack:
         # Both files before minutes of loading.
         requests, size = _input(input, output)
@@ -104,24 +132,9 @@ def batch(
             embedding_model=embedding_model,
             reranker_model=reranker_model,
             video_model=video_model,
-            adapters=adapters,
-            enable_lora=enable_lora,
-            max_loras=max_loras,
-            max_cpu_loras=max_cpu_loras,
             chat_template=chat_template,
-            dtype=dtype,
-            quantization=quantization,
-            revision=revision,
             max_queued_requests=sys.maxsize,  # what is in flight is bounded here
-            kv_cache_dtype=kv_cache_dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            seed=seed,
-            structured_outputs=structured_outputs,
-            speculative_config=speculative_config,
-            max_lora_rank=max_lora_rank,
+            **engine,
         )
         with bar("batch", count=False) as report:
 

@@ -19,10 +19,14 @@ __all__ = [
     "Json",
     "KvCacheDtype",
     "Lora",
+    "MasterAddr",
+    "MasterPort",
     "MaxModelLen",
     "MaxTokens",
     "MinP",
     "Model",
+    "Nnodes",
+    "NodeRank",
     "PresencePenalty",
     "Quantization",
     "RepetitionPenalty",
@@ -40,6 +44,7 @@ __all__ = [
 ]
 
 _SAMPLING = "Sampling"
+_HOSTS = "Several hosts"
 
 Model = Annotated[
     str | None,
@@ -60,6 +65,18 @@ KvCacheDtype = Annotated[
 ]
 TensorParallelSize = Annotated[
     int, typer.Option(help="Devices that share the model: each holds a part of its weights and cache.", min=1)
+]
+Nnodes = Annotated[
+    int, typer.Option(help="Hosts that share the model; each runs this command.", min=1, rich_help_panel=_HOSTS)
+]
+NodeRank = Annotated[
+    int, typer.Option(help="Number of this host; host 0 takes the requests.", min=0, rich_help_panel=_HOSTS)
+]
+MasterAddr = Annotated[
+    str, typer.Option(help="Address of host 0, HOST or HOST:PORT, where it listens.", rich_help_panel=_HOSTS)
+]
+MasterPort = Annotated[
+    int, typer.Option(help="Port of host 0, if the address has none.", min=1, max=65535, rich_help_panel=_HOSTS)
 ]
 SpeculativeConfig = Annotated[
     str | None,

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import abc
 from collections.abc import Generator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from verax import builtin, checkpoint, progress
+from verax import builtin, checkpoint, ops, progress
 from verax._compat import enable_compilation_cache
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
@@ -25,6 +25,7 @@ from verax.models.causal_lm import check_causal_lm
 from verax.text.block_manager import BlockManager
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig, EngineOptions
+from verax.text.hosts.group import Group
 from verax.text.lora.device import DeviceAdapters
 from verax.text.lora.layers import AdaptedLayers
 from verax.text.lora.loader import AdapterLoader
@@ -37,7 +38,7 @@ from verax.text.request_limits import NO_TOKENIZER
 from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
 from verax.text.scheduler import Scheduler
-from verax.text.sizes import plan_sizes, state_bytes
+from verax.text.sizes import cache_memory, plan_sizes, state_bytes
 from verax.text.speculative.build import load_draft_model, new_speculator
 from verax.text.stats import SpeculationTotals
 from verax.text.tokenizer import Tokenizer, eos_token_ids
@@ -95,20 +96,26 @@ class LLM:
             CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
             UnsupportedModelError: if verax has no such architecture.
             InvalidParameterError: if an option is unknown or a size makes no sense, with its name.
+            HostsError: if other hosts are missing, or differ from this one.
         """
         check_dtype(dtype)
         config = (config or EngineConfig()).with_options(options)  # checked before minutes of loading
-        mesh = tensor_mesh(config.tensor_parallel_size)
+        group = None
+        if config.nnodes > 1:
+            group = Group.join(config, {"dtype": dtype, "quantization": quantization, "revision": revision})
+        mesh = tensor_mesh(config.tensor_parallel_size, config.nnodes)
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
-        tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
+        tokenizer = None if skip_tokenizer_init or config.node_rank > 0 else _tokenizer(opened)
         with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
             loaded = load_causal_lm(opened, dtype=dtype, quantization=quantization, mesh=_many(mesh), progress=report)
         self.load_seconds = time.perf_counter() - begin
         self._generation_config = dict(opened.generation_config)
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         heads = causal_lm(opened.config)[1].num_key_value_heads
-        self._start(loaded, config, mesh, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
+        self._start(
+            loaded, config, mesh, heads, group=group, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm
+        )
 
     @classmethod
     def from_module(
@@ -138,6 +145,10 @@ class LLM:
         llm._generation_config = {}
         ends = tokenizer.eos_token_ids if tokenizer else frozenset()
         config = (config or EngineConfig()).with_options(options)
+        if config.nnodes > 1:
+            raise InvalidParameterError(
+                "nnodes: several hosts load a model from a checkpoint; one in memory has one host"
+            )
         mesh, heads = tensor_mesh(config.tensor_parallel_size), model.config.num_key_value_heads
         if (many := _many(mesh)) is not None:
             model = divide_model(model, many)
@@ -151,11 +162,13 @@ class LLM:
         mesh: Mesh | None,
         heads: int,
         *,
+        group: Group | None = None,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         use_tqdm: bool,
     ) -> None:
         """Allocate the cache and compile every step, for a model on a mesh that has `heads` key/value heads itself."""
+        self._group = group
         recurrent = state_bytes(model.config) > 0
         if recurrent and config.enable_prefix_caching:
             raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
@@ -170,11 +183,22 @@ class LLM:
         self.tokenizer = tokenizer
         draft = None
         if config.speculation is not None and config.speculation.model is not None:
+            if group is not None:
+                raise UnsupportedModelError(
+                    'speculative_config: several hosts run no draft model; use the method "ngram"'
+                )
             draft = load_draft_model(config.speculation, model, tokenizer, mesh=_many(mesh), use_tqdm=use_tqdm)
         # Before the cache takes what is free.
         adapters = _adapters(model, config, mesh, heads) if config.enable_lora else None
+        if group is not None and config.kv_cache_memory is None:
+            each = config.tensor_parallel_size // config.nnodes
+            config = replace(config, kv_cache_memory=min(group.exchange(cache_memory(each))))
         sizes = plan_sizes(model.config, model.dtype, config, draft=None if draft is None else draft.config)
-        runner = ModelRunner(model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters, mesh=mesh)
+        if group is not None:
+            group.agree({"model": model.config, "target": ops.target().device_kind, **asdict(sizes)})
+        runner = ModelRunner(
+            model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=adapters, mesh=mesh, group=group
+        )
         caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
         blocks = BlockManager(
             [group.num_blocks for group in sizes.groups],
@@ -201,6 +225,20 @@ class LLM:
             self.compile_seconds = runner.warm_up(report)
         if self.engine.speculator is not None:
             self.engine.speculator.drafter.warm_up()
+
+    def follow(self) -> None:
+        """Repeat the dispatches of rank 0 until it ends, on another host than that of rank 0.
+
+        If rank 0 or another host is gone, the process ends with status 1 and a message on stderr.
+
+        Raises:
+            InvalidParameterError: on rank 0, or where there is one host.
+        """
+        group = self._group
+        if group is None or group.leads:
+            raise InvalidParameterError("node_rank: rank 0 leads; hosts with a larger node_rank follow")
+        for dispatch in group.dispatches():
+            self.engine.runner.repeat(dispatch)
 
     @property
     def max_model_len(self) -> int:
