@@ -24,6 +24,7 @@ __all__ = [
     "empty_compilation_cache",
     "enable_compilation_cache",
     "join_processes",
+    "leave_processes",
     "make_mesh",
     "no_compilation_cache",
 ]
@@ -40,6 +41,9 @@ JAXLIB = version("jaxlib")
 _JAXLIB_VERSION = _version(JAXLIB)
 HEARTBEAT_TIMEOUT = 30
 """Seconds of silence after which JAX aborts the processes of a group, should nothing else have ended them before."""
+
+SHUTDOWN_TIMEOUT = 10
+"""Seconds that a process of a group waits at its end for the others' end."""
 
 _CACHE = "jax_compilation_cache_dir"
 
@@ -86,7 +90,13 @@ def join_processes(coordinator: str, count: int, rank: int) -> None:
         coordinator_bind_address=coordinator,
         initialization_timeout=24 * 3600,  # JAX aborts the process afterwards: the caller gives up before
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
     )
+
+
+def leave_processes() -> None:
+    """Leave the coordination service, which waits until all processes do."""
+    jax.distributed.shutdown()
 
 
 def coordination_store() -> Any:

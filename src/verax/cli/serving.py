@@ -202,7 +202,9 @@ def follow(
     """
     from verax.text.llm import LLM
 
-    LLM(model, **_lora_options(adapters, enable_lora, max_loras, max_cpu_loras), **engine).follow()
+    llm = LLM(model, **_lora_options(adapters, enable_lora, max_loras, max_cpu_loras), **engine)
+    typer.echo(f"rank {engine['node_rank']} of {engine['nnodes']} follows rank 0")
+    llm.follow()
 
 
 def _lora_options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import socket
@@ -15,7 +16,6 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
-import jax
 import msgspec
 
 from verax import _compat
@@ -36,11 +36,11 @@ CONNECT_TIMEOUT = 60.0
 LAST_ANSWERS = 4.0
 """Seconds that rank 0 has for the last answers to its clients, once another rank is gone."""
 
-LINGER = 2.0
-"""Seconds for the last message to the followers."""
+LINGER = 10.0
+"""Seconds for the last message to the followers, and for their answer."""
 
 END = b""
-"""Message after the last dispatch."""
+"""Message after the last dispatch, and its answer."""
 
 _PLACES = ("node_rank", "master_addr", "master_port")
 """Options in which the ranks may differ."""
@@ -81,7 +81,8 @@ class Group:
         self = cls(config.node_rank, config.nnodes)
         _join_jax(config)
         self._connect(_numeric(config.coordinator))
-        atexit.register(self.end)
+        # A follower that ends by itself, before `dispatches` has, leaves the others without its part of the model.
+        atexit.register(self.end if self.leads else _exit)
         versions = {name: version(name) for name in ("verax", "jax", "jaxlib")}
         own = {field.name: str(getattr(config, field.name)) for field in fields(config) if field.name not in _PLACES}
         self.agree({**versions, **own, **options})
@@ -122,6 +123,7 @@ class Group:
             if found.get(name) != first.get(name)
         ]
         if differences:
+            self.end()
             raise HostsError(f"nnodes: the hosts must be equal, but {'; '.join(differences)}")
 
     def send(self, dispatch: Dispatch) -> None:
@@ -146,17 +148,20 @@ class Group:
         return error if self.lost is None else HostsError(self.lost)
 
     def end(self) -> None:
-        """End the group; rank 0 ends the followers. Called at exit, it returns only if no rank is gone."""
-        atexit.unregister(self.end)
+        """End the group, on all ranks; rank 0 ends the followers. The process ends here if a rank is gone."""
+        atexit.unregister(self.end if self.leads else _exit)
         if self.lost is not None:
             _exit()
-        links, self._links = self._links, []
-        for link in links:
-            if self.leads:
+        for link in self._links:
+            link.part()
+            with contextlib.suppress(HostsError):  # a rank that has ended too
                 link.send(END)
+        for link in self._links:
+            if self.leads:  # followers expect the end of their connections once they have answered
+                link.wait(LINGER)
             link.close(LINGER)
-        if links:
-            jax.distributed.shutdown()
+        self._links = []
+        _compat.leave_processes()
 
     def _connect(self, host: str) -> None:
         """Make the links. The coordination service's key-value store tells followers where rank 0 listens."""

@@ -48,7 +48,7 @@ class Link:
     Args:
         socket: a PAIR socket, before it listens or connects.
         rank: the rank at the other end.
-        on_lost: called once, on a thread of the link's own, when the other side is gone before `close`.
+        on_lost: called once, on a thread of the link's own, when the other side is gone before `part`.
     """
 
     def __init__(self, socket: Any, rank: int, on_lost: Callable[[int], None]):
@@ -56,7 +56,7 @@ class Link:
         self._zmq = require_optional("zmq")
         self._socket = socket
         self._on_lost = on_lost
-        self._closed = False
+        self._parted = False
         self._monitor = socket.get_monitor_socket()
 
     @classmethod
@@ -114,9 +114,18 @@ class Link:
         """Wait for the next message."""
         return self._socket.recv()
 
+    def part(self) -> None:
+        """Expect the end of the connection, which is no loss from now on."""
+        self._parted = True
+
+    def wait(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a message, and drop it."""
+        if self._socket.poll(round(timeout * 1000)):
+            self._socket.recv()
+
     def close(self, linger: float) -> None:
         """End the connection; messages on their way have `linger` seconds."""
-        self._closed = True
+        self.part()
         self._socket.disable_monitor()
         self._socket.close(linger=round(linger * 1000))
 
@@ -137,7 +146,7 @@ class Link:
             event = parse(self._monitor.recv_multipart())
             if event["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 established = True
-            elif event["event"] == self._zmq.EVENT_DISCONNECTED and established and not self._closed:
+            elif event["event"] == self._zmq.EVENT_DISCONNECTED and established and not self._parted:
                 if descriptor in (None, event["value"]):
                     self._on_lost(self.rank)
                     return
