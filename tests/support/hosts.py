@@ -38,7 +38,7 @@ def join(rank, port, **options):
     )
 
 
-def ended(process, seconds=60):
+def ended(process, seconds=120):
     """Status and error output of a process that ends within so many seconds."""
     _, errors = process.communicate(timeout=seconds)
     return process.returncode, errors

@@ -116,7 +116,7 @@ def test_a_follower_ends_when_rank_0_does_and_with_a_message_when_it_is_killed()
     leader, follower = (join(rank, port, stays=1) for rank in range(2))
     assert [process.stdout.readline() for process in (leader, follower)] == ["joined\n"] * 2
     leader.kill()
-    status, errors = ended(follower, seconds=10)
+    status, errors = ended(follower)
     leader.communicate()
     assert status != 0
     assert "rank 0 of 2 is gone" in errors
@@ -143,7 +143,7 @@ def test_a_server_on_two_hosts_gives_one_devices_tokens_and_names_the_host_that_
         lines = iter(leader.stdout.readline, "")
         url = next(found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
         plain = {"model": str(folder), "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
-        with httpx.Client(base_url=url, timeout=60) as client:
+        with httpx.Client(base_url=url, timeout=300) as client:
             tokens = []
             for prompt, how in zip(PROMPTS, SAMPLING, strict=True):
                 answer = client.post("/v1/completions", json={**plain, **how, "prompt": prompt}).json()
@@ -154,7 +154,7 @@ def test_a_server_on_two_hosts_gives_one_devices_tokens_and_names_the_host_that_
                 next(events)
                 follower.send_signal(signal.SIGKILL)
                 rest = "\n".join(events)
-        status, errors = ended(leader, seconds=10)
+        status, errors = ended(leader)
     finally:
         for process in (leader, follower):
             process.kill()

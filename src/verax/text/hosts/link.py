@@ -57,6 +57,7 @@ class Link:
         self._socket = socket
         self._on_lost = on_lost
         self._parted = False
+        self._gone = False
         self._monitor = socket.get_monitor_socket()
 
     @classmethod
@@ -106,9 +107,11 @@ class Link:
             HostsError: if the other side is gone.
         """
         try:
-            self._socket.send(message, self._zmq.NOBLOCK)
+            if not self._gone:
+                return self._socket.send(message, self._zmq.NOBLOCK)
         except self._zmq.Again:
-            raise HostsError(f"node_rank: rank {self.rank} is gone") from None
+            pass
+        raise HostsError(f"node_rank: rank {self.rank} is gone")
 
     def receive(self) -> bytes:
         """Wait for the next message."""
@@ -148,6 +151,7 @@ class Link:
                 established = True
             elif event["event"] == self._zmq.EVENT_DISCONNECTED and established and not self._parted:
                 if descriptor in (None, event["value"]):
+                    self._gone = True
                     self._on_lost(self.rank)
                     return
             elif event["event"] == self._zmq.EVENT_MONITOR_STOPPED:
