@@ -20,8 +20,11 @@ __all__ = [
     "JAXLIB",
     "compilation_cache",
     "compiler_options",
+    "coordination_store",
     "empty_compilation_cache",
     "enable_compilation_cache",
+    "join_processes",
+    "leave_processes",
     "make_mesh",
     "no_compilation_cache",
 ]
@@ -36,6 +39,12 @@ def _version(text: str) -> tuple[int, int, int]:
 
 JAXLIB = version("jaxlib")
 _JAXLIB_VERSION = _version(JAXLIB)
+HEARTBEAT_TIMEOUT = 30
+"""Seconds of silence after which JAX aborts the processes of a group, should nothing else have ended them before."""
+
+SHUTDOWN_TIMEOUT = 10
+"""Seconds that a process of a group waits at its end for the others' end."""
+
 _CACHE = "jax_compilation_cache_dir"
 
 
@@ -58,6 +67,43 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], devices: Sequence[Any]
     """
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape), tuple(names), axis_types=axis_types, devices=devices)
+
+
+def join_processes(coordinator: str, count: int, rank: int) -> None:
+    """Wait until all processes have joined JAX's coordination service, which rank 0 runs at this address alone.
+
+    Args:
+        coordinator: `HOST:PORT`.
+        count: number of processes.
+        rank: number of this one.
+
+    Raises:
+        RuntimeError: if JAX has begun to use devices, or the address cannot be had.
+    """
+    # Its handler of SIGTERM would keep a process alive that is to end.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        rank,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=coordinator,
+        initialization_timeout=24 * 3600,  # JAX aborts the process afterwards: the caller gives up before
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
+    )
+
+
+def leave_processes() -> None:
+    """Leave the coordination service, which waits until all processes do."""
+    jax.distributed.shutdown()
+
+
+def coordination_store() -> Any:
+    """The key-value store of the coordination service, with `key_value_set` and `blocking_key_value_get`."""
+    from jax._src import distributed  # no public name reaches it
+
+    return distributed.global_state.client
 
 
 def compilation_cache() -> str | None:

@@ -31,6 +31,7 @@ _PACKAGES = {
     "ray": ("Ray", "ray"),
     "starlette": ("Starlette", "server"),
     "uvicorn": ("uvicorn", "server"),
+    "zmq": ("pyzmq", "hosts"),
 }
 """Package and extra by module."""
 

@@ -4,6 +4,7 @@ __all__ = [
     "CheckpointError",
     "ContextLengthError",
     "EngineDeadError",
+    "HostsError",
     "InvalidParameterError",
     "MissingDependencyError",
     "QueueFullError",
@@ -60,6 +61,10 @@ class QueueFullError(RequestRefusedError):
 
 class EngineDeadError(VeraxError):
     """Engine that was shut down or has failed. The cause, if any, is the error that it failed with."""
+
+
+class HostsError(VeraxError):
+    """Group of hosts that cannot be formed, whose members differ, or that has lost one."""
 
 
 class StructuredOutputError(VeraxError):

@@ -7,7 +7,7 @@ import functools
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -58,6 +58,10 @@ def batch(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
     data_parallel_size: options.DataParallelSize = 1,
+    nnodes: options.Nnodes = 1,
+    node_rank: options.NodeRank = 0,
+    master_addr: options.MasterAddr = "127.0.0.1",
+    master_port: options.MasterPort = 29501,
     speculative_config: options.SpeculativeConfig = None,
     chat_template: options.ChatTemplate = None,
     revision: serving.Revision = None,
@@ -93,6 +97,8 @@ def batch(
 
         verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
+    if ray and nnodes > 1:
+        raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
     serving.require_packages()
     from verax.progress import bar
     from verax.serve.batch.run import BatchRun
@@ -105,6 +111,31 @@ def batch(
         disable_page=True,
     )
     adapters = serving.open_adapters(lora_modules)
+    engine: dict[str, Any] = dict(
+        adapters=adapters,
+        enable_lora=enable_lora,
+        max_loras=max_loras,
+        max_cpu_loras=max_cpu_loras,
+        dtype=dtype,
+        quantization=quantization,
+        revision=revision,
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        data_parallel_size=data_parallel_size,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        seed=seed,
+        structured_outputs=structured_outputs,
+        speculative_config=speculative_config,
+        max_lora_rank=max_lora_rank,
+    )
+    if node_rank > 0:
+        return serving.follow(model, **engine)
     with contextlib.ExitStack() as stack:
         # Both files before minutes of loading.
         requests, size = _input(input, output)
@@ -120,25 +151,9 @@ def batch(
             embedding_model=embedding_model,
             reranker_model=reranker_model,
             video_model=video_model,
-            adapters=adapters,
-            enable_lora=enable_lora,
-            max_loras=max_loras,
-            max_cpu_loras=max_cpu_loras,
             chat_template=chat_template,
-            dtype=dtype,
-            quantization=quantization,
-            revision=revision,
             max_queued_requests=sys.maxsize,  # what is in flight is bounded here
-            kv_cache_dtype=kv_cache_dtype,
-            tensor_parallel_size=tensor_parallel_size,
-            data_parallel_size=data_parallel_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            seed=seed,
-            structured_outputs=structured_outputs,
-            speculative_config=speculative_config,
-            max_lora_rank=max_lora_rank,
+            **engine,
         )
         server, max_num_seqs = (
             _replicas(stack, serving.open_replicas(load, replicas, num_cpus, num_gpus)) if ray else _local(load())

@@ -64,6 +64,10 @@ def generate(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KvCacheDtype = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
+    nnodes: options.Nnodes = 1,
+    node_rank: options.NodeRank = 0,
+    master_addr: options.MasterAddr = "127.0.0.1",
+    master_port: options.MasterPort = 29501,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
     speculative_config: options.SpeculativeConfig = None,
@@ -107,6 +111,10 @@ def generate(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs or (None if programs else min(len(texts) * n, MOST_AT_ONCE)),
         programs=programs,
@@ -116,6 +124,8 @@ def generate(
         speculative_config=speculative_config,
         **options.lora_options(lora),
     )
+    if node_rank > 0:
+        return llm.follow()
     adapter = options.lora_request(lora)
     params = llm.default_sampling_params(
         n=n,

@@ -20,10 +20,14 @@ __all__ = [
     "Json",
     "KvCacheDtype",
     "Lora",
+    "MasterAddr",
+    "MasterPort",
     "MaxModelLen",
     "MaxTokens",
     "MinP",
     "Model",
+    "Nnodes",
+    "NodeRank",
     "PresencePenalty",
     "Programs",
     "Quantization",
@@ -42,6 +46,7 @@ __all__ = [
 ]
 
 _SAMPLING = "Sampling"
+_HOSTS = "Several hosts"
 
 Model = Annotated[
     str | None,
@@ -65,6 +70,18 @@ TensorParallelSize = Annotated[
 ]
 DataParallelSize = Annotated[
     int, typer.Option(help="Replicas of the model, each on --tensor-parallel-size devices of its own.", min=1)
+]
+Nnodes = Annotated[
+    int, typer.Option(help="Hosts that share the model; each runs this command.", min=1, rich_help_panel=_HOSTS)
+]
+NodeRank = Annotated[
+    int, typer.Option(help="Number of this host; host 0 takes the requests.", min=0, rich_help_panel=_HOSTS)
+]
+MasterAddr = Annotated[
+    str, typer.Option(help="Address of host 0, HOST or HOST:PORT, where it listens.", rich_help_panel=_HOSTS)
+]
+MasterPort = Annotated[
+    int, typer.Option(help="Port of host 0, if the address has none.", min=1, max=65535, rich_help_panel=_HOSTS)
 ]
 SpeculativeConfig = Annotated[
     str | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,6 +49,10 @@ def serve(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     tensor_parallel_size: options.TensorParallelSize = 1,
     data_parallel_size: options.DataParallelSize = 1,
+    nnodes: options.Nnodes = 1,
+    node_rank: options.NodeRank = 0,
+    master_addr: options.MasterAddr = "127.0.0.1",
+    master_port: options.MasterPort = 29501,
     speculative_config: options.SpeculativeConfig = None,
     programs: options.Programs = None,
     chat_template: options.ChatTemplate = None,
@@ -130,10 +134,14 @@ def serve(
         verax serve Qwen/Qwen3-0.6B --lora-modules sql=adapters/sql --lora-modules de=adapters/german --max-loras 2
 
         verax serve Qwen/Qwen3-0.6B --ray --replicas 1:8 --num-gpus 1
+
+        verax serve Qwen/Qwen3-8B --tensor-parallel-size 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
     """
     others = {"embedding": embedding_model, "reranker": reranker_model, "video": video_model}
     if ray and (given := [f"--{name}-model" for name, other in others.items() if other is not None]):
         raise typer.BadParameter(f"--ray: replicas are of the text model; {given[0]} needs a server of its own")
+    if ray and nnodes > 1:
+        raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
     serving.require_packages("uvicorn", "httptools")
     from verax.serve.logs import configure_logs
     from verax.serve.run import bind, run
@@ -164,25 +172,18 @@ def serve(
     adapters = serving.open_adapters(lora_modules)
     configure_logs(log_format)
     tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
-    listener = bind(settings)  # before minutes of loading
-    load = functools.partial(
-        serving.new_server,
-        model,
-        settings,
-        served_names=served_model_name,
-        embedding_model=embedding_model,
-        reranker_model=reranker_model,
-        video_model=video_model,
+    engine: dict[str, Any] = dict(
         adapters=adapters,
-        chat_template=chat_template,
         dtype=dtype,
         quantization=quantization,
         revision=revision,
-        max_queued_requests=1 << 20 if ray else max_queued_requests,
-        max_queued_tokens=max_queued_tokens,
         kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
         data_parallel_size=data_parallel_size,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -194,6 +195,22 @@ def serve(
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         max_cpu_loras=max_cpu_loras,
+    )
+    if node_rank > 0:
+        return serving.follow(model, **engine)
+    listener = bind(settings)  # before minutes of loading
+    load = functools.partial(
+        serving.new_server,
+        model,
+        settings,
+        served_names=served_model_name,
+        embedding_model=embedding_model,
+        reranker_model=reranker_model,
+        video_model=video_model,
+        chat_template=chat_template,
+        max_queued_requests=1 << 20 if ray else max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        **engine,
     )
     with contextlib.ExitStack() as stack:
         if ray:

@@ -42,6 +42,7 @@ __all__ = [
     "ServedModelName",
     "StructuredOutputs",
     "VideoModel",
+    "follow",
     "new_server",
     "open_adapters",
     "open_replicas",
@@ -212,13 +213,7 @@ def new_server(
     from verax.serve.server import LazyModel, Server
     from verax.text.async_llm import AsyncLLM
 
-    llm = AsyncLLM(
-        model,
-        enable_lora=enable_lora or bool(adapters),
-        max_loras=max_loras,
-        max_cpu_loras=max_cpu_loras or max(max_loras, len(adapters)),
-        **engine,
-    )
+    llm = AsyncLLM(model, **_lora_options(adapters, enable_lora, max_loras, max_cpu_loras), **engine)
     for adapter in adapters.values():
         llm.llm.engine.load_adapter(adapter)  # one that cannot be served ends the start, not a request
     options.with_chat_template(llm.llm, chat_template)
@@ -233,6 +228,40 @@ def new_server(
         settings=settings,
         tracer=tracer,
     )
+
+
+def follow(
+    model: str | None,
+    *,
+    adapters: Mapping[str, LoRARequest],
+    enable_lora: bool,
+    max_loras: int,
+    max_cpu_loras: int | None,
+    **engine: Any,
+) -> None:
+    """Follow the host of rank 0, which runs the same command with its own rank, until it ends.
+
+    Args:
+        model: as in `new_server`, and so are the other arguments.
+        adapters: what `open_adapters` gave.
+        enable_lora, max_loras, max_cpu_loras: as in `EngineConfig`.
+        engine: further arguments of `LLM`.
+    """
+    from verax.text.llm import LLM
+
+    llm = LLM(model, **_lora_options(adapters, enable_lora, max_loras, max_cpu_loras), **engine)
+    typer.echo(f"rank {engine['node_rank']} of {engine['nnodes']} follows rank 0")
+    llm.follow()
+
+
+def _lora_options(
+    adapters: Mapping[str, LoRARequest], enable_lora: bool, max_loras: int, max_cpu_loras: int | None
+) -> dict[str, Any]:
+    return {
+        "enable_lora": enable_lora or bool(adapters),
+        "max_loras": max_loras,
+        "max_cpu_loras": max_cpu_loras or max(max_loras, len(adapters)),
+    }
 
 
 def _encoder(model: str | None) -> Any:

@@ -84,6 +84,11 @@ class AsyncLLM:
             InvalidParameterError: as `LLM`, and for a bound that is no whole number.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
+        config = (config or EngineConfig()).with_options(options)
+        if config.node_rank > 0:
+            raise InvalidParameterError(
+                f"node_rank: rank 0 takes requests; rank {config.node_rank} runs LLM(...).follow()"
+            )
         llm = LLM(
             model,
             dtype=dtype,
@@ -92,7 +97,6 @@ class AsyncLLM:
             skip_tokenizer_init=skip_tokenizer_init,
             use_tqdm=use_tqdm,
             config=config,
-            **options,
         )
         self._start(llm, max_queued_requests, max_queued_tokens)
 

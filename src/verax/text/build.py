@@ -8,11 +8,12 @@ import time
 from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 
 import numpy as np
 from jax.sharding import Mesh
 
-from verax import progress
+from verax import ops, progress
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM
@@ -20,6 +21,7 @@ from verax.text.block_manager import BlockManager
 from verax.text.compiled_programs import CompiledPrograms
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig
+from verax.text.hosts.group import Group
 from verax.text.lora.device import DeviceAdapters
 from verax.text.lora.layers import AdaptedLayers
 from verax.text.lora.loader import AdapterLoader
@@ -27,7 +29,7 @@ from verax.text.mesh import placement_mesh
 from verax.text.program import AbstractModel
 from verax.text.runner import ModelRunner
 from verax.text.scheduler import Scheduler
-from verax.text.sizes import RunnerConfig, plan_sizes, state_bytes
+from verax.text.sizes import RunnerConfig, cache_memory, plan_sizes, state_bytes
 from verax.text.speculative.build import load_draft_model, new_speculator
 from verax.text.tokenizer import Tokenizer
 
@@ -52,6 +54,7 @@ def new_engines(
     meshes: abc.Sequence[Mesh | None],
     num_key_value_heads: int,
     *,
+    hosts: Group | None,
     tokenizer: Tokenizer | None,
     eos_token_ids: frozenset[int],
     use_tqdm: bool,
@@ -63,13 +66,15 @@ def new_engines(
         config: options of the engines.
         meshes: devices of each replica; None for JAX's default device.
         num_key_value_heads: that the checkpoint has.
+        hosts: hosts that share the model; None for one host.
         tokenizer: of prompts and texts; None to serve token ids.
         eos_token_ids: tokens that end a text.
         use_tqdm: a progress bar while loading a draft model, if stderr is a terminal.
 
     Raises:
         InvalidParameterError: for options that this model cannot have, or a size that makes no sense.
-        UnsupportedModelError: for speculative decoding with a model that cannot go back.
+        UnsupportedModelError: for speculative decoding with a model that cannot go back, or a draft model on several
+            hosts.
     """
     model = models[0]
     recurrent = state_bytes(model.config) > 0
@@ -83,6 +88,8 @@ def new_engines(
         require_optional("llguidance")  # missing it shows now, not at the first request
     drafts: list[CausalLM | None] = [None] * len(models)
     if (speculation := config.speculation) is not None and speculation.model is not None:
+        if hosts is not None:
+            raise UnsupportedModelError('speculative_config: several hosts run no draft model; use the method "ngram"')
         drafts = [
             load_draft_model(speculation, model, tokenizer, mesh=placement_mesh(mesh), use_tqdm=use_tqdm)
             for model, mesh in zip(models, meshes, strict=True)
@@ -94,17 +101,28 @@ def new_engines(
         layers = _adapted_layers(model, config, num_key_value_heads)
         adapters = [DeviceAdapters(layers, mesh) for mesh in meshes]
         loader = AdapterLoader(layers, config.max_cpu_loras or config.max_loras)
+    if hosts is not None and config.kv_cache_memory is None:
+        own = cache_memory(config.tensor_parallel_size // config.nnodes)
+        config = replace(config, kv_cache_memory=min(hosts.exchange(own)))
     sizes = plan_sizes(model.config, model.dtype, config, draft=None if drafts[0] is None else drafts[0].config)
     compiled = None
     if config.programs is not None:
         compiled = CompiledPrograms.open(config.programs)
         sizes = compiled.sizes_for(sizes, config)
+    if hosts is not None:
+        hosts.agree({"model": model.config, "target": ops.target().device_kind, **asdict(sizes)})
     caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
     seeds = np.random.default_rng(config.seed)
     engines = []
     for model, mesh, draft, slots in zip(models, meshes, drafts, adapters, strict=True):
         runner = ModelRunner(
-            model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=slots, mesh=mesh, compiled=compiled
+            model,
+            sizes,
+            eos_token_ids=sorted(eos_token_ids),
+            adapters=slots,
+            mesh=mesh,
+            compiled=compiled,
+            group=hosts,
         )
         engines.append(
             Engine(

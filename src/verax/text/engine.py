@@ -268,7 +268,7 @@ class Engine:
             _ = sequence.detokenizer.finish() if sequence.finished else sequence.detokenizer.delta()
 
     def _collect(self, pending: PendingStep) -> list[Request]:
-        tokens = np.asarray(pending.output.tokens)
+        tokens = self.runner.read(pending)
         now = time.perf_counter()
         progressed: dict[Request, None] = {}
         for row, chunk in enumerate(pending.schedule.chunks):

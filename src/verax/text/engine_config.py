@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
+from urllib.parse import urlsplit
 
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES
@@ -28,6 +29,8 @@ _COUNTS = (
     "max_cpu_loras",
     "tensor_parallel_size",
     "data_parallel_size",
+    "nnodes",
+    "master_port",
 )
 
 
@@ -51,6 +54,10 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int
     data_parallel_size: int
     programs: str | Path | None
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,16 @@ class EngineConfig:
         max_lora_rank: largest rank of an adapter. Each slot takes memory and time for this rank, whatever the adapters
             have.
         max_cpu_loras: adapters that are kept in host memory; `max_loras` if None.
-        tensor_parallel_size: devices that share the model: each holds a part of the weights and of the cache.
+        tensor_parallel_size: devices that share the model: each holds a part of the weights and of the cache. Those of
+            all hosts together.
         data_parallel_size: replicas of the model, each on `tensor_parallel_size` devices of its own. Sizes are those of
             one replica.
         programs: folder that `LLM.write_programs` or `verax compile` made: its programs are loaded instead of compiled,
             and sizes that no option names are its own. None: compile.
+        nnodes: hosts that share the model, each with a process of its own and as many devices as the others.
+        node_rank: number of this host. Rank 0 takes requests; the others call `LLM.follow`.
+        master_addr: address of rank 0, where it listens: `HOST`, or `HOST:PORT` in place of `master_port`.
+        master_port: port of rank 0.
 
     Raises:
         InvalidParameterError: for a size below 1, an unknown dtype or no truth value, with the option's name.
@@ -108,6 +120,10 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     programs: str | Path | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29501
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -132,6 +148,43 @@ class EngineConfig:
         if self.speculative_config is not None:
             parsed = SpeculativeConfig.from_value(self.speculative_config)
             object.__setattr__(self, "speculative_config", parsed)
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        if isinstance(self.node_rank, bool) or not isinstance(self.node_rank, int) or self.node_rank < 0:
+            raise InvalidParameterError(f"node_rank: expected a whole number of at least 0, got {self.node_rank!r}")
+        if self.node_rank >= self.nnodes:
+            raise InvalidParameterError(
+                f"node_rank: {self.nnodes} hosts (nnodes) have the numbers 0 to {self.nnodes - 1}, got {self.node_rank}"
+            )
+        if self.tensor_parallel_size % self.nnodes:
+            raise InvalidParameterError(
+                f"tensor_parallel_size: {self.tensor_parallel_size} devices do not divide over {self.nnodes} hosts "
+                "(nnodes), which have the same number each"
+            )
+        if self.nnodes > 1 and self.data_parallel_size > 1:
+            raise InvalidParameterError(
+                "data_parallel_size: several hosts (nnodes) run one replica; put a router in front of several groups"
+            )
+        if self.nnodes > 1 and self.enable_lora:
+            raise InvalidParameterError(
+                "enable_lora: several hosts (nnodes) serve no adapters; merge one into the model"
+            )
+        try:
+            _ = self.coordinator
+        except (TypeError, ValueError):
+            raise InvalidParameterError(
+                f"master_addr: expected HOST, HOST:PORT or [IPV6]:PORT, got {self.master_addr!r}"
+            ) from None
+
+    @property
+    def coordinator(self) -> str:
+        """Address of rank 0 as `HOST:PORT`."""
+        address = urlsplit(f"//{self.master_addr}")
+        if not address.hostname or address.netloc != self.master_addr:
+            raise ValueError(self.master_addr)
+        host = f"[{address.hostname}]" if ":" in address.hostname else address.hostname
+        return f"{host}:{address.port or self.master_port}"
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -26,6 +26,7 @@ from verax.text.compiled_programs import check_supported, write_programs
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig, EngineOptions
 from verax.text.engine_group import EngineGroup
+from verax.text.hosts.group import Group
 from verax.text.lora.request import LoRARequest
 from verax.text.mesh import placement_mesh, tensor_meshes
 from verax.text.outputs import RequestOutput
@@ -78,13 +79,17 @@ class LLM:
             CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
             UnsupportedModelError: if verax has no such architecture.
             InvalidParameterError: if an option is unknown or a size makes no sense, with its name.
+            HostsError: if other hosts are missing, or differ from this one.
         """
         check_dtype(dtype)
         config = (config or EngineConfig()).with_options(options)  # checked before minutes of loading
-        meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
+        hosts = None
+        if config.nnodes > 1:
+            hosts = Group.join(config, {"dtype": dtype, "quantization": quantization, "revision": revision})
+        meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size, config.nnodes)
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
-        tokenizer = None if skip_tokenizer_init else _tokenizer(opened)
+        tokenizer = None if skip_tokenizer_init or config.node_rank > 0 else _tokenizer(opened)
         models = []
         for mesh in map(placement_mesh, meshes):
             with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
@@ -96,7 +101,9 @@ class LLM:
         self._generation_config = dict(opened.generation_config)
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         heads = causal_lm(opened.config)[1].num_key_value_heads
-        self._start(models, config, meshes, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
+        self._start(
+            models, config, meshes, heads, hosts=hosts, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm
+        )
 
     @classmethod
     def from_module(
@@ -126,6 +133,10 @@ class LLM:
         llm._generation_config = {}
         ends = tokenizer.eos_token_ids if tokenizer else frozenset()
         config = (config or EngineConfig()).with_options(options)
+        if config.nnodes > 1:
+            raise InvalidParameterError(
+                "nnodes: several hosts load a model from a checkpoint; one in memory has one host"
+            )
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
         models = [model if mesh is None else divide_model(model, mesh) for mesh in map(placement_mesh, meshes)]
         heads = model.config.num_key_value_heads
@@ -139,20 +150,28 @@ class LLM:
         meshes: list[Mesh | None],
         heads: int,
         *,
+        hosts: Group | None = None,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         use_tqdm: bool,
     ) -> None:
         """Allocate caches and compile every step, for a model on each mesh that has `heads` key/value heads itself."""
+        self._hosts = hosts
         enable_compilation_cache()
         self.config = config
         self.model_config = models[0].config
         self.tokenizer = tokenizer
-        self._group = EngineGroup(
-            new_engines(
-                models, config, meshes, heads, tokenizer=tokenizer, eos_token_ids=eos_token_ids, use_tqdm=use_tqdm
-            )
+        engines = new_engines(
+            models,
+            config,
+            meshes,
+            heads,
+            hosts=hosts,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            use_tqdm=use_tqdm,
         )
+        self._group = EngineGroup(engines)
         self.compile_seconds = warm_up(self.engines, use_tqdm=use_tqdm)
 
     @property
@@ -184,6 +203,20 @@ class LLM:
         check_supported(self.config)
         runner = self.engine.runner
         return write_programs(runner.compiled_programs(), Path(folder), runner.abstract_model, runner.config)
+
+    def follow(self) -> None:
+        """Repeat the dispatches of rank 0 until it ends, on another host than that of rank 0.
+
+        If rank 0 or another host is gone, the process ends with status 1 and a message on stderr.
+
+        Raises:
+            InvalidParameterError: on rank 0, or where there is one host.
+        """
+        hosts = self._hosts
+        if hosts is None or hosts.leads:
+            raise InvalidParameterError("node_rank: rank 0 leads; hosts with a larger node_rank follow")
+        for dispatch in hosts.dispatches():
+            self.engine.runner.repeat(dispatch)
 
     @property
     def max_model_len(self) -> int:

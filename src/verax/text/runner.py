@@ -19,10 +19,13 @@ from jax.sharding import Mesh
 from verax import ops
 from verax._buckets import at_least
 from verax._compat import compiler_options, no_compilation_cache
+from verax.errors import InvalidParameterError
 from verax.models import CausalLM
 from verax.nn import Embedding
 from verax.text.compiled_programs import CompiledPrograms
 from verax.text.grammar import mask_width
+from verax.text.hosts.dispatch import Dispatch, ProgramName
+from verax.text.hosts.group import Group
 from verax.text.lora.device import DeviceAdapters
 from verax.text.program import (
     AbstractModel,
@@ -34,7 +37,7 @@ from verax.text.program import (
     step_name,
     step_program,
 )
-from verax.text.sampler import DEFERRED, SAMPLED
+from verax.text.sampler import DEFERRED, SAMPLED, Logprobs
 from verax.text.scheduler import Schedule
 from verax.text.sizes import RunnerConfig
 from verax.text.slots import Slots, admit, new_slots, pack_admission
@@ -117,6 +120,7 @@ class ModelRunner:
         adapters: DeviceAdapters | None = None,
         mesh: Mesh | None = None,
         compiled: CompiledPrograms | None = None,
+        group: Group | None = None,
     ):
         """Put weights, cache and slots on the device.
 
@@ -127,11 +131,14 @@ class ModelRunner:
             adapters: adapters on the device; None without them.
             mesh: devices that weights and cache are divided over; None for JAX's default device.
             compiled: programs to load, of this model and these sizes; None to compile them.
+            group: hosts that share the model; None for one host.
 
         Raises:
             InvalidParameterError: if `compiled` is of something else.
         """
         self.config = config
+        self.group = group
+        """Hosts that share the model; None for one host."""
         self.mesh = mesh
         """Devices that weights and cache are divided over; None for JAX's default device."""
         self.eos_token_ids = tuple(eos_token_ids)
@@ -156,6 +163,8 @@ class ModelRunner:
             programs = _loaded_programs(compiled, config)
         self._is_compiled = compiled is not None
         self._admit, self._steps, self._samplers = programs
+        self._logits: jax.Array | None = None
+        """Scores of the last step that a follower has repeated, until they are sampled from."""
 
     def program(self, shape: StepShape) -> StepProgram:
         """The program of one step on this runner's state."""
@@ -166,9 +175,19 @@ class ModelRunner:
         return sampling_program(self.abstract_model, self.config, rows, self.mesh)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this."""
+        """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this.
+
+        A follower only compiles: it repeats what rank 0 runs.
+        """
         begin = time.perf_counter()
-        shapes = self.config.shapes
+        self._compile_all(progress)
+        if self.group is not None:
+            self.group.exchange(None)  # a collective gives up on a device that still compiles
+        if self.group is None or self.group.leads:
+            self._run_all()
+        return time.perf_counter() - begin
+
+    def _compile_all(self, progress: Callable[[int, int], None] | None) -> None:
         own = _Programs(self._admit, self._steps, self._samplers)
         programs = [] if self._is_compiled else list(self._with_arguments(own).values())
         if progress is not None:
@@ -181,13 +200,14 @@ class ModelRunner:
                 result.result()
                 if progress is not None:
                     progress(done, len(programs))
-        for shape in shapes:
+
+    def _run_all(self) -> None:
+        for shape in self.config.shapes:
             jax.block_until_ready(self._run_padding(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
-        self._slots = self._admit(self._slots, self._no_admission())
+        self._fill_slot(self._no_admission())
         if self._adapters is not None:
             self._adapters.warm_up()
-        return time.perf_counter() - begin
 
     def _with_arguments(self, programs: _Programs) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Programs of the steps and of their sampling by name, each with its arguments."""
@@ -227,13 +247,21 @@ class ModelRunner:
             if self._adapters is not None and adapter is not None and slot is not None:
                 self._adapters.place(adapter, slot)
             packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
-            self._slots = self._admit(self._slots, packed)
+            self._fill_slot(packed)
 
     def run(self, schedule: Schedule) -> PendingStep:
         """Dispatch a step. Returns at once; reading the result's arrays waits for it.
 
         If a sequence with a grammar is sampled, the sampling is left to `sample`, which must be called next.
+
+        Raises:
+            InvalidParameterError: on another host than rank 0.
         """
+        if self.group is not None and not self.group.leads:
+            raise InvalidParameterError(
+                f"node_rank: rank {self.group.rank} repeats what rank 0 does, which takes the requests; call follow() "
+                "here"
+            )
         self.admit(schedule)
         packed, shape, offsets = self.pack(schedule)
         output = self._dispatch(shape, packed)
@@ -255,10 +283,33 @@ class ModelRunner:
         rows, output = pending.deferred, pending.output
         assert rows is not None
         rows[:, 3] = np.where(rows[:, 3] == DEFERRED, SAMPLED, 0)
-        self._slots, tokens, logprobs = self._samplers[len(rows)](self._slots, output.logits, rows, masks)
+        tokens, logprobs = self._sample(output.logits, rows, masks)
         pending.output = output._replace(tokens=tokens, logprobs=logprobs, logits=None)
         pending.deferred = None
         tokens.copy_to_host_async()
+
+    def read(self, pending: PendingStep) -> np.ndarray:
+        """Tokens of a step, `[B]`. Waits for it.
+
+        Raises:
+            HostsError: if another host is gone.
+        """
+        try:
+            return np.asarray(pending.output.tokens)
+        except jax.errors.JaxRuntimeError as error:
+            if self.group is None:
+                raise
+            raise self.group.failure(error) from error
+
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Make the dispatch of another host's runner, in whose order all of them are made."""
+        arrays = dispatch.unpack()
+        if dispatch.shape is not None:
+            self._logits = self._dispatch(dispatch.shape, *arrays).logits
+        elif dispatch.program == "sample":
+            self._sample(self._logits, *arrays)
+        else:
+            self._fill_slot(*arrays)
 
     def with_slots(self, call: Callable[[Slots], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Call a program on this runner's slots, which it may donate: it returns the new ones first, then the rest."""
@@ -333,9 +384,24 @@ class ModelRunner:
         return self._weights + self._adapters.arrays if self._adapters and shape.adapters else self._weights
 
     def _dispatch(self, shape: StepShape, packed: np.ndarray) -> StepOutput:
+        self._send("step", packed, shape=shape)
         weights = self._weights_of(shape)
         self._slots, self._cache, output = self._steps[shape](weights, self._slots, self._cache, packed)
         return output
+
+    def _sample(self, logits: jax.Array | None, rows: np.ndarray, masks: np.ndarray) -> tuple[jax.Array, Logprobs]:
+        self._send("sample", rows, masks)
+        self._slots, tokens, logprobs = self._samplers[len(rows)](self._slots, logits, rows, masks)
+        return tokens, logprobs
+
+    def _fill_slot(self, packed: np.ndarray) -> None:
+        self._send("admit", packed)
+        self._slots = self._admit(self._slots, packed)
+
+    def _send(self, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> None:
+        """Send a dispatch to the followers, if there are any."""
+        if self.group is not None and self.group.leads:
+            self.group.send(Dispatch.of(program, *arrays, shape=shape))
 
     def compile_with_implementations(
         self, shape: StepShape, **implementations: str | Callable[..., Any]

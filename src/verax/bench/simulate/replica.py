@@ -33,6 +33,7 @@ class SimulatedRunner(ModelRunner):
 
     def __init__(self, config: RunnerConfig, times: StepTimes):
         self.config = config
+        self.group = None
         self.eos_token_ids = ()
         self._times = times
         self._no_logprobs = no_logprobs(0, 1)

@@ -1,0 +1,68 @@
+"""Processes of a group of hosts, on this one."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SIZES = dict(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=32, block_size=4)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def spawn(*command, devices=2):
+    """A process with virtual devices, whose output is text in pipes."""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def join(rank, port, **options):
+    """A process that joins a group, without a model: see `main`."""
+    return spawn(
+        "-m", "tests.support.hosts", str(rank), str(port), *(f"{name}={value}" for name, value in options.items())
+    )
+
+
+def ended(process, seconds=120):
+    """Status and error output of a process that ends within so many seconds."""
+    _, errors = process.communicate(timeout=seconds)
+    return process.returncode, errors
+
+
+def main(rank, port, options):
+    """Join, print it, and follow; rank 0 ends, or waits to be killed if the options have `stays`."""
+    from verax.errors import HostsError
+    from verax.text.engine_config import EngineConfig
+    from verax.text.hosts.group import Group
+
+    config = EngineConfig(tensor_parallel_size=4, nnodes=2, node_rank=rank, master_addr=f"127.0.0.1:{port}")
+    try:
+        group = Group.join(config, options)
+    except HostsError as error:
+        sys.exit(str(error))
+    sys.stdout.write("joined\n")
+    sys.stdout.flush()
+    if not group.leads:
+        return list(group.dispatches())
+    if options.get("stays"):
+        time.sleep(120)
+
+
+if __name__ == "__main__":
+    rank, port, *options = sys.argv[1:]
+    main(int(rank), int(port), dict(option.split("=") for option in options))

@@ -1,0 +1,168 @@
+"""Several processes with one engine: one process's tokens, and no process that outlives the others."""
+
+import re
+import signal
+import threading
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from tests.support.hosts import SIZES, ended, free_port, join, spawn
+from tests.support.tiny import tiny_checkpoint
+from verax import LLM, AsyncLLM, SamplingParams
+from verax.errors import HostsError, InvalidParameterError
+from verax.text.hosts.dispatch import Dispatch
+from verax.text.hosts.group import Group
+from verax.text.hosts.link import Link
+
+pytest.importorskip("zmq")
+
+PROMPTS = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
+
+SAMPLING = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 3},
+]
+
+
+@pytest.fixture
+def groups():
+    """The groups of rank 0 and rank 1 in one process, without JAX's part."""
+    leader, follower = Group(0, 2), Group(1, 2)
+    link, address = Link.listen("127.0.0.1", 1, lambda rank: None)
+    follower._links = [Link.connect(address, 0, lambda rank: None)]
+    link.accept(address, 20)
+    leader._links = [link]
+    yield leader, follower
+    for group in (leader, follower):
+        for each in group._links:
+            each.close(0)
+
+
+def both(first, second):
+    """What two calls give, or the errors that they raise, at the same time."""
+    found = [None, None]
+
+    def run(at, call):
+        try:
+            found[at] = call()
+        except HostsError as error:
+            found[at] = error
+
+    other = threading.Thread(target=run, args=(1, second))
+    other.start()
+    run(0, first)
+    other.join()
+    return found
+
+
+def test_every_rank_gets_the_values_of_all(groups):
+    leader, follower = groups
+    assert both(lambda: leader.exchange(3), lambda: follower.exchange([1, "a"])) == [[3, [1, "a"]]] * 2
+
+
+def test_ranks_that_differ_are_refused_on_both_sides_by_what_differs(groups):
+    leader, follower = groups
+    equal, ours, theirs = {"seed": 1}, {"jax": "0.10.2"}, {"jax": "0.11.0"}
+    assert both(lambda: leader.agree(equal), lambda: follower.agree(equal)) == [None, None]
+    found = both(lambda: leader.agree({**equal, **ours}), lambda: follower.agree({**equal, **theirs}))
+    assert {str(error) for error in found} == {
+        "nnodes: the hosts must be equal, but jax is 0.10.2 on rank 0 and 0.11.0 on rank 1"
+    }
+
+
+def test_a_follower_gets_dispatches_until_rank_0_ends(groups):
+    leader, follower = groups
+    sent = [Dispatch("admit", (((1,), b"\0\0\0\0"),)), Dispatch("step", (((0,), b""),))]
+
+    def lead():
+        for dispatch in sent:
+            leader.send(dispatch)
+        leader.end()
+
+    assert both(lead, lambda: list(follower.dispatches())) == [None, sent]
+
+
+def test_rank_0_refuses_to_go_on_without_a_rank_that_is_gone():
+    leader = Group(0, 2)
+    leader.lost = "node_rank: rank 1 of 2 is gone"
+    with pytest.raises(HostsError, match="rank 1 of 2 is gone"):
+        leader.send(Dispatch("step", ()))
+
+
+def test_what_several_hosts_cannot_do_is_refused_before_anything_is_loaded():
+    with pytest.raises(InvalidParameterError, match=r"^node_rank: rank 0 takes requests"):
+        AsyncLLM(nnodes=2, node_rank=1, tensor_parallel_size=2)
+    with pytest.raises(InvalidParameterError, match=r"^node_rank: rank 0 leads"):
+        LLM.follow(SimpleNamespace(_group=None))
+
+
+def test_processes_with_unequal_options_end_and_both_name_the_option():
+    port = free_port()
+    processes = [join(rank, port, dtype=dtype) for rank, dtype in enumerate(("float32", "bfloat16"))]
+    for status, errors in map(ended, processes):
+        assert status == 1
+        assert "nnodes: the hosts must be equal, but dtype is float32 on rank 0 and bfloat16 on rank 1" in errors
+
+
+def test_a_follower_ends_when_rank_0_does_and_with_a_message_when_it_is_killed():
+    port = free_port()
+    processes = [join(rank, port) for rank in range(2)]
+    assert [status for status, _ in map(ended, processes)] == [0, 0]
+    port = free_port()
+    leader, follower = (join(rank, port, stays=1) for rank in range(2))
+    assert [process.stdout.readline() for process in (leader, follower)] == ["joined\n"] * 2
+    leader.kill()
+    status, errors = ended(follower)
+    leader.communicate()
+    assert status != 0
+    assert "rank 0 of 2 is gone" in errors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    sizes = dict(intermediate_size=128, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=1)
+    return tiny_checkpoint(tmp_path_factory.mktemp("hosts") / "tiny", **sizes)
+
+
+def serve(folder, rank, port):
+    options = {**SIZES, "tensor_parallel_size": 4, "nnodes": 2, "node_rank": rank}
+    del options["block_size"]
+    given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    command = ["-m", "verax", "serve", str(folder), "--dtype", "float32", "--no-structured-outputs", "--port", "0"]
+    return spawn(*command, *given, "--master-addr", f"127.0.0.1:{port}")
+
+
+def test_a_server_on_two_hosts_gives_one_devices_tokens_and_names_the_host_that_is_killed(folder):
+    port = free_port()
+    leader, follower = (serve(folder, rank, port) for rank in range(2))
+    try:
+        lines = iter(leader.stdout.readline, "")
+        url = next(found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+        plain = {"model": str(folder), "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+        with httpx.Client(base_url=url, timeout=300) as client:
+            tokens = []
+            for prompt, how in zip(PROMPTS, SAMPLING, strict=True):
+                answer = client.post("/v1/completions", json={**plain, **how, "prompt": prompt}).json()
+                tokens.append(tuple(answer["choices"][0]["token_ids"]))
+            stream = {**plain, "max_tokens": 80, "prompt": PROMPTS[0], "stream": True}
+            with client.stream("POST", "/v1/completions", json=stream) as answer:
+                events = answer.iter_lines()
+                next(events)
+                follower.send_signal(signal.SIGKILL)
+                rest = "\n".join(events)
+        status, errors = ended(leader)
+    finally:
+        for process in (leader, follower):
+            process.kill()
+            process.communicate()
+    assert "rank 1 of 2 is gone" in rest
+    assert "rank 1 of 2 is gone" in errors
+    assert status == 1
+    llm = LLM(folder, dtype="float32", use_tqdm=False, **SIZES)
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, **how) for how in SAMPLING]
+    assert tokens == [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    assert len({*tokens}) == len(tokens)
