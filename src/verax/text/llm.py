@@ -147,7 +147,7 @@ class LLM:
         config = (config or EngineConfig()).with_options(options)
         if config.nnodes > 1:
             raise InvalidParameterError(
-                "nnodes: several hosts load a model from a checkpoint; one in memory has one host"
+                "nnodes: a model in memory runs on one host; several load one from a checkpoint"
             )
         mesh, heads = tensor_mesh(config.tensor_parallel_size), model.config.num_key_value_heads
         if (many := _many(mesh)) is not None:
@@ -183,10 +183,6 @@ class LLM:
         self.tokenizer = tokenizer
         draft = None
         if config.speculation is not None and config.speculation.model is not None:
-            if group is not None:
-                raise UnsupportedModelError(
-                    'speculative_config: several hosts run no draft model; use the method "ngram"'
-                )
             draft = load_draft_model(config.speculation, model, tokenizer, mesh=_many(mesh), use_tqdm=use_tqdm)
         # Before the cache takes what is free.
         adapters = _adapters(model, config, mesh, heads) if config.enable_lora else None
