@@ -31,6 +31,43 @@ def test_fewer_adapters_in_memory_than_slots_are_refused():
         EngineConfig(max_loras=3, max_cpu_loras=2)
 
 
+@pytest.mark.parametrize(
+    ("address", "port", "expected"),
+    [
+        ("10.0.0.1", 29501, "10.0.0.1:29501"),
+        ("node-0:80", 29501, "node-0:80"),
+        ("[::1]", 80, "[::1]:80"),
+        ("[::1]:81", 80, "[::1]:81"),
+    ],
+)
+def test_the_address_of_rank_0_has_the_port_of_its_own_option_unless_it_names_one(address, port, expected):
+    assert EngineConfig(master_addr=address, master_port=port).coordinator == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nnodes": 0}, "nnodes: expected a whole number of at least 1"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2},
+            r"node_rank: 2 hosts \(nnodes\) have .* 0 to 1, got 2",
+        ),
+        ({"node_rank": -1}, "node_rank: expected a whole number of at least 0"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size: 3 devices do not divide over 2 hosts"),
+        ({"master_addr": "::1"}, r"master_addr: expected HOST, HOST:PORT or \[IPV6\]:PORT, got '::1'"),
+        ({"master_addr": "http://10.0.0.1"}, "master_addr: expected HOST"),
+        ({"nnodes": 2, "tensor_parallel_size": 2, "enable_lora": True}, "enable_lora: several hosts"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "speculative_config": {"model": "m", "num_speculative_tokens": 2}},
+            "speculative_config: several hosts .* run no draft model",
+        ),
+    ],
+)
+def test_hosts_that_make_no_group_are_refused_with_what_would(options, message):
+    with pytest.raises(InvalidParameterError, match=f"^{message}"):
+        EngineConfig(**options)
+
+
 def test_an_unknown_option_is_refused_with_the_known_ones_before_anything_is_loaded(tmp_path):
     with pytest.raises(InvalidParameterError, match=r"max_seqs: no such option.*max_num_seqs"):
         verax.LLM(tmp_path / "nothing there", max_seqs=4)

@@ -73,8 +73,7 @@ def new_engines(
 
     Raises:
         InvalidParameterError: for options that this model cannot have, or a size that makes no sense.
-        UnsupportedModelError: for speculative decoding with a model that cannot go back, or a draft model on several
-            hosts.
+        UnsupportedModelError: for speculative decoding with a model that cannot go back.
     """
     model = models[0]
     recurrent = state_bytes(model.config) > 0
@@ -88,8 +87,6 @@ def new_engines(
         require_optional("llguidance")  # missing it shows now, not at the first request
     drafts: list[CausalLM | None] = [None] * len(models)
     if (speculation := config.speculation) is not None and speculation.model is not None:
-        if hosts is not None:
-            raise UnsupportedModelError('speculative_config: several hosts run no draft model; use the method "ngram"')
         drafts = [
             load_draft_model(speculation, model, tokenizer, mesh=placement_mesh(mesh), use_tqdm=use_tqdm)
             for model, mesh in zip(models, meshes, strict=True)

@@ -135,7 +135,7 @@ class LLM:
         config = (config or EngineConfig()).with_options(options)
         if config.nnodes > 1:
             raise InvalidParameterError(
-                "nnodes: several hosts load a model from a checkpoint; one in memory has one host"
+                "nnodes: a model in memory runs on one host; several load one from a checkpoint"
             )
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
         models = [model if mesh is None else divide_model(model, mesh) for mesh in map(placement_mesh, meshes)]

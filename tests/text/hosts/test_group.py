@@ -1,5 +1,6 @@
 """Several processes with one engine: one process's tokens, and no process that outlives the others."""
 
+import contextlib
 import re
 import signal
 import threading
@@ -153,13 +154,15 @@ def test_a_server_on_two_hosts_gives_one_devices_tokens_and_names_the_host_that_
                 events = answer.iter_lines()
                 next(events)
                 follower.send_signal(signal.SIGKILL)
-                rest = "\n".join(events)
+                rest = []
+                with contextlib.suppress(httpx.RemoteProtocolError):  # the server ends a failed stream so
+                    rest.extend(events)
         status, errors = ended(leader)
     finally:
         for process in (leader, follower):
             process.kill()
             process.communicate()
-    assert "rank 1 of 2 is gone" in rest
+    assert any("rank 1 of 2 is gone" in line for line in rest)
     assert "rank 1 of 2 is gone" in errors
     assert status == 1
     llm = LLM(folder, dtype="float32", use_tqdm=False, **SIZES)
