@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, VeraxError
 
 __all__ = ["LOOPBACK", "actor_environment", "check_cpus", "check_gpus", "start_ray"]
 
@@ -28,6 +28,7 @@ def start_ray(num_cpus: int | None = None) -> None:
 
     Raises:
         MissingDependencyError: if Ray is not installed.
+        VeraxError: if it does not start on this machine.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = require_optional("ray")
@@ -41,7 +42,11 @@ def start_ray(num_cpus: int | None = None) -> None:
     # Ray replaces 127.0.0.1 by an address of the network, whatever it is given, unless it may not form a cluster.
     constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
-    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    try:
+        ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # Ray has no type of its own for a node that is not up after 30 seconds
+        ray.shutdown()
+        raise VeraxError(f"ray: it did not start on this machine; try again when it is less busy: {error}") from error
 
 
 def actor_environment(extra: Mapping[str, str] | None = None) -> dict[str, Any]:
