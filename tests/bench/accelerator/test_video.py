@@ -5,7 +5,7 @@ from verax.errors import VeraxError
 
 
 def test_a_guided_step_is_two_passes_and_a_failure_is_a_row(monkeypatch):
-    case = {"sides": {"verax": {"median_s": 0.4}}, "products": 10.0, "ratio": 1.5, "compile_s": 30.2}
+    case = {"sides": {"verax": {"median_s": 0.4}}, "products": 10.0, "bytes_moved": 7, "ratio": 1.5, "compile_s": 30.2}
     asked = []
 
     def bench(**options):
@@ -20,12 +20,12 @@ def test_a_guided_step_is_two_passes_and_a_failure_is_a_row(monkeypatch):
     assert (asked[0]["height"], asked[0]["width"], asked[0]["size"]) == (544, 960, "1.3b")
     assert failed.rows[0].error == "VeraxError: no room"
     row = measured.rows[0]
-    assert (row.value, row.flops, row.target, row.beside) == (0.8, 20.0, 0.85, {"diffusers": 1.5})
+    assert (row.value, row.flops, row.bytes_moved, row.target, row.beside) == (0.8, 20.0, 14, 0.85, {"diffusers": 1.5})
     assert row.note == "compiled in 30 s"
 
 
 def test_decoding_is_one_call(monkeypatch):
-    case = {"sides": {"verax": {"median_s": 0.4}}, "products": 10.0, "compile_s": 1.0}
+    case = {"sides": {"verax": {"median_s": 0.4}}, "products": 10.0, "bytes_moved": 7, "compile_s": 1.0}
     monkeypatch.setattr(video, "bench_video", lambda **_: {"cases": [case]})
     (measured,) = video.measure_video("vae", (57,), rehearse=False)
     assert (measured.rows[0].value, measured.rows[0].flops, measured.rows[0].target) == (0.4, 10.0, None)

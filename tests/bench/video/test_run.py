@@ -42,7 +42,7 @@ def test_products_are_those_of_the_formula():
     T, D, F = 3 * 2 * 4, config.dim, config.ffn_dim
     matmuls = 2 * T * (6 * D * D + 2 * D * F)  # keys of the context are computed once, not in a forward pass
     attention = 4 * D * T * (T + 512 + 257)
-    assert products(todo) == pytest.approx(matmuls + attention, rel=0.35)  # and norms, softmax, embeddings, head
+    assert products(todo).total_flops == pytest.approx(matmuls + attention, rel=0.15)  # and embeddings, head
 
 
 def test_what_teacache_costs_is_told_by_threshold(tmp_path, monkeypatch):

@@ -69,6 +69,8 @@ def measure_text(shapes: str, quantization: str | None, *, rehearse: bool) -> It
         name, config = f"tiny, in the place of {name}", dict(TINY)
     with checkpoint_folder(None, "bfloat16", config) as folder:
         for case, make in (TINY_WORKLOADS if rehearse else WORKLOADS).items():
+            gc.collect()  # an engine has cycles, and the next one sizes its cache by what is free
+            jax.clear_caches()
             key = shapes, quantization, case
             beside = key in AGAINST_TRANSFORMERS and _transformers_runs_here()
             try:
@@ -85,9 +87,6 @@ def measure_text(shapes: str, quantization: str | None, *, rehearse: bool) -> It
                 continue
             result["settings"] |= {"model": f"random weights, {name}", "shapes": shapes}
             yield Measured([_row(case, result, make(config["vocab_size"]), config, TARGETS.get(key))], result)
-            del result
-            gc.collect()  # an engine has cycles, and the next one sizes its cache by what is free
-            jax.clear_caches()
 
 
 def _row(case: str, result: dict[str, Any], workload: Workload, config: Mapping[str, Any], target: Any) -> Row:

@@ -62,6 +62,7 @@ def _row(case: str, stage: str, frames: int, found: dict[str, Any]) -> Row:
         target=TARGETS.get(frames) if stage == "transformer" else None,
         seconds=seconds,
         flops=passes * found["products"],
+        bytes_moved=passes * found["bytes_moved"],
         beside={"diffusers": found["ratio"]} if "ratio" in found else {},
         note=f"compiled in {found['compile_s']:.0f} s",
     )

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from verax import ops
 from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names import wan_vae as names_wan_vae
@@ -23,6 +22,8 @@ from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
+from verax.plan.work import Work as CountedWork
+from verax.plan.work import count, trace
 from verax.video.programs import Component
 from verax.video.stages import latents_at_once
 
@@ -184,8 +185,8 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-def products(work: Work) -> float:
-    """Operations of a call, by XLA's count of the references: two for each product that is added."""
+def products(work: Work) -> CountedWork:
+    """Work of a call: operations of its products, loops counted turn by turn, and bytes that it has to move."""
     component = work.component
     shapes: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), work.inputs)
 
@@ -196,8 +197,4 @@ def products(work: Work) -> float:
     if work.prepare is not None:
         prepare = work.prepare
         shapes = jax.eval_shape(lambda w, *inputs: prepare(component.module(w), *inputs), component.shapes, *shapes)
-    with ops.use_implementations(
-        linear="reference", attention="reference", conv2d="reference", conv3d="reference", rms_norm="reference"
-    ):
-        analysis: Any = jax.jit(call).lower(component.shapes, *shapes).cost_analysis()
-    return float(analysis["flops"])
+    return count(trace(call, component.shapes, *shapes))

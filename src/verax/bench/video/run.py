@@ -128,7 +128,8 @@ def _case(
     """A stage timed on all sides, and the versions of the other."""
     component, prepare = todo.component, todo.prepare
     sides: dict[str, Callable[[], object]] = {}
-    result: dict[str, Any] = {"products": products(todo)}
+    counted = products(todo)
+    result: dict[str, Any] = {"products": float(counted.total_flops), "bytes_moved": counted.bytes_moved()}
     with component.weights() as weights:
         inputs = tuple(map(jax.numpy.asarray, todo.inputs))
         if prepare is not None:
