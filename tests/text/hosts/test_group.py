@@ -98,7 +98,7 @@ def test_what_several_hosts_cannot_do_is_refused_before_anything_is_loaded():
     with pytest.raises(InvalidParameterError, match=r"^node_rank: rank 0 takes requests"):
         AsyncLLM(nnodes=2, node_rank=1, tensor_parallel_size=2)
     with pytest.raises(InvalidParameterError, match=r"^node_rank: rank 0 leads"):
-        LLM.follow(SimpleNamespace(_group=None))
+        LLM.follow(SimpleNamespace(_hosts=None))
 
 
 def test_processes_with_unequal_options_end_and_both_name_the_option():
