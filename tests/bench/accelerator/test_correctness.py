@@ -43,6 +43,9 @@ def test_an_implementation_that_is_wrong_or_dies_is_an_error_of_its_row():
     assert "other: RuntimeError: no kernel image" in row.error
     assert "odd: ValueError: its output has shape (2, 2)" in row.error
     assert not correctness._compared("linear", {"reference": lambda: exact, "fast": lambda: exact * 1.01}, True).error
+    assert (
+        correctness._compared("linear", {"reference": dies}, False).error == "reference: RuntimeError: no kernel image"
+    )
 
 
 def test_integers_have_to_be_equal():

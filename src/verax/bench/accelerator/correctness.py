@@ -121,11 +121,14 @@ def _compared(case: str, calls: Mapping[str, Callable[[], Any]], rounded: bool) 
         calls: the call by each implementation.
         rounded: True if something is bfloat16.
     """
-    errors, failures = {}, []
-    expected = calls[REFERENCE]()
-    for name in [name for name in calls if name != REFERENCE]:
+    errors, failures, expected = {}, [], None
+    for name in (REFERENCE, *(name for name in calls if name != REFERENCE)):
         try:
-            errors[name] = compare_outputs(calls[name](), expected)
+            outputs = calls[name]()
+            if name == REFERENCE:
+                expected = outputs
+            else:
+                errors[name] = compare_outputs(outputs, expected)
         except (RuntimeError, ValueError, TypeError) as error:  # the next implementation may run
             failures.append(f"{name}: {type(error).__name__}: {error}")
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
