@@ -16,8 +16,6 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 CUSTOM = {"LeaderWorkerSet", "ScaledObject", "RayService"}
 """Kinds whose schemas the validator has not; their pods are checked as pods."""
 
-SEVERAL_HOSTS = {"nnodes", "node_rank", "master_addr"}
-
 
 def documents():
     return [
@@ -77,7 +75,7 @@ def test_a_pod_outlives_its_drain(document):
 
 @pytest.mark.parametrize("document", documents())
 def test_every_container_has_limits_and_the_commands_options_exist(document):
-    options = set(inspect.signature(serve).parameters) | SEVERAL_HOSTS
+    options = set(inspect.signature(serve).parameters)
     for template in pod_templates(document):
         for container in template["spec"]["containers"]:
             assert {"cpu", "memory"} <= set(container["resources"]["limits"])
