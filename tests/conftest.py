@@ -25,7 +25,7 @@ read what the optimisations of another device's compiler come to."""
 
 ARRAYS = ("ops", "nn", "models", "text.step", "text.slots", "text.runner", "train.loss", "train.precision")
 
-# Tracing makes millions of objects, hardly any of which is garbage: a tenth of the suite's time went into looking for it.
+# Tracing makes millions of objects and little garbage: looking for it took a tenth of the time of the suite.
 gc.set_threshold(50_000, 20, 20)
 
 install_import_hook([f"verax.{name}" for name in ARRAYS], "beartype.beartype")
