@@ -46,8 +46,8 @@ def no_tracing(*arguments, **options):
 
 def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(checkpoint, compiled, monkeypatch):
     folder, expected = compiled
-    monkeypatch.setattr(runner, "_compile", no_tracing)
-    monkeypatch.setattr(runner, "_jitted_programs", no_tracing)
+    monkeypatch.setattr(runner, "compile_program", no_tracing)
+    monkeypatch.setattr(runner, "jitted_programs", no_tracing)
     llm = start(checkpoint, programs=folder)
     before = llm.engine.runner.num_compiled()
     assert tokens(llm) == expected

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import time
 from collections import abc
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,11 +17,12 @@ from jax.sharding import Mesh
 
 from verax import ops
 from verax._buckets import at_least
-from verax._compat import compiler_options, no_compilation_cache
+from verax._compat import no_compilation_cache
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM
 from verax.nn import Embedding
 from verax.text.compiled_programs import CompiledPrograms
+from verax.text.engine_programs import ADMIT, Programs, compile_program, jitted_programs, loaded_programs, new_programs
 from verax.text.grammar import mask_width
 from verax.text.hosts.dispatch import Dispatch, ProgramName
 from verax.text.hosts.group import Group
@@ -40,14 +40,10 @@ from verax.text.program import (
 from verax.text.sampler import DEFERRED, SAMPLED, Logprobs
 from verax.text.scheduler import Schedule
 from verax.text.sizes import RunnerConfig
-from verax.text.slots import Slots, admit, new_slots, pack_admission
+from verax.text.slots import Slots, new_slots, pack_admission
 from verax.text.step import StepOutput, StepShape
 
 __all__ = ["ModelRunner", "PendingStep", "weight_bytes"]
-
-
-ADMIT = "admit"
-"""Name of the program that fills slots."""
 
 
 @dataclass
@@ -60,52 +56,6 @@ class PendingStep:
     """Index of each chunk's first token in the step's ragged batch."""
     deferred: np.ndarray | None = None
     """Rows of the step's input if `sample` is still to be called, `[B, 4]`."""
-
-
-class _Programs(NamedTuple):
-    """Programs of an engine, as `jax.jit` gives them or loaded."""
-
-    admit: Any
-    steps: dict[StepShape, Any]
-    samplers: dict[int, Any]
-
-
-def _jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _Programs:
-    """The programs of a model at these sizes, which engines of equal models share: the second one compiles nothing."""
-    try:
-        hash(model)
-    except TypeError:  # a configuration from outside the package need not be hashable
-        return _new_programs(model, sizes, mesh)
-    return _shared_programs(model, sizes, mesh, ops.tracing_context())
-
-
-# Programs hold no weights. Those of the last few engines are kept.
-@functools.lru_cache(maxsize=4)
-def _shared_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, context: Hashable) -> _Programs:
-    return _new_programs(model, sizes, mesh)
-
-
-def _new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> _Programs:
-    steps = {shape: step_program(model, sizes, shape, mesh) for shape in sizes.shapes}
-    _, on_slots, _, _ = steps[sizes.shapes[0]].shardings or (None,) * 4
-    options = compiler_options(ops.target().platform)
-    return _Programs(
-        admit=jax.jit(functools.partial(admit), donate_argnums=0, compiler_options=options, out_shardings=on_slots),
-        steps={shape: step.jit() for shape, step in steps.items()},
-        samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
-    )
-
-
-def _loaded_programs(compiled: CompiledPrograms, sizes: RunnerConfig) -> _Programs:
-    return _Programs(
-        admit=compiled.load(ADMIT),
-        steps={shape: compiled.load(step_name(shape)) for shape in sizes.shapes},
-        samplers={rows: compiled.load(sampling_name(rows)) for rows in sizes.sampling_rows},
-    )
-
-
-def _compile(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-    return jitted.lower(*arguments).compile()
 
 
 class ModelRunner:
@@ -157,10 +107,10 @@ class ModelRunner:
         sizes = config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups)
         self._slots = placed(lambda: new_slots(*sizes), on_slots)
         if compiled is None:
-            programs = _jitted_programs(self.abstract_model, config, mesh)
+            programs = jitted_programs(self.abstract_model, config, mesh)
         else:
             compiled.check(self.abstract_model)
-            programs = _loaded_programs(compiled, config)
+            programs = loaded_programs(compiled, config)
         self._is_compiled = compiled is not None
         self._admit, self._steps, self._samplers = programs
         self._logits: jax.Array | None = None
@@ -188,14 +138,14 @@ class ModelRunner:
         return time.perf_counter() - begin
 
     def _compile_all(self, progress: Callable[[int, int], None] | None) -> None:
-        own = _Programs(self._admit, self._steps, self._samplers)
+        own = Programs(self._admit, self._steps, self._samplers)
         programs = [] if self._is_compiled else list(self._with_arguments(own).values())
         if progress is not None:
             progress(0, len(programs))
         # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
         # traced in a copy of this context, which has the choices of `use_implementations` and `use_target`.
         with ThreadPoolExecutor(2) as pool:
-            compiled = [pool.submit(contextvars.copy_context().run, _compile, *each) for each in programs]
+            compiled = [pool.submit(contextvars.copy_context().run, compile_program, *each) for each in programs]
             for done, result in enumerate(compiled, start=1):
                 result.result()
                 if progress is not None:
@@ -209,7 +159,7 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.warm_up()
 
-    def _with_arguments(self, programs: _Programs) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def _with_arguments(self, programs: Programs) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Programs of the steps and of their sampling by name, each with its arguments."""
         steps = {step_name(shape): (step, self._arguments(shape)) for shape, step in programs.steps.items()}
         return steps | {
@@ -222,11 +172,11 @@ class ModelRunner:
 
         A program that XLA:CPU has read from the compilation cache cannot be written again: functions are missing in it.
         """
-        new = _new_programs(self.abstract_model, self.config, self.mesh)
+        new = new_programs(self.abstract_model, self.config, self.mesh)
         programs = self._with_arguments(new) | {ADMIT: (new.admit, (self._slots, self._no_admission()))}
         with no_compilation_cache():
             for name, each in programs.items():
-                yield name, _compile(*each)
+                yield name, compile_program(*each)
 
     def _no_admission(self) -> np.ndarray:
         width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
