@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture(scope="module")
 def ray():
     """Ray's package."""
-    return pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray installs it")
+    return pytest.importorskip("ray", reason="needs the extra `ray`")
