@@ -48,7 +48,20 @@ def without_pages_behind(window, table, lengths, starts, p):
     """A page table that lists page 0 where no query of a sequence sees a key, as after their blocks were freed."""
     counts = np.diff(np.asarray(starts))
     first = np.maximum(np.asarray(lengths) - counts - window + 1, 0) // p
-    return jnp.where(jnp.arange(table.shape[1]) < first[:, None], 0, table)
+    return np.where(np.arange(table.shape[1]) < first[:, None], 0, np.asarray(table))
+
+
+def with_nan_in_page_0(pages):
+    """Pages whose first one turns what reads it into NaN."""
+
+    def changed(x):
+        if x.dtype == jnp.int8:
+            return x
+        x = np.array(x)
+        x[0] = np.nan
+        return x
+
+    return jax.tree.map(changed, pages)
 
 
 def quantized_problem(*args, **options):
