@@ -123,7 +123,7 @@ CASES = {
 def test_an_answer_goes_on_exactly_where_a_replica_left_it(remote, replica, fields):
     params = SamplingParams(max_tokens=24, **fields)
     whole = asyncio.run(joined(replica._server.engine, params))
-    moved = remote(3, 1, 4)
+    moved = remote(1, 1, 1)  # a part has several tokens where this process is slow: few parts are certain
     found = asyncio.run(joined(moved, params))
     assert moved.num_moved == 3
     assert found.keys() == whole.keys()
