@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.text.sampling_params import SamplingParams
 
@@ -49,6 +50,12 @@ def test_greedy_tokens_are_those_of_the_model_without_an_engine(llm, plain_logit
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "sampled"])
 def test_served_alone_equals_served_in_a_crowd(llm, params):
     assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == [alone(llm, p, params) for p in PROMPTS]
+
+
+def test_a_step_with_prompts_may_have_as_many_rows_as_tokens(llm, tiny_folder):
+    wide = make_llm(tiny_folder, max_num_seqs=32)
+    assert any(not shape.decode and shape.rows == shape.tokens for shape in wide.engine.runner.config.shapes)
+    assert tokens(wide.generate(PROMPTS, GREEDY, use_tqdm=False)) == [alone(llm, p, GREEDY) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "sampled"])

@@ -170,7 +170,8 @@ def make_step(
         model = build(weights, adapters)
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
-        newest = hidden if shape.num_sampled == shape.tokens else hidden[jnp.maximum(starts[1:] - 1, 0)]
+        # Decodes and verifications sample behind each token; a mixed step may have as many rows as tokens, too.
+        newest = hidden if shape.decode or shape.verify else hidden[jnp.maximum(starts[1:] - 1, 0)]
         logits = model.logits(newest)
         if shape.verify:
             wanted = jnp.where(valid, rows[owner, 3], 0)
