@@ -50,6 +50,30 @@ def test_an_implementation_can_be_named(doubled):
     assert doubled(3) == 6
 
 
+def test_a_program_is_traced_again_for_another_choice(doubled):
+    def jitted():
+        return jax.jit(doubled, static_argnums=0)(3)
+
+    assert jitted() == 6
+    with ops.use_implementations(double_it="elsewhere"):
+        assert jitted() == -1
+        with ops.use_implementations(double_it=lambda x: -2):
+            assert jitted() == -2
+        with ops.use_earlier_programs():
+            assert jitted() == 6
+    with ops.use_target("tpu"):
+        assert jitted() == -1
+    assert jitted() == 6
+
+
+def test_an_experimental_implementation_runs_where_it_is_named_and_takes_the_call(doubled):
+    doubled.implementation("new", accepts=lambda x: x > 5, experimental=True)(lambda x: -3)
+    assert doubled.select(30).name == "shifted"
+    assert [one.name for one in doubled.supporting(30)] == ["new", "shifted", "reference"]
+    with ops.use_implementations(double_it="new"):
+        assert [doubled.select(x).name for x in (30, 6, 3)] == ["new", "new", "reference"]
+
+
 def test_a_function_can_run_in_an_operations_place_and_no_registry_keeps_it(doubled):
     before = dict(doubled.implementations)
     with ops.use_implementations(double_it=lambda x: -2):

@@ -135,6 +135,7 @@ def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
         make_llm(folder, max_num_seqs=2)
         assert len(traced) > traces
     traces = len(traced)
+    assert greedy(first) == tokens
     assert greedy(make_llm(folder, max_num_seqs=1)) == tokens
     assert len(traced) == traces, "outside of the choice, its implementation must not run"
 

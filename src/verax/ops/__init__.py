@@ -8,6 +8,7 @@ from verax.ops._dispatch import (
     operation,
     operations,
     tracing_context,
+    use_earlier_programs,
     use_implementations,
     use_unfused,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "short_convolution",
     "target",
     "tracing_context",
+    "use_earlier_programs",
     "use_implementations",
     "use_target",
     "use_unfused",

@@ -12,13 +12,14 @@ import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
 
 from verax.errors import InvalidParameterError
 from verax.ops._example import Example
-from verax.ops._target import Target, check_platform, target
+from verax.ops._target import Target, check_platform, target, target_key
+from verax.ops._trace import trace_once
 
 __all__ = [
     "Implementation",
@@ -27,6 +28,7 @@ __all__ = [
     "operation",
     "operations",
     "tracing_context",
+    "use_earlier_programs",
     "use_implementations",
     "use_unfused",
 ]
@@ -45,6 +47,8 @@ _REGISTRY: dict[str, Operation[Any, Any]] = {}
 _forced: contextvars.ContextVar[Mapping[str, Choice] | None] = contextvars.ContextVar(
     "verax_implementations", default=None
 )
+# JAX keeps what it has traced by function: the choices must be part of its key.
+_choices_key = jax.make_user_context()
 
 
 def _always(*args: Any, **kwargs: Any) -> bool:
@@ -76,6 +80,10 @@ class Implementation(Generic[P, R]):
         accepts: condition on shapes and dtypes of a call.
         traits: properties that `Operation.restricted` selects by, see `Operation.implementation`.
         slow_on: by platform, the reason why being chosen there deserves a warning.
+        experimental: True if it was compiled for its devices, but has run on none of them: it is chosen only where
+            `use_implementations` names it, and another one takes the calls that it does not support.
+        is_pure: True if equal calls have equal programs, so that JAX traces and lowers one of them for all: what the
+            program depends on beside the arguments is the target, the choices in force and what is registered.
     """
 
     name: str
@@ -86,6 +94,8 @@ class Implementation(Generic[P, R]):
     accepts: Callable[..., bool] = _always
     traits: frozenset[str] = frozenset()
     slow_on: Mapping[str, str] = field(default_factory=dict)
+    experimental: bool = False
+    is_pure: bool = True
 
     @property
     def is_reference(self) -> bool:
@@ -102,6 +112,12 @@ class Implementation(Generic[P, R]):
         """True if this implementation can run a call with these arguments on the current target."""
         return self.runs_on(target()) and self.accepts(*args, **kwargs) and self.available()
 
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self.is_pure:
+            return self.function(*args, **kwargs)
+        context = target(), frozenset(_choices_in_force().items()), Operation.num_registered
+        return trace_once(self.function, context, *args, **kwargs)
+
 
 class Operation(Generic[P, R]):
     """Callable operation. Implementations that are registered later are preferred over earlier ones.
@@ -113,6 +129,9 @@ class Operation(Generic[P, R]):
         fused: True if the operation does the work of several layers at once, see `use_unfused`.
         examples: typical calls, which `verax info` shows the choice for.
     """
+
+    num_registered: ClassVar[int] = 0
+    """Implementations of all operations that were registered so far, those that were replaced since included."""
 
     def __init__(self, reference: Callable[P, R], *, slow_on: Mapping[str, str] | None = None, fused: bool = False):
         self.name = reference.__name__
@@ -135,6 +154,7 @@ class Operation(Generic[P, R]):
         accepts: Callable[..., bool] = _always,
         traits: Collection[str] = (),
         slow_on: Mapping[str, str] | None = None,
+        experimental: bool = False,
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register an implementation under `name`; a decorator. The arguments are `Implementation`'s.
 
@@ -149,8 +169,17 @@ class Operation(Generic[P, R]):
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
             self.implementations[name] = Implementation(
-                name, function, platforms, single_device, available, accepts, frozenset(traits), slow_on or {}
+                name,
+                function,
+                platforms,
+                single_device,
+                available,
+                accepts,
+                frozenset(traits),
+                slow_on or {},
+                experimental,
             )
+            Operation.num_registered += 1
             return function
 
         return register
@@ -163,11 +192,12 @@ class Operation(Generic[P, R]):
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
         """Implementation that a call with these arguments runs on the current target."""
         forced = _choices_in_force().get(self.name)
-        if forced is None:
-            return self.restricted().select(*args, **kwargs)
         if callable(forced):
-            return Implementation(getattr(forced, "__name__", "given"), forced)
-        return self.implementations[forced]
+            return Implementation(getattr(forced, "__name__", "given"), forced, is_pure=False)
+        chosen = None if forced is None else self.implementations[forced]
+        if chosen is None or (chosen.experimental and not chosen.supports(*args, **kwargs)):
+            return self.restricted().select(*args, **kwargs)
+        return chosen
 
     def restricted(self, *, require: Collection[str] = (), exclude: Collection[str] = ()) -> Restricted[P, R]:
         """Operation by those of its implementations that have all traits of `require` and none of `exclude`.
@@ -190,7 +220,7 @@ class Operation(Generic[P, R]):
             )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.select(*args, **kwargs).function(*args, **kwargs)
+        return self.select(*args, **kwargs)(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<operation {self.name}: {', '.join(self.implementations)}>"
@@ -205,13 +235,14 @@ class Restricted(Generic[P, R]):
     exclude: frozenset[str]
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
-        """Preferred implementation for a call with these arguments on the current target.
+        """Preferred implementation for a call with these arguments on the current target, no experimental one.
 
         Raises:
             InvalidParameterError: if there is none.
         """
         for impl in reversed(self.operation.implementations.values()):
-            if self.require <= impl.traits and not self.exclude & impl.traits and impl.supports(*args, **kwargs):
+            fits = self.require <= impl.traits and not self.exclude & impl.traits and not impl.experimental
+            if fits and impl.supports(*args, **kwargs):
                 self.operation.warn_if_slow(impl)
                 return impl
         wanted = " ".join((*sorted(self.require), *(f"not {trait}" for trait in sorted(self.exclude))))
@@ -223,7 +254,7 @@ class Restricted(Generic[P, R]):
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.select(*args, **kwargs).function(*args, **kwargs)
+        return self.select(*args, **kwargs)(*args, **kwargs)
 
 
 def operation(
@@ -298,6 +329,8 @@ def _check_choice(where: str, name: str, implementation: str) -> None:
 def use_implementations(**choices: Choice) -> Iterator[None]:
     """Select implementations: `with use_implementations(linear="reference"): ...`. It acts while tracing.
 
+    A function under `jax.jit` is traced again where it was traced with other choices.
+
     Args:
         choices: by operation, the name of an implementation, or a function with the operation's signature, which then
             runs in the operation's place. No registry keeps it.
@@ -307,11 +340,20 @@ def use_implementations(**choices: Choice) -> Iterator[None]:
     """
     for name, choice in choices.items():
         _check_choice("", name, REFERENCE if callable(choice) else choice)
-    token = _forced.set({**_choices_in_force(), **choices})
+    in_force = {**_choices_in_force(), **choices}
+    token = _forced.set(in_force)
     try:
-        yield
+        with _choices_key(frozenset(in_force.items())):
+            yield
     finally:
         _forced.reset(token)
+
+
+@contextlib.contextmanager
+def use_earlier_programs() -> Iterator[None]:
+    """Call programs that were traced outside of the choices and the target in force, without tracing them again."""
+    with _choices_key(None), target_key(None):
+        yield
 
 
 def use_unfused() -> AbstractContextManager[None]:

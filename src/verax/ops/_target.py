@@ -47,6 +47,9 @@ _COMPUTE_CAPABILITIES = {
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("verax_target", default=None)
 
+target_key = jax.make_user_context()
+"""Context whose value, the chosen target, is part of the key by which JAX keeps what it has traced."""
+
 
 class DeviceMemory(NamedTuple):
     """Bytes of one device.
@@ -123,11 +126,11 @@ def use_target(
     if compute_capability is None:
         compute_capability = _compute_capability(device_kind) if platform == "gpu" else ""
     known = DeviceMemory(free=memory, total=memory) if isinstance(memory, int) else memory
-    token = _chosen.set(
-        Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda num_devices: known),
-    )
+    chosen = Target(platform, device_kind, num_devices, compute_capability, read_memory=lambda num_devices: known)
+    token = _chosen.set(chosen)
     try:
-        yield
+        with target_key(chosen):
+            yield
     finally:
         _chosen.reset(token)
 

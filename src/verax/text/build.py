@@ -168,6 +168,7 @@ def warm_up(engines: abc.Sequence[Engine], *, use_tqdm: bool) -> float:
     return time.perf_counter() - begin
 
 
+@ops.use_earlier_programs()
 def _warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
     engine.runner.warm_up(report)
     if engine.speculator is not None:

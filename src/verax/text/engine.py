@@ -14,6 +14,7 @@ from collections import abc
 
 import numpy as np
 
+from verax import ops
 from verax.errors import InvalidParameterError, StructuredOutputError, VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.grammar import Grammar, GrammarCompiler
@@ -195,6 +196,7 @@ class Engine:
         moved = dict.fromkeys([*self.advance(), *self._ended])
         return [self.pop_output(request) if request.finished else self.outputs.of(request) for request in moved]
 
+    @ops.use_earlier_programs()  # those of the start, whatever the caller has chosen since
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
         progressed: list[Request] = []

@@ -52,6 +52,7 @@ def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -
     _, on_slots, _, _ = steps[sizes.shapes[0]].shardings or (None,) * 4
     options = compiler_options(ops.target().platform)
     return Programs(
+        # A function of its own: JAX shares what it has compiled among all that `jax.jit` makes of one function.
         admit=jax.jit(functools.partial(admit), donate_argnums=0, compiler_options=options, out_shardings=on_slots),
         steps={shape: step.jit() for shape, step in steps.items()},
         samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
