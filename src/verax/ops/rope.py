@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -155,7 +156,8 @@ def rotary_tables(
     """cos and sin of each position's angles, float32 `[..., h]`; computed once and shared by all layers."""
     frequencies, factor = config.frequencies(head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    # XLA would compute both anew in each layer, for each head: sines take longer than a product, and to compile.
+    return jax.lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
 @operation
@@ -167,9 +169,12 @@ def apply_rotary(
     If H is more than 2 h, the halves are those of the first 2 h numbers, and the rest stays as it is.
     """
     h = cos.shape[-1]
-    x1, x2, rest = x[..., :h], x[..., h : 2 * h], x[..., 2 * h :]
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], axis=-1)
+    halves = x[..., : 2 * h].reshape(*x.shape[:-1], 2, h)
+    cos, sin = cos[..., None, None, :], sin[..., None, None, :]
+    # Halves that change places are one loop for XLA. Halves that are put together are three, and slower to compile.
+    signs = jnp.asarray([[-1.0], [1.0]], jnp.float32)
+    rotated = (halves * cos + halves[..., ::-1, :] * (sin * signs)).reshape(*x.shape[:-1], 2 * h)
+    return rotated if x.shape[-1] == 2 * h else jnp.concatenate([rotated, x[..., 2 * h :]], axis=-1)
 
 
 @apply_rotary.example
