@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 
-__all__ = ["at_least", "eighths", "powers"]
+__all__ = ["at_least", "cheapest_part", "eighths", "powers"]
 
 
 def powers(first: int, last: int, factor: int) -> list[int]:
@@ -31,3 +32,26 @@ def eighths(first: int, last: int) -> list[int]:
 def at_least(sizes: Sequence[int], wanted: int) -> int:
     """Smallest of the ascending sizes that is at least `wanted`."""
     return sizes[bisect.bisect_left(sizes, wanted)]
+
+
+def cheapest_part(sizes: Sequence[int], wanted: int, overhead: int) -> int:
+    """The part of `wanted` to take now, the rest later, in the least time: all of it, or as much as fills a size.
+
+    Args:
+        sizes: ascending sizes, the last of them at least `wanted`.
+        wanted: what there is in all, 1 or more.
+        overhead: what each part costs beside its size.
+    """
+    return _cheapest(tuple(sizes), wanted, overhead)[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(sizes: tuple[int, ...], wanted: int, overhead: int) -> tuple[int, int]:
+    """Cost of `wanted`, and the part to take first."""
+    at = bisect.bisect_left(sizes, wanted)
+    whole = overhead + sizes[at], wanted
+    if at == 0:
+        return whole
+    below = sizes[at - 1]
+    parts = overhead + below + _cheapest(sizes, wanted - below, overhead)[0], below
+    return parts if parts[0] < whole[0] else whole

@@ -19,9 +19,11 @@ class PretendedDevice:
     written shows as a different text.
     """
 
-    def __init__(self, num_blocks, block_size, max_num_seqs, budget, *, caching=True, windows=(None,)):
+    def __init__(self, num_blocks, block_size, max_num_seqs, budget, *, caching=True, windows=(None,), sizes=()):
         self.blocks = BlockManager(num_blocks, block_size, windows=windows, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prompt_sizes=sizes
+        )
         self.windows = windows
         self.caches = [np.zeros((count, block_size), object) for count in num_blocks]
         self.in_flight = None
@@ -171,6 +173,61 @@ def test_a_plan_that_preempts_admits_nobody():
     assert preempting
 
 
+def counts_of_steps(prompt, sizes):
+    device = PretendedDevice([200], 4, 4, sizes[-1], sizes=sizes)
+    serve(device, make_sequence(range(1, prompt + 1), max_tokens=1))
+    return [size for size in device.step_sizes if size]
+
+
+def test_a_prompt_takes_the_steps_of_the_least_time_where_padding_takes_time():
+    sizes = (8, 32, 128, 512)
+    counts = {n: counts_of_steps(n, sizes) for n in (3, 8, 9, 33, 72, 130, 200, 380, 400, 600)}
+    # A step costs as much as its size and 32 tokens: for 33 tokens, 32 + 32 and 32 + 8 are less than 32 + 128.
+    assert counts == {
+        3: [3],
+        8: [8],
+        9: [9],
+        33: [32, 1],
+        72: [72],
+        130: [128, 2],
+        200: [128, 72],
+        380: [128, 128, 124],
+        400: [400],
+        600: [512, 88],
+    }
+
+
+def test_prompts_fill_steps_together_and_beside_decodes():
+    device = PretendedDevice([50], 4, 8, 64, sizes=(8, 16, 64))
+    running = make_sequence([1, 2])
+    device.scheduler.add(running)
+    device.step()
+    first, second = make_sequence(range(1, 13)), make_sequence(range(2, 9))
+    device.scheduler.add(first)
+    device.scheduler.add(second)
+    plan = device.scheduler.schedule()
+    # One decode, 12 and 7 are 20: 16 now, 4 in the next step, whose size is the smallest.
+    assert [(c.sequence, c.count) for c in plan.chunks] == [(running, 1), (first, 12), (second, 3)]
+
+
+def test_tokens_that_the_cache_has_are_not_counted_towards_a_full_step():
+    device = PretendedDevice([50], 4, 4, 128, sizes=(8, 128))
+    serve(device, make_sequence(range(1, 18), max_tokens=1))
+    device.scheduler.add(make_sequence(range(1, 27), max_tokens=1))
+    plan = device.scheduler.schedule()  # 16 of 26 tokens are cached
+    assert [(c.start, c.count) for c in plan.chunks] == [(16, 8)]
+
+
+def test_decodes_that_fill_a_size_do_not_keep_prompts_waiting():
+    device = PretendedDevice([100], 4, 12, 128, sizes=(8, 128))
+    for i in range(9):
+        device.scheduler.add(make_sequence([i + 1], max_tokens=30))
+    device.step()
+    device.scheduler.add(new := make_sequence(range(1, 4)))
+    plan = device.scheduler.schedule()
+    assert [(c.sequence, c.count) for c in plan.chunks][-1] == (new, 3)
+
+
 # The five bug classes of nano-vllm's tracker, as regressions (its issue or pull request in the name).
 
 
@@ -211,12 +268,15 @@ class Machine(RuleBasedStateMachine):
         caching=st.booleans(),
         windows=st.sampled_from([(None,), (None, 1), (None, 3), (None, 6), (4,), (5, 9), (None, 2, 8)]),
         spare=st.integers(0, 6),
+        sizes=st.sampled_from([(), (2, 4, 8, 12), (5, 12)]),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, caching, windows, spare):
+    def start(self, num_blocks, block_size, max_num_seqs, budget, caching, windows, spare, sizes):
         self.longest = (num_blocks - 1) * block_size
         least = [most_blocks(self.longest, window, budget, block_size) for window in windows]
         counts = [1 + blocks + (spare if window else 0) for blocks, window in zip(least, windows, strict=True)]
-        self.device = PretendedDevice(counts, block_size, max_num_seqs, budget, caching=caching, windows=windows)
+        self.device = PretendedDevice(
+            counts, block_size, max_num_seqs, budget, caching=caching, windows=windows, sizes=sizes
+        )
         self.sequences = []
         self.aborted = set()
 

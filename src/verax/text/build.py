@@ -187,6 +187,7 @@ def _new_scheduler(sizes: RunnerConfig, config: EngineConfig, *, enable_prefix_c
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_loras=config.max_loras,
+        prompt_sizes=sizes.prompt_sizes,
     )
 
 

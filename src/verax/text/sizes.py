@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +42,9 @@ row of scores over the vocabulary."""
 
 DEFAULT_MOST_VERIFIED = 256
 
+PADDING_TAKES_TIME = ("cpu",)
+"""Platforms on which a step takes as much longer as it has more tokens, padding or not."""
+
 STATE_FRACTION = 0.5
 """Part of the cache's memory that recurrent states take at most, where `max_num_seqs` is not given."""
 
@@ -67,6 +71,13 @@ class RunnerConfig:
     """Numbers of tokens that steps which verify drafts are compiled for; none without speculative decoding."""
     adapters: bool = False
     """Steps have programs of their own for sequences with an adapter."""
+    padding_takes_time: bool = False
+    """Steps with prompts are made to fill one of `mixed_tokens`, and large ones are not run at the start."""
+
+    @property
+    def prompt_sizes(self) -> Sequence[int]:
+        """Numbers of tokens that steps with prompts are to fill; none if padding takes no time."""
+        return self.mixed_tokens if self.padding_takes_time else ()
 
     @property
     def table_width(self) -> int:
@@ -177,6 +188,7 @@ def plan_sizes(
         structured_outputs=config.structured_outputs,
         verify_tokens=_verify_tokens(config, max_num_seqs, batched),
         adapters=config.enable_lora,
+        padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
     )
 
 

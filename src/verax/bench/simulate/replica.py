@@ -92,7 +92,10 @@ class Replica:
             enable_prefix_caching=self._prefix_caching,
         )
         self._scheduler = Scheduler(
-            self._blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            self._blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prompt_sizes=config.prompt_sizes,
         )
         self._runner = SimulatedRunner(config, self._times)
         self._engine = Engine(self._runner, self._scheduler, vocab_size=self._vocab_size, tokenizer=None)
