@@ -10,6 +10,7 @@ import pytest
 
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.text.runner import ModelRunner
 from verax.text.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -130,6 +131,22 @@ def test_nothing_compiles_after_the_start(llm):
             llm.generate(batch, params, use_tqdm=False)
     assert runner.num_compiled() == before
     assert compiled == []
+
+
+def test_large_steps_are_compiled_but_not_run_at_the_start_on_a_cpu(tiny_folder, monkeypatch):
+    run, compiled = [], []
+    run_padding = ModelRunner._run_padding
+    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, shape: run.append(shape) or run_padding(self, shape))
+    llm = make_llm(tiny_folder, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=128)
+    runner = llm.engine.runner
+    assert {shape.tokens: shape in run for shape in runner.config.shapes} == {1: True, 2: True, 32: True, 128: False}
+    before = runner.num_compiled()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    llm.generate([[7] * 100], GREEDY, use_tqdm=False)
+    assert compiled == []
+    assert runner.num_compiled() == before == len(runner.config.shapes) + 1
 
 
 def test_aborted_requests_leave_the_others_alone(llm):

@@ -125,9 +125,9 @@ class ModelRunner:
         return sampling_program(self.abstract_model, self.config, rows, self.mesh)
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every bucket and run it once on padding; seconds taken. Nothing compiles after this.
+        """Compile every bucket, and run it on padding; seconds taken. Nothing compiles after this.
 
-        A follower only compiles: it repeats what rank 0 runs.
+        Where padding takes time, only small steps are run. A follower only compiles: it repeats what rank 0 runs.
         """
         begin = time.perf_counter()
         self._compile_all(progress)
@@ -153,7 +153,9 @@ class ModelRunner:
 
     def _run_all(self) -> None:
         for shape in self.config.shapes:
-            jax.block_until_ready(self._run_padding(shape))
+            # What the first run of a program takes beside its work is a few milliseconds.
+            if not self.config.padding_takes_time or shape.tokens <= self.config.mixed_tokens[0]:
+                jax.block_until_ready(self._run_padding(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
         self._fill_slot(self._no_admission())
         if self._adapters is not None:
@@ -370,7 +372,8 @@ class ModelRunner:
         """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
         programs = [self._admit, *self._steps.values(), *self._samplers.values()]
         adapters = 0 if self._adapters is None else self._adapters.num_compiled()
-        own = len(programs) if self._is_compiled else sum(program._cache_size() for program in programs)
+        # One that was compiled and has not run is not in the cache of its calls yet.
+        own = len(programs) if self._is_compiled else sum(max(1, program._cache_size()) for program in programs)
         return own + adapters
 
 
