@@ -18,16 +18,37 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32, int32
 
-__all__ = ["SamplingArrays", "penalize", "sample", "token_logprobs", "uniform"]
+__all__ = ["FLOATS", "INTS", "SamplingArrays", "adjust", "penalize", "sample", "token_logprobs", "uniform"]
+
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+"""Columns of `SamplingArrays.floats`. The C++ kernel reads them in this order (native/sample_run.h)."""
+
+INTS = ("top_k", "num_prompt", "seed_high", "seed_low", "min_length", "num_bias")
+"""Columns of `SamplingArrays.ints`, likewise."""
 
 
 class SamplingArrays(NamedTuple):
-    """Sampling parameters of a batch. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """Sampling parameters by slot. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
 
-    temperature: Float[Array, "B"]
-    top_k: Int[Array, "B"]
-    top_p: Float[Array, "B"]
-    min_p: Float[Array, "B"]
+    floats: Float[Array, "S f"]
+    ints: Int[Array, "S i"]
+    bias_ids: Int[Array, "S b"]
+    """Tokens of the bias; those beside the vocabulary are ignored."""
+    bias_values: Float[Array, "S b"]
+    banned: Int[Array, "S e"]
+    """Tokens that are not sampled before `min_length`; those beside the vocabulary are ignored."""
+
+    def float(self, name: str) -> Float[Array, "S"]:
+        """One float parameter by name."""
+        return self.floats[:, FLOATS.index(name)]
+
+    def int(self, name: str) -> Int[Array, "S"]:
+        """One integer parameter by name."""
+        return self.ints[:, INTS.index(name)]
+
+    def rows(self, slots: Int[Array, "B"]) -> SamplingArrays:
+        """The parameters of a batch's slots."""
+        return SamplingArrays(*(field[slots] for field in self))
 
 
 def uniform(seed: UInt[Array, "B 2"], position: Int[Array, "B"]) -> Float[Array, "B"]:
@@ -66,48 +87,134 @@ def penalize(
     return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
 
+def adjust(
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, "B"],
+    params: SamplingArrays,
+    mask: Int[Array, "B w"] | None = None,
+) -> Float[Array, "B V"]:
+    """Scores with penalties and bias; minus infinity where a token is held back or a grammar forbids it.
+
+    Parts that no row needs are skipped at run time. The arguments are those of `sample`, a row of each for each row.
+    """
+    penalties = {name: params.float(name) for name in ("presence", "frequency", "repetition")}
+    penalized = (penalties["presence"] != 0) | (penalties["frequency"] != 0) | (penalties["repetition"] != 1)
+    logits = lax.cond(
+        jnp.any(penalized),
+        lambda x: penalize(x, tokens, params.int("num_prompt"), lengths, **penalties),
+        lambda x: x,
+        logits,
+    )
+    rows = jnp.arange(logits.shape[0])[:, None]
+    logits = lax.cond(
+        jnp.any(params.int("num_bias") > 0),
+        lambda x: x.at[rows, params.bias_ids].add(params.bias_values, mode="drop"),
+        lambda x: x,
+        logits,
+    )
+    early = lengths < params.int("min_length")
+
+    def hold_back(x: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        held = x.at[rows, params.banned].add(jnp.where(early, -jnp.inf, 0.0)[:, None], mode="drop")
+        if mask is None:
+            return held
+        # Where a grammar allows nothing but the end, `min_tokens` gives way.
+        possible = jnp.any(_allowed(mask, x.shape[1]) & (held > -jnp.inf), axis=-1, keepdims=True)
+        return jnp.where(possible, held, x)
+
+    logits = lax.cond(jnp.any(early), hold_back, lambda x: x, logits)
+    return logits if mask is None else jnp.where(_allowed(mask, logits.shape[1]), logits, -jnp.inf)
+
+
+def _allowed(mask: Int[Array, "B w"], vocab_size: int) -> Bool[Array, "B V"]:
+    """True for each token whose bit is set: bit j of word i is that of token 32 i + j."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return bits.reshape(mask.shape[0], -1)[:, :vocab_size] != 0
+
+
 @operation
-def sample(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
-    """Draw one token a row with the uniform number `u` in [0, 1). Ties at a truncation threshold are all kept.
+def sample(
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "S L"],
+    slots: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    params: SamplingArrays,
+    mask: Int[Array, "B w"] | None = None,
+) -> Int[Array, "B"]:
+    """Draw one token a row. Ties at a truncation threshold are all kept.
 
     This implementation sorts; it is the oracle of the one that runs.
+
+    Args:
+        logits: scores of the next token.
+        tokens: prompt and answer so far of each slot.
+        slots: the slot of each row.
+        lengths: tokens of each row so far, which with its seed decide the draw.
+        params: parameters of each slot.
+        mask: a bit for each token that a grammar allows; all ones in rows without one.
     """
-    greedy = jnp.argmax(logits, axis=-1)
-    scores = logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
-    V = scores.shape[-1]
-    scores = jnp.where(_min_p_keeps(scores, params.min_p), scores, -jnp.inf)
-    descending = -jnp.sort(-scores, axis=-1)
-    k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V)
-    scores = jnp.where(scores >= jnp.take_along_axis(descending, k[:, None] - 1, axis=-1), scores, -jnp.inf)
-    descending = -jnp.sort(-scores, axis=-1)
-    weights = jnp.exp(descending - descending[:, :1])
-    enough = jnp.cumsum(weights, axis=-1) >= params.top_p[:, None] * weights.sum(-1, keepdims=True)
-    last = jnp.argmax(enough.at[:, -1].set(True), axis=-1)
-    threshold = jnp.take_along_axis(descending, last[:, None], axis=-1)
-    scores = jnp.where((scores >= threshold) | (params.top_p >= 1)[:, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-    cumulative = jnp.cumsum(weights, axis=-1)
-    drawn = jnp.sum(cumulative <= u[:, None] * cumulative[:, -1:], axis=-1)
-    return jnp.where(params.temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
+    rows = params.rows(slots)
+    return _draw_sorted(adjust(logits, tokens[slots], lengths, rows, mask), rows, _uniform(rows, lengths))
 
 
 @sample.example
 def _examples() -> list[Example]:
-    return [Example((float32(4, 151936), SamplingArrays(float32(4), int32(4), float32(4), float32(4)), float32(4)))]
+    params = SamplingArrays(float32(5, 6), int32(5, 6), int32(5, 300), float32(5, 300), int32(5, 80))
+    return [Example((float32(4, 151936), int32(5, 512), int32(4), int32(4), params))]
 
 
 @sample.implementation("bisect")
-def _sample_bisect(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
+def _sample_bisect(
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "S L"],
+    slots: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    params: SamplingArrays,
+    mask: Int[Array, "B w"] | None = None,
+) -> Int[Array, "B"]:
+    rows = params.rows(slots)
+    return _draw(adjust(logits, tokens[slots], lengths, rows, mask), rows, _uniform(rows, lengths))
+
+
+def _uniform(params: SamplingArrays, lengths: Int[Array, "B"]) -> Float[Array, "B"]:
+    seed = jnp.stack([params.int("seed_high"), params.int("seed_low")], axis=1)
+    return uniform(lax.bitcast_convert_type(seed, jnp.uint32), lengths)
+
+
+def _draw_sorted(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
+    greedy = jnp.argmax(logits, axis=-1)
+    temperature, top_p, top_k = params.float("temperature"), params.float("top_p"), params.int("top_k")
+    scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    V = scores.shape[-1]
+    scores = jnp.where(_min_p_keeps(scores, params.float("min_p")), scores, -jnp.inf)
+    descending = -jnp.sort(-scores, axis=-1)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
+    scores = jnp.where(scores >= jnp.take_along_axis(descending, k[:, None] - 1, axis=-1), scores, -jnp.inf)
+    descending = -jnp.sort(-scores, axis=-1)
+    weights = jnp.exp(descending - descending[:, :1])
+    enough = jnp.cumsum(weights, axis=-1) >= top_p[:, None] * weights.sum(-1, keepdims=True)
+    last = jnp.argmax(enough.at[:, -1].set(True), axis=-1)
+    threshold = jnp.take_along_axis(descending, last[:, None], axis=-1)
+    scores = jnp.where((scores >= threshold) | (top_p >= 1)[:, None], scores, -jnp.inf)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    cumulative = jnp.cumsum(weights, axis=-1)
+    drawn = jnp.sum(cumulative <= u[:, None] * cumulative[:, -1:], axis=-1)
+    return jnp.where(temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
+
+
+def _draw(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    temperature = params.float("temperature")
 
     def draw() -> Int[Array, "B"]:
-        scores = logits / jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+        scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
         scores = scores - scores.max(-1, keepdims=True)
-        truncated = (params.min_p > 0) | (params.top_k > 0) | (params.top_p < 1)
+        truncated = (params.float("min_p") > 0) | (params.int("top_k") > 0) | (params.float("top_p") < 1)
         scores = lax.cond(jnp.any(truncated), lambda: _truncate(scores, params), lambda: scores)
-        return jnp.where(params.temperature > 0, _invert_cdf(jnp.exp(scores), u), greedy)
+        return jnp.where(temperature > 0, _invert_cdf(jnp.exp(scores), u), greedy)
 
-    return lax.cond(jnp.any(params.temperature > 0), draw, lambda: greedy)
+    return lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
 
 
 def _min_p_keeps(scores: Float[Array, "B V"], min_p: Float[Array, "B"]) -> Bool[Array, "B V"]:
@@ -119,24 +226,23 @@ def _min_p_keeps(scores: Float[Array, "B V"], min_p: Float[Array, "B"]) -> Bool[
 def _truncate(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B V"]:
     """Scores (maximum 0) with what min-p, then top-k, then top-p cut set to minus infinity."""
     V = scores.shape[-1]
-    scores = jnp.where(_min_p_keeps(scores, params.min_p), scores, -jnp.inf)
-    limits_k = (params.top_k > 0) & (params.top_k < V)
+    top_k, top_p = params.int("top_k"), params.float("top_p")
+    scores = jnp.where(_min_p_keeps(scores, params.float("min_p")), scores, -jnp.inf)
+    limits_k = (top_k > 0) & (top_k < V)
 
-    def top_k() -> Float[Array, "B V"]:
-        threshold = _largest_threshold(
-            scores, lambda kept: jnp.sum(kept, axis=-1) >= jnp.where(limits_k, params.top_k, V)
-        )
+    def cut_by_rank() -> Float[Array, "B V"]:
+        threshold = _largest_threshold(scores, lambda kept: jnp.sum(kept, axis=-1) >= jnp.where(limits_k, top_k, V))
         return jnp.where(scores >= threshold[:, None], scores, -jnp.inf)
 
-    scores = lax.cond(jnp.any(limits_k), top_k, lambda: scores)
+    scores = lax.cond(jnp.any(limits_k), cut_by_rank, lambda: scores)
 
-    def top_p() -> Float[Array, "B V"]:
+    def cut_by_probability() -> Float[Array, "B V"]:
         weights = jnp.exp(scores)
-        needed = params.top_p * weights.sum(-1)
+        needed = top_p * weights.sum(-1)
         threshold = _largest_threshold(scores, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed)
-        return jnp.where((scores >= threshold[:, None]) | (params.top_p >= 1)[:, None], scores, -jnp.inf)
+        return jnp.where((scores >= threshold[:, None]) | (top_p >= 1)[:, None], scores, -jnp.inf)
 
-    return lax.cond(jnp.any(params.top_p < 1), top_p, lambda: scores)
+    return lax.cond(jnp.any(top_p < 1), cut_by_probability, lambda: scores)
 
 
 def _largest_threshold(
@@ -182,19 +288,35 @@ def _last_positive(weights: Float[Array, "B V"]) -> Int[Array, "B"]:
     return weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
 
 
+@operation
 def token_logprobs(
-    logits: Float[Array, "B V"], chosen: Int[Array, "B"], num_top: int
+    logits: Float[Array, "B V"], chosen: Int[Array, "B"], wanted: Bool[Array, "B"], *, num_top: int
 ) -> tuple[Float[Array, "B n"], Int[Array, "B n"], Int[Array, "B"]]:
     """Log-probabilities of the chosen token and of the `num_top` best, their ids, and the chosen token's rank from 1.
 
-    The chosen token comes first in each row.
+    The chosen token comes first in each row. Rows that are not `wanted` are zeros.
     """
-    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    own = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
-    best, ids = lax.top_k(logits, num_top)
-    rank = 1 + jnp.sum(logits > own, axis=-1)
-    return (
-        jnp.concatenate([own, best], axis=-1) - normalizer,
-        jnp.concatenate([chosen[:, None], ids], axis=-1).astype(jnp.int32),
-        rank.astype(jnp.int32),
-    )
+
+    def scored() -> tuple[Array, Array, Array]:
+        normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        own = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
+        best, ids = lax.top_k(logits, num_top)
+        rank = 1 + jnp.sum(logits > own, axis=-1)
+        values = jnp.concatenate([own, best], axis=-1) - normalizer
+        ids = jnp.concatenate([chosen[:, None], ids], axis=-1).astype(jnp.int32)
+        return (
+            jnp.where(wanted[:, None], values, 0.0),
+            jnp.where(wanted[:, None], ids, 0),
+            jnp.where(wanted, rank, 0).astype(jnp.int32),
+        )
+
+    def zeros() -> tuple[Array, Array, Array]:
+        shape = (logits.shape[0], 1 + num_top)
+        return jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape[:1], jnp.int32)
+
+    return lax.cond(jnp.any(wanted), scored, zeros)
+
+
+@token_logprobs.example
+def _logprob_examples() -> list[Example]:
+    return [Example((float32(4, 151936), int32(4), jax.ShapeDtypeStruct((4,), jnp.bool_)), {"num_top": 20})]

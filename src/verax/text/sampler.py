@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from verax.ops import sampling
 from verax.text.sampling_params import MAX_LOGPROBS
-from verax.text.slots import SlotParams, Slots
+from verax.text.slots import Slots
 
 __all__ = ["DEFERRED", "SAMPLED", "Logprobs", "make_sampling", "no_logprobs", "sample", "score"]
 
@@ -65,74 +64,16 @@ def sample(
     wanted, padding_slot = rows[:, 3] == SAMPLED, slots.tokens.shape[0] - 1
     # Rows that are not sampled have the parameters of greedy decoding, for which every other part is skipped.
     slot, lengths = jnp.where(wanted, rows[:, 0], padding_slot), rows[:, 1] + rows[:, 2]
-    params = slots.params.rows(slot)
-    tokens = _next_tokens(logits, slots.tokens, slot, lengths, params, mask)
+    tokens = sampling.sample(logits, slots.tokens, slot, lengths, slots.params.sampling, mask)
     history = slots.tokens.at[slot, lengths].set(tokens, mode="drop")
-    return history, tokens, _logprobs(logits, tokens, params)
+    # Of the model itself, before penalties and temperature, as vLLM reports them.
+    return history, tokens, score(logits, tokens, slots.params.int("num_logprobs")[slot] >= 0)
 
 
-def _allowed(mask: Int[Array, "B w"], vocab_size: int) -> Bool[Array, "B V"]:
-    """True for each token whose bit is set: bit j of word i is that of token 32 i + j."""
-    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    return bits.reshape(mask.shape[0], -1)[:, :vocab_size] != 0
-
-
-def _next_tokens(
-    logits: Float[Array, "B V"],
-    history: Int[Array, "S L"],
-    slot: Int[Array, "B"],
-    lengths: Int[Array, "B"],
-    params: SlotParams,
-    mask: Int[Array, "B w"] | None,
-) -> Int[Array, "B"]:
-    """Sample one token a row. Parts that no row needs are skipped at run time."""
-    penalties = {name: params.float(name) for name in ("presence", "frequency", "repetition")}
-    penalized = (penalties["presence"] != 0) | (penalties["frequency"] != 0) | (penalties["repetition"] != 1)
-    logits = lax.cond(
-        jnp.any(penalized),
-        lambda x: sampling.penalize(x, history[slot], params.int("num_prompt"), lengths, **penalties),
-        lambda x: x,
-        logits,
-    )
-    rows = jnp.arange(slot.shape[0])[:, None]
-    logits = lax.cond(
-        jnp.any(params.int("num_bias") > 0),
-        lambda x: x.at[rows, params.bias_ids].add(params.bias_values, mode="drop"),
-        lambda x: x,
-        logits,
-    )
-    early = lengths < params.int("min_length")
-
-    def hold_back(x: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        held = x.at[rows, params.banned].add(jnp.where(early, -jnp.inf, 0.0)[:, None], mode="drop")
-        if mask is None:
-            return held
-        # Where a grammar allows nothing but the end, `min_tokens` gives way.
-        possible = jnp.any(_allowed(mask, x.shape[1]) & (held > -jnp.inf), axis=-1, keepdims=True)
-        return jnp.where(possible, held, x)
-
-    logits = lax.cond(jnp.any(early), hold_back, lambda x: x, logits)
-    if mask is not None:
-        logits = jnp.where(_allowed(mask, logits.shape[1]), logits, -jnp.inf)
-    seed = lax.bitcast_convert_type(jnp.stack([params.int("seed_high"), params.int("seed_low")], axis=1), jnp.uint32)
-    how = sampling.SamplingArrays(
-        params.float("temperature"), params.int("top_k"), params.float("top_p"), params.float("min_p")
-    )
-    return sampling.sample(logits, how, sampling.uniform(seed, lengths))
-
-
-def _logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], params: SlotParams) -> Logprobs:
-    """Log-probabilities under the model itself (before penalties and temperature), as vLLM reports them."""
-    return lax.cond(
-        jnp.any(params.int("num_logprobs") >= 0),
-        lambda: score(logits, tokens),
-        lambda: no_logprobs(tokens.shape[0], logits.shape[1]),
-    )
-
-
-def score(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Logprobs:
-    """Log-probabilities of the tokens and of the likeliest ones."""
-    return Logprobs(*sampling.token_logprobs(logits, tokens, min(MAX_LOGPROBS, logits.shape[-1])))
+def score(logits: Float[Array, "B V"], tokens: Int[Array, "B"], wanted: Bool[Array, "B"]) -> Logprobs:
+    """Log-probabilities of the tokens and of the likeliest ones; zeros in rows that are not `wanted`."""
+    num_top = min(MAX_LOGPROBS, logits.shape[-1])
+    return Logprobs(*sampling.token_logprobs(logits, tokens, wanted, num_top=num_top))
 
 
 def no_logprobs(rows: int, vocab_size: int) -> Logprobs:

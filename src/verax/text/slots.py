@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
+from verax.ops.sampling import INTS, SamplingArrays
 from verax.text.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from verax.text.sequence import Sequence
 
@@ -24,41 +25,18 @@ __all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admi
 MAX_BANNED = MAX_STOP_TOKEN_IDS + 16
 """Tokens that `min_tokens` can hold back: the request's stop tokens and the model's own (Llama 3 has three)."""
 
-_FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-_INTS = (
-    "top_k",
-    "num_prompt",
-    "seed_low",
-    "seed_high",
-    "min_length",
-    "num_logprobs",
-    "num_prompt_logprobs",
-    "num_bias",
-    "adapter",
-)
+_OTHERS = ("num_logprobs", "num_prompt_logprobs", "adapter")
 
 
 class SlotParams(NamedTuple):
-    """Sampling parameters by slot: `floats` and `ints` in the order of `FLOATS` and `INTS`, and the sparse ones."""
+    """Parameters by slot."""
 
-    floats: Float[Array, "S f"]
-    ints: Int[Array, "S i"]
-    bias_ids: Int[Array, "S b"]
-    bias_values: Float[Array, "S b"]
-    banned: Int[Array, "S e"]
-    """Token ids that may not be sampled before `min_length`, padded with an id that no vocabulary has."""
-
-    def float(self, name: str) -> Float[Array, "S"]:
-        """One float parameter by name."""
-        return self.floats[:, _FLOATS.index(name)]
+    sampling: SamplingArrays
+    others: Int[Array, "S i"]
 
     def int(self, name: str) -> Int[Array, "S"]:
-        """One integer parameter by name."""
-        return self.ints[:, _INTS.index(name)]
-
-    def rows(self, slots: Int[Array, "B"]) -> SlotParams:
-        """The parameters of a batch's slots."""
-        return SlotParams(*(field[slots] for field in self))
+        """Log-probabilities that are wanted, those of the prompt, or the adapter's slot; -1 for none."""
+        return self.others[:, _OTHERS.index(name)]
 
 
 class Slots(NamedTuple):
@@ -73,22 +51,28 @@ class Slots(NamedTuple):
 _NO_TOKEN = np.iinfo(np.int32).max
 """An id past every vocabulary: scatters drop it."""
 
-_IDLE_FLOATS = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-_IDLE_INTS = (0, 0, 0, 0, 0, -1, -1, 0, -1)
+_IDLE_FLOATS = np.asarray([0.0, 1.0, 0.0, 0.0, 0.0, 1.0], np.float32)
+_IDLE_INTS = np.zeros(len(INTS), np.int32)
+_IDLE_OTHERS = np.full(len(_OTHERS), -1, np.int32)
 """Parameters of greedy decoding without extras: a step skips what no row needs, and padding rows must need nothing."""
 
 
 def new_slots(max_num_seqs: int, max_model_len: int, table_width: int, num_tables: int) -> Slots:
     """Empty slots with a page table for each cache group."""
     S = max_num_seqs + 1
-    params = SlotParams(
-        floats=jnp.broadcast_to(jnp.asarray(_IDLE_FLOATS, jnp.float32), (S, len(_FLOATS))),
-        ints=jnp.broadcast_to(jnp.asarray(_IDLE_INTS, jnp.int32), (S, len(_INTS))),
+
+    def rows(idle: Shaped[np.ndarray, "n"]) -> Shaped[Array, "S n"]:
+        return jnp.broadcast_to(jnp.asarray(idle), (S, len(idle)))
+
+    sampling = SamplingArrays(
+        floats=rows(_IDLE_FLOATS),
+        ints=rows(_IDLE_INTS),
         bias_ids=jnp.full((S, MAX_LOGIT_BIAS), _NO_TOKEN, jnp.int32),
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         banned=jnp.full((S, MAX_BANNED), _NO_TOKEN, jnp.int32),
     )
     tables = tuple(jnp.zeros((S, table_width), jnp.int32) for _ in range(num_tables))
+    params = SlotParams(sampling, rows(_IDLE_OTHERS))
     return Slots(jnp.zeros((S, max_model_len), jnp.int32), tables, params)
 
 
@@ -113,20 +97,20 @@ def pack_admission(
         np.float32,
     )
     bias = dict(params.logit_bias or {})
-    seed = np.asarray([sequence.seed & 0xFFFFFFFF, sequence.seed >> 32], np.uint32).view(np.int32)
+    seed = np.asarray([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
     ints = np.asarray(
         [
             params.top_k,
             sequence.num_prompt,
             *seed,
             sequence.num_prompt + params.min_tokens if params.min_tokens else 0,
-            -1 if params.logprobs is None else params.logprobs,
-            -1 if params.prompt_logprobs is None else params.prompt_logprobs,
             len(bias),
-            -1 if sequence.adapter_slot is None else sequence.adapter_slot,
         ],
         np.int32,
     )
+    others = [
+        -1 if number is None else number for number in (params.logprobs, params.prompt_logprobs, sequence.adapter_slot)
+    ]
     bias_ids = np.full(MAX_LOGIT_BIAS, _NO_TOKEN, np.int32)
     bias_ids[: len(bias)] = list(bias)
     bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
@@ -135,8 +119,8 @@ def pack_admission(
     held_back = sorted({*params.stop_tokens, *eos_token_ids}) if params.min_tokens else []
     banned[: len(held_back)] = held_back
     slot = np.asarray([sequence.slot], np.int32)
-    parts = [slot, tokens, tables.ravel(), floats.view(np.int32), ints, bias_ids, bias_values.view(np.int32), banned]
-    return np.concatenate(parts)
+    sampling = [floats.view(np.int32), ints, bias_ids, bias_values.view(np.int32), banned]
+    return np.concatenate([slot, tokens, tables.ravel(), *sampling, np.asarray(others, np.int32)])
 
 
 def admit(slots: Slots, packed: Int[Array, "n"]) -> Slots:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from verax import ops
 from verax.errors import InvalidParameterError
@@ -214,15 +214,16 @@ def _prompt_logprobs(
 ) -> Logprobs:
     T = hidden.shape[0]
     following = slots.tokens[slot, jnp.minimum(position + 1, slots.tokens.shape[1] - 1)]
+    wanted = slots.params.int("num_prompt_logprobs")[slot] >= 0
     size = min(PROMPT_LOGPROB_CHUNK, T)
     chunks = T // size  # token buckets are multiples of the chunk
 
-    def score_chunk(chunk: tuple[Float[Array, "t D"], Int[Array, "t"]]) -> Logprobs:
-        return score(model.logits(chunk[0]), chunk[1])
+    def score_chunk(chunk: tuple[Float[Array, "t D"], Int[Array, "t"], Bool[Array, "t"]]) -> Logprobs:
+        return score(model.logits(chunk[0]), *chunk[1:])
 
     def scored() -> Logprobs:
-        parts = lax.map(score_chunk, (hidden.reshape(chunks, size, -1), following.reshape(chunks, size)))
+        chunked = [x.reshape(chunks, size, *x.shape[1:]) for x in (hidden, following, wanted)]
+        parts = lax.map(score_chunk, tuple(chunked))
         return Logprobs(*(part.reshape(T, *part.shape[2:]) for part in parts))
 
-    wanted = slots.params.int("num_prompt_logprobs")[slot] >= 0
     return lax.cond(jnp.any(wanted), scored, lambda: no_logprobs(T, model.config.vocab_size))

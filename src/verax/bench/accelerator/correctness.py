@@ -22,6 +22,7 @@ from verax.bench.ops.attention import attention_cases, paged_decode_case
 from verax.bench.ops.conv import conv_cases
 from verax.bench.ops.grouped import grouped_cases
 from verax.bench.ops.linear import linear_cases
+from verax.ops.sampling import INTS
 
 __all__ = ["arguments_of", "compare_outputs", "measure_operations", "measure_tests"]
 
@@ -53,12 +54,30 @@ _INTEGERS: Mapping[str, Draw] = {
     "write_pages[2]": _permuted,
     "write_pages[3]": lambda rng, shape: rng.integers(0, 16, shape),
     "grouped_linear[2]": lambda rng, shape: rng.permuted(np.tile(np.arange(128), (shape[0], 1)), axis=1)[:, : shape[1]],
-    "sample[1].top_k": lambda rng, shape: rng.integers(0, 50, shape),
+    "sample[1]": lambda rng, shape: rng.integers(0, 151936, shape),
+    "sample[2]": _permuted,
+    "sample[3]": lambda rng, shape: rng.integers(1, 512, shape),
+    "sample[4].ints": lambda rng, shape: rng.integers(0, [_INT_LIMITS[name] for name in INTS], shape),
+    "sample[4].bias_ids": lambda rng, shape: rng.integers(0, 151936, shape),
+    "sample[4].banned": lambda rng, shape: rng.integers(0, 151936, shape),
+    "token_logprobs[1]": lambda rng, shape: rng.integers(0, 151936, shape),
+    "token_logprobs[2]": lambda rng, shape: rng.integers(0, 2, shape),
 }
-"""Integers of the examples, by operation and place: pages that are not shared, lengths that fit, different experts."""
+"""Integers and flags of the examples, by operation and place: pages that are not shared, lengths that fit, different
+experts, tokens of the vocabulary."""
+
+_INT_LIMITS = {
+    "top_k": 50,
+    "num_prompt": 512,
+    "seed_high": 1 << 31,
+    "seed_low": 1 << 31,
+    "min_length": 512,
+    "num_bias": 300,
+}
+"""Where integer sampling parameters end."""
 
 _UNIT = (".q", ".k", ".read", ".erase", ".write")
-_SHARES = (".beta", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]", ".top_p", ".min_p", "sample[2]")
+_SHARES = (".beta", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]", ".floats")
 
 
 def measure_tests(*, rehearse: bool) -> Iterator[Measured]:
@@ -167,7 +186,7 @@ def arguments_of(name: str, example: ops.Example, rng: np.random.Generator) -> S
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         place = name + jax.tree_util.keystr(path)
-        if jnp.issubdtype(leaf.dtype, jnp.integer):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.asarray(_INTEGERS[place](rng, leaf.shape), leaf.dtype)
         numbers = rng.standard_normal(leaf.shape, np.float32)
         if place.endswith(_UNIT):
@@ -176,8 +195,6 @@ def arguments_of(name: str, example: ops.Example, rng: np.random.Generator) -> S
             numbers = rng.uniform(0, 1, leaf.shape)
         elif place.endswith(".g"):
             numbers = -np.abs(numbers)
-        elif place.endswith(".temperature"):
-            numbers = np.abs(numbers)
         return jnp.asarray(numbers, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(value, example.args)

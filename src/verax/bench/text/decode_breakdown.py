@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.bench.timing import interleave
 from verax.machine import measure_bandwidth
-from verax.ops import sampling
 from verax.ops.pages import QuantizedPages
 from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
@@ -54,7 +53,7 @@ def _first_replaced(values: Array, x: Float[Array, "T K H"]) -> Array:
     return jax.lax.dynamic_update_slice(values, one, (0,) * values.ndim)
 
 
-def _no_sampling(logits: Float[Array, "B V"], params: sampling.SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
+def _no_sampling(logits: Float[Array, "B V"], *state: Any) -> Int[Array, "B"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 

@@ -2,6 +2,8 @@
 // for min-p, top-k, top-p as asked:
 //   31 passes that count, or add up weights, above a threshold   (its bits are found from the top, as in the XLA form)
 // weights = exp(scores), summed by chunks; the chunk, then the token, where the sum passes u times the total
+//
+// log-probabilities: one pass for the maximum, one for the sum of exponentials, the rank and the best tokens
 #include "sample.h"
 
 #include <cmath>
@@ -16,6 +18,14 @@ constexpr int64_t L = F32::lanes;
 constexpr float LOG2_E = 1.44269504f;
 
 float infinity() { return __builtin_inff(); }
+
+// Logits from `i` on, minus infinity past the end.
+F32 load_padded(const float* logits, int64_t i, int64_t V) {
+  if (i + L <= V) return load(logits + i);
+  float rest[L];
+  for (int64_t j = 0; j < L; ++j) rest[j] = i + j < V ? logits[i + j] : -infinity();
+  return load(rest);
+}
 
 // Of `count` logits, whole registers.
 float largest_of(const float* logits, int64_t count) {
@@ -130,36 +140,74 @@ int32_t draw(Scores& scores, float u) {
   return static_cast<int32_t>(chunk * SAMPLE_CHUNK + passes(scores.weights + chunk * SAMPLE_CHUNK, SAMPLE_CHUNK, &target));
 }
 
+// Tokens that are looked at together for the best ones.
+constexpr int64_t BLOCK = 64;
+
+// Puts a score in its place among the `found` best, which fall, if it belongs to the best `most`. How many there are now.
+int64_t insert(float score, int64_t at, int64_t most, int64_t found, float* values, int32_t* ids) {
+  if (found == most && !(most > 0 && score > values[most - 1])) return found;
+  int64_t i = found < most ? found : most - 1;
+  for (; i > 0 && score > values[i - 1]; --i) {
+    values[i] = values[i - 1];
+    ids[i] = ids[i - 1];
+  }
+  values[i] = score;
+  ids[i] = static_cast<int32_t>(at);
+  return found < most ? found + 1 : most;
+}
+
 }  // namespace
 
-void sample_row(const SampleTask& t, int64_t row, float* buffer) {
-  const int64_t V = t.V;
-  const float* logits = t.logits + row * V;
-  const float temperature = t.temperature[row];
+void sample_row(const SampleRow& row, float* buffer, int32_t* token) {
+  const int64_t V = row.V;
+  const float* logits = row.logits;
   const int64_t nan = place_of_nan(logits, V);
   const float most = largest(logits, V);
-  if (nan < V || !(temperature > 0) || !(__builtin_fabsf(most) < infinity())) {
-    t.tokens[row] = static_cast<int32_t>(nan < V ? nan : place_of(most, logits, V));
+  if (nan < V || !(row.temperature > 0) || !(__builtin_fabsf(most) < infinity())) {
+    *token = static_cast<int32_t>(nan < V ? nan : place_of(most, logits, V));
     return;
   }
   Scores scores{buffer, buffer + sample_buffer_size(V) / 2, sample_buffer_size(V) / 2};
-  const F32 warmth = broadcast(temperature), top = broadcast(most / temperature);
+  const F32 warmth = broadcast(row.temperature), top = broadcast(most / row.temperature);
   const F32 log2_e = broadcast(LOG2_E);
   for (int64_t i = 0; i < scores.size; i += L) {
-    float rest[L];
-    const float* from = logits + i;
-    if (i + L > V) {
-      for (int64_t j = 0; j < L; ++j) rest[j] = i + j < V ? logits[i + j] : -infinity();
-      from = rest;
-    }
-    const F32 score = sub(div(load(from), warmth), top);
+    const F32 score = sub(div(load_padded(logits, i, V), warmth), top);
     store(scores.at + i, score);
     store(scores.weights + i, exp2(mul(score, log2_e)));
   }
-  if (t.min_p[row] > 0) scores.cut(::logf(t.min_p[row] > 1e-37f ? t.min_p[row] : 1e-37f));
-  if (t.top_k[row] > 0 && t.top_k[row] < V) scores.cut(scores.threshold(static_cast<float>(t.top_k[row]), false));
-  if (t.top_p[row] < 1) scores.cut(scores.threshold(t.top_p[row] * scores.above(-infinity(), true), true));
-  t.tokens[row] = draw(scores, t.u[row]);
+  if (row.min_p > 0) scores.cut(::logf(row.min_p > 1e-37f ? row.min_p : 1e-37f));
+  if (row.top_k > 0 && row.top_k < V) scores.cut(scores.threshold(static_cast<float>(row.top_k), false));
+  if (row.top_p < 1) scores.cut(scores.threshold(row.top_p * scores.above(-infinity(), true), true));
+  *token = draw(scores, row.u);
+}
+
+void logprobs_row(const LogprobsRow& row, float* values, int32_t* ids, int32_t* rank) {
+  const int64_t V = row.V;
+  const float own = row.logits[row.chosen] + 0.0f;  // -0 becomes +0, and no difference of equals is -0
+  const float most = largest(row.logits, V);
+  const F32 top = broadcast(most), mine = broadcast(own), log2_e = broadcast(LOG2_E);
+  double total = 0;
+  int64_t better = 0, found = 0;
+  for (int64_t block = 0; block < V; block += BLOCK) {
+    const int64_t end = block + BLOCK < V ? block + BLOCK : V;
+    F32 weights = zero(), larger = zero(), most_here = broadcast(-infinity());
+    for (int64_t i = block; i < end; i += L) {
+      const F32 score = load_padded(row.logits, i, V);
+      weights = add(weights, exp2(mul(sub(score, top), log2_e)));
+      larger = add(larger, pick(sub(mine, score), zero(), broadcast(1)));
+      most_here = max(score, most_here);
+    }
+    total += sum(weights);
+    better += static_cast<int64_t>(sum(larger));
+    if (found == row.num_top && !(largest_lane(most_here) > values[found])) continue;
+    for (int64_t i = block; i < end; ++i) found = insert(row.logits[i], i, row.num_top, found, values + 1, ids + 1);
+  }
+  // The maximum first: next to large scores, a logarithm of the sum would lose its digits.
+  const auto normalizer = static_cast<float>(::log(total));
+  values[0] = own;
+  ids[0] = row.chosen;
+  for (int64_t i = 0; i <= row.num_top; ++i) values[i] = (values[i] - most) - normalizer;
+  *rank = static_cast<int32_t>(1 + better);
 }
 
 }  // namespace VERAX_LEVEL

@@ -1,0 +1,43 @@
+"""Arguments of `ops.sampling.sample`: a slot for each row, each with parameters and a seed of its own."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from verax.ops.sampling import FLOATS, INTS, SamplingArrays
+
+OFF = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0}
+NO_TOKEN = np.iinfo(np.int32).max
+
+
+def sampling_arrays(options, *, seed=0, num_prompt=0):
+    """Parameters of a slot for each dictionary of options, whose `bias` is {token: value} and `banned` a list."""
+    seeds = np.random.default_rng(seed).integers(-(2**31), 2**31, (len(options), 2))
+    rows = [
+        {"seed_high": high, "seed_low": low, "num_prompt": num_prompt, "num_bias": len(row.get("bias", {})), **row}
+        for row, (high, low) in zip(options, seeds.tolist(), strict=True)
+    ]
+    column = lambda names, dtype: jnp.asarray(
+        [[row.get(name, OFF.get(name, 0)) for name in names] for row in rows], dtype
+    )
+    padded = lambda values, filler: [*values, *[filler] * (4 - len(values))]
+    bias = [row.get("bias", {}) for row in rows]
+    return SamplingArrays(
+        column(FLOATS, jnp.float32),
+        column(INTS, jnp.int32),
+        jnp.asarray([padded(row, NO_TOKEN) for row in bias], jnp.int32),
+        jnp.asarray([padded(row.values(), 0.0) for row in bias], jnp.float32),
+        jnp.asarray([padded(row.get("banned", []), NO_TOKEN) for row in rows], jnp.int32),
+    )
+
+
+def sampling_arguments(logits, options, *, seed=0, tokens=None, lengths=None, num_prompt=0, mask=None):
+    """Arguments for rows of scores, whose slots hold `tokens` of the given lengths; none without."""
+    count = len(options)
+    return (
+        jnp.asarray(logits, jnp.float32),
+        jnp.zeros((count, 1), jnp.int32) if tokens is None else jnp.asarray(tokens, jnp.int32),
+        jnp.arange(count),
+        jnp.zeros(count, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32),
+        sampling_arrays(options, seed=seed, num_prompt=num_prompt),
+        None if mask is None else jnp.asarray(mask, jnp.int32),
+    )
