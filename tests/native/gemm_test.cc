@@ -60,6 +60,39 @@ void product(const char* level, Weights kind, int64_t M, int64_t K, int64_t N, b
   }
 }
 
+// Both operands in 8-bit integers: every row of x has another size, and one is not finite.
+void integers(const char* level, int64_t M, int64_t K, int64_t N) {
+  auto x = check::normal(M * K, 1);
+  for (int64_t m = 0; m < M; ++m) {
+    for (int64_t k = 0; k < K; ++k) x[m * K + k] *= static_cast<float>(m % 5);
+  }
+  if (M > 1) x[K] = INFINITY;
+  const Operand weight(Weights::int8, N * K, 2);
+  const auto bias = check::normal(N, 3), scales = check::normal(N, 4);
+  std::vector<float> y(M * N, -1);
+  verax::GemmTask task{};
+  task.kind = Weights::int8_pairs, task.M = M, task.N = N, task.K = K;
+  task.x = x.data(), task.weight = weight.data, task.y = y.data();
+  task.scales = scales.data(), task.bias = bias.data();
+  check::Pool pool(3);
+  verax::run_rounded_gemm(pool, task);
+  pool.join();
+  for (int64_t m = 0; m < M; ++m) {
+    float largest = 0;
+    for (int64_t k = 0; k < K; ++k) largest = std::fmax(largest, std::abs(x[m * K + k]));
+    const float scale = largest / 127, factor = scale > 1e-37f ? 1 / scale : 0;
+    for (int64_t n = 0; n < N; ++n) {
+      double sum = 0;
+      for (int64_t k = 0; k < K; ++k) sum += std::nearbyintf(x[m * K + k] * factor) * weight.values[n * K + k];
+      sum = sum * scale * scales[n] + bias[n];
+      const float got = y[m * N + n];
+      check::that(m == 1 ? std::isnan(got) : std::abs(got - sum) <= 1e-6 * (1 + std::abs(sum)),
+                  "%s integers %ldx%ldx%ld at %ld, %ld: %g, not %g", level, static_cast<long>(M), static_cast<long>(K),
+                  static_cast<long>(N), static_cast<long>(m), static_cast<long>(n), got, sum);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -73,6 +106,9 @@ int main() {
         product(level, kind, 70, 1056, 48, biased);
       }
     }
+    integers(level, 1, 32, 16);
+    integers(level, 13, 416, 80);
+    integers(level, 200, 64, 400);
     std::printf("%s: checked\n", level);
   });
   std::printf("gemm: %d failures\n", check::failures);

@@ -104,8 +104,7 @@ struct Case {
 std::vector<double> taken(const Case& c, const std::vector<float>& x, int64_t M) {
   std::vector<double> inputs(x.begin(), x.end());
   if (c.kind == Weights::f32) return inputs;
-  const bool integers = verax_level_has("int8_dot") && (c.kind == Weights::int8 || c.kind == Weights::int4);
-  if (!integers) {
+  if (c.kind != Weights::int8 && c.kind != Weights::int4) {
     for (double& input : inputs) input = check::from_bf16(check::to_bf16(static_cast<float>(input)));
     return inputs;
   }

@@ -1,5 +1,6 @@
 """The native matmul of many rows at every level, against float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from tests.support.cpu import for_each_level, needs_library
 from tests.support.gguf import random_blocks
 from verax import ops
 from verax.ops.cpu import library
+from verax.ops.quantized import round_inputs
 
 pytestmark = needs_library
 
@@ -117,9 +119,19 @@ def test_it_runs_only_where_it_is_faster():
 
 
 def test_any_level_with_bfloat16_dot_products_runs_it(monkeypatch):
-    monkeypatch.setattr(library, "has", lambda capability: capability == "bf16_dot")
+    monkeypatch.setattr(library, "has", lambda capability: capability in ("bf16_dot", "fma"))
     with library.use_level("portable"):
         assert chosen(33, 64, 48) == "native_gemm"
+
+
+def test_bfloat16_and_integers_of_all_numbers_of_rows_run_it_where_xla_would_convert_them(monkeypatch):
+    monkeypatch.setattr(library, "has", lambda capability: capability == "fma")
+    with library.use_level("portable"):
+        assert chosen(12, 64, 48) == chosen(5000, 64, 48) == "native_gemm"
+        assert chosen(129, 64, 48, "int8") == chosen(5000, 64, 48, "int8") == "native_gemm"
+        assert chosen(12, 64, 48, "float32") == chosen(32, 64, 48, "float32") == "native_gemm"
+        assert chosen(11, 64, 48) == chosen(128, 64, 48, "int8") == "native"
+        assert chosen(33, 64, 48, "float32") == chosen(33, 65, 48) == "reference"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,3 +152,35 @@ def test_it_can_be_differentiated(kind):
 
 
 IMPLEMENTATIONS = ("native_gemm", "reference")
+
+
+def rounding(m, k, n):
+    """Inputs of rows of very different sizes, a weight that rounds them, and what their product then is, in float64."""
+    x, w, bias = arrays(m, k, n, "int8")
+    x = x.astype(jnp.float32) * jnp.exp(3 * jnp.arange(m, dtype=jnp.float32) % 7)[:, None]
+    w = replace(w, rounds_inputs=True)
+    integers, scale = map(np.asarray, round_inputs(x))
+    return x, w, bias, exact(integers.astype(np.float64) * scale, w, bias)
+
+
+@for_each_level
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 32, 16), (7, 64, 48), (200, 32, 80), (33, 800, 496), (0, 32, 16)])
+def test_products_of_integers_are_exact_but_for_their_scales(level, m, k, n):
+    x, w, bias, expected = rounding(m, k, n)
+    with library.use_level(level):
+        assert ops.linear.select(x, w, bias).name == "native_integers"
+        got = np.asarray(jax.jit(ops.linear)(x, w, bias))
+        # A row's sums are exact; scales and the bias are multiplied and added in float32.
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(jax.jit(ops.linear)(x[m // 2 :], w, bias), got[m // 2 :])
+
+
+@for_each_level
+def test_a_row_that_is_not_finite_gives_nan_and_zeros_give_the_bias(level):
+    x, w, bias, _ = rounding(4, 64, 48)
+    x = x.at[0, 3].set(jnp.inf).at[1, 0].set(jnp.nan).at[2].set(0.0)
+    with library.use_level(level):
+        y = np.asarray(jax.jit(ops.linear)(x, w, bias))
+    assert np.isnan(y[:2]).all()
+    np.testing.assert_array_equal(y[2], bias)
+    assert np.isfinite(y[3]).all()

@@ -97,7 +97,7 @@ def test_the_product_of_many_rows_is_exact_and_its_rows_do_not_depend_on_each_ot
     groups = jnp.asarray(rng.integers(0, 2, (150, 2)), jnp.int32)  # one group is empty
     with library.use_level(level):
         y, alone = many(x, weights, groups), many(x[:1], weights, groups[:1])
-        runs_here = library.has("bf16_dot")
+        runs_here = library.has("fma")
     chosen = np.asarray(weights, np.float64)[np.asarray(groups)]
     exact = np.einsum("td,tkfd->tkf", np.asarray(x[:, 0].astype(dtype), np.float64), chosen)
     np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-4)
@@ -106,7 +106,7 @@ def test_the_product_of_many_rows_is_exact_and_its_rows_do_not_depend_on_each_ot
 
 
 def test_the_product_of_many_rows_is_chosen_by_the_shapes():
-    if not library.has("bf16_dot"):
+    if not library.has("fma"):
         pytest.skip("on this machine it is not faster")
     weights, least = stack("float32", F=48), 6 * 12
     for tokens, name in ((least - 1, "native"), (least, "native_gemm")):

@@ -139,11 +139,9 @@ def test_few_rows_run_natively_and_many_do_not():
     assert ops.linear.select(jnp.ones((512, 64)), w.astype(jnp.float32)).name == "reference"
 
 
-def taken(x, q, level):
-    """x in float64 as the kernels of a level take it beside a quantised weight."""
-    with library.use_level(level):
-        integers = library.has("int8_dot")
-    if not integers or q.is_float:
+def taken(x, q):
+    """x in float64 as the kernels take it beside a quantised weight."""
+    if q.is_float:
         return np.asarray(x).astype(jnp.bfloat16).astype(np.float64)
     x, parts = np.asarray(x), []
     together, largest = (q.group_size, np.float32(127)) if q.bits == 4 else (1024, np.float32(32639))
@@ -165,7 +163,7 @@ def test_quantised_weights_are_exact_to_rounding(level, bits, group):
         for k in (1, 31, 33, 257, 1088) if group is None else (group, 3 * group, 4224):
             x, w = map(np.asarray, arrays(17, k, max(ROWS), jnp.float32))
             q = quantize(w, bits, group)
-            exact = taken(x, q, level) @ np.asarray(dequantize(q), np.float64).T
+            exact = taken(x, q) @ np.asarray(dequantize(q), np.float64).T
             grid = native_grid([x[:m] for m in SIZES], first_rows(q))
             for n, outputs in zip(ROWS, grid, strict=True):
                 for m, y in zip(SIZES, outputs, strict=True):
@@ -191,7 +189,7 @@ def test_8_bit_floats_and_zero_points_are_exact_to_rounding(level, kind, group):
         for k in (33, 1100) if group is None else (group, 4224):
             x, w = map(np.asarray, arrays(17, k, max(ROWS), jnp.float32))
             q = stored(w, kind, group)
-            exact = taken(x, q, level) @ np.asarray(dequantize(q), np.float64).T
+            exact = taken(x, q) @ np.asarray(dequantize(q), np.float64).T
             grid = native_grid([x[:m] for m in SIZES], first_rows(q))
             for n, outputs in zip(ROWS, grid, strict=True):
                 for m, y in zip(SIZES, outputs, strict=True):

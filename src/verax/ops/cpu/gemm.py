@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import jax
@@ -22,9 +23,16 @@ MIN_ROWS = {"float32": 12, "bfloat16": 24, "int8": MAX_ROWS_QUANTIZED + 1, "bloc
 """Rows from which it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8
 that is 24, but it rounds x to bfloat16 where the other keeps 16 bits: an answer should not depend on its batch."""
 
+MIN_ROWS_AS_FLOATS = 12
+"""The same beside bfloat16 on a processor that does not multiply it: 1.2 to 1.5 times faster (AVX2)."""
+
 TOO_MANY = 512
 """Rows from which XLA's matmul library is as fast, and for some shapes faster. Quantised weights it has to write out as
-bfloat16 first: for them it never is."""
+bfloat16 first: for them it never is. The same goes for bfloat16 on a processor that does not multiply it: XLA writes
+float32, and takes 1.2 to 1.8 times as long for 32 to 2,048 rows (AVX2)."""
+
+TOO_MANY_FLOATS = 33
+"""The same beside float32 without AVX-512."""
 
 TILE_ROWS = range(5, 128)
 """Rows for which it is faster beside bfloat16 on a processor with AMX, which multiplies 16 of them in the time of one.
@@ -33,22 +41,37 @@ XLA's library has AMX too: for 16 to 64 rows it takes 1.2 to 1.5 times the proce
 DEPTH_STEP, COLUMN_STEP = 32, 16
 """Divisors of a row's inputs and of the weight's rows that the kernel requires (`GEMM_DEPTH_STEP` in native/)."""
 
-FASTER_WITH = "bf16_dot"
-"""Capability of the level in force with which it is faster than XLA's matmul library."""
+DOT = "bf16_dot"
+"""Capability of a processor that multiplies bfloat16."""
 
 TILES = "bf16_tiles"
 """Capability of AMX."""
 
+VECTORS = "fma"
+"""Capability without which the kernel has no registers for its sums."""
+
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     kind = _kind(weight)
-    if kind is None or not takes(weight):
-        return False
-    rows = math.prod(x.shape[:-1])
-    if kind == "bfloat16" and library.has(TILES):
-        return rows in TILE_ROWS
-    many = rows >= MIN_ROWS[kind] and (rows < TOO_MANY or kind in ("int8", "blocks"))
-    return many and library.has(FASTER_WITH)
+    return kind is not None and takes(weight) and math.prod(x.shape[:-1]) in faster_rows(kind)
+
+
+def faster_rows(kind: str) -> range:
+    """Numbers of rows for which it is the fastest here, beside XLA and the kernel for few rows.
+
+    Args:
+        kind: dtype of the weight, or "blocks" of GGUF files.
+    """
+    least, dot = MIN_ROWS[kind], library.has(DOT)
+    if not library.has(VECTORS):
+        return range(0)
+    if kind == "float32":
+        return range(least, TOO_MANY if dot else TOO_MANY_FLOATS)
+    if kind == "bfloat16":
+        if library.has(TILES):
+            return TILE_ROWS
+        return range(least, TOO_MANY) if dot else range(MIN_ROWS_AS_FLOATS, sys.maxsize)
+    return range(least, sys.maxsize)
 
 
 def _kind(weight: Any) -> str | None:

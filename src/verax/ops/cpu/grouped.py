@@ -29,9 +29,8 @@ def _accepts_many(x: Any, weights: Any, groups: Any) -> bool:
     # By the mean of the groups, which the shapes give: how many rows a group has must not decide about their rounding.
     rows = math.prod(jnp.broadcast_shapes(x.shape[:-1], groups.shape)) / weights.shape[0]
     sizes = jax.ShapeDtypeStruct(weights.shape[1:], weights.dtype)
-    tiles = weights.dtype == jnp.bfloat16 and library.has(gemm.TILES)
-    least = gemm.TILE_ROWS.start if tiles else gemm.MIN_ROWS[str(weights.dtype)]
-    return rows >= least and gemm.takes(sizes) and library.has(gemm.FASTER_WITH)
+    faster = gemm.faster_rows(str(weights.dtype))
+    return bool(faster) and rows >= faster.start and gemm.takes(sizes)
 
 
 @jax.custom_jvp

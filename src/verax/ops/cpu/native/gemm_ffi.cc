@@ -1,4 +1,4 @@
-// The FFI handler of kernels/gemm.cc.
+// The FFI handlers of kernels/gemm.cc.
 #include "export.h"
 #include "gemm_run.h"
 #include "xla/ffi/api/ffi.h"
@@ -50,6 +50,33 @@ ffi::Error gemm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, f
   return ffi::Error::Success();
 }
 
+// Both operands in 8-bit integers: rows of x become them here.
+ffi::Error gemm_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> weight,
+                     ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias, ffi::ResultBuffer<ffi::F32> y) {
+  const auto in = x.dimensions(), shape = weight.dimensions(), out = y->dimensions();
+  if (in.size() != 2 || shape.size() != 2 || out.size() != 2 || out[0] != in[0] || shape[0] != out[1] ||
+      shape[1] != in[1]) {
+    return ffi::Error::InvalidArgument("gemm_int8: expected x [M, K], a weight [N, K] and y [M, N]");
+  }
+  GemmTask task{};
+  task.kind = Weights::int8_pairs;
+  task.M = in[0], task.N = out[1], task.K = in[1];
+  const auto num_scales = static_cast<int64_t>(scales.element_count());
+  const auto num_biases = static_cast<int64_t>(bias.element_count());
+  if (task.K % GEMM_DEPTH_STEP != 0 || task.K > GEMM_INTEGER_DEPTH || task.N % GEMM_COLUMN_STEP != 0 ||
+      num_scales != task.N || (num_biases && num_biases != task.N)) {
+    return ffi::Error::InvalidArgument(
+        "gemm_int8: expected K divisible by 32 up to 131072, N by 16, N scales, and a bias of N or none");
+  }
+  task.x = x.typed_data();
+  task.weight = weight.typed_data();
+  task.scales = scales.typed_data();
+  task.bias = num_biases ? bias.typed_data() : nullptr;
+  task.y = y->typed_data();
+  run_rounded_gemm(pool, task);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace verax
 
@@ -62,3 +89,12 @@ VERAX_HANDLER(verax_gemm, verax::gemm,
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Attr<int64_t>("block_kind"));
+
+VERAX_HANDLER(verax_gemm_int8, verax::gemm_int8,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S8>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

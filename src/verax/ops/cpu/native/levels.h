@@ -10,24 +10,24 @@
 
 // ROW(level, architecture, compiler flags, test of the processor, capabilities, ...), where `...` is the caller's.
 //
-// Capabilities: bf16_dot multiplies bfloat16, int8_dot multiplies 8-bit integers, with sums of 32 bits; bf16_tiles
-// multiplies 16 x 32 by 32 x 16 bfloat16 at once, or twice as many 8-bit integers.
+// Capabilities: bf16_dot multiplies bfloat16, with sums of 32 bits; bf16_tiles multiplies 16 x 32 by 32 x 16 bfloat16 at
+// once, or twice as many 8-bit integers; fma multiplies and adds vectors of float32.
 // clang-format off
 #define VERAX_LEVELS(ROW, ...)                                                                              \
   ROW(amx, x86_64,                                                                                          \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",                                         \
       VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16") && ::verax::amx_permitted(),       \
-      "bf16_dot int8_dot bf16_tiles", __VA_ARGS__)                                                          \
+      "bf16_dot bf16_tiles fma", __VA_ARGS__)                                                               \
   ROW(avx512_bf16, x86_64,                                                                                  \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni -mavx512bf16",                                                                          \
-      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot int8_dot", __VA_ARGS__) \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot fma", __VA_ARGS__)      \
   ROW(avx512, x86_64,                                                                                       \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512",           \
-      VERAX_AVX512, "", __VA_ARGS__)                                                                        \
-  ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "", __VA_ARGS__)          \
-  ROW(neon, aarch64, "", true, "", __VA_ARGS__)                                                             \
+      VERAX_AVX512, "fma", __VA_ARGS__)                                                                     \
+  ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "fma", __VA_ARGS__)       \
+  ROW(neon, aarch64, "", true, "fma", __VA_ARGS__)                                                          \
   ROW(portable, any, "-DVERAX_PORTABLE", true, "", __VA_ARGS__)
 // clang-format on
 

@@ -89,6 +89,41 @@ using Int8Cells = Singles<int8_t>;
 #endif
 using F32Cells = Singles<float>;
 
+#if defined(__AVX2__) && !defined(VERAX_PORTABLE)
+
+// Integers of 8 bits by such integers: pairs of 16 bits in a cell, and sums of 32 bits, as the bits of floats.
+struct IntegerCells {
+  using Element = int8_t;
+  static constexpr int depth = 2;
+#if defined(__AVX512F__)
+  static F32 multiply(F32 sum, F32 a, F32 b) {
+    const __m512i products = _mm512_madd_epi16(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum.v), products))};
+  }
+  static F32 of_row(const Element* p) {
+    return {_mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))))};
+  }
+  static F32 total(F32 sum) { return {_mm512_cvtepi32_ps(_mm512_castps_si512(sum.v))}; }
+#else
+  static F32 multiply(F32 sum, F32 a, F32 b) {
+    const __m256i products = _mm256_madd_epi16(_mm256_castps_si256(a.v), _mm256_castps_si256(b.v));
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum.v), products))};
+  }
+  static F32 of_row(const Element* p) {
+    return {_mm256_castsi256_ps(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+  }
+  static F32 total(F32 sum) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(sum.v))}; }
+#endif
+};
+
+#else
+
+struct IntegerCells : Singles<int8_t> {
+  static F32 total(F32 sum) { return sum; }
+};
+
+#endif
+
 // One chunk as cells of each kind.
 inline void to_cells(Bf16Cells, float* to, const bf16* from) {
   store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), load_bf16_chunk(from));
@@ -99,6 +134,11 @@ inline void to_cells(Bf16Cells, float* to, const float* from) {
 template <class Element>
 inline void to_cells(F32Cells, float* to, const Element* from) {
   store_chunk(to, load_chunk(from));
+}
+
+inline void to_cells(IntegerCells, float* to, const int8_t* from) {
+  constexpr int STEP = F32::lanes * IntegerCells::depth;
+  for (int i = 0; i < CHUNK; i += STEP) store(to + i / IntegerCells::depth, IntegerCells::of_row(from + i));
 }
 
 // Sums are kept in registers: ROWS x COLUMNS of them, beside the operands. AVX2 has 16 registers, the others 32.

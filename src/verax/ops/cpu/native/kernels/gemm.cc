@@ -34,8 +34,8 @@ constexpr int TILE = SUMS / C < 12 ? SUMS / C : 12;
 
 struct Tile {
   Matrix x, weight, y;
-  bool first;
-  const float *scales, *bias;  // null, also unless y ends here
+  bool first, last;
+  const float *row_scales, *scales, *bias;  // null, also unless y ends here
 };
 
 template <class Kind, int R, int C>
@@ -51,6 +51,15 @@ void multiply(const Tile& t, int64_t depth) {
     const int at = c * F32::lanes;
     VERAX_UNROLL
     for (int r = 0; r < R; ++r) {
+      if constexpr (std::is_same_v<Kind, IntegerCells>) {
+        if (t.last) {
+          // One instruction, so that a row is the same to the last bit in tiles of every height.
+          const F32 factor = mul(broadcast(t.row_scales[r]), load(t.scales + at));
+          sums[r][c] = fma(IntegerCells::total(sums[r][c]), factor, t.bias ? load(t.bias + at) : zero());
+        }
+        store(t.y.row(r) + at, sums[r][c]);
+        continue;
+      }
       if (t.scales) sums[r][c] = mul(sums[r][c], load(t.scales + at));
       if (t.bias) sums[r][c] = add(sums[r][c], load(t.bias + at));
       store(t.y.row(r) + at, sums[r][c]);
@@ -73,17 +82,32 @@ void multiply_strip(int64_t rows, Tile t, int64_t depth) {
     multiply_rows<Kind, C>(here, t, depth);
     t.x.at = t.x.row(here);
     t.y.at = t.y.row(here);
+    if (t.row_scales) t.row_scales += here;
   }
 }
 
+// How x lies beside cells of W, and what cells of its own become of it.
 template <class Kind>
-using Inputs = std::conditional_t<std::is_same_v<Kind, F32Cells>, float, bf16>;
+struct Inputs {
+  using Element = bf16;
+  using Cells = Bf16Cells;
+};
+template <>
+struct Inputs<F32Cells> {
+  using Element = float;
+  using Cells = F32Cells;
+};
+template <>
+struct Inputs<IntegerCells> {
+  using Element = int8_t;
+  using Cells = IntegerCells;
+};
 
 template <class Kind>
 void copy_rows(Matrix to, const GemmTask& t, const GemmBlock& block, int64_t k, int64_t values) {
-  using Cells = std::conditional_t<std::is_same_v<Kind, F32Cells>, F32Cells, Bf16Cells>;
+  using Cells = typename Inputs<Kind>::Cells;
   for (int64_t r = 0; r < block.rows; ++r) {
-    const auto* from = static_cast<const Inputs<Kind>*>(t.x) + (block.m + r) * t.K + k;
+    const auto* from = static_cast<const typename Inputs<Kind>::Element*>(t.x) + (block.m + r) * t.K + k;
     for (int64_t i = 0; i < values; i += CHUNK) to_cells(Cells{}, to.row(r) + i / Cells::depth, from + i);
   }
 }
@@ -147,6 +171,8 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
                 weight,
                 {t.y + block.m * t.N + n, t.N},
                 k == 0,
+                last,
+                last && t.row_scales ? t.row_scales + block.m : nullptr,
                 last && t.scales ? t.scales + n : nullptr,
                 last && t.bias ? t.bias + n : nullptr};
       int64_t vectors = columns / F32::lanes;
@@ -169,6 +195,31 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
 
 }  // namespace
 
+void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
+  for (int64_t m = begin; m < end; ++m) {
+    const float* x = t.x + m * t.K;
+    int8_t* y = t.y + m * t.K;
+    F32 peaks = zero(), wrong = zero();
+    for (int64_t k = 0; k < t.K; k += F32::lanes) {
+      const F32 values = load(x + k);
+      peaks = max(peaks, max(values, sub(zero(), values)));
+      wrong = fma(values, zero(), wrong);  // NaN where a value is not finite
+    }
+    const float scale = largest_lane(peaks) / 127 + sum(wrong);
+    t.scales[m] = scale;
+    if (!(scale > 1e-37f)) {  // its inverse would not be finite
+      std::memset(y, 0, t.K);
+      continue;
+    }
+    const F32 factor = broadcast(1 / scale);
+    for (int64_t k = 0; k < t.K; k += F32::lanes) {
+      float values[F32::lanes];
+      store(values, whole(mul(load(x + k), factor)));
+      for (int i = 0; i < F32::lanes; ++i) y[k + i] = static_cast<int8_t>(values[i]);
+    }
+  }
+}
+
 void gemm_pack([[maybe_unused]] const GemmTask& t, [[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {
 #if defined(__AMX_BF16__)
   pack_tiles(t, begin, end);
@@ -183,6 +234,7 @@ void gemm_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
     case Weights::f32: return multiply_block<F32Cells>(t, block, scratch);
     case Weights::bf16: return multiply_block<Bf16Cells>(t, block, scratch);
     case Weights::int8: return multiply_block<Int8Cells>(t, block, scratch);
+    case Weights::int8_pairs: return multiply_block<IntegerCells>(t, block, scratch);
     case Weights::float8: case Weights::int4: return;  // refused before
     case Weights::blocks:
       return with_format(t.block, [&](auto format) {

@@ -11,11 +11,15 @@ namespace verax {
 // W is float32, bfloat16, of 8-bit integers with a scale for each row, or of blocks, whose weights are rounded to
 // bfloat16 where the processor multiplies these. x is float32 beside float32, and bfloat16 beside the others. Products
 // are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
+//
+// x of int8_pairs is of 8-bit integers as well, with a scale for each row (`gemm_round`), and products are added exactly:
+// in 32-bit integers, or in float32, which holds them exactly up to K = 1,040.
 struct GemmTask {
   Weights kind;
   int64_t M, N, K;
   const void *x, *weight;
   const float* scales;  // null, or [N]
+  const float* row_scales;  // null, or [M] of int8_pairs
   const float* bias;    // null, or [N]
   float* y;
   void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
@@ -37,7 +41,9 @@ constexpr int64_t GEMM_STRIP = 48;
 
 // The level amx multiplies tiles of 16 rows of x, unless they are float32: values of K that it copies of W at a time.
 constexpr int64_t GEMM_TILE_ROWS = 16, GEMM_TILE_DEPTH = 1024;
-inline bool gemm_has_tiles(const GemmTask& t) { return t.kind != Weights::f32 && level() == Level::amx; }
+inline bool gemm_has_tiles(const GemmTask& t) {
+  return t.kind != Weights::f32 && t.kind != Weights::int8_pairs && level() == Level::amx;
+}
 inline int64_t gemm_packed_bytes(const GemmTask& t) {
   return (t.M + GEMM_TILE_ROWS - 1) / GEMM_TILE_ROWS * GEMM_TILE_ROWS * t.K * 2;
 }
@@ -50,6 +56,19 @@ inline int64_t gemm_scratch_bytes(int64_t rows) {
   return cells > tiles ? cells : tiles;
 }
 
+// Most values of K whose products 32-bit integers hold.
+constexpr int64_t GEMM_INTEGER_DEPTH = 1 << 17;
+
+// Rows of 8-bit integers, -127..127, for int8_pairs: y[m, k] * scales[m] ~ x[m, k].
+struct RoundTask {
+  int64_t K;
+  const float* x;
+  int8_t* y;
+  float* scales;  // NaN for a row with a value that is not finite
+};
+
+// Rows [begin, end).
+VERAX_DECLARE_KERNEL(gemm_round, const RoundTask& task, int64_t begin, int64_t end)
 // Tiles [begin, end) of 16 rows of x, where `gemm_has_tiles`.
 VERAX_DECLARE_KERNEL(gemm_pack, const GemmTask& task, int64_t begin, int64_t end)
 // A block of y. Its rows begin at a tile where there are tiles.

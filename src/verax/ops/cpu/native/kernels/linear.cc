@@ -41,22 +41,18 @@ using Bf16Weights = RoundedWeights<bf16>;
 struct Float8Weights : RoundedWeights<float8> {
   static F32 total(Sum sum) { return mul(sum, broadcast(256)); }  // see load_chunk
 };
-#ifdef VERAX_INTEGER_DOT
-// x in integers of 16 bits, whose largest is a segment's largest: an instruction widens 32 weights, where bfloat16 takes
-// five. A lane's sum has at most 64 products of 2^22, so it is exact.
+// x in integers of 16 bits, whose largest is a segment's largest: two instructions widen 32 weights at most. A lane's sum
+// has at most 256 products of 2^22, so it is exact.
 struct Int8Weights {
   using Element = int8_t;
   using Stored = int16_t;
   using Operand = Int16Chunk;
   static Int16Chunk weights(const Element* p) { return load_int16_chunk(p); }
   static Int16Chunk inputs(const Stored* p) { return load_int16_chunk(p); }
-  using Sum = I32;
-  static Sum none() { return no_sum(); }
+  using Sum = Words;
+  static Sum none() { return words(0); }
   static F32 total(Sum sum) { return to_f32(sum); }
 };
-#else
-using Int8Weights = RoundedWeights<int8_t>;
-#endif
 
 template <class Kind>
 void pack(const LinearTask& t) {
@@ -71,7 +67,6 @@ void pack(const LinearTask& t) {
   }
 }
 
-#ifdef VERAX_INTEGER_DOT
 // By how much a segment's integers of x are to be multiplied; they lie behind all integers.
 float* input_scales(const LinearTask& t, int64_t begin) {
   auto* end = static_cast<int16_t*>(t.packed) + linear_packed_at(t, 0, t.K + CHUNK - 1);
@@ -80,27 +75,22 @@ float* input_scales(const LinearTask& t, int64_t begin) {
 
 template <>
 void pack<Int8Weights>(const LinearTask& t) {
-  auto* to = static_cast<int16_t*>(t.packed);
   for (int64_t begin = 0; begin < t.K; begin += SEGMENT) {
     const int64_t end = t.K - begin < SEGMENT ? t.K : begin + SEGMENT;
     for (int64_t m = 0; m < t.M; ++m) {
       const float scale = integer_scale(t.x + m * t.K + begin, end - begin, LARGEST_INTEGER);
       input_scales(t, begin)[m] = scale;
-      const float factor = integer_factor(scale);
-      for (int64_t k = begin; k < end; k += CHUNK / 2) {
-        const __m512i wide = integers(t.x + m * t.K + k, end - k, factor);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + linear_packed_at(t, m, k) + k % CHUNK),
-                            _mm512_cvtsepi32_epi16(wide));
-      }
-      // A last chunk that is half full ends in zeros.
-      if ((end - 1) % CHUNK < CHUNK / 2) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + linear_packed_at(t, m, end - 1) + CHUNK / 2),
-                            _mm256_setzero_si256());
+      const F32 factor = broadcast(integer_factor(scale));
+      for (int64_t k = begin; k < end; k += CHUNK) {
+        const float* from = t.x + m * t.K + k;
+        float rest[CHUNK] = {};
+        if (end - k < CHUNK) from = static_cast<const float*>(std::memcpy(rest, from, (end - k) * sizeof(float)));
+        auto* to = static_cast<int16_t*>(t.packed) + linear_packed_at(t, m, k);
+        for (int i = 0; i < CHUNK; i += F32::lanes) store_int16s(to + i, whole(mul(load(from + i), factor)));
       }
     }
   }
 }
-#endif
 
 // The sums of the registers' lanes.
 template <class Kind, int C>
@@ -111,37 +101,27 @@ void sum_lanes(const F32 (&sums)[C], float (&to)[C]) {
   sum_each(totals, to);
 }
 
-float add_scaled(float y, float value, float scale) {
-#ifdef VERAX_INTEGER_DOT
-  return __builtin_fmaf(value, scale, y);  // as linear_tiles.h
-#else
-  return y + value * scale;
-#endif
-}
-
-#ifdef VERAX_INTEGER_DOT
-// Rounded once: what is left of the lanes behind their last 8 bits, and these, are integers whose sums float32 holds.
+// Rounded once: what is left of the lanes without their last 8 bits, and these, are integers whose sums float32 holds.
 template <class Kind, int C>
-void sum_lanes(const I32 (&sums)[C], float (&to)[C]) {
+void sum_lanes(const Words (&sums)[C], float (&to)[C]) {
   F32 high[C], low[C];
   VERAX_UNROLL
   for (int c = 0; c < C; ++c) {
-    high[c] = to_f32({_mm512_srai_epi32(sums[c].v, 8)});
-    low[c] = to_f32({_mm512_and_si512(sums[c].v, _mm512_set1_epi32(255))});
+    high[c] = to_f32(both(sums[c], words(~255u)));
+    low[c] = to_f32(both(sums[c], words(255)));
   }
   float rest[C];
   sum_each(high, to);
   sum_each(low, rest);
   VERAX_UNROLL
-  for (int c = 0; c < C; ++c) to[c] = __builtin_fmaf(to[c], 256, rest[c]);
+  for (int c = 0; c < C; ++c) to[c] += rest[c];
 }
-#endif
 
 template <class Kind>
 float input_scale([[maybe_unused]] const LinearTask& t, [[maybe_unused]] int64_t m, [[maybe_unused]] int64_t begin) {
-#ifdef VERAX_INTEGER_DOT
-  if (std::is_same_v<Kind, Int8Weights> && t.K) return input_scales(t, begin)[m];
-#endif
+  if constexpr (std::is_same_v<Kind, Int8Weights>) {
+    if (t.K) return input_scales(t, begin)[m];
+  }
   return 1;
 }
 
@@ -268,7 +248,8 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
     }
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
-      const float value = first ? more[c] * scale : add_scaled(y[c * apart], more[c], scale);
+      // Fused, as in linear_tiles.h.
+      const float value = first ? more[c] * scale : __builtin_fmaf(more[c], scale, y[c * apart]);
       y[c * apart] = last && !Grouped ? value * row_scale(t, n + c * apart) : value;
     }
   }
@@ -286,6 +267,7 @@ void linear_pack(const LinearTask& t) {
     case Weights::float8: return pack<Float8Weights>(t);
     case Weights::int8: return pack<Int8Weights>(t);
     case Weights::int4: return linear_int4_pack(t);
+    case Weights::int8_pairs: return;  // gemm.h only
     case Weights::blocks: return linear_blocks_pack(t);
   }
 }
@@ -304,6 +286,7 @@ void linear_columns(const LinearTask& t, int64_t begin, int64_t end) {
       return t.group ? linear_units<Tile<Int8Weights, true>>(t, begin, end)
                      : linear_units<Tile<Int8Weights, false>>(t, begin, end);
     case Weights::int4: return linear_int4_columns(t, begin, end);
+    case Weights::int8_pairs: return;
     case Weights::blocks: return linear_blocks_columns(t, begin, end);
   }
 }

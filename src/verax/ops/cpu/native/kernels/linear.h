@@ -8,16 +8,16 @@
 namespace verax {
 
 // Kinds of W's rows. The last three are multiplied by scales: one for a whole row, or one for each group of
-// `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against the others; but where the processor
-// multiplies integers (levels amx and avx512_bf16) x becomes integers, of 16 bits with a scale for each 1,024 inputs against
-// int8, of 8 bits with a scale for each group against int4.
+// `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against bf16 and float8. Against the others it
+// becomes integers: of 16 bits with a scale for each 1,024 inputs against int8, of 8 bits against int4, with a scale for
+// each group, and against blocks, with one for each 32 inputs.
 //   float8  [N, K] bytes of type E4M3, none of which is NaN
 //   int8    [N, K] signed bytes
 //   int4    [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
 //           8 b + 2 j + h, plus 8; their scales are [N/16 rounded up, K / group, 16], and so are their zero points
-//   blocks  of GGUF files, in words that hold their scales too: blocks.h. At every level x becomes integers of 8 bits
-//           with a scale for each 32 inputs.
-enum class Weights { f32, bf16, float8, int8, int4, blocks };
+//   blocks  of GGUF files, in words that hold their scales too: blocks.h
+//   int8_pairs  int8, beside an x of signed bytes too: gemm.h
+enum class Weights { f32, bf16, float8, int8, int4, blocks, int8_pairs };
 
 // Formats of blocks, by ggml's numbers of them.
 enum class BlockKind {
@@ -63,7 +63,7 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
     case Weights::f32: return t.K * 4;
     case Weights::bf16: return t.K * 2;
     case Weights::float8: return t.K;
-    case Weights::int8: return t.K;
+    case Weights::int8: case Weights::int8_pairs: return t.K;
     case Weights::int4: return t.K / 2;
     case Weights::blocks: {
       const BlockShape shape = block_shape(t.block);

@@ -20,17 +20,8 @@ namespace {
 
 template <class Format>
 struct BlockTile {
-#if defined(VERAX_PORTABLE)
-  // Without registers of lanes, larger tiles are no faster, and take the compiler minutes.
-  static constexpr int ROWS = 1;
-#else
-  static constexpr int ROWS = V == 1 ? 8 : 4;  // R at most: sums are kept in registers
-#endif
-  static constexpr int columns(int rows) {
-    if (ROWS == 1) return 1;
-    if (V > 1) return rows > 2 ? 1 : 2;
-    return rows > 4 ? 1 : rows > 2 ? 2 : 4;
-  }
+  static constexpr int ROWS = LANE_ROWS;
+  static constexpr int columns(int rows) { return lane_columns(rows); }
   static constexpr int ahead(int columns) { return columns; }
   static constexpr int64_t UNIT_WORDS = Format::WORDS * BLOCK;
   static int64_t units(int64_t K) { return (K + Format::UNIT - 1) / Format::UNIT; }

@@ -1,9 +1,11 @@
-// x in integers with a scale, for processors that multiply integers with each other. Included by the linear kernels.
+// x in integers with a scale, and integers of 16 bits. Included by the linear kernels.
+//
+//   Int16Chunk: 32 integers in registers. store_int16s(p, a): whole numbers of -32,768 to 32,767.
+//   dot(sums, a, b): a lane's sum + its products, of which a lane takes every F32::lanes-th pair.
 #pragma once
 
-#include "vec.h"
-
-#ifdef VERAX_INTEGER_DOT
+#include "vec_math.h"
+#include "words.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -15,27 +17,114 @@ constexpr float LARGEST_INTEGER = 32639;
 // The scale by which integers of at most `largest` hold `count` values. NaN if a value is not finite, so that every
 // output which that value has a part in is NaN.
 inline float integer_scale(const float* x, int64_t count, float largest) {
-  __m512 peaks = _mm512_setzero_ps(), wrong = peaks;
-  for (int64_t i = 0; i < count; i += 16) {
-    const auto mask = static_cast<__mmask16>(count - i < 16 ? (1 << (count - i)) - 1 : 0xFFFF);
-    const __m512 values = _mm512_maskz_loadu_ps(mask, x + i);
-    peaks = _mm512_max_ps(_mm512_abs_ps(values), peaks);
-    wrong = _mm512_fmadd_ps(values, _mm512_setzero_ps(), wrong);  // NaN where a value is not finite
+  F32 peaks = zero(), wrong = zero();
+  const auto look = [&](F32 values) {
+    peaks = max(max(values, sub(zero(), values)), peaks);
+    wrong = fma(values, zero(), wrong);  // NaN where a value is not finite
+  };
+  int64_t i = 0;
+  for (; i + F32::lanes <= count; i += F32::lanes) look(load(x + i));
+  if (i < count) {
+    float rest[F32::lanes] = {};
+    std::memcpy(rest, x + i, (count - i) * sizeof(float));
+    look(load(rest));
   }
-  return _mm512_reduce_max_ps(peaks) / largest + _mm512_reduce_add_ps(wrong);
+  return largest_lane(peaks) / largest + sum(wrong);
 }
 
 // What to multiply values by to get their integers: 0 where the inverse of a scale would not be finite.
 inline float integer_factor(float scale) { return scale > 1e-37f ? 1 / scale : 0; }
 
-// 16 values as integers, to nearest; values from `count` on are zeros.
-inline __m512i integers(const float* x, int64_t count, float factor) {
-  const auto mask = static_cast<__mmask16>(count < 16 ? (1 << (count < 0 ? 0 : count)) - 1 : 0xFFFF);
-  return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x), _mm512_set1_ps(factor)));
+#if defined(VERAX_PORTABLE)
+
+struct Int16Chunk {
+  int16_t v[CHUNK];
+};
+template <typename T>  // int16_t, int8_t
+inline Int16Chunk load_int16_chunk(const T* p) {
+  Int16Chunk chunk;
+  for (int i = 0; i < CHUNK; ++i) chunk.v[i] = p[i];
+  return chunk;
 }
+inline void store_int16s(int16_t* p, const F32& a) {
+  for (int i = 0; i < F32::lanes; ++i) p[i] = static_cast<int16_t>(a.v[i]);
+}
+inline Words dot(const Words& sums, const Int16Chunk& a, const Int16Chunk& b) {
+  return each_word([&](int l) {
+    auto sum = static_cast<int32_t>(sums.v[l]);
+    for (int i = l; i < CHUNK; i += F32::lanes) sum += int32_t{a.v[i]} * b.v[i];
+    return static_cast<uint32_t>(sum);
+  });
+}
+
+#elif defined(__AVX512F__)
+
+struct Int16Chunk {
+  __m512i v;
+};
+inline Int16Chunk load_int16_chunk(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Int16Chunk load_int16_chunk(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline void store_int16s(int16_t* p, F32 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)));
+}
+inline Words dot(Words sums, Int16Chunk a, Int16Chunk b) {
+#if defined(__AVX512VNNI__)
+  return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)};
+#else
+  return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
+#endif
+}
+
+#elif defined(__AVX2__)
+
+struct Int16Chunk {
+  __m256i low, high;
+};
+inline Int16Chunk load_int16_chunk(const int16_t* p) {
+  const auto* at = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+inline Int16Chunk load_int16_chunk(const int8_t* p) {
+  const auto* at = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1))};
+}
+inline void store_int16s(int16_t* p, F32 a) {
+  const __m256i wide = _mm256_cvtps_epi32(a.v);
+  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pairs);
+}
+inline Words dot(Words sums, Int16Chunk a, Int16Chunk b) {
+  const __m256i low = _mm256_madd_epi16(a.low, b.low), high = _mm256_madd_epi16(a.high, b.high);
+  return {_mm256_add_epi32(sums.v, _mm256_add_epi32(low, high))};
+}
+
+#elif defined(__ARM_NEON)
+
+struct Int16Chunk {
+  int16x8_t v[4];
+};
+inline Int16Chunk load_int16_chunk(const int16_t* p) {
+  return {{vld1q_s16(p), vld1q_s16(p + 8), vld1q_s16(p + 16), vld1q_s16(p + 24)}};
+}
+inline Int16Chunk load_int16_chunk(const int8_t* p) {
+  const int8x16_t low = vld1q_s8(p), high = vld1q_s8(p + 16);
+  return {{vmovl_s8(vget_low_s8(low)), vmovl_high_s8(low), vmovl_s8(vget_low_s8(high)), vmovl_high_s8(high)}};
+}
+inline void store_int16s(int16_t* p, F32 a) { vst1_s16(p, vqmovn_s32(vcvtq_s32_f32(a.v))); }
+inline Words dot(Words sums, const Int16Chunk& a, const Int16Chunk& b) {
+  int32x4_t total = vreinterpretq_s32_u32(sums.v);
+  VERAX_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    total = vmlal_s16(total, vget_low_s16(a.v[i]), vget_low_s16(b.v[i]));
+    total = vmlal_high_s16(total, a.v[i], b.v[i]);
+  }
+  return {vreinterpretq_u32_s32(total)};
+}
+
+#endif
 
 }  // namespace
 }  // namespace VERAX_LEVEL
 }  // namespace verax
-
-#endif

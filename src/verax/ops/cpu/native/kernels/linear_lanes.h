@@ -10,6 +10,19 @@ namespace {
 constexpr int BLOCK = 16;              // rows of W whose words lie side by side
 constexpr int V = BLOCK / F32::lanes;  // registers of their sums
 
+// Most rows of x, and blocks of W beside so many, whose sums are kept in registers. Without registers of lanes, larger
+// tiles are no faster, and take the compiler minutes.
+#if defined(VERAX_PORTABLE)
+constexpr int LANE_ROWS = 1;
+#else
+constexpr int LANE_ROWS = V == 1 ? 8 : 4;
+#endif
+constexpr int lane_columns(int rows) {
+  if (LANE_ROWS == 1) return 1;
+  if (V > 1) return rows > 2 ? 1 : 2;
+  return rows > 4 ? 1 : rows > 2 ? 2 : 4;
+}
+
 // y[0..16] = or += sums, where only `count` may be touched.
 inline void add_to(float* y, const F32 (&sums)[V], int64_t count, bool first) {
   float whole[BLOCK] = {};

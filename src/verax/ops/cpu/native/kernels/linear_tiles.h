@@ -54,7 +54,7 @@ void pack_digits(const LinearTask& t) {
       const float scale = integer_scale(x + begin, end - begin, LARGEST_INTEGER), factor = integer_factor(scale);
       tiled_scales(t, begin)[m] = scale;
       for (int64_t k = begin; k < end; k += SIDE) {
-        const __m512i wide = integers(x + k, SIDE, factor);
+        const __m512i wide = _mm512_cvtps_epi32(mul(load(x + k), broadcast(factor)).v);
         const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(wide, _mm512_set1_epi32(128)), 8);
         uint32_t fours[2][4];  // of inputs, for four rows of a tile
         _mm_storeu_si128(reinterpret_cast<__m128i*>(fours[0]), _mm512_cvtepi32_epi8(upper));

@@ -94,9 +94,6 @@ inline F32 load(const int8_t* p) {
 inline F32 load(const half* p) {
   return each([=](int i) { return widen(p[i]); });
 }
-inline F32 nibbles(const uint32_t* p, int bit) {
-  return each([=](int i) { return static_cast<float>(static_cast<int>(p[i] >> bit & 15) - 8); });
-}
 inline void store(float* p, F32 a) { std::memcpy(p, a.v, sizeof a.v); }
 inline F32 add(const F32& a, const F32& b) {
   return each([&](int i) { return a.v[i] + b.v[i]; });
@@ -129,10 +126,6 @@ inline F32 load(const int8_t* p) {
 }
 inline F32 load(const half* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
-inline F32 nibbles(const uint32_t* p, int bit) {
-  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-  return {_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), bit), table)};  // the index's low 4 bits only
 }
 inline void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
 inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -167,11 +160,6 @@ inline F32 load(const int8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 inline F32 load(const half* p) { return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
-inline F32 nibbles(const uint32_t* p, int bit) {
-  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i code = _mm256_and_si256(_mm256_srli_epi32(words, bit), _mm256_set1_epi32(15));
-  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(code, _mm256_set1_epi32(8)))};
-}
 inline void store(float* p, F32 a) { _mm256_storeu_ps(p, a.v); }
 inline F32 add(F32 a, F32 b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline F32 mul(F32 a, F32 b) { return {_mm256_mul_ps(a.v, b.v)}; }
@@ -199,10 +187,6 @@ inline F32 load(const int8_t* p) {
   return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)))};
 }
 inline F32 load(const half* p) { return {vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(p)))}; }
-inline F32 nibbles(const uint32_t* p, int bit) {
-  const uint32x4_t code = vandq_u32(vshlq_u32(vld1q_u32(p), vdupq_n_s32(-bit)), vdupq_n_u32(15));
-  return {vcvtq_f32_s32(vsubq_s32(vreinterpretq_s32_u32(code), vdupq_n_s32(8)))};
-}
 inline void store(float* p, F32 a) { vst1q_f32(p, a.v); }
 inline F32 add(F32 a, F32 b) { return {vaddq_f32(a.v, b.v)}; }
 inline F32 mul(F32 a, F32 b) { return {vmulq_f32(a.v, b.v)}; }
@@ -255,26 +239,6 @@ inline F32 dot(F32 accumulator, const Chunk& a, const Chunk& b) {
   return accumulator;
 }
 
-#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE)
-#define VERAX_INTEGER_DOT 1
-
-// A register of int32 sums, and 32 integers of 16 bits.
-struct I32 {
-  __m512i v;
-};
-inline I32 no_sum() { return {_mm512_setzero_si512()}; }
-inline F32 to_f32(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
-struct Int16Chunk {
-  __m512i v;
-};
-inline Int16Chunk load_int16_chunk(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
-inline Int16Chunk load_int16_chunk(const int8_t* p) {
-  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
-inline I32 dot(I32 accumulator, Int16Chunk a, Int16Chunk b) { return {_mm512_dpwssd_epi32(accumulator.v, a.v, b.v)}; }
-
-#endif
-
 #if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
 
 struct Bf16Chunk {
@@ -288,7 +252,7 @@ inline Bf16Chunk load_bf16_chunk(const bf16* p) {
 inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
   return {_mm512_cvtne2ps_pbh(chunk.part[1].v, chunk.part[0].v)};
 }
-template <typename T>  // int8_t, float8
+template <typename T>  // float8
 inline Bf16Chunk load_bf16_chunk(const T* p) {
   return to_bf16_chunk(load_chunk(p));
 }

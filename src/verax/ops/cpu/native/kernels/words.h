@@ -7,6 +7,8 @@
 //   to_f32(w): of signed integers. half_to_f32(w): of float16 in the lower 16 bits.
 //   look_up(table, w): table[byte] for each byte, 0 to 15.
 //   dot<BITS>(sums, codes, x): a lane's sum + its 4 codes (without a sign, of BITS bits) * its 4 bytes of x (signed).
+//   dot_pairs(pairs, codes, x): the same in lanes that are twice as many where the processor adds up two products, of
+//   codes of 4 bits and bytes of at least -127: at most eight times from zero on. add_pairs(sums, pairs): into sums.
 //   store_bytes(p, a): whole numbers of -127 to 127 as bytes.
 #pragma once
 
@@ -71,6 +73,10 @@ inline Words dot(const Words& sums, const Words& codes, const Words& x) {
     return static_cast<uint32_t>(sum);
   });
 }
+inline Words dot_pairs(const Words& pairs, const Words& codes, const Words& x) { return dot<4>(pairs, codes, x); }
+inline Words add_pairs(const Words& sums, const Words& pairs) {
+  return each_word([&](int i) { return sums.v[i] + pairs.v[i]; });
+}
 inline void store_bytes(int8_t* p, const F32& a) {
   for (int i = 0; i < F32::lanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
@@ -108,6 +114,20 @@ inline Words dot(Words sums, Words codes, Words x) {
   }
 #endif
 }
+inline Words dot_pairs(Words pairs, Words codes, Words x) {
+#if defined(__AVX512VNNI__)
+  return dot<4>(pairs, codes, x);
+#else
+  return {_mm512_add_epi16(pairs.v, _mm512_maddubs_epi16(codes.v, x.v))};
+#endif
+}
+inline Words add_pairs(Words sums, Words pairs) {
+#if defined(__AVX512VNNI__)
+  return {_mm512_add_epi32(sums.v, pairs.v)};
+#else
+  return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs.v, _mm512_set1_epi16(1)))};
+#endif
+}
 inline void store_bytes(int8_t* p, F32 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
@@ -143,6 +163,12 @@ inline Words dot(Words sums, Words codes, Words x) {
     const __m256i first = _mm256_madd_epi16(_mm256_and_si256(codes.v, _mm256_set1_epi16(255)), even);
     return {_mm256_add_epi32(sums.v, _mm256_add_epi32(first, _mm256_madd_epi16(_mm256_srli_epi16(codes.v, 8), odd)))};
   }
+}
+inline Words dot_pairs(Words pairs, Words codes, Words x) {
+  return {_mm256_add_epi16(pairs.v, _mm256_maddubs_epi16(codes.v, x.v))};
+}
+inline Words add_pairs(Words sums, Words pairs) {
+  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs.v, _mm256_set1_epi16(1)))};
 }
 inline void store_bytes(int8_t* p, F32 a) {
   const __m256i wide = _mm256_cvtps_epi32(a.v);
@@ -187,6 +213,14 @@ inline Words dot(Words sums, Words codes, Words x) {
                       vmull_s16(vget_high_s16(second), vget_high_s16(x1)));
   }
   return {vaddq_u32(sums.v, vreinterpretq_u32_s32(vpaddq_s32(low, high)))};
+}
+inline Words dot_pairs(Words pairs, Words codes, Words x) {
+  const int8x16_t inputs = vreinterpretq_s8_u32(x.v), weights = vreinterpretq_s8_u32(codes.v);
+  const int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)), high = vmull_high_s8(weights, inputs);
+  return {vreinterpretq_u32_s16(vaddq_s16(vreinterpretq_s16_u32(pairs.v), vpaddq_s16(low, high)))};
+}
+inline Words add_pairs(Words sums, Words pairs) {
+  return {vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(sums.v), vreinterpretq_s16_u32(pairs.v)))};
 }
 inline void store_bytes(int8_t* p, F32 a) {
   const int16x4_t pairs = vqmovn_s32(vcvtq_s32_f32(a.v));
