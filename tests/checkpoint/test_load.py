@@ -166,7 +166,7 @@ def test_each_device_of_a_mesh_gets_its_slice_and_a_misfit_is_refused(tmp_path):
             assert "weight: 6 inputs do not divide over 8 devices" in str(error)
             print("refused")
     """
-    out = run(code, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    out = run(code, tmp_path, JAX_NUM_CPU_DEVICES="8")
     assert out == "refused\n"
 
 

@@ -37,6 +37,13 @@ def test_standard_input_becomes_json(run, folder, expected):
     assert found[0]["score"] == pytest.approx(expected[0].score, abs=2e-6)
 
 
+def test_products_can_be_of_8_bit_integers(run, folder, expected):
+    done = run("rerank", QUERY, "-m", folder, "--json", "-q", "int8", stdin="\n".join(LINES))
+    found = {one["index"]: one["score"] for one in json.loads(done.out)}
+    differences = [abs(found[one.index] - one.score) for one in expected]
+    assert 1e-7 < max(differences) < 0.05
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "status", "message"),
     [

@@ -1,11 +1,14 @@
 """The linear operation against float64, in every implementation that runs here."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from verax import ops
+from verax.ops.quantized import round_inputs
 
 
 @pytest.mark.parametrize("implementation", ["reference", "pad_to_two_rows", None])
@@ -19,6 +22,24 @@ def test_one_row_in_every_implementation(implementation, shape, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_many_rows_and_none(shape, dtype):
     check((*shape, 67), 35, dtype, None)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "integers", None])
+@pytest.mark.parametrize("shape", [(67,), (2, 5, 67), (0, 67)])
+def test_inputs_become_integers_beside_a_weight_that_rounds_them(implementation, shape):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, (*shape[:-1], 1)), jnp.float32)
+    weight = replace(ops.quantize(jnp.asarray(rng.standard_normal((35, 67)), jnp.float32), 8), rounds_inputs=True)
+    bias = jnp.asarray(rng.standard_normal(35), jnp.float32)
+    integers, scale = (np.asarray(part, np.float64) for part in round_inputs(x))
+    assert np.abs(integers).max(initial=0) <= 127
+    assert np.all(np.abs(integers * scale - np.asarray(x)) <= 0.501 * scale)
+    w = np.asarray(weight.integers(), np.float64) * np.asarray(weight.scales, np.float64)
+    choices = {} if implementation is None else {"linear": implementation}
+    with ops.use_implementations(**choices):
+        assert ops.linear.select(x, weight, bias).name == (implementation or "integers")
+        y = ops.linear(x, weight, bias)
+    np.testing.assert_allclose(y, integers @ w.T * scale + np.asarray(bias, np.float64), rtol=2e-5, atol=2e-5)
 
 
 def test_small_weights_of_many_rows_are_joined():

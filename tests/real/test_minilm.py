@@ -5,6 +5,7 @@ import pytest
 
 from tests.support.published import minilm_folder
 from verax import Encoder
+from verax.compare.outputs import compare_vectors
 
 SENTENCES = [
     "A man is playing a guitar.",
@@ -94,3 +95,12 @@ def test_sentences_that_mean_the_same_are_nearer(folder):
     for sentence, same, other in ALIKE:
         one, near, far = encoder.encode([sentence, same, other], show_progress=False)
         assert one @ near > 0.5 > 0.3 > one @ far
+
+
+def test_vectors_of_integers_rank_texts_as_float32_does(folder):
+    texts = [*SENTENCES, *(text for texts in ALIKE for text in texts)]
+    exact, rounded = (Encoder(folder, quantization=q).encode(texts, show_progress=False) for q in (None, "int8"))
+    found = compare_vectors(exact, rounded)
+    assert found.min_cosine > 0.97
+    assert found.mean_cosine > 0.99
+    assert found.rank_correlation > 0.99

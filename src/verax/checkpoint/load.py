@@ -141,7 +141,7 @@ def _quantized(
             if row == 0:
                 whole[field] = memory.empty((-(-F // unit), *part.shape[1:]), part.dtype)
             whole[field][row // unit :][: len(part)] = part
-    return QuantizedWeight(**whole, size_out=F, size_in=D, group_size=group_size, bits=bits)
+    return QuantizedWeight(whole["values"], whole["scales"], F, D, group_size, bits)
 
 
 def _place_stack(

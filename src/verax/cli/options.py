@@ -15,6 +15,7 @@ __all__ = [
     "ChatTemplate",
     "DataParallelSize",
     "Dtype",
+    "EncoderQuantization",
     "FrequencyPenalty",
     "IgnoreEos",
     "Json",
@@ -61,6 +62,10 @@ Quantization = Annotated[
         help="int8 or int4: quantise while loading. dequantize: make floats of quantised weights.",
         show_default="as the checkpoint is",
     ),
+]
+EncoderQuantization = Annotated[
+    str | None,
+    typer.Option("--quantization", "-q", help="int8: matrix products of 8-bit integers.", show_default="none"),
 ]
 KvCacheDtype = Annotated[
     str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")

@@ -32,6 +32,7 @@ def rerank(
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens that are read of query and document.")] = None,
     dtype: options.Dtype = "float32",
+    quantization: options.EncoderQuantization = None,
     as_json: options.Json = False,
 ) -> None:
     """Put documents in the order in which they answer a query. --json gives the documents' numbers, from 0, and scores.
@@ -46,7 +47,7 @@ def rerank(
     texts = read_lines(documents, "document")
     from verax.embed.reranker import Reranker
 
-    reranker = Reranker(model, dtype=dtype, max_length=max_length)
+    reranker = Reranker(model, dtype=dtype, quantization=quantization, max_length=max_length)
     begin = time.perf_counter()
     ranked = reranker.rank(query, texts, top_k, instruction=instruction, batch_size=batch_size)
     seconds = time.perf_counter() - begin

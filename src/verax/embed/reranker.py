@@ -15,6 +15,7 @@ from verax import models, progress
 from verax._compat import enable_compilation_cache
 from verax.embed.buckets import Job, PackedBuckets, Tokens
 from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
+from verax.embed.quantization import check_quantization, round_linear_inputs
 from verax.embed.scorers import scorer_of
 from verax.embed.settings import open_folder
 from verax.errors import InvalidParameterError
@@ -56,6 +57,7 @@ class Reranker:
         model: str | Path,
         *,
         dtype: str = "float32",
+        quantization: str | None = None,
         max_length: int | None = None,
         revision: str | None = None,
         show_progress: bool = True,
@@ -65,6 +67,7 @@ class Reranker:
         Args:
             model: a folder with config.json and safetensors, or a hub id.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
+            quantization: `"int8"` for matrix products of 8-bit integers, as `Encoder` has them.
             max_length: tokens that are read of a query and a document together; the checkpoint's limit if None.
             revision: branch, tag or commit of a hub id.
             show_progress: a bar while loading, if stderr is a terminal.
@@ -81,8 +84,18 @@ class Reranker:
         self._scorer, model_class, self.model_config = scorer_of(
             opened, Tokenizer.from_folder(opened.folder), max_length
         )
+        check_quantization(quantization, model_class)
         with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = load_model(opened, model_class, self.model_config, dtype=models.DTYPES[dtype], progress=report)
+            loaded = load_model(
+                opened,
+                model_class,
+                self.model_config,
+                dtype=models.DTYPES[dtype],
+                quantization=quantization,
+                progress=report,
+            )
+        if quantization is not None:
+            round_linear_inputs(loaded, keep_head=True)
         scores = self._scorer.scores
 
         def score(

@@ -120,14 +120,15 @@ class BertSelfAttention(nnx.Module):
     def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D = config.hidden_size
         self.heads = config.num_attention_heads
+        self.dtype = jnp.dtype(dtype)
         self.query = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
         self.key = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
         self.value = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in fused_linear(x, self.query, self.key, self.value))
-        dtype = self.key.weight.get_value().dtype
-        return ops.attention(q, k.astype(dtype), v.astype(dtype), causal=False, segments=segments).reshape(x.shape)
+        k, v = k.astype(self.dtype), v.astype(self.dtype)
+        return ops.attention(q, k, v, causal=False, segments=segments).reshape(x.shape)
 
 
 class BertOutput(nnx.Module):

@@ -194,6 +194,9 @@ class LamModel(nnx.Module):
             [layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         )
 
+    takes_quantized_weights = False
+    """True if every linear layer may have weights of integers. The delta rules take some as arrays."""
+
     takes_packed_sentences = False
     """True if several sentences may lie in one row."""
 

@@ -123,6 +123,7 @@ class ModernBertAttention(nnx.Module):
     def __init__(self, config: ModernBertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, bias = config.hidden_size, config.attention_bias
         self.heads = config.num_attention_heads
+        self.dtype = jnp.dtype(dtype)
         self.Wqkv = Linear(D, 3 * D, bias=bias, dtype=dtype, rngs=rngs)
         self.Wo = Linear(D, D, bias=bias, dtype=dtype, rngs=rngs)
 
@@ -132,8 +133,7 @@ class ModernBertAttention(nnx.Module):
         qkv = self.Wqkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
-        dtype = self.Wo.weight.get_value().dtype
-        arrays = q, k.astype(dtype), v.astype(dtype)
+        arrays = q, k.astype(self.dtype), v.astype(self.dtype)
         options = {"causal": False, "segments": sentences.segments}
         if window is None or window >= x.shape[1]:
             out = ops.attention(*arrays, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, bfloat16, float32
 from verax.ops.block_quantized import BlockQuantizedWeight
-from verax.ops.quantized import QuantizedWeight
+from verax.ops.quantized import QuantizedWeight, round_inputs
 
 __all__ = ["linear", "multi_linear"]
 
@@ -34,8 +34,14 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     beside 8-bit integers, and of 8 bits, with a scale for each group, beside 4-bit ones. Beside the block formats of
     GGUF files every CPU rounds few rows to integers of 8 bits, with a scale for each 32 inputs, as llama.cpp does; the
     weights beside many rows are rounded to bfloat16. Not finite inputs then give NaN.
+
+    With a weight that rounds its inputs, these become integers of 8 bits on every platform, with a scale for each row
+    of x; what they add up to is exact.
     """
-    if isinstance(weight, Quantized):
+    if _rounds_inputs(weight):
+        integers, scale = round_inputs(x)
+        x, weight = integers * scale, weight.dequantize()
+    elif isinstance(weight, Quantized):
         x, weight = x.astype(jnp.bfloat16).astype(jnp.float32), weight.dequantize()
     # HIGHEST matters to float32 weights only, where a GPU or TPU would otherwise multiply in TF32 or bfloat16.
     y = jnp.einsum(
@@ -96,7 +102,7 @@ def _multi_linear_concatenated(
 
 
 def _is_quantized(x: object, weight: object, bias: object = None) -> bool:
-    return isinstance(weight, Quantized)
+    return isinstance(weight, Quantized) and not _rounds_inputs(weight)
 
 
 @linear.implementation("dequantized", accepts=_is_quantized)
@@ -108,6 +114,19 @@ def _linear_dequantized(
     if isinstance(weight, QuantizedWeight) and weight.group_size is None:
         return _add(linear(x, weight.unscaled()) * weight.row_scales()[:, 0].astype(jnp.float32), bias)
     return linear(x, weight.dequantize(jnp.bfloat16), bias)
+
+
+def _rounds_inputs(weight: object) -> TypeGuard[QuantizedWeight]:
+    return isinstance(weight, QuantizedWeight) and weight.rounds_inputs
+
+
+@linear.implementation("integers", accepts=lambda x, weight, bias=None: _rounds_inputs(weight))
+def _linear_integers(
+    x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    integers, scale = round_inputs(x)
+    sums = jnp.einsum("...d,fd->...f", integers, weight.values, preferred_element_type=jnp.int32)
+    return _add(sums.astype(jnp.float32) * scale * weight.scales[:, 0].astype(jnp.float32), bias)
 
 
 def _is_reordered(x: object, weight: object, bias: object = None) -> bool:

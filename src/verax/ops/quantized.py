@@ -19,10 +19,13 @@ from jaxtyping import Array, BFloat16, Float, Int, Int8
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["BITS", "GROUP_SIZES", "INT4_ROWS", "QuantizedWeight", "quantize"]
+__all__ = ["BITS", "GROUP_SIZES", "INT4_ROWS", "QuantizedWeight", "quantize", "round_inputs"]
 
 BITS = (8, 4)
 GROUP_SIZES = (32, 64, 128)
+
+SMALLEST_SCALE = 1e-37
+"""Scale of inputs up to which they count as zeros: its inverse would not be finite."""
 
 INT4_ROWS = 16
 """Rows whose 4-bit values lie side by side, one in each lane of a register."""
@@ -31,7 +34,7 @@ INT4_ROWS = 16
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("values", "scales", "zeros", "order"),
-    meta_fields=("size_out", "size_in", "group_size", "bits"),
+    meta_fields=("size_out", "size_in", "group_size", "bits", "rounds_inputs"),
 )
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -62,6 +65,9 @@ class QuantizedWeight:
     """int8: the integer that stands for 0, laid out as the scales are; None if it is 0 everywhere."""
     order: Any = None
     """int32 `[*E, D]`: the input that each column multiplies; None if it is the column's own number."""
+    rounds_inputs: bool = False
+    """True if inputs become 8-bit integers as well (W8A8), with a scale for each row of them (`round_inputs`). Of 8-bit
+    integers with a scale for each row only."""
 
     @staticmethod
     def from_integers(
@@ -198,6 +204,14 @@ def quantize(weight: Float[Array, "F D"], bits: int, group_size: int | None = No
     assert best is not None
     _, rounded, scale = best
     return QuantizedWeight.from_integers(rounded.reshape(F, D).astype(jnp.int8), scale[..., 0], bits, group_size)
+
+
+def round_inputs(x: Float[Array, "*B D"]) -> tuple[Int8[Array, "*B D"], Float[Array, "*B 1"]]:
+    """Integers of -127..127 and a scale for each row: `x ~ integers * scale`. NaN for rows that are not finite."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127 + jnp.sum(x * 0.0, axis=-1, keepdims=True)
+    factor = jnp.where(scale > SMALLEST_SCALE, 1 / scale, 0.0)
+    return jnp.round(x * factor).astype(jnp.int8), scale
 
 
 def _check(size_in: int, bits: int, group_size: int | None) -> None:

@@ -66,6 +66,17 @@ def test_the_page_has_settings_and_distances_of_the_other_sides(folder):
     assert "| openvino float32 | 2.0e-07 | 3.0e-08 |" in page
 
 
+def test_a_quantised_side_is_held_against_float32(folder, tmp_path):
+    result = bench(folder, quantization="int8")
+    distances = result["accuracy"]["verax"]
+    assert 1e-7 < distances["cosine_distance"] < 0.01
+    assert distances["rank_correlation"] > 0.9
+    page = markdown(result)
+    assert page.splitlines()[0].endswith(", int8")
+    assert f"| {distances['same_nearest']:.1%} | {distances['rank_correlation']:.5f} |" in page
+    assert write(result, tmp_path).name.endswith("-embed-int8.json")
+
+
 def test_an_unknown_baseline_or_shape_is_refused_before_any_work():
     with pytest.raises(InvalidParameterError, match=r"against: expected transformers or openvino or .*, got 'tvm'"):
         bench(None, against=("tvm",))

@@ -17,7 +17,7 @@ def render(result: Mapping[str, Any]) -> list[str]:
     settings = result["settings"]
     latency = settings.get("latency", False)
     lines = [
-        f"# Embeddings: {settings['model']}, {settings['dtype']}",
+        f"# Embeddings: {settings['model']}, {_precision(settings)}",
         "",
         f"{settings['sentences']} sentences of {settings['shortest']} to {settings['longest']} tokens "
         f"({settings['tokens']} in all), "
@@ -36,7 +36,7 @@ def slug(result: Mapping[str, Any]) -> list[str]:
     """Parts of the file name: shapes that are not the usual ones, the dtype, and what was measured but throughput."""
     settings = result["settings"]
     shapes = [settings["shapes"]] if settings.get("shapes") not in (None, "minilm") else []
-    return [*shapes, settings["dtype"], *(["latency"] if settings.get("latency") else [])]
+    return [*shapes, _precision(settings), *(["latency"] if settings.get("latency") else [])]
 
 
 def _chosen_lines(chosen: Mapping[str, Any]) -> list[str]:
@@ -53,11 +53,29 @@ def _chosen_lines(chosen: Mapping[str, Any]) -> list[str]:
 def _accuracy_lines(accuracy: Mapping[str, Any]) -> list[str]:
     if not accuracy:
         return []
+    ranked = all("rank_correlation" in distances for distances in accuracy.values())
+    ranks = (
+        "; the share of sentences whose nearest other one is the same, and Spearman's correlation of all pairs' cosines"
+    )
     return [
         "",
-        "Vectors beside those of verax in float32, the largest distance of any sentence:",
+        f"Vectors beside those of verax in float32, the largest distance of any sentence{ranks if ranked else ''}:",
         "",
-        "| side | difference of a number | 1 - cosine |",
-        "|---|---|---|",
-        *(f"| {name} | {d['largest_difference']:.1e} | {d['cosine_distance']:.1e} |" for name, d in accuracy.items()),
+        f"| side | difference of a number | 1 - cosine |{' same nearest | rank correlation |' if ranked else ''}",
+        f"|---|---|---|{'---|---|' if ranked else ''}",
+        *(_accuracy_row(name, distances) for name, distances in accuracy.items()),
     ]
+
+
+def _accuracy_row(name: str, distances: Mapping[str, Any]) -> str:
+    row = [name, f"{distances['largest_difference']:.1e}", f"{distances['cosine_distance']:.1e}"]
+    # Older results have no ranks.
+    for field, form in (("same_nearest", ".1%"), ("rank_correlation", ".5f")):
+        if field in distances:
+            row.append("-" if distances[field] is None else format(distances[field], form))
+    return f"| {' | '.join(row)} |"
+
+
+def _precision(settings: Mapping[str, Any]) -> str:
+    """Quantisation of our side, or the dtype."""
+    return settings.get("quantization") or settings["dtype"]

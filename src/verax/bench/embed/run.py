@@ -22,6 +22,7 @@ from verax.bench.harness import Benchmark, product_weights
 from verax.bench.results import model_name
 from verax.bench.timing import interleave
 from verax.checkpoint.random_weights import random_weights
+from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
 from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
@@ -54,6 +55,7 @@ def bench_embed(
     warmup: int,
     against: tuple[str, ...] = (),
     dtype: str = "float32",
+    quantization: str | None = None,
     shapes: str = "minilm",
     latency: bool = False,
 ) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def bench_embed(
         runs: counted rounds. With `warmup` rounds before them.
         against: names out of `BASELINES`.
         dtype: of all sides whose name has no precision.
+        quantization: of our side, as `Encoder` takes it.
         shapes: of random weights, a name out of `SHAPES`.
         latency: encode each text by a call of its own, instead of all texts by one call.
     """
@@ -76,7 +79,7 @@ def bench_embed(
         raise InvalidParameterError(f"against: expected {' or '.join(BASELINES)}, got {unknown[0]!r}")
     texts, benchmark = _texts(sentences), Benchmark("embed")
     with _folder(model, shapes) as folder:
-        encoder = Encoder(folder, dtype=dtype)
+        encoder = Encoder(folder, dtype=dtype, quantization=quantization)
         weights = product_weights(checkpoint.Checkpoint.open(folder), tables="embed")
         lengths = encoder.token_counts(texts)
         encoders: dict[str, Encode] = {}
@@ -96,23 +99,31 @@ def bench_embed(
         begin = time.perf_counter()
         ours = sides["verax"]()
         first_s = time.perf_counter() - begin
-        accuracy: dict[str, dict[str, float]] = {}
-        if against:
-            reference = ours if dtype == "float32" else Encoder(folder).encode(texts, show_progress=False)
+        accuracy: dict[str, dict[str, float | None]] = {}
+        exact = dtype == "float32" and quantization is None
+        if against or not exact:
+            reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
             for name, run in sides.items():
                 vectors = run()
                 largest = float(np.abs(vectors - reference).max())
                 distance = cosine_distance(vectors, reference)
-                accuracy[name] = {"largest_difference": largest, "cosine_distance": distance}
+                alike = compare_vectors(reference, vectors)
+                accuracy[name] = {
+                    "largest_difference": largest,
+                    "cosine_distance": distance,
+                    "same_nearest": alike.same_nearest,
+                    "rank_correlation": alike.rank_correlation,
+                }
         compiled = encoder.num_compiled()
         with progress.bar("measuring") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
-    size = 2 if dtype == "bfloat16" else 4
+    size = 1 if quantization else 2 if dtype == "bfloat16" else 4
     return benchmark.result(
         {
             "model": model_name(model) if model else f"random weights, {SHAPES[shapes][0]} shapes",
             "shapes": None if model else shapes,
             "dtype": dtype,
+            "quantization": quantization,
             "sentences": len(texts),
             "tokens": sum(lengths),
             "shortest": min(lengths),

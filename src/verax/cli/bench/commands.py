@@ -240,6 +240,7 @@ def embeddings(
         ),
     ] = None,
     dtype: options.Dtype = "float32",
+    quantization: options.EncoderQuantization = None,
     shapes: Annotated[str, typer.Option(help="Shapes of random weights: minilm, modernbert or qwen3.")] = "minilm",
     latency: Annotated[bool, typer.Option("--latency", help="Each sentence in a call of its own.")] = False,
     output: Output = None,
@@ -256,6 +257,8 @@ def embeddings(
         verax bench embed --shapes modernbert --sentences 128 --against transformers
 
         verax bench embed --against openvino,onnxruntime --latency --sentences 64
+
+        verax bench embed --against openvino-int8,onnxruntime-int8 --quantization int8
     """
     from verax.bench.embed.run import bench_embed
 
@@ -267,6 +270,7 @@ def embeddings(
         warmup=warmup,
         against=tuple(against.split(",")) if against else (),
         dtype=dtype,
+        quantization=quantization,
         shapes=shapes,
         latency=latency,
     )

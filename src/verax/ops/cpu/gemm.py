@@ -79,6 +79,8 @@ def _kind(weight: Any) -> str | None:
     if isinstance(weight, BlockQuantizedWeight):
         return "blocks"
     if isinstance(weight, QuantizedWeight):
+        if weight.rounds_inputs:
+            return None
         return "int8" if weight.is_plain and weight.bits == 8 and weight.group_size is None else None
     return str(weight.dtype) if weight.dtype in (jnp.float32, jnp.bfloat16) else None
 
@@ -113,3 +115,23 @@ def _linear_native_gemm(
     x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     return _product(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+
+
+MOST_INTEGERS = 1 << 17
+"""Most inputs of a row whose products 32-bit integers hold (`GEMM_INTEGER_DEPTH` in native/)."""
+
+
+def _accepts_integers(x: Any, weight: Any, bias: Any = None) -> bool:
+    rounds = isinstance(weight, QuantizedWeight) and weight.rounds_inputs
+    return rounds and takes(weight) and weight.shape[1] <= MOST_INTEGERS
+
+
+@linear.implementation("native_integers", **library.REQUIREMENTS, accepts=_accepts_integers)
+def _linear_native_integers(
+    x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    last = jnp.zeros(0) if bias is None else bias.astype(jnp.float32)
+    scales = weight.scales[:, 0].astype(jnp.float32)
+    y = library.call("verax_gemm_int8", (len(rows), weight.shape[0]), rows, weight.values, scales, last)
+    return y.reshape(*x.shape[:-1], weight.shape[0])

@@ -36,6 +36,7 @@ HANDLERS = (
     "verax_conv",
     "verax_delta",
     "verax_gemm",
+    "verax_gemm_int8",
     "verax_grouped_linear",
     "verax_grouped_linear_quantized",
     "verax_hierarchical",

@@ -38,6 +38,8 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
 def _has_kernel(weight: Quantized) -> bool:
     if isinstance(weight, BlockQuantizedWeight):
         return True
+    if weight.rounds_inputs:
+        return False
     return weight.order is None and (weight.zeros is None or weight.bits == 4)
 
 

@@ -1,0 +1,87 @@
+"""Encoders and rerankers with `quantization="int8"`: close to float32, exact beside a reference of their arithmetic."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny_encoder import qwen_tokenizer, random_sentences, tiny_encoder, tiny_reranker
+from verax import Encoder, Reranker, ops
+from verax.errors import InvalidParameterError, UnsupportedModelError
+
+SENTENCES = random_sentences(20, seed=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_encoder(tmp_path_factory.mktemp("encoder"), hidden_size=64, intermediate_size=96)
+
+
+@pytest.fixture(scope="module")
+def vectors(folder):
+    return Encoder(folder, quantization="int8").encode(SENTENCES)
+
+
+def test_vectors_are_close_to_those_of_float32(folder, vectors):
+    cosines = (vectors * Encoder(folder).encode(SENTENCES)).sum(1)
+    assert 0.999 < cosines.min() < 1 - 1e-6
+
+
+def test_vectors_are_those_of_the_reference_of_the_same_arithmetic(folder, vectors):
+    with ops.use_implementations(linear="reference"):
+        expected = Encoder(folder, quantization="int8").encode(SENTENCES)
+    # An input that lies between two integers may be rounded to the other one, after sums in another order.
+    np.testing.assert_allclose(vectors, expected, atol=2e-3)
+    assert np.median(np.abs(vectors - expected)) < 1e-5
+
+
+def test_no_vector_depends_on_its_batch(folder, vectors):
+    encoder = Encoder(folder, quantization="int8")
+    for i in (0, 7, 19):
+        np.testing.assert_allclose(encoder.encode(SENTENCES[i]), vectors[i], atol=2e-3)
+
+
+def test_the_rest_is_of_the_dtype(folder, vectors):
+    rounded = Encoder(folder, dtype="bfloat16", quantization="int8").encode(SENTENCES)
+    assert 0.999 < (vectors * rounded).sum(1).min() < 1 - 1e-6
+
+
+def test_what_cannot_be_is_named(folder):
+    with pytest.raises(InvalidParameterError, match="quantization: expected 'int8' or None, got 'int4'"):
+        Encoder(folder, quantization="int4")
+    with pytest.raises(UnsupportedModelError, match="quantization: LamModel needs its weights as floats"):
+        Encoder(quantization="int8")
+
+
+def cross_encoder(folder):
+    return tiny_reranker(folder, hidden_size=64, intermediate_size=96)
+
+
+def language_model(folder, *, tied):
+    size = qwen_tokenizer(folder)
+    tiny_checkpoint(folder, vocab_size=size, tie_word_embeddings=tied, max_position_embeddings=512)
+    qwen_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        cross_encoder,
+        partial(language_model, tied=True),
+        partial(language_model, tied=False),
+    ],
+    ids=["cross-encoder", "tied", "untied"],
+)
+def test_scores_of_rerankers_are_close_to_those_of_float32(make, tmp_path):
+    folder = make(tmp_path / "reranker")
+    exact = Reranker(folder).score("who sat on the mat ?", SENTENCES)
+    scores = Reranker(folder, quantization="int8").score("who sat on the mat ?", SENTENCES)
+    assert 1e-6 < np.abs(scores - exact).max() < 0.05
+    assert np.corrcoef(scores, exact)[0, 1] > 0.99
+
+
+def test_a_reranker_names_what_cannot_be(tmp_path):
+    with pytest.raises(InvalidParameterError, match="quantization: expected 'int8' or None, got 'int4'"):
+        Reranker(tiny_reranker(tmp_path), quantization="int4")
