@@ -10,7 +10,13 @@ ROWS: list[tuple[str, dict[str, str]]] = [
     ("commands", {"cli": "one file per command", "serve": "HTTP and the page", "ray": "replicas on Ray"}),
     (
         "around engines",
-        {"bench": "speed, memory", "compare": "beside PyTorch", "plan": "without a device", "train": "built-in models"},
+        {
+            "bench": "speed, memory",
+            "compare": "beside PyTorch",
+            "plan": "without a device",
+            "train": "fine-tuning",
+            "batch": "files of work",
+        },
     ),
     ("engines", {"text": "LLM", "video": "VideoPipeline", "embed": "Encoder"}),
     ("one loader", {"loading": "a checkpoint into a model"}),

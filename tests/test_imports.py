@@ -46,8 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": ENGINE | {"nn", "machine"},
     "video": ENGINE,
     "embed": ENGINE | {"nn", "text.tokenizer"},
+    # Files of work for encoders and video models; the server's batches go on where they stopped by the same files.
+    "batch": ENGINE | {"embed", "video"},
     # HTTP over the engines.
-    "serve": ENGINE | {"text", "embed", "video"},
+    "serve": ENGINE | {"text", "embed", "video", "batch"},
     # Actors and deployments over the engines and their server, for those who run Ray.
     "ray": ENGINE | {"text", "embed", "video", "serve"},
     "train": PROOF,
@@ -59,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Benchmarks time what `compare` traces, score what `train` makes and simulate what `plan` counts; none of these
     # imports a benchmark.
     "bench": PROOF | {"compare", "plan", "train", "verax"},
-    "cli": PROOF | {"published", "compare", "plan", "train", "verax", "bench", "ray", "serve"},
+    "cli": PROOF | {"published", "compare", "plan", "train", "verax", "bench", "ray", "batch", "serve"},
     "__main__": {"cli"},
 }
 """Folders, files and single modules that each folder may import. A row names rows above it only."""

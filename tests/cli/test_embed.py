@@ -1,6 +1,9 @@
 """`verax embed`: lines, arguments and JSONL in, .npy and JSONL out, nothing half-written."""
 
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -91,3 +94,82 @@ def test_an_old_file_survives_an_error_on_the_way(run, tmp_path, encoder_folder,
     assert "No space left" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["out.npy"]
     assert out.read_text() == "old"
+
+
+BATCH = [{"custom_id": f"id-{i}", "title": line} for i, line in enumerate(LINES)]
+
+
+def vectors_in(path):
+    return {entry["custom_id"]: entry for entry in map(json.loads, path.read_text().splitlines())}
+
+
+def test_a_batch_has_a_vector_for_each_name_and_goes_on(run, tmp_path, encoder_folder, expected):
+    out, lines = tmp_path / "out.jsonl", [*map(json.dumps, BATCH), '{"custom_id": "b"}', "{no"]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    command = ["embed", "--model", encoder_folder, "--batch", tmp_path / "in.jsonl", "--field", "title", "-o", out]
+    done = run(*command)
+    assert (done.status, done.out) == (1, "")
+    assert "4 done, 2 failed, 0 skipped in " in done.err
+    found = vectors_in(out)
+    assert list(found) == ["id-0", "id-1", "id-2", "id-3", "b", None]
+    assert all(set(entry) == {"custom_id", "embedding", "error"} for entry in found.values())
+    np.testing.assert_allclose([found[f"id-{i}"]["embedding"] for i in range(4)], expected, atol=1e-6)
+    assert found["b"]["error"]["message"] == "expected a text in the field 'title'; it has none"
+    assert found[None]["error"]["line"] == 6
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines[:4], '{"custom_id": "b", "title": "the fox ran"}']))
+    assert "0 done, 0 failed, 5 skipped (earlier errors: 2; " in run(*command).err
+    done = run(*command, "--retry-errors")
+    assert done.status == 0
+    assert "1 done, 0 failed, 4 skipped in " in done.err
+    assert list(vectors_in(out)) == ["id-0", "id-1", "id-2", "id-3", "b"]
+
+
+def test_a_batch_of_plain_lines_becomes_parquet(run, tmp_path, encoder_folder, expected):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "in.txt").write_text("\n".join(LINES) + "\n")
+    out = tmp_path / "out.parquet"
+    assert run("embed", "--model", encoder_folder, "--batch", tmp_path / "in.txt", "-o", out).status == 0
+    columns = parquet.read_table(out).to_pydict()
+    assert columns["custom_id"] == ["1", "2", "4"]  # the third line is blank
+    np.testing.assert_allclose(columns["embedding"], expected[[0, 1, 3]], atol=1e-6)
+    assert columns["error"] == [None] * 3
+
+
+def test_a_batch_that_is_killed_goes_on_without_losing_or_doubling_a_line(run, tmp_path, encoder_folder):
+    texts, out = [" ".join(LINES[i % 2 :]) for i in range(400)], tmp_path / "out.jsonl"
+    (tmp_path / "in.txt").write_text("\n".join(texts))
+    command = ["embed", "--model", str(encoder_folder), "--batch", str(tmp_path / "in.txt"), "-o", str(out)]
+    with subprocess.Popen([sys.executable, "-m", "verax", *command], stderr=subprocess.PIPE, text=True) as running:
+        limit = time.monotonic() + 240
+        while not out.exists() or out.read_bytes().count(b"\n") < 64:
+            assert running.poll() is None, running.stderr.read()
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        running.kill()
+    whole = out.read_bytes().count(b"\n")
+    assert whole < len(texts)
+    done = run(*command)
+    assert f"{len(texts) - whole} done, 0 failed, {whole} skipped in " in done.err
+    assert [json.loads(line)["custom_id"] for line in out.open()] == [str(i + 1) for i in range(len(texts))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "in.txt"], "--output: none: expected a name that ends in .jsonl or .parquet beside --batch"),
+        (["--batch", "in.txt", "-o", "out.npy"], "--output: out.npy: expected a name"),
+        (["--batch", "nowhere.txt", "-o", "out.jsonl"], "--batch: nowhere.txt: no such file"),
+        (["--batch", "in.jsonl", "-o", "in.jsonl"], "--output: it is the input"),
+        (["--batch", "in.txt", "-o", "out.jsonl", "a cat"], "--batch: give it, or sentences, or --file"),
+        (["--retry-errors", "a cat"], "--retry-errors: it is for --batch"),
+    ],
+)
+def test_wrong_usage_of_a_batch_is_explained_before_the_model_is_loaded(run, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr("verax.embed.encoder.Encoder.__init__", lambda *a, **k: pytest.fail("it was loaded"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("in.txt", "in.jsonl"):
+        (tmp_path / name).touch()
+    done = run("embed", *arguments)
+    assert done.status == 2
+    assert message in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt"]

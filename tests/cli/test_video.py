@@ -1,5 +1,6 @@
 """`verax video`: flags of both spellings, files whole or not at all, one line for each error."""
 
+import json
 import shutil
 import sys
 
@@ -137,3 +138,63 @@ def test_errors_are_one_line_and_leave_nothing(run, folders, picture, tmp_path, 
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def batch(folders, picture, tmp_path):
+    """Command that makes the clips of a file."""
+    lines = [
+        {"custom_id": "one", "prompt": "a red circle"},
+        {"custom_id": "wide", "prompt": "a red circle", "num_frames": 8},
+        {"custom_id": "two", "prompt": "a blue square", "seed": 1},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ["--image", picture, "--num-frames", "5", "--inference-steps", "1", "--dtype", "float32"]
+    return ["video", "-m", folders["i2v"], "--batch", tmp_path / "in.jsonl", "-o", tmp_path / "clips", *options]
+
+
+def test_a_batch_makes_a_clip_for_each_line_and_goes_on_where_it_stopped(run, batch, tmp_path, monkeypatch):
+    pytest.importorskip("av")
+    write = files._write_mp4
+
+    def interrupted(frames, path, fps, crf):
+        if (tmp_path / "clips" / "one.mp4").exists():
+            raise KeyboardInterrupt
+        write(frames, path, fps, crf)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_write_mp4", interrupted)
+        done = run(*batch)
+    assert done.status == 130
+    assert "1 done, 1 failed, 0 skipped in " in done.err
+    assert "stopped before the end: the same command goes on with the rest" in done.err
+    assert sorted(path.name for path in (tmp_path / "clips").iterdir()) == ["one.mp4", "results.jsonl"]
+    done = run(*batch)
+    assert (done.status, done.out) == (1, "")
+    assert "1 done, 0 failed, 2 skipped (earlier errors: 1; " in done.err
+    results = [json.loads(line) for line in (tmp_path / "clips" / "results.jsonl").read_text().splitlines()]
+    assert [result["file"] for result in results] == ["one.mp4", None, "two.mp4"]
+    assert [result["custom_id"] for result in results] == ["one", "wide", "two"]
+    assert results[1]["error"]["message"] == "num_frames: expected 4n + 1, got 8; nearest 5 or 9"
+    assert (results[2]["settings"]["seed"], results[2]["settings"]["image"]) == (1, str(batch[8]))
+    assert set(results[2]["seconds"]) >= {"text", "denoise", "decode"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a"], "--batch: --prompt is for one clip; leave it out"),
+        (["--plan"], "--batch: --plan is for one clip; leave it out"),
+        (["-o", "out.mp4"], "--output: out.mp4: expected a folder for clips beside --batch"),
+        (["--batch", "nowhere.jsonl"], "--batch: nowhere.jsonl: no such file"),
+    ],
+)
+def test_wrong_usage_of_a_batch_is_explained_before_the_model_is_opened(run, batch, tmp_path, arguments, message):
+    done = run(*batch, *arguments, "-m", "no/such/folder")
+    assert done.status == 2
+    assert message in done.err
+    assert not (tmp_path / "clips").exists()
+
+
+def test_a_prompt_or_a_file_of_prompts_is_needed(run):
+    assert "give --prompt, or a file of prompts with --batch" in run("video").err

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from verax._optional import require_optional
+from verax.batch.parquet import PARQUET, lines_path
+from verax.batch.results import ResultFile
 from verax.cli import options, serving
+from verax.cli.results import AGAIN, check_input, counted, open_results
 from verax.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from verax.batch.parquet import ParquetLines
     from verax.ray.replicas import RunningReplicas
+    from verax.serve.batch.lines import AnswerLine
     from verax.serve.batch.local import BatchServer
-    from verax.serve.batch.output import BatchOutput
-    from verax.serve.batch.parquet import ParquetLines
     from verax.serve.batch.run import BatchCounts, BatchRun
     from verax.serve.server import Server
 
 __all__ = ["batch"]
 
-PARQUET = ".parquet"
 _PIPE = Path("-")
 """Name of standard input and standard output."""
 
@@ -36,9 +37,7 @@ def batch(
         Path, typer.Option("--output", "-o", help="The file that answers are appended to; - for standard output.")
     ],
     model: serving.Model = None,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Remove the errors from the output first, and run their lines again.")
-    ] = False,
+    retry_errors: options.RetryErrors = False,
     max_in_flight: Annotated[
         int | None,
         typer.Option(
@@ -176,11 +175,10 @@ def batch(
         if output.suffix == PARQUET and run.complete:
             from verax.serve.batch.parquet import write_answers
 
-            write_answers(_lines_path(output), output)
+            write_answers(lines_path(output), output)
     sys.stderr.write(f"{_summary(counts, failed_before)}\n")
     if not run.complete:
-        again = "" if _PIPE in (input, output) else ": the same command goes on with the rest"
-        sys.stderr.write(f"stopped before the end{again}\n")
+        sys.stderr.write(f"stopped before the end{'' if _PIPE in (input, output) else AGAIN}\n")
     if status := _status(run, failed_before):
         raise typer.Exit(status)
 
@@ -200,50 +198,33 @@ def _replicas(
     return running.batch_server(), running.most * running.description.max_num_seqs
 
 
-def _lines_path(path: Path) -> Path:
-    """File of lines that answers are appended to: the output, or one beside a Parquet file."""
-    return path.with_name(f"{path.name}.jsonl") if path.suffix == PARQUET else path
-
-
 def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | None]:
     """The requests, which their reader closes, and their size in bytes, if it is known."""
     if path == _PIPE:
         # Not sys.stdin, whose lock the interpreter takes at its end, while a thread may still read.
         return open(0, "rb", closefd=False), None
-    if not path.is_file():
-        raise typer.BadParameter(f"--input: {path}: no such file")
-    if output.exists() and output.samefile(path):
-        raise typer.BadParameter("--output: it is the input")
+    check_input(path, output, "--input")
     if path.suffix == PARQUET:
-        from verax.serve.batch.parquet import ParquetLines
+        from verax.serve.batch.parquet import request_lines
 
-        return ParquetLines(path), None
+        return request_lines(path), None
     return path.open("rb"), path.stat().st_size
 
 
-def _output(path: Path, *, retry_errors: bool) -> BatchOutput:
-    from verax.serve.batch.output import BatchOutput
+def _output(path: Path, *, retry_errors: bool) -> ResultFile[AnswerLine]:
+    from verax.serve.batch.lines import AnswerLine
 
-    if path == _PIPE:
-        if retry_errors:
-            raise typer.BadParameter("--retry-errors: it needs a file of answers, not standard output")
-        return BatchOutput(sys.stdout.buffer)
-    if path.suffix == PARQUET:
-        require_optional("pyarrow")
-    if not path.parent.is_dir() or path.is_dir():
-        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise typer.BadParameter(f"--output: {path}: {problem}")
-    return BatchOutput.open(_lines_path(path), retry_errors=retry_errors)
+    if path != _PIPE:
+        return open_results(path, AnswerLine, retry_errors=retry_errors)
+    if retry_errors:
+        raise typer.BadParameter("--retry-errors: it needs a file of answers, not standard output")
+    return ResultFile(sys.stdout.buffer, AnswerLine)
 
 
 def _summary(counts: BatchCounts, failed_before: int) -> str:
     kind, tokens = ("output", counts.output_tokens) if counts.output_tokens else ("prompt", counts.prompt_tokens)
     speed = tokens / counts.seconds if counts.seconds else 0.0
-    earlier = f" (earlier errors: {failed_before:,}; --retry-errors runs them again)" if failed_before else ""
-    return (
-        f"{counts.done:,} done, {counts.failed:,} failed, {counts.skipped:,} skipped{earlier} "
-        f"in {counts.seconds:.1f} s; {tokens:,} {kind} tokens, {speed:,.0f} tokens/s"
-    )
+    return f"{counted(counts, failed_before)}; {tokens:,} {kind} tokens, {speed:,.0f} tokens/s"
 
 
 def _status(run: BatchRun, failed_before: int) -> int:

@@ -13,9 +13,12 @@ import typer
 
 from verax.cli import options
 from verax.cli.lines import checked, read_lines
+from verax.cli.results import check_input, open_results, run_lines
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from verax.batch.run import LineCounts
 
 __all__ = ["embed"]
 
@@ -32,9 +35,19 @@ def embed(
         typer.Option(
             "--output",
             "-o",
-            help="A file that ends in .npy (float32 [n, D]) or .jsonl; JSONL to standard output if none.",
+            help="A file that ends in .npy (float32 [n, D]) or .jsonl; JSONL to standard output if none. "
+            "With --batch .jsonl or .parquet.",
         ),
     ] = None,
+    batch: Annotated[
+        Path | None,
+        typer.Option(
+            "--batch",
+            help="A file of any size: JSONL or Parquet with custom_id and text, or a text a line. Started again, it "
+            "goes on where it stopped.",
+        ),
+    ] = None,
+    retry_errors: options.RetryErrors = False,
     normalize: Annotated[bool, typer.Option(help="Vectors of length 1.")] = True,
     batch_size: Annotated[
         int | None, typer.Option(help="Most sentences in one call of the device; as many as fit if absent.", min=1)
@@ -48,6 +61,7 @@ def embed(
         int | None, typer.Option(help="First numbers of each vector that are kept (Matryoshka).")
     ] = None,
     dtype: options.Dtype = "float32",
+    quantization: options.EncoderQuantization = None,
 ) -> None:
     """Turn sentences into vectors, one for each line. JSONL has {"text": ..., "embedding": [...]} for each.
 
@@ -59,20 +73,32 @@ def embed(
 
         verax embed --file sentences.txt --output vectors.npy
 
+        verax embed --batch sentences.jsonl --output vectors.parquet
+
         verax embed --model sentence-transformers/all-MiniLM-L6-v2 --file papers.jsonl --field title -o vectors.jsonl
 
         verax embed --model Qwen/Qwen3-Embedding-0.6B --prompt-name query --dimensions 256 "What is a mat?"
     """
     if prompt is not None and prompt_name is not None:
         raise typer.BadParameter("give --prompt or --prompt-name, not both")
+    loading: dict[str, Any] = dict(
+        model=model, dtype=dtype, quantization=quantization, max_length=max_length, dimensions=dimensions
+    )
+    encoding: dict[str, Any] = dict(normalize=normalize, batch_size=batch_size, prompt_name=prompt_name, prompt=prompt)
+    if batch is not None:
+        if sentences or file:
+            raise typer.BadParameter("--batch: give it, or sentences, or --file, and no two of them")
+        return _embed_batch(batch, field or "text", output, loading, encoding, retry_errors=retry_errors)
+    if retry_errors:
+        raise typer.BadParameter("--retry-errors: it is for --batch")
     write = _writer(output)
     records = _records(sentences, file, field)
     texts = [record[field or "text"] for record in records]
     from verax.embed.encoder import Encoder
 
-    encoder = Encoder(model, dtype=dtype, max_length=max_length, dimensions=dimensions)
+    encoder = Encoder(**loading)
     begin = time.perf_counter()
-    vectors = encoder.encode(texts, normalize=normalize, batch_size=batch_size, prompt_name=prompt_name, prompt=prompt)
+    vectors = encoder.encode(texts, **encoding)
     seconds = time.perf_counter() - begin
     write(records, vectors)
     cut = f", {encoder.truncated} cut to {encoder.max_length} tokens" if encoder.truncated else ""
@@ -80,6 +106,52 @@ def embed(
         f"{len(texts)} sentences in {seconds:.2f} s, {len(texts) / seconds:,.0f} a second, "
         f"vectors of {encoder.dimension}{cut}\n"
     )
+
+
+def _embed_batch(
+    path: Path,
+    field: str,
+    output: Path | None,
+    loading: dict[str, Any],
+    encoding: dict[str, Any],
+    *,
+    retry_errors: bool,
+) -> None:
+    """Turn the texts of a file into vectors, behind those that the output holds already.
+
+    Args:
+        path: of the file.
+        field: field of a line that has its text.
+        output: file of the vectors.
+        loading: arguments of `Encoder`.
+        encoding: arguments of `Encoder.encode`.
+        retry_errors: as in `ResultFile.open`.
+    """
+    from verax.batch.lines import CUSTOM_ID, InputFile
+    from verax.batch.parquet import PARQUET, lines_path
+    from verax.batch.vectors import LEAST, MOST, VectorLine, Vectors, write_vectors
+
+    if output is None or output.suffix not in (".jsonl", PARQUET):
+        got = "none" if output is None else output
+        raise typer.BadParameter(f"--output: {got}: expected a name that ends in .jsonl or .parquet beside --batch")
+    check_input(path, output, "--batch")
+    results = open_results(output, VectorLine, retry_errors=retry_errors)  # before the model is loaded
+    from verax.embed.encoder import Encoder
+
+    encoder = Encoder(**loading)
+    vectors = Vectors(encoder, field, **encoding)
+
+    def summary(counts: LineCounts) -> str:
+        cut = f", {vectors.truncated} cut to {encoder.max_length} tokens" if vectors.truncated else ""
+        speed = counts.done / counts.seconds if counts.seconds else 0.0
+        return f", {speed:,.0f} a second, vectors of {encoder.dimension}{cut}"
+
+    file = InputFile(path, field, (CUSTOM_ID, field))
+    good = run_lines("embedding", file, results, vectors, least=LEAST, most=MOST, summary=summary)
+    if output.suffix == PARQUET:
+        write_vectors(lines_path(output), output, encoder.dimension)
+    if not good:
+        raise typer.Exit(1)
 
 
 def _records(sentences: list[str] | None, file: Path | None, field: str | None) -> list[dict[str, Any]]:
@@ -136,7 +208,7 @@ def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.nda
 
 
 def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
+    from verax.batch.vectors import numbers
+
     for record, vector in zip(records, vectors, strict=True):
-        # Nine digits, which distinguish all float32 numbers.
-        numbers = [float(f"{x:.9g}") for x in vector.tolist()]
-        file.write(json.dumps({**record, "embedding": numbers}, ensure_ascii=False) + "\n")
+        file.write(json.dumps({**record, "embedding": numbers(vector)}, ensure_ascii=False) + "\n")

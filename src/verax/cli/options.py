@@ -33,6 +33,7 @@ __all__ = [
     "Programs",
     "Quantization",
     "RepetitionPenalty",
+    "RetryErrors",
     "Seed",
     "SpeculativeConfig",
     "Stop",
@@ -111,6 +112,9 @@ ChatTemplate = Annotated[
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and answer, in tokens.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
+RetryErrors = Annotated[
+    bool, typer.Option("--retry-errors", help="Remove the errors from the output first, and run their lines again.")
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
 Temperature = Annotated[

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import options
+from verax.cli.clips import make_clips
 from verax.cli.lines import checked
 
 if TYPE_CHECKING:
     from verax.video.memory import StageMemory
     from verax.video.outputs import VideoOutput, VideoProgress
+    from verax.video.pipeline import VideoPipeline
 
 __all__ = ["video"]
 
@@ -31,12 +33,27 @@ def _option(help_text: str, *, panel: str | None = None, names: Sequence[str] = 
 
 def video(
     prompt: Annotated[
-        list[str],
+        list[str] | None,
         _option("Description of the clip; again for each segment.", names=["--prompt"], show_default=False),
-    ],
+    ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="A name that ends in .mp4, .gif or .webp, or a folder for png.")
-    ] = Path("video.mp4"),
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="A name that ends in .mp4, .gif or .webp, or a folder for png; with --batch a folder of clips.",
+            show_default="video.mp4",
+        ),
+    ] = None,
+    batch: Annotated[
+        Path | None,
+        _option(
+            "A file of clips: JSONL or Parquet with custom_id, prompt and any options, or a prompt a line. Started "
+            "again, it goes on where it stopped.",
+            names=["--batch"],
+        ),
+    ] = None,
+    retry_errors: options.RetryErrors = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -140,18 +157,15 @@ def video(
         verax video --model SkyReels-V2-I2V-1.3B-540P --image cat.png --prompt "The cat turns its head." -o cat.mp4
 
         verax video -m SkyReels-V2-DF-1.3B-540P --prompt "A street" --prompt "Rain begins" --num-frames 257
+
+        verax video --batch prompts.jsonl -o clips/
     """
     from verax.video import files
     from verax.video.memory import free_memory
     from verax.video.pipeline import VideoPipeline
     from verax.video.request import VideoRequest
 
-    checked(prompt)
-    files.check_path(output, name="--output")
-    if contact_sheet is not None:
-        files.check_sheet_path(contact_sheet, name="--contact-sheet")
-    request = VideoRequest(
-        prompt,
+    shared: dict[str, Any] = dict(
         image=image,
         last_image=last_image,
         video=clip,
@@ -175,11 +189,9 @@ def video(
         cache_threshold=cache_threshold,
         guidance=guidance,
         attention=attention,
-        resume=resume,
-        callback=_previews(output) if preview else None,
     )
-    pipe = VideoPipeline.from_pretrained(
-        model,
+    pipeline: dict[str, Any] = dict(
+        model=model,
         dtype=dtype,
         reference=reference,
         kind=kind,
@@ -188,6 +200,22 @@ def video(
         guidance_parallel=guidance_parallel,
         sequence_parallel=sequence_parallel,
     )
+    if batch is not None:
+        one = {"prompt": prompt, "contact-sheet": contact_sheet, "resume": resume, "preview": preview, "plan": plan}
+        if given := [f"--{name}" for name, value in one.items() if value]:
+            raise typer.BadParameter(f"--batch: {given[0]} is for one clip; leave it out")
+        return make_clips(batch, output, pipeline, shared, retry_errors=retry_errors)
+    if retry_errors:
+        raise typer.BadParameter("--retry-errors: it is for --batch")
+    if not prompt:
+        raise typer.BadParameter("give --prompt, or a file of prompts with --batch")
+    output = output or Path("video.mp4")
+    checked(prompt)
+    files.check_path(output, name="--output")
+    if contact_sheet is not None:
+        files.check_sheet_path(contact_sheet, name="--contact-sheet")
+    pipe = VideoPipeline.from_pretrained(**pipeline)
+    request = VideoRequest(prompt, **shared, resume=resume, callback=_previews(output) if preview else None)
     begin = time.perf_counter()
     planned = pipe.plan(request)
     if plan:

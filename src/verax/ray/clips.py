@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from verax.errors import VeraxError
 from verax.files import atomic_path
 from verax.ray.actor import one_compiles, set_threads
 from verax.ray.rows import Batch, columns, rows_of
+from verax.video.files import clip_path
 
 __all__ = ["Clips"]
 
@@ -52,7 +52,7 @@ class Clips:
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         from verax.video.request import VideoOptions
 
-        path = self._folder / f"{_file_name(str(row['custom_id']))}.mp4"
+        path = clip_path(self._folder, str(row["custom_id"]))
         try:
             if not path.exists():
                 own = {name: row[name] for name in VideoOptions.__annotations__ if row.get(name) is not None}
@@ -62,10 +62,3 @@ class Clips:
         except (VeraxError, TypeError) as error:
             return {"path": None, "error": str(error)}
         return {"path": str(path), "error": None}
-
-
-def _file_name(custom_id: str) -> str:
-    """Name of a file for an id: the id itself where it is a plain word, else a digest, which leads nowhere else."""
-    if custom_id.replace("-", "").replace("_", "").isalnum() and custom_id.isascii() and len(custom_id) <= 128:
-        return custom_id
-    return hashlib.sha256(custom_id.encode()).hexdigest()[:32]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -14,7 +15,7 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 
-__all__ = ["CRF", "check_parent", "check_path", "check_sheet_path", "write_clip", "write_contact_sheet"]
+__all__ = ["CRF", "check_parent", "check_path", "check_sheet_path", "clip_path", "write_clip", "write_contact_sheet"]
 
 CRF = 18
 """x264's constant rate factor: 0 is lossless, 51 the worst; 18 is visually lossless."""
@@ -52,6 +53,14 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
             raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
     require_optional("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
     return path
+
+
+def clip_path(folder: Path, custom_id: str) -> Path:
+    """File of a clip in a folder of many: named by its id where that is a plain word, else by a digest, which leads
+    nowhere else."""
+    plain = custom_id.replace("-", "").replace("_", "").isalnum() and custom_id.isascii() and len(custom_id) <= 128
+    name = custom_id if plain else hashlib.sha256(custom_id.encode()).hexdigest()[:32]
+    return folder / f"{name}.mp4"
 
 
 def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:

@@ -76,4 +76,4 @@ def test_a_stream_that_is_switched_off_is_none():
     ],
 )
 def test_an_answer_failed_if_its_status_or_its_body_is_an_error(status, body, failed):
-    assert AnswerLine.new("a", LineResponse(status, "id", msgspec.Raw(body))).failed is failed
+    assert AnswerLine.of("a", LineResponse(status, "id", msgspec.Raw(body))).failed is failed

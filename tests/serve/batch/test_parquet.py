@@ -3,10 +3,10 @@ import json
 import msgspec
 import pytest
 
+from verax.batch.results import ResultFile, bad_line
 from verax.errors import InvalidParameterError
-from verax.serve.batch.lines import AnswerLine, LineResponse, RequestLine, line_error, read_request
-from verax.serve.batch.output import BatchOutput
-from verax.serve.batch.parquet import ParquetLines, write_answers
+from verax.serve.batch.lines import AnswerLine, LineResponse, RequestLine, read_request
+from verax.serve.batch.parquet import request_lines, write_answers
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `ray`: make test-ray installs it")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -23,7 +23,7 @@ def table(tmp_path, rows):
 @pytest.mark.parametrize("body", [BODY, json.dumps(BODY)], ids=["struct", "text"])
 def test_rows_are_the_requests_of_lines(tmp_path, body):
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, "more": 1}
-    with ParquetLines(table(tmp_path, [row, {**row, "custom_id": None}])) as lines:
+    with request_lines(table(tmp_path, [row, {**row, "custom_id": None}])) as lines:
         first, second = (read_request(line, number) for number, line in enumerate(lines, start=1))
     assert isinstance(first, RequestLine)
     assert json.loads(bytes(first.body)) == BODY
@@ -33,7 +33,7 @@ def test_rows_are_the_requests_of_lines(tmp_path, body):
 
 def test_a_body_that_is_no_json_is_an_error_of_its_row(tmp_path):
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": "{"}
-    with ParquetLines(table(tmp_path, [row])) as lines:
+    with request_lines(table(tmp_path, [row])) as lines:
         (line,) = lines
     assert read_request(line, 1).error.code == "invalid_json_line"
 
@@ -41,13 +41,13 @@ def test_a_body_that_is_no_json_is_an_error_of_its_row(tmp_path):
 def test_a_file_that_is_not_parquet_is_refused(tmp_path):
     (tmp_path / "in.parquet").write_text("no")
     with pytest.raises(InvalidParameterError, match=r"^input: .*in\.parquet: it is no Parquet file"):
-        ParquetLines(tmp_path / "in.parquet")
+        request_lines(tmp_path / "in.parquet")
 
 
 def test_answers_become_rows(tmp_path):
-    output = BatchOutput.open(tmp_path / "out.parquet.jsonl")
-    output.write(AnswerLine.new("a", LineResponse(200, "req-1", msgspec.Raw(b'{"x": 1}'))))
-    output.write(line_error("invalid_request", "url: wrong", 2, "b", "url"))
+    output = ResultFile.open(tmp_path / "out.parquet.jsonl", AnswerLine)
+    output.write(AnswerLine.of("a", LineResponse(200, "req-1", msgspec.Raw(b'{"x": 1}'))))
+    output.write(AnswerLine.failure(bad_line("invalid_request", "url: wrong", 2, "url"), "b"))
     output.file.close()
     write_answers(tmp_path / "out.parquet.jsonl", tmp_path / "out.parquet")
     first, second = pq.read_table(tmp_path / "out.parquet").to_pylist()

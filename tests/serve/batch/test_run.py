@@ -8,9 +8,10 @@ import time
 
 import pytest
 
+from verax.batch.results import ResultFile
 from verax.errors import EngineDeadError
+from verax.serve.batch.lines import AnswerLine
 from verax.serve.batch.local import LocalServer
-from verax.serve.batch.output import BatchOutput
 from verax.serve.batch.run import BatchRun
 from verax.serve.server import LazyModel, Server
 from verax.serve.settings import ServerSettings
@@ -53,7 +54,7 @@ def run_batch(new_server, tmp_path):
 
     def run(lines, *, server=None, retry_errors=False, max_in_flight=4, report=lambda counts: None):
         server = server or new_server()
-        output = BatchOutput.open(tmp_path / "out.jsonl", retry_errors=retry_errors)
+        output = ResultFile.open(tmp_path / "out.jsonl", AnswerLine, retry_errors=retry_errors)
         run = BatchRun(
             LocalServer(server),
             io.BytesIO(text_of(lines)),

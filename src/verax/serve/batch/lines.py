@@ -6,10 +6,11 @@ The format is that of https://platform.openai.com/docs/api-reference/batch.
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from verax.batch.results import LineError, bad_line
 from verax.serve.errors import ApiError
 from verax.serve.fields import decode
 
@@ -18,10 +19,8 @@ __all__ = [
     "URLS",
     "VIDEOS",
     "AnswerLine",
-    "LineError",
     "LineResponse",
     "RequestLine",
-    "line_error",
     "read_request",
 ]
 
@@ -63,24 +62,10 @@ class LineResponse(msgspec.Struct, frozen=True):
     body: msgspec.Raw
 
 
-class LineError(msgspec.Struct, frozen=True):
-    """Reason why a request never reached the server.
-
-    Attributes:
-        code: the kind of error, for programs.
-        message: text for people.
-        param: field of the line that was wrong.
-        line: number of the line, from 1.
-    """
-
-    code: str
-    message: str
-    param: str | None
-    line: int
-
-
 class AnswerLine(msgspec.Struct, frozen=True):
-    """Line of the output: either a response, which may be an HTTP error, or an error."""
+    """Line of the output: a response, which may be an HTTP error, or the reason why none was asked for."""
+
+    BEGIN: ClassVar[bytes] = b'{"id":"%b' % ID_PREFIX.encode()
 
     id: str
     custom_id: str | None
@@ -88,11 +73,14 @@ class AnswerLine(msgspec.Struct, frozen=True):
     error: LineError | None
 
     @classmethod
-    def new(
-        cls, custom_id: str | None, response: LineResponse | None = None, error: LineError | None = None
-    ) -> AnswerLine:
-        """An answer with an id of its own."""
-        return cls(f"{ID_PREFIX}{secrets.token_hex(16)}", custom_id, response, error)
+    def of(cls, custom_id: str, response: LineResponse) -> AnswerLine:
+        """The server's answer, with an id of its own."""
+        return cls(_new_id(), custom_id, response, None)
+
+    @classmethod
+    def failure(cls, error: LineError, custom_id: str | None = None) -> AnswerLine:
+        """Answer to a line that is no request, with an id of its own."""
+        return cls(_new_id(), custom_id, None, error)
 
     @property
     def failed(self) -> bool:
@@ -143,20 +131,17 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
         if _streams(fields.body):
             raise ApiError(400, "body.stream: an answer in a file is a whole one; leave it out", param="body.stream")
     except ApiError as error:
-        return line_error("invalid_request", error.message, number, custom_id, error.param)
+        return AnswerLine.failure(bad_line("invalid_request", error.message, number, error.param), custom_id)
     except msgspec.ValidationError:
         problem = "expected a JSON object with custom_id, method, url and body"
-        return line_error("invalid_json_line", problem, number)
+        return AnswerLine.failure(bad_line("invalid_json_line", problem, number))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        return line_error("invalid_json_line", f"it is not valid JSON: {error}", number, custom_id)
+        return AnswerLine.failure(bad_line("invalid_json_line", f"it is not valid JSON: {error}", number), custom_id)
     return RequestLine(number, fields.custom_id, fields.url, fields.body)
 
 
-def line_error(
-    code: str, problem: str, number: int, custom_id: str | None = None, param: str | None = None
-) -> AnswerLine:
-    """Answer to a line that is no request."""
-    return AnswerLine.new(custom_id, error=LineError(code, f"line {number}: {problem}", param, number))
+def _new_id() -> str:
+    return f"{ID_PREFIX}{secrets.token_hex(16)}"
 
 
 def _streams(body: msgspec.Raw) -> bool:

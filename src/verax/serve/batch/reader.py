@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
-from verax.serve.batch.parquet import ParquetLines
+from verax.batch.parquet import ParquetLines
 
 __all__ = ["read_lines"]
 

@@ -14,11 +14,12 @@ from typing import BinaryIO
 
 import msgspec
 
+from verax.batch.parquet import ParquetLines
+from verax.batch.results import ResultFile, bad_line
+from verax.batch.run import LineCounts
 from verax.serve.batch.client import Answer
-from verax.serve.batch.lines import VIDEOS, AnswerLine, LineResponse, RequestLine, line_error, read_request
+from verax.serve.batch.lines import VIDEOS, AnswerLine, LineResponse, RequestLine, read_request
 from verax.serve.batch.local import BatchServer
-from verax.serve.batch.output import BatchOutput
-from verax.serve.batch.parquet import ParquetLines
 from verax.serve.batch.reader import read_lines
 from verax.serve.errors import RETRY_AFTER
 from verax.serve.settings import ServerSettings
@@ -32,26 +33,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
-class BatchCounts:
-    """Counts of the lines so far.
+class BatchCounts(LineCounts):
+    """Counts of the lines so far, and of their tokens.
 
     Attributes:
-        done: lines with an answer of this run that is no error.
-        failed: lines with an error of this run.
-        skipped: lines that an earlier run has answered.
-        bytes: bytes of all these lines.
         prompt_tokens: tokens of the prompts that were answered.
         output_tokens: tokens of the answers.
-        seconds: time of the run.
     """
 
-    done: int = 0
-    failed: int = 0
-    skipped: int = 0
-    bytes: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    seconds: float = 0.0
 
 
 class _Usage(msgspec.Struct):
@@ -84,7 +75,7 @@ class BatchRun:
         self,
         server: BatchServer,
         file: BinaryIO | ParquetLines,
-        output: BatchOutput,
+        output: ResultFile[AnswerLine],
         *,
         max_in_flight: int,
         clips: Path | None = None,
@@ -103,7 +94,6 @@ class BatchRun:
         self._clips = clips
         self._report = report
         self._places = asyncio.Semaphore(max_in_flight)
-        self._seen: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = 0
         self._abandoned = False
@@ -170,8 +160,12 @@ class BatchRun:
         number = 0
         async for text in read_lines(self._file):
             number += 1
-            request = self._unseen(read_request(text, number)) if text.strip() else None
+            if not text.strip():
+                self._count(len(text))
+                continue
+            request = self._output.unanswered(read_request(text, number))
             if request is None:
+                self.counts.skipped += 1
                 self._count(len(text))
             elif isinstance(request, AnswerLine):
                 self._write(request, len(text))
@@ -185,31 +179,11 @@ class BatchRun:
         self._tasks.discard(task)
         self._places.release()
 
-    def _unseen(self, request: RequestLine | AnswerLine) -> RequestLine | AnswerLine | None:
-        """The request, or the error of its line; None if an earlier run has written the answer to it.
-
-        Errors are known by the number of their line, since they may have no id, or that of another line.
-        """
-        if isinstance(request, RequestLine):
-            name = request.custom_id
-            if name not in self._seen:
-                self._seen.add(name)
-                if name not in self._output.answered:
-                    return request
-                self.counts.skipped += 1
-                return None
-            problem = f"custom_id: {name[:100]!r} was the id of an earlier line"
-            request = line_error("duplicate_custom_id", problem, request.number, name, "custom_id")
-        assert request.error is not None
-        if request.error.line not in self._output.bad_lines:
-            return request
-        self.counts.skipped += 1
-        return None
-
     async def _serve(self, request: RequestLine, size: int) -> None:
         if request.url == VIDEOS and self._clips is None:
             problem = "url: a clip is written beside the output; give the output a file"
-            self._write(line_error("invalid_request", problem, request.number, request.custom_id, "url"), size)
+            error = bad_line("invalid_request", problem, request.number, "url")
+            self._write(AnswerLine.failure(error, request.custom_id), size)
             return
         answer = await self._send(request)
         if answer.status == QUEUE_FULL:
@@ -218,7 +192,7 @@ class BatchRun:
             self.counts.prompt_tokens += usage.prompt_tokens + usage.input_tokens
             self.counts.output_tokens += usage.completion_tokens + usage.output_tokens
         response = LineResponse(answer.status, answer.headers["x-request-id"], msgspec.Raw(answer.body))
-        self._write(AnswerLine.new(request.custom_id, response), size)
+        self._write(AnswerLine.of(request.custom_id, response), size)
 
     async def _send(self, request: RequestLine) -> Answer:
         self._running += 1

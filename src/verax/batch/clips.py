@@ -1,0 +1,119 @@
+"""Clips of the prompts of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from verax.batch.lines import InputLine
+from verax.batch.results import LineError
+from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.video.files import clip_path
+from verax.video.pipeline import VideoPipeline
+from verax.video.request import ResolvedRequest, VideoRequest, make_request
+
+__all__ = ["RESULTS", "ClipLine", "Clips"]
+
+RESULTS = "results.jsonl"
+"""File of the results, in the folder of the clips."""
+
+NOT_OF_A_LINE = ("latents", "prompt_embeds", "negative_prompt_embeds", "output_type", "callback", "resume")
+"""Options of a request that JSON cannot express, or that mean nothing where clips become files."""
+
+_FILES = ("image", "last_image", "video")
+"""Options that are names of files, which a checked request has read."""
+
+
+class ClipLine(msgspec.Struct, frozen=True):
+    """Clip that was made, or the reason why it was not.
+
+    Attributes:
+        custom_id: name of the line; None for a line that could not be read.
+        file: name of the clip's file, beside that of the results.
+        settings: the request, with the defaults that it left open.
+        seconds: seconds of each stage.
+        error: None if there is a clip.
+    """
+
+    BEGIN: ClassVar[bytes] = b'{"custom_id":'
+
+    custom_id: str | None
+    file: str | None
+    settings: dict[str, Any] | None
+    seconds: dict[str, float] | None
+    error: LineError | None
+
+    @property
+    def failed(self) -> bool:
+        """True if there is no clip."""
+        return self.error is not None
+
+    @classmethod
+    def failure(cls, error: LineError, custom_id: str | None = None) -> ClipLine:
+        """Line of an error."""
+        return cls(custom_id, None, None, None, error)
+
+
+class Clips:
+    """Callable that makes the clips of lines, and writes each into a folder.
+
+    Args:
+        pipeline: the model.
+        folder: of the clips.
+        options: fields of `VideoRequest` for lines that do not have them.
+    """
+
+    def __init__(self, pipeline: VideoPipeline, folder: Path, options: Mapping[str, Any]):
+        self._pipeline = pipeline
+        self._folder = folder
+        self._options = options
+
+    def __call__(self, lines: Sequence[InputLine]) -> list[ClipLine]:
+        """The results of some lines. What is wrong with the request of one is its result."""
+        return [self._clip(line) for line in lines]
+
+    def _clip(self, line: InputLine) -> ClipLine:
+        given = {**self._options, **{name: value for name, value in line.fields.items() if value is not None}}
+        try:
+            resolved = self._pipeline.resolve(_request(given))
+        except (TypeError, ValueError, OSError) as error:  # no device work yet, so that the line is to blame
+            return _failure(line, error)
+        try:
+            clip = self._pipeline.generate(resolved)
+        except (InvalidParameterError, RequestRefusedError) as error:
+            return _failure(line, error)
+        path = clip.save(clip_path(self._folder, line.custom_id))
+        seconds = {name: round(spent, 3) for name, spent in clip.seconds.items()}
+        return ClipLine(line.custom_id, path.name, _settings(resolved, given), seconds, None)
+
+
+def _request(given: Mapping[str, Any]) -> VideoRequest:
+    """Request of a line.
+
+    Raises:
+        InvalidParameterError: for a prompt that is none, or an option that a line cannot have.
+    """
+    for name in NOT_OF_A_LINE:
+        if name in given:
+            raise InvalidParameterError(f"{name}: it is not an option of a line; leave it out")
+    prompt = given.get("prompt")
+    if not isinstance(prompt, str) and not (prompt and isinstance(prompt, list)):
+        raise InvalidParameterError(f"prompt: expected a text, or a list of one for each segment, got {prompt!r}")
+    return make_request(prompt, {name: value for name, value in given.items() if name != "prompt"})
+
+
+def _failure(line: InputLine, error: Exception) -> ClipLine:
+    message = str(error)
+    param = message.partition(":")[0] if isinstance(error, InvalidParameterError) else None
+    return ClipLine.failure(LineError("invalid_request", message, param, None), line.custom_id)
+
+
+def _settings(request: ResolvedRequest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that make the clip again: those with defaults too, and images and clips by their names."""
+    names = [field.name for field in fields(request) if field.name not in NOT_OF_A_LINE]
+    values = {name: given.get(name) if name in _FILES else getattr(request, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,105 @@
+"""Files of work and of results, as the commands that go on where a run stopped share them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+from verax._optional import require_optional
+from verax.batch.parquet import PARQUET, lines_path
+from verax.batch.results import ResultFile, ResultLine
+
+if TYPE_CHECKING:
+    from verax.batch.lines import InputFile, InputLine
+    from verax.batch.run import LineCounts
+
+__all__ = ["AGAIN", "check_input", "counted", "open_results", "run_lines"]
+
+R = TypeVar("R", bound=ResultLine)
+
+AGAIN = ": the same command goes on with the rest"
+
+
+def check_input(path: Path, output: Path, option: str) -> None:
+    """Check that there is a file of work, and that results go elsewhere.
+
+    Raises:
+        typer.BadParameter: if not.
+    """
+    if not path.is_file():
+        raise typer.BadParameter(f"{option}: {path}: no such file")
+    if output.exists() and output.samefile(path):
+        raise typer.BadParameter("--output: it is the input")
+
+
+def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile[R]:
+    """File of results, or of the lines that become a Parquet file.
+
+    Args:
+        path: of the output.
+        kind: of its lines.
+        retry_errors: as in `ResultFile.open`.
+
+    Raises:
+        typer.BadParameter: if it cannot be written.
+        MissingDependencyError: for Parquet, if pyarrow is not installed.
+    """
+    if path.suffix == PARQUET:
+        require_optional("pyarrow")
+    if not path.parent.is_dir() or path.is_dir():
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise typer.BadParameter(f"--output: {path}: {problem}")
+    return ResultFile.open(lines_path(path), kind, retry_errors=retry_errors)
+
+
+def counted(counts: LineCounts, failed_before: int) -> str:
+    """Counts of a run, and its time.
+
+    Args:
+        counts: of the run.
+        failed_before: errors of earlier runs in the output.
+    """
+    earlier = f" (earlier errors: {failed_before:,}; --retry-errors runs them again)" if failed_before else ""
+    return (
+        f"{counts.done:,} done, {counts.failed:,} failed, {counts.skipped:,} skipped{earlier} in {counts.seconds:.1f} s"
+    )
+
+
+def run_lines(
+    label: str,
+    file: InputFile,
+    results: ResultFile[R],
+    work: Callable[[Sequence[InputLine]], Sequence[R]],
+    *,
+    least: int = 1,
+    most: int = 1,
+    summary: Callable[[LineCounts], str] = lambda counts: "",
+) -> bool:
+    """Answer a file of work, with a bar; print what was done. True if no result in the output is an error.
+
+    Args:
+        label: of the bar.
+        file, results, work, least, most: as in `LineRun`. The results are closed.
+        summary: gives the end of the line that is printed.
+    """
+    from verax.batch.run import LineRun
+    from verax.progress import bar
+
+    failed_before = results.num_failed
+    with results.file, bar(label, count=False) as report:
+
+        def show(counts: LineCounts) -> None:
+            report(counts.bytes, file.size, f"{counts.done:,} done, {counts.failed:,} failed")
+
+        run = LineRun(file, results, work, least=least, most=most, report=show)
+        try:
+            run.run()
+        finally:
+            sys.stderr.write(f"{counted(run.counts, failed_before)}{summary(run.counts)}\n")
+            if not run.complete:
+                sys.stderr.write(f"stopped before the end{AGAIN}\n")
+    return not (run.counts.failed or failed_before)
