@@ -125,6 +125,7 @@ def test_an_interrupt_leaves_what_was_there(run, folders, picture, tmp_path, mon
         (("--lora", "missing.safetensors:0.5"), "missing.safetensors: no such file"),
         (("-m", "no/such/folder"), "no/such/folder: no such folder"),
         (("--prompt", ""), "prompt 2: it is empty"),
+        (("--devices", "64"), "devices: expected 64 devices, got 1; JAX_NUM_CPU_DEVICES=64"),
         (("--sequence-parallel", "64"), "expected 1 x 64 = 64 devices, got 1; JAX_NUM_CPU_DEVICES=64"),
     ],
 )

@@ -1,144 +1,16 @@
 """Clips on several devices: those of one device, by the collectives that are meant. A process of its own, for its
 eight devices."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.support.devices import run_on_devices
 from verax import VideoPipeline
 from verax.errors import InvalidParameterError
-
-SCRIPT = """
-import json
-import re
-import sys
-from collections import Counter
-from pathlib import Path
-
-from jaxtyping import install_import_hook
-
-install_import_hook("verax.models.wan", "beartype.beartype")
-
-import jax
-import numpy as np
-from flax import nnx
-
-from tests.support.tiny_video import video_folder
-from verax import VideoPipeline, VideoRequest
-from verax.errors import InvalidParameterError
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
-from verax.video.memory import plan_memory
-from verax.video.mesh import REPLICATED, video_mesh
-from verax.video.run import stages_of
-
-assert jax.device_count() == 8
-home = Path(sys.argv[1])
-picture = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
-size = dict(height=32, width=64, num_frames=5, num_inference_steps=2, output_type="latent")
-forcing = dict(num_frames=9, base_num_frames=5, overlap_history=1, causal_attention=True)
-cached = dict(num_inference_steps=8, cache="teacache", cache_threshold=1e9)
-
-
-def pipeline(kind, guidance=False, sequence=1):
-    if not (home / kind).exists():
-        video_folder(kind, home / kind, heads=4, num_frames=5, height=32, width=64)
-    return VideoPipeline(home / kind, dtype="float32", show_progress=False, guidance_parallel=guidance,
-                         sequence_parallel=sequence)
-
-
-def collectives(program):
-    compiled = next(iter(program._compiled.values()))
-    return Counter(re.findall(r" (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)\\(",
-                              compiled.as_text()))
-
-
-def work(*mesh):
-    pipe = pipeline("t2v", *mesh)
-    request = VideoRequest("a red circle", height=256, width=256, num_frames=17, base_num_frames=17,
-                           guidance="batch")
-    stages = stages_of(pipe.resolve(request), pipe.parts)
-    return plan_memory([stage for stage in stages if stage.name == "denoise"])[0].work
-
-
-def compare(kind, meshes, **options):
-    options = {**size, **options}
-    one = pipeline(kind)
-    expected = one("a red circle", **options)
-    for mesh in meshes:
-        many = pipeline(kind, *mesh)
-        made = many("a red circle", **options)
-        assert (made.steps, made.computed) == (expected.steps, expected.computed)
-        yield {
-            "difference": float(np.abs(made.frames - expected.frames).max()),
-            "spread": float(expected.frames.std()),
-            "steps": [made.steps, made.computed],
-            "collectives": collectives(many.denoiser.program),
-            "context": collectives(many.denoiser.context_program),
-        }
-
-
-def decoded(tile):
-    sizes = dict(base_dim=4, dim_mult=(1, 2), num_res_blocks=1, temperal_downsample=(True,))
-    vae = WanVae(WanVaeConfig(**sizes), rngs=nnx.Rngs(0))
-    latents = np.random.default_rng(0).standard_normal((1, 3, 23, 21, 16)).astype(np.float32)
-    mesh = video_mesh(guidance_parallel=True, sequence_parallel=4)
-    divided = jax.shard_map(
-        lambda z: vae.decode(z, chunk=1, tile=tile, axes=mesh.axis_names),
-        mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False,
-    )
-    whole = jax.jit(lambda z: vae.decode(z, chunk=1))(latents)
-    return {
-        "difference": float(np.abs(jax.jit(divided)(latents) - whole).max()),
-        "spread": float(whole.std()),
-    }
-
-
-def refusal(kind, *mesh, **options):
-    try:
-        pipeline(kind, *mesh)("a red circle", **{**size, **options})
-    except InvalidParameterError as error:
-        return str(error)
-
-
-meshes = [(True, 1), (False, 2), (True, 2), (True, 4)]
-print(json.dumps({
-    "t2v": dict(zip(map(str, meshes), compare("t2v", meshes, output_type="np"))),
-    "i2v": next(compare("i2v", [(False, 4)], image=picture, guidance="sequential")),
-    "df": next(compare("df", [(True, 2)], ar_step=1, addnoise_condition=20, **forcing)),
-    "cache": next(compare("t2v", [(True, 2)], **cached)),
-    "experts": next(compare("t2v-a14b", [(True, 2)], num_inference_steps=5)),
-    "decode": [decoded((12, 4)), decoded((23, 3))],  # 12 and 7 tiles
-    "work": [work(True, 1), work(True, 4)],
-    "refusals": {
-        "heads": refusal("t2v", False, 8),
-        "tokens": refusal("t2v", False, 4, height=48, width=80),
-        "guidance": refusal("t2v", True, 2, guidance_scale=1.0),
-        "devices": refusal("t2v", True, 8),
-    },
-}))
-"""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mesh")
-    environment = {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": "8",
-        "JAX_PLATFORMS": "cpu",
-        "VERAX_CACHE_DIR": str(folder / "cache"),  # the pipelines share the programs of encoders and VAE
-    }
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    return run_on_devices(8, "tests.support.video_mesh", tmp_path_factory.mktemp("mesh"))
 
 
 @pytest.mark.parametrize(
@@ -173,6 +45,11 @@ def test_the_plan_has_the_memory_of_one_of_the_devices(found):
     assert both < 0.75 * guidance
 
 
+def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(found):
+    # Four heads, and two rows of four tokens where nothing else is said.
+    assert found["chosen"] == {"8": [2, 4], "6": [2, 2], "1": [1, 1], "no guidance": [1, 4], "15 tokens": [2, 1]}
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -202,3 +79,16 @@ def test_what_cannot_be_divided_is_refused_with_what_would_fit(found, name, mess
 def test_a_number_of_devices_is_a_whole_one(devices):
     with pytest.raises(InvalidParameterError, match="sequence_parallel: expected a whole number of at least 1, got"):
         VideoPipeline.from_pretrained(sequence_parallel=devices)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 0}, "devices: expected a whole number of at least 1, got 0"),
+        ({"devices": 4096}, "devices: expected 4096 devices, got "),
+        ({"devices": 1, "sequence_parallel": 2}, "devices: give it, or guidance_parallel and sequence_parallel"),
+    ],
+)
+def test_devices_that_cannot_be_had_are_refused(options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        VideoPipeline.from_pretrained(**options)

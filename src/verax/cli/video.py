@@ -138,6 +138,14 @@ def video(
         bool,
         typer.Option("--offload", help="Keep weights in the host's memory meanwhile.", rich_help_panel=_SPEED),
     ] = False,
+    devices: Annotated[
+        int | None,
+        _option(
+            "Devices to divide a clip over: guidance and sequence parallelism that use the most of them.",
+            show_default=False,
+            panel=_SPEED,
+        ),
+    ] = None,
     guidance_parallel: Annotated[
         bool,
         typer.Option(
@@ -199,6 +207,8 @@ def video(
         offload=offload,
         guidance_parallel=guidance_parallel,
         sequence_parallel=sequence_parallel,
+        devices=devices,
+        devices_for=VideoRequest(**shared),
     )
     if batch is not None:
         one = {"prompt": prompt, "contact-sheet": contact_sheet, "resume": resume, "preview": preview, "plan": plan}
@@ -220,18 +230,25 @@ def video(
     planned = pipe.plan(request)
     if plan:
         if pipe.mesh is not None:
-            groups, devices = pipe.mesh.shape.values()
-            typer.echo(f"memory of the first of {groups} x {devices} devices")
+            typer.echo(f"memory of the first of {_devices(pipe)}")
         typer.echo(_table(planned, free_memory(pipe.parts.components)))
         return
     seconds = time.perf_counter() - begin
-    sys.stderr.write(f"memory: {_summary_of_plan(planned)}; programs ready in {seconds:.1f} s\n")
+    divided = "" if pipe.mesh is None else f"; {_devices(pipe)}"
+    sys.stderr.write(f"memory: {_summary_of_plan(planned)}; programs ready in {seconds:.1f} s{divided}\n")
     made = pipe.generate(request)
     written = [made.save(output)]
     if contact_sheet is not None:
         written.append(made.save_contact_sheet(contact_sheet))
     sys.stderr.write(_summary(made))
     typer.echo("\n".join(map(str, written)))
+
+
+def _devices(pipe: VideoPipeline) -> str:
+    """Devices of a pipeline that has several."""
+    assert pipe.mesh is not None
+    groups, size = pipe.mesh.shape.values()
+    return f"{groups} x {size} devices (guidance x sequence)"
 
 
 def _factors(lora: list[str]) -> dict[str, float]:

@@ -7,6 +7,7 @@ xDiT (Fang et al., 2024, arXiv:2411.01738) has both under the names of CFG paral
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
 from verax.models.wan.model import WanConfig
 from verax.video.geometry import LatentGeometry
-from verax.video.request import ResolvedRequest
+from verax.video.request import ResolvedRequest, VideoRequest, default_size
+from verax.video.settings import VideoSettings
 
 __all__ = [
     "BY_ROW",
@@ -29,6 +31,7 @@ __all__ = [
     "axis_size",
     "check_heads",
     "check_request",
+    "fitting_parallelism",
     "layout",
     "video_mesh",
 ]
@@ -38,6 +41,8 @@ GUIDANCE = "guidance"
 
 SEQUENCE = "sequence"
 """Axis of the mesh over which the tokens of a frame are divided."""
+
+_log = logging.getLogger("verax.video")
 
 REPLICATED = PartitionSpec()
 BY_ROW = PartitionSpec(GUIDANCE)
@@ -58,16 +63,62 @@ def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | Non
             f"sequence_parallel: expected a whole number of at least 1, got {sequence_parallel!r}"
         )
     groups = 2 if guidance_parallel else 1
-    devices, there = groups * sequence_parallel, jax.device_count()
+    devices = groups * sequence_parallel
     if devices == 1:
         return None
-    if devices > there:
-        hint = f"; JAX_NUM_CPU_DEVICES={devices} divides a CPU into as many" if jax.default_backend() == "cpu" else ""
-        raise InvalidParameterError(
-            f"sequence_parallel={sequence_parallel}, guidance_parallel={guidance_parallel}: expected {groups} x "
-            f"{sequence_parallel} = {devices} devices, got {there}{hint}"
+    found = _first(
+        devices,
+        f"sequence_parallel={sequence_parallel}, guidance_parallel={guidance_parallel}: expected {groups} x "
+        f"{sequence_parallel} = {devices}",
+    )
+    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), found)
+
+
+def fitting_parallelism(
+    devices: int, heads: int, request: VideoRequest, settings: VideoSettings, geometry: LatentGeometry
+) -> tuple[bool, int]:
+    """Arguments of `video_mesh` that use the most of some devices; of two that use as many, guidance parallelism.
+
+    Args:
+        devices: at most so many.
+        heads: of the transformer.
+        request: has the size and the guidance of a clip.
+        settings: defaults of the checkpoint for those.
+        geometry: sizes of the checkpoint.
+
+    Raises:
+        InvalidParameterError: for more devices than there are.
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise InvalidParameterError(f"devices: expected a whole number of at least 1, got {devices!r}")
+    _first(devices, f"devices: expected {devices}")
+    height, width = default_size(request, settings)
+    h, w = (side // geometry.pixels_per_token for side in (request.height or height, request.width or width))
+    scale = settings.guidance_scale if request.guidance_scale is None else request.guidance_scale
+    guided = scale > 1
+    fitting = [
+        (groups * size, groups, size)
+        for groups in range(1, 2 + guided)
+        for size in range(1, devices // groups + 1)
+        if heads % size == 0 and h * w % size == 0
+    ]
+    used, groups, size = max(fitting)
+    if used < devices:
+        passes = "the two passes of guidance" if guided else "one pass, without guidance"
+        _log.warning(
+            "devices: %d of %d are used: more cannot divide %s, %d heads, and %d x %d tokens of a frame",
+            *(used, devices, passes, heads, h, w),
         )
-    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE))
+    return groups == 2, size
+
+
+def _first(count: int, expected: str) -> list[Any]:
+    """The first devices of this host; an error that begins with `expected` if there are fewer."""
+    there = jax.local_devices()
+    if count > len(there):
+        hint = f"; JAX_NUM_CPU_DEVICES={count} divides a CPU into as many" if there[0].platform == "cpu" else ""
+        raise InvalidParameterError(f"{expected} devices, got {len(there)}{hint}")
+    return there[:count]
 
 
 def axis_size(mesh: Mesh | None, axis: str) -> int:

@@ -22,7 +22,15 @@ from verax.video.denoise import Denoiser
 from verax.video.geometry import LatentGeometry
 from verax.video.load import load_components
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
-from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_heads, check_request, video_mesh
+from verax.video.mesh import (
+    GUIDANCE,
+    SEQUENCE,
+    axis_size,
+    check_heads,
+    check_request,
+    fitting_parallelism,
+    video_mesh,
+)
 from verax.video.outputs import VideoOutput
 from verax.video.prompt import PromptStates, PromptTokenizer
 from verax.video.reporter import RunReporter
@@ -63,6 +71,8 @@ class VideoPipeline:
         offload: bool = False,
         guidance_parallel: bool = False,
         sequence_parallel: int = 1,
+        devices: int | None = None,
+        devices_for: VideoRequest | None = None,
         show_progress: bool = True,
     ):
         """Open a checkpoint's folder; see `from_pretrained`."""
@@ -71,10 +81,26 @@ class VideoPipeline:
         if name not in REFERENCES:
             raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {name!r}")
         rules = REFERENCES[name]
-        mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
         enable_compilation_cache()
         opened = VideoFolder(folder)
         settings = read_settings(opened, opened.flow_shift, kind=kind, negative_prompts=rules.negative_prompts)
+        transformer = WanConfig.from_hf(opened.config("transformer"))
+        vae = WanVaeConfig.from_hf(opened.config("vae"))
+        geometry = LatentGeometry(
+            frames_per_latent=vae.frames_per_latent,
+            pixels_per_latent=vae.pixels_per_latent,
+            pixels_per_token=vae.pixels_per_latent * transformer.patch,
+            channels=vae.z_dim,
+            text_width=transformer.text_dim,
+        )
+        if devices is not None:
+            if guidance_parallel or sequence_parallel != 1:
+                raise InvalidParameterError("devices: give it, or guidance_parallel and sequence_parallel, not both")
+            guidance_parallel, sequence_parallel = fitting_parallelism(
+                devices, transformer.num_heads, devices_for or VideoRequest(), settings, geometry
+            )
+        mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
+        check_heads(mesh, transformer)
         factors = _factors(lora)
         if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")
@@ -89,9 +115,6 @@ class VideoPipeline:
             show_progress=show_progress,
             mesh=mesh,
         )
-        transformer: WanConfig = found.transformers[0].config
-        check_heads(mesh, transformer)
-        vae: WanVaeConfig = found.vae.config
         conditioning = CONDITIONINGS[settings.kind]
         if conditioning.takes_image != (transformer.in_dim > vae.z_dim):
             raise InvalidParameterError(
@@ -108,13 +131,7 @@ class VideoPipeline:
         tokenizer = PromptTokenizer.from_folder(opened.tokenizer, length=settings.text_tokens)
         self.parts = PipelineParts(
             settings=settings,
-            geometry=LatentGeometry(
-                frames_per_latent=vae.frames_per_latent,
-                pixels_per_latent=vae.pixels_per_latent,
-                pixels_per_token=vae.pixels_per_latent * transformer.patch,
-                channels=vae.z_dim,
-                text_width=transformer.text_dim,
-            ),
+            geometry=geometry,
             rules=rules,
             conditioning=conditioning,
             stages=stages,
@@ -143,6 +160,8 @@ class VideoPipeline:
         offload: bool = False,
         guidance_parallel: bool = False,
         sequence_parallel: int = 1,
+        devices: int | None = None,
+        devices_for: VideoRequest | None = None,
         show_progress: bool = True,
     ) -> VideoPipeline:
         """Open a checkpoint. Weights are read when they are first used.
@@ -163,6 +182,9 @@ class VideoPipeline:
             sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
                 Each device has all weights of the transformer and of the VAE, which decodes a part of each frame; the
                 text and image encoders are on the first device.
+            devices: devices to divide clips over, in place of these two: they are chosen so that the most devices are
+                used, guidance first.
+            devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.
             show_progress: True for bars, if stderr is a terminal.
 
         Raises:
@@ -180,6 +202,8 @@ class VideoPipeline:
             offload=offload,
             guidance_parallel=guidance_parallel,
             sequence_parallel=sequence_parallel,
+            devices=devices,
+            devices_for=devices_for,
             show_progress=show_progress,
         )
 

@@ -14,9 +14,9 @@ from jaxtyping import UInt8
 from verax.errors import InvalidParameterError
 from verax.video.geometry import LatentGeometry, segment_sizes
 from verax.video.outputs import Callback
-from verax.video.settings import VideoSettings
+from verax.video.settings import RESOLUTIONS, VideoSettings
 
-__all__ = ["ResolvedRequest", "VideoOptions", "VideoRequest", "make_request"]
+__all__ = ["ResolvedRequest", "VideoOptions", "VideoRequest", "default_size", "make_request"]
 
 
 OVERLAP = 17
@@ -156,6 +156,22 @@ def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any])
             hint = f"; did you mean {near[0]}?" if near else f"; options are {', '.join(known[1:])}"
             raise InvalidParameterError(f"{name}: not an option of a request{hint}")
     return VideoRequest(prompt, **options)
+
+
+def default_size(request: VideoRequest, settings: VideoSettings) -> tuple[int, int]:
+    """Height and width of a request that gives neither, as long as it has no image.
+
+    Raises:
+        InvalidParameterError: for a resolution that there is not, or one beside a height or a width.
+    """
+    if request.resolution is None:
+        return settings.height, settings.width
+    if request.height is not None or request.width is not None:
+        raise InvalidParameterError("resolution: give it, or height and width, not both")
+    name = str(request.resolution).upper()
+    if name not in RESOLUTIONS:
+        raise InvalidParameterError(f"resolution: expected one of {', '.join(RESOLUTIONS)}, got {request.resolution!r}")
+    return RESOLUTIONS[name]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,10 +13,10 @@ from verax.models.wan.layers import ATTENTION
 from verax.video import images
 from verax.video.conditioning import CONDITIONINGS
 from verax.video.geometry import LatentGeometry
-from verax.video.request import OVERLAP, ResolvedRequest, VideoRequest
+from verax.video.request import OVERLAP, ResolvedRequest, VideoRequest, default_size
 from verax.video.resume import check_resume
 from verax.video.rules import ReferenceRules
-from verax.video.settings import RESOLUTIONS, VideoSettings
+from verax.video.settings import VideoSettings
 
 __all__ = ["resolve_request"]
 
@@ -48,7 +48,7 @@ def resolve_request(
     if request.resume is not None:
         check_resume(request.resume)
     first_frame = values["image"] if values["video"] is None else values["video"][0]
-    height, width = _default_size(request, settings)
+    height, width = default_size(request, settings)
     if request.height is None and request.width is None:
         height, width = _oriented(first_frame, height, width)
     blocks = request.causal_block_size
@@ -76,18 +76,6 @@ def resolve_request(
     _check_texts(resolved, geometry)
     _check_segments(resolved, geometry, rules)
     return resolved
-
-
-def _default_size(request: VideoRequest, settings: VideoSettings) -> tuple[int, int]:
-    """Height and width of a request that gives neither."""
-    if request.resolution is None:
-        return settings.height, settings.width
-    if request.height is not None or request.width is not None:
-        raise InvalidParameterError("resolution: give it, or height and width, not both")
-    name = str(request.resolution).upper()
-    if name not in RESOLUTIONS:
-        raise InvalidParameterError(f"resolution: expected one of {', '.join(RESOLUTIONS)}, got {request.resolution!r}")
-    return RESOLUTIONS[name]
 
 
 def _oriented(image: np.ndarray | None, height: int, width: int) -> tuple[int, int]:

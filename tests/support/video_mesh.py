@@ -1,0 +1,136 @@
+"""Clips on several devices beside those of one, printed as JSON: `python -m tests.support.video_mesh FOLDER`."""
+
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from jaxtyping import install_import_hook
+
+install_import_hook("verax.models.wan", "beartype.beartype")
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tests.support.tiny_video import video_folder
+from verax import VideoPipeline, VideoRequest
+from verax.errors import InvalidParameterError
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
+from verax.video.memory import plan_memory
+from verax.video.mesh import REPLICATED, video_mesh
+from verax.video.run import stages_of
+
+HOME = Path(sys.argv[1])
+PICTURE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+SIZE = dict(height=32, width=64, num_frames=5, num_inference_steps=2, output_type="latent")
+FORCING = dict(num_frames=9, base_num_frames=5, overlap_history=1, causal_attention=True)
+CACHED = dict(num_inference_steps=8, cache="teacache", cache_threshold=1e9)
+
+
+def pipeline(kind, guidance=False, sequence=1):
+    if not (HOME / kind).exists():
+        video_folder(kind, HOME / kind, heads=4, num_frames=5, height=32, width=64)
+    return VideoPipeline(
+        HOME / kind, dtype="float32", show_progress=False, guidance_parallel=guidance, sequence_parallel=sequence
+    )
+
+
+def collectives(program):
+    compiled = next(iter(program._compiled.values()))
+    return Counter(
+        re.findall(r" (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)\(", compiled.as_text())
+    )
+
+
+def work(*mesh):
+    pipe = pipeline("t2v", *mesh)
+    request = VideoRequest("a red circle", height=256, width=256, num_frames=17, base_num_frames=17, guidance="batch")
+    stages = stages_of(pipe.resolve(request), pipe.parts)
+    return plan_memory([stage for stage in stages if stage.name == "denoise"])[0].work
+
+
+def compare(kind, meshes, **options):
+    options = {**SIZE, **options}
+    one = pipeline(kind)
+    expected = one("a red circle", **options)
+    for mesh in meshes:
+        many = pipeline(kind, *mesh)
+        made = many("a red circle", **options)
+        assert (made.steps, made.computed) == (expected.steps, expected.computed)
+        yield {
+            "difference": float(np.abs(made.frames - expected.frames).max()),
+            "spread": float(expected.frames.std()),
+            "steps": [made.steps, made.computed],
+            "collectives": collectives(many.denoiser.program),
+            "context": collectives(many.denoiser.context_program),
+        }
+
+
+def decoded(tile):
+    sizes = dict(base_dim=4, dim_mult=(1, 2), num_res_blocks=1, temperal_downsample=(True,))
+    vae = WanVae(WanVaeConfig(**sizes), rngs=nnx.Rngs(0))
+    latents = np.random.default_rng(0).standard_normal((1, 3, 23, 21, 16)).astype(np.float32)
+    mesh = video_mesh(guidance_parallel=True, sequence_parallel=4)
+    divided = jax.shard_map(
+        lambda z: vae.decode(z, chunk=1, tile=tile, axes=mesh.axis_names),
+        mesh=mesh,
+        in_specs=REPLICATED,
+        out_specs=REPLICATED,
+        check_vma=False,
+    )
+    whole = jax.jit(lambda z: vae.decode(z, chunk=1))(latents)
+    return {
+        "difference": float(np.abs(jax.jit(divided)(latents) - whole).max()),
+        "spread": float(whole.std()),
+    }
+
+
+def refusal(kind, *mesh, **options):
+    try:
+        pipeline(kind, *mesh)("a red circle", **{**SIZE, **options})
+    except InvalidParameterError as error:
+        return str(error)
+
+
+def chosen(devices, **options):
+    wanted = VideoRequest("a red circle", **options)
+    pipe = VideoPipeline(HOME / "t2v", dtype="float32", show_progress=False, devices=devices, devices_for=wanted)
+    pipe.resolve(wanted)
+    return [1, 1] if pipe.mesh is None else list(pipe.mesh.shape.values())
+
+
+MESHES = [(True, 1), (False, 2), (True, 2), (True, 4)]
+
+if __name__ == "__main__":
+    assert jax.device_count() == 8
+    os.environ["VERAX_CACHE_DIR"] = str(HOME / "cache")  # the pipelines share the programs of encoders and VAE
+    print(
+        json.dumps(
+            {
+                "t2v": dict(zip(map(str, MESHES), compare("t2v", MESHES, output_type="np"), strict=True)),
+                "i2v": next(compare("i2v", [(False, 4)], image=PICTURE, guidance="sequential")),
+                "df": next(compare("df", [(True, 2)], ar_step=1, addnoise_condition=20, **FORCING)),
+                "cache": next(compare("t2v", [(True, 2)], **CACHED)),
+                "experts": next(compare("t2v-a14b", [(True, 2)], num_inference_steps=5)),
+                "decode": [decoded((12, 4)), decoded((23, 3))],  # 12 and 7 tiles
+                "work": [work(True, 1), work(True, 4)],
+                "chosen": {
+                    "8": chosen(8),
+                    "6": chosen(6),
+                    "1": chosen(1),
+                    "no guidance": chosen(8, guidance_scale=1.0),
+                    "15 tokens": chosen(8, height=48, width=80),
+                },
+                "refusals": {
+                    "heads": refusal("t2v", False, 8),
+                    "tokens": refusal("t2v", False, 4, height=48, width=80),
+                    "guidance": refusal("t2v", True, 2, guidance_scale=1.0),
+                    "devices": refusal("t2v", True, 8),
+                },
+            }
+        )
+    )
