@@ -109,7 +109,7 @@ def batch(
         shutdown_timeout=shutdown_timeout,
         disable_page=True,
     )
-    adapters = serving.open_adapters(lora_modules)
+    adapters = serving.open_adapters(lora_modules, node_rank=node_rank)
     engine: dict[str, Any] = dict(
         adapters=adapters,
         enable_lora=enable_lora,

@@ -140,8 +140,7 @@ def serve(
     others = {"embedding": embedding_model, "reranker": reranker_model, "video": video_model}
     if ray and (given := [f"--{name}-model" for name, other in others.items() if other is not None]):
         raise typer.BadParameter(f"--ray: replicas are of the text model; {given[0]} needs a server of its own")
-    if ray and nnodes > 1:
-        raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
+    serving.check_one_process(ray, nnodes)
     serving.require_packages("uvicorn", "httptools")
     from verax.serve.logs import configure_logs
     from verax.serve.run import bind, run
@@ -169,7 +168,7 @@ def serve(
         disable_page=disable_page,
         reports=reports,
     )
-    adapters = serving.open_adapters(lora_modules)
+    adapters = serving.open_adapters(lora_modules, node_rank=node_rank)
     configure_logs(log_format)
     tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
     engine: dict[str, Any] = dict(

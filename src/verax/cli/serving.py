@@ -42,6 +42,9 @@ __all__ = [
     "ServedModelName",
     "StructuredOutputs",
     "VideoModel",
+    "VideoSequenceParallel",
+    "check_one_process",
+    "embedding_options",
     "follow",
     "new_server",
     "open_adapters",
@@ -132,8 +135,13 @@ def require_packages(*modules: str) -> None:
         require_optional(module)
 
 
-def open_adapters(modules: Sequence[str] | None) -> dict[str, LoRARequest]:
-    """Adapters by name, of arguments such as `sql=adapters/sql`; their files are checked before the model is loaded."""
+def open_adapters(modules: Sequence[str] | None, *, node_rank: int) -> dict[str, LoRARequest]:
+    """Adapters by name, of arguments such as `sql=adapters/sql`.
+
+    Args:
+        modules: the arguments.
+        node_rank: number of this host. Host 0 reads the files, and checks them before the model is loaded.
+    """
     from verax.checkpoint.peft import Adapter
     from verax.text.lora.request import LoRARequest
 
@@ -144,9 +152,20 @@ def open_adapters(modules: Sequence[str] | None) -> dict[str, LoRARequest]:
             raise typer.BadParameter(f"--lora-modules: expected name=folder, got {module!r}")
         if name in found:
             raise typer.BadParameter(f"--lora-modules: {name} is given twice")
-        Adapter.open(path)
+        if node_rank == 0:
+            Adapter.open(path)
         found[name] = LoRARequest(name, number, path)
     return found
+
+
+def check_one_process(ray: bool, nnodes: int) -> None:
+    """Check that replicas on Ray are not to span hosts.
+
+    Raises:
+        typer.BadParameter: if they are.
+    """
+    if ray and nnodes > 1:
+        raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
 
 
 def open_replicas(

@@ -96,7 +96,7 @@ def new_engines(
     loader = None
     if config.enable_lora:
         layers = _adapted_layers(model, config, num_key_value_heads)
-        adapters = [DeviceAdapters(layers, mesh) for mesh in meshes]
+        adapters = [DeviceAdapters(layers, mesh, hosts) for mesh in meshes]
         loader = AdapterLoader(layers, config.max_cpu_loras or config.max_loras)
     if hosts is not None and config.kv_cache_memory is None:
         own = cache_memory(config.tensor_parallel_size // config.nnodes)

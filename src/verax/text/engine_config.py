@@ -166,11 +166,6 @@ class EngineConfig:
             raise InvalidParameterError(
                 "data_parallel_size: several hosts (nnodes) run one replica; put a router in front of several groups"
             )
-        if self.nnodes > 1 and self.enable_lora:
-            raise InvalidParameterError(
-                "enable_lora: several hosts (nnodes) serve no adapters yet; merge one into the model, by verax convert "
-                "--lora"
-            )
         if self.nnodes > 1 and self.speculation is not None and self.speculation.model is not None:
             raise InvalidParameterError(
                 'speculative_config: several hosts (nnodes) run no draft model yet; use the method "ngram"'

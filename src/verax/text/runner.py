@@ -260,6 +260,9 @@ class ModelRunner:
             self._logits = self._dispatch(dispatch.shape, *arrays).logits
         elif dispatch.program == "sample":
             self._sample(self._logits, *arrays)
+        elif dispatch.program == "adapt":
+            assert self._adapters is not None  # the ranks have compared their options
+            self._adapters.repeat(*arrays)
         else:
             self._fill_slot(*arrays)
 

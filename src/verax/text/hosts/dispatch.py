@@ -12,7 +12,7 @@ from verax.text.step import StepShape
 
 __all__ = ["Dispatch", "ProgramName"]
 
-ProgramName = Literal["admit", "step", "sample"]
+ProgramName = Literal["admit", "adapt", "step", "sample"]
 
 COMPRESSED_FROM = 4096
 """Bytes from which a message is compressed: the row of an admitted sequence is padded to the longest context."""
@@ -22,7 +22,8 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
     """A program and the arrays that the host gives it. The device state is that which the dispatches before it left.
 
     Attributes:
-        program: `"admit"` fills a slot, `"step"` runs a step, `"sample"` samples the step before it.
+        program: `"admit"` fills a slot, `"adapt"` writes an adapter, `"step"` runs a step, `"sample"` samples the step
+            before it.
         arrays: int32 arrays in the order of the program's arguments, as shapes and bytes.
         shape: the bucket of a step.
     """
@@ -43,7 +44,9 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
     def encode(self) -> bytes:
         """The message."""
         message = msgspec.msgpack.encode(self)
-        return b"z" + zlib.compress(message, 1) if len(message) >= COMPRESSED_FROM else b"-" + message
+        # The numbers of an adapter hardly get smaller.
+        compresses = len(message) >= COMPRESSED_FROM and self.program != "adapt"
+        return b"z" + zlib.compress(message, 1) if compresses else b"-" + message
 
     @classmethod
     def decode(cls, message: bytes) -> Dispatch:

@@ -1,0 +1,43 @@
+"""Adapters on the device: what rank 0 of several hosts writes, a follower writes too."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from verax.text.hosts.dispatch import Dispatch
+from verax.text.lora.device import DeviceAdapters
+from verax.text.lora.layers import AdaptedLayers
+from verax.text.lora.loader import LoadedAdapter
+from verax.text.lora.request import LoRARequest
+
+
+class Leader:
+    """The group of rank 0, which keeps what is sent."""
+
+    leads = True
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, dispatch):
+        self.sent.append(dispatch.encode())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_follower_writes_the_adapters_that_rank_0_sends(dtype):
+    sizes = {"up": (7, 5), "down": (5, 7)}  # odd: in bfloat16 they are no whole number of int32
+    layers = AdaptedLayers(sizes, {}, max_loras=2, max_rank=3, dtype=dtype)
+    leader, follower = DeviceAdapters(layers, group=Leader()), DeviceAdapters(layers)
+    rng = np.random.default_rng(0)
+    matrices = {"down": (rng.standard_normal((2, 7)).astype(dtype), rng.standard_normal((5, 2)).astype(dtype))}
+    leader.warm_up()
+    adapter = LoadedAdapter(LoRARequest("fox", 1, "adapters/fox"), matrices)
+    leader.place(adapter, 1)
+    leader.place(adapter, 1)  # it is there already
+    dispatches = [Dispatch.decode(message) for message in leader._group.sent]
+    assert [dispatch.program for dispatch in dispatches] == ["adapt", "adapt"]
+    for dispatch in dispatches:
+        follower.repeat(*dispatch.unpack())
+    for ours, theirs in zip(leader.arrays, follower.arrays, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert np.any(np.asarray(follower.arrays[2], np.float32))
