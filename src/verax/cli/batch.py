@@ -46,7 +46,12 @@ def batch(
     ] = None,
     embedding_model: serving.EmbeddingModel = None,
     reranker_model: serving.RerankerModel = None,
+    embedding_dtype: serving.EmbeddingDtype = "float32",
+    embedding_quantization: serving.EmbeddingQuantization = None,
     video_model: serving.VideoModel = None,
+    video_devices: serving.VideoDevices = None,
+    video_guidance_parallel: serving.VideoGuidanceParallel = False,
+    video_sequence_parallel: serving.VideoSequenceParallel = 1,
     served_model_name: serving.ServedModelName = None,
     any_model_name: serving.AnyModelName = False,
     max_model_len: options.MaxModelLen = None,
@@ -96,8 +101,8 @@ def batch(
 
         verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
-    if ray and nnodes > 1:
-        raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
+    encoders = serving.embedding_options(embedding_dtype, embedding_quantization, embedding_model, reranker_model)
+    serving.check_one_process(ray, nnodes)
     serving.require_packages()
     from verax.progress import bar
     from verax.serve.batch.run import BatchRun
@@ -149,7 +154,9 @@ def batch(
             served_names=served_model_name,
             embedding_model=embedding_model,
             reranker_model=reranker_model,
+            embedding_options=encoders,
             video_model=video_model,
+            video_options=serving.video_options(video_devices, video_guidance_parallel, video_sequence_parallel),
             chat_template=chat_template,
             max_queued_requests=sys.maxsize,  # what is in flight is bounded here
             **engine,

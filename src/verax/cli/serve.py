@@ -24,7 +24,12 @@ def serve(
     model: serving.Model = None,
     embedding_model: serving.EmbeddingModel = None,
     reranker_model: serving.RerankerModel = None,
+    embedding_dtype: serving.EmbeddingDtype = "float32",
+    embedding_quantization: serving.EmbeddingQuantization = None,
     video_model: serving.VideoModel = None,
+    video_devices: serving.VideoDevices = None,
+    video_guidance_parallel: serving.VideoGuidanceParallel = False,
+    video_sequence_parallel: serving.VideoSequenceParallel = 1,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.", min=0, max=65535)] = 8000,
     served_model_name: serving.ServedModelName = None,
@@ -137,8 +142,11 @@ def serve(
 
         verax serve Qwen/Qwen3-8B --tensor-parallel-size 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
     """
-    others = {"embedding": embedding_model, "reranker": reranker_model, "video": video_model}
-    if ray and (given := [f"--{name}-model" for name, other in others.items() if other is not None]):
+    others = {"embedding-model": embedding_model, "reranker-model": reranker_model, "video-model": video_model}
+    encoders = serving.embedding_options(embedding_dtype, embedding_quantization, embedding_model, reranker_model)
+    videos = serving.video_options(video_devices, video_guidance_parallel, video_sequence_parallel)
+    others |= {f"video-{name.replace('_', '-')}": value for name, value in videos.items()}
+    if ray and (given := [f"--{name}" for name, other in others.items() if other is not None]):
         raise typer.BadParameter(f"--ray: replicas are of the text model; {given[0]} needs a server of its own")
     serving.check_one_process(ray, nnodes)
     serving.require_packages("uvicorn", "httptools")
@@ -205,7 +213,9 @@ def serve(
         served_names=served_model_name,
         embedding_model=embedding_model,
         reranker_model=reranker_model,
+        embedding_options=encoders,
         video_model=video_model,
+        video_options=videos,
         chat_template=chat_template,
         max_queued_requests=1 << 20 if ray else max_queued_requests,
         max_queued_tokens=max_queued_tokens,

@@ -23,7 +23,9 @@ __all__ = [
     "LIMITS",
     "AnyModelName",
     "EmbeddingBatchSize",
+    "EmbeddingDtype",
     "EmbeddingModel",
+    "EmbeddingQuantization",
     "EnableLora",
     "LoraModules",
     "MaxCpuLoras",
@@ -41,6 +43,8 @@ __all__ = [
     "Revision",
     "ServedModelName",
     "StructuredOutputs",
+    "VideoDevices",
+    "VideoGuidanceParallel",
     "VideoModel",
     "VideoSequenceParallel",
     "check_one_process",
@@ -50,6 +54,7 @@ __all__ = [
     "open_adapters",
     "open_replicas",
     "require_packages",
+    "video_options",
 ]
 
 BUILT_IN = "verax-text"
@@ -59,6 +64,7 @@ BUILT_IN_VIDEO = "verax-video"
 LIMITS = "Limits"
 _LORA = "LoRA adapters"
 _RAY = "Ray"
+_VIDEO = "Videos on several devices"
 
 Model = Annotated[
     str | None,
@@ -66,7 +72,35 @@ Model = Annotated[
 ]
 EmbeddingModel = Annotated[str | None, typer.Option(help="Model of /v1/embeddings; the built-in one if left out.")]
 RerankerModel = Annotated[str | None, typer.Option(help="Model of /v1/rerank, which is not served if left out.")]
+EmbeddingDtype = Annotated[
+    str, typer.Option(help="Dtype of --embedding-model and --reranker-model: float32 or bfloat16.")
+]
+EmbeddingQuantization = Annotated[
+    str | None,
+    typer.Option(
+        help="int8: matrix products of 8-bit integers in --embedding-model and --reranker-model.", show_default="none"
+    ),
+]
 VideoModel = Annotated[str | None, typer.Option(help="Model of /v1/videos; the built-in one if left out.")]
+VideoDevices = Annotated[
+    int | None,
+    typer.Option(
+        help="Devices to divide each clip over: guidance and sequence parallelism that use the most of them.",
+        min=1,
+        rich_help_panel=_VIDEO,
+    ),
+]
+VideoGuidanceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--video-guidance-parallel",
+        help="Prompt and negative prompt of a clip on two groups of devices.",
+        rich_help_panel=_VIDEO,
+    ),
+]
+VideoSequenceParallel = Annotated[
+    int, typer.Option(help="Devices of a group, which divide the tokens of a clip.", min=1, rich_help_panel=_VIDEO)
+]
 ServedModelName = Annotated[
     list[str] | None,
     typer.Option(help="Name of the text model in requests; can be repeated. The first is that of answers."),
@@ -203,7 +237,9 @@ def new_server(
     served_names: Sequence[str] | None,
     embedding_model: str | None,
     reranker_model: str | None,
+    embedding_options: Mapping[str, Any],
     video_model: str | None,
+    video_options: Mapping[str, Any],
     adapters: Mapping[str, LoRARequest],
     enable_lora: bool,
     max_loras: int,
@@ -220,7 +256,10 @@ def new_server(
         served_names: names of the text model in requests; that of the checkpoint if None.
         embedding_model: checkpoint of the encoder; the built-in one if None.
         reranker_model: checkpoint of the reranker; none is served if None.
+        embedding_options: further arguments of `Encoder` and `Reranker`, for the models that are given; what does not
+            fit them is said at the start.
         video_model: checkpoint of the video model; the built-in one if None.
+        video_options: further arguments of `VideoPipeline.from_pretrained`, which says at the start what does not fit.
         adapters: what `open_adapters` gave.
         enable_lora: as in `EngineConfig`; True if there are adapters.
         max_loras: as in `EngineConfig`.
@@ -232,7 +271,18 @@ def new_server(
     from verax.serve.server import LazyModel, Server
     from verax.text.async_llm import AsyncLLM
 
+    for_encoder = embedding_options if embedding_model else {}
+    encoder = functools.cache(functools.partial(_encoder, embedding_model, **for_encoder))
+    reranker = functools.cache(functools.partial(_reranker, reranker_model, **embedding_options))
+    videos = functools.cache(functools.partial(_pipeline, video_model, **video_options))
     llm = AsyncLLM(model, **_lora_options(adapters, enable_lora, max_loras, max_cpu_loras), **engine)
+    # Options that a model cannot have end the start, not a request.
+    if embedding_options and embedding_model:
+        encoder()
+    if embedding_options and reranker_model:
+        reranker()
+    if video_options:
+        videos()
     for adapter in adapters.values():
         llm.llm.engine.load_adapter(adapter)  # one that cannot be served ends the start, not a request
     options.with_chat_template(llm.llm, chat_template)
@@ -241,12 +291,32 @@ def new_server(
         served_names=tuple(served_names or [model or BUILT_IN]),
         adapters=adapters,
         root=model or BUILT_IN,
-        encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, lambda: _encoder(embedding_model)),
-        reranker=None if reranker_model is None else LazyModel(reranker_model, lambda: _reranker(reranker_model)),
-        videos=LazyModel(video_model or BUILT_IN_VIDEO, lambda: _pipeline(video_model)),
+        encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, encoder),
+        reranker=None if reranker_model is None else LazyModel(reranker_model, reranker),
+        videos=LazyModel(video_model or BUILT_IN_VIDEO, videos),
         settings=settings,
         tracer=tracer,
     )
+
+
+def embedding_options(dtype: str, quantization: str | None, *models: str | None) -> dict[str, Any]:
+    """Arguments of `Encoder` and `Reranker` that are not the defaults.
+
+    Raises:
+        typer.BadParameter: if there are some and none of the models is given, since the built-in encoder takes none.
+    """
+    found = {} if dtype == "float32" else {"dtype": dtype}
+    if quantization is not None:
+        found["quantization"] = quantization
+    if found and not any(models):
+        raise typer.BadParameter(f"--embedding-{next(iter(found))} needs --embedding-model or --reranker-model")
+    return found
+
+
+def video_options(devices: int | None, guidance_parallel: bool, sequence_parallel: int) -> dict[str, Any]:
+    """Arguments of `VideoPipeline.from_pretrained` that are not the defaults."""
+    given = dict(devices=devices, guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
+    return {name: value for name, value in given.items() if value not in (None, False, 1)}
 
 
 def follow(
@@ -283,19 +353,20 @@ def _lora_options(
     }
 
 
-def _encoder(model: str | None) -> Any:
+def _encoder(model: str | None, **options: Any) -> Any:
     from verax.embed.encoder import Encoder
 
-    return Encoder(model, show_progress=False)
+    return Encoder(model, show_progress=False, **options)
 
 
-def _reranker(model: str) -> Any:
+def _reranker(model: str | None, **options: Any) -> Any:
     from verax.embed.reranker import Reranker
 
-    return Reranker(model, show_progress=False)
+    assert model is not None
+    return Reranker(model, show_progress=False, **options)
 
 
-def _pipeline(model: str | None) -> Any:
+def _pipeline(model: str | None, **options: Any) -> Any:
     from verax.video.pipeline import VideoPipeline
 
-    return VideoPipeline.from_pretrained(model)
+    return VideoPipeline.from_pretrained(model, **options)
