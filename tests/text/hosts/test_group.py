@@ -4,6 +4,8 @@ import contextlib
 import re
 import signal
 import threading
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -30,11 +32,17 @@ SAMPLING = [
 
 
 @pytest.fixture
-def groups():
+def lost():
+    """The ranks that the others took for lost."""
+    return []
+
+
+@pytest.fixture
+def groups(lost):
     """The groups of rank 0 and rank 1 in one process, without JAX's part."""
     leader, follower = Group(0, 2), Group(1, 2)
-    link, address = Link.listen("127.0.0.1", 1, lambda rank: None)
-    follower._links = [Link.connect(address, 0, lambda rank: None)]
+    link, address = Link.listen("127.0.0.1", 1, lost.append)
+    follower._links = [Link.connect(address, 0, lost.append)]
     link.accept(address, 20)
     leader._links = [link]
     yield leader, follower
@@ -73,6 +81,15 @@ def test_ranks_that_differ_are_refused_on_both_sides_by_what_differs(groups):
     assert {str(error) for error in found} == {
         "nnodes: the hosts must be equal, but jax is 0.10.2 on rank 0 and 0.11.0 on rank 1"
     }
+
+
+def test_a_slow_rank_0_does_not_take_a_rank_that_differs_for_lost(groups, lost, monkeypatch):
+    leader, follower = groups
+    end = leader.end
+    monkeypatch.setattr(leader, "end", lambda: (time.sleep(0.5), end()))
+    found = both(lambda: leader.agree({"jax": 1}), lambda: follower.agree({"jax": 2}))
+    assert ["jax is 1 on rank 0 and 2 on rank 1" in str(error) for error in found] == [True, True]
+    assert lost == []
 
 
 def test_a_follower_gets_dispatches_until_rank_0_ends(groups):

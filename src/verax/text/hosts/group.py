@@ -123,6 +123,8 @@ class Group:
             if found.get(name) != first.get(name)
         ]
         if differences:
+            if not self.leads:  # rank 0 ends first, or it would take the end of a connection for a loss
+                self._links[0].wait(LINGER)
             self.end()
             raise HostsError(f"nnodes: the hosts must be equal, but {'; '.join(differences)}")
 
