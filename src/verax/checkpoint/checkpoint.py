@@ -160,12 +160,16 @@ class Checkpoint:
 
     def place(self, name: str) -> tuple[Path, int]:
         """The file that holds a weight, and the byte at which it begins."""
-        key = self._keys(name)[0]
-        return self._file(key).path, self.info(key).start
+        path, start, _ = self.places(name)[0]
+        return path, start
+
+    def places(self, name: str) -> list[tuple[Path, int, int]]:
+        """File, first byte and end of each array that makes up a weight."""
+        return [(self._file(key).path, self.info(key).start, self.info(key).end) for key in self._keys(name)]
 
     def size(self, name: str) -> int:
         """Bytes of a weight in its file."""
-        return sum(self.info(key).end - self.info(key).start for key in self._keys(name))
+        return sum(end - start for _, start, end in self.places(name))
 
     @property
     def nbytes(self) -> int:

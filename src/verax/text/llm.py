@@ -89,6 +89,8 @@ class LLM:
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size, config.nnodes)
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
+        if hosts is not None:
+            hosts.agree({"the digest of the weights": checkpoint.fingerprint(opened)})
         tokenizer = None if skip_tokenizer_init or config.node_rank > 0 else _tokenizer(opened)
         models = []
         for mesh in map(placement_mesh, meshes):

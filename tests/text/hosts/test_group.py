@@ -52,7 +52,7 @@ def groups(lost):
 
 
 def both(first, second):
-    """What two calls give, or the errors that they raise, at the same time."""
+    """Results of two calls at the same time, or the errors that they raise."""
     found = [None, None]
 
     def run(at, call):
@@ -116,6 +116,17 @@ def test_what_several_hosts_cannot_do_is_refused_before_anything_is_loaded():
         AsyncLLM(nnodes=2, node_rank=1, tensor_parallel_size=2)
     with pytest.raises(InvalidParameterError, match=r"^node_rank: rank 0 leads"):
         LLM.follow(SimpleNamespace(_hosts=None))
+
+
+def test_hosts_with_other_weights_are_refused_before_the_weights_are_read(groups, tmp_path, monkeypatch):
+    sizes = dict(tensor_parallel_size=2, nnodes=2)
+    monkeypatch.setattr("verax.text.llm.load_causal_lm", lambda *a, **k: pytest.fail("they were read"))
+    monkeypatch.setattr("verax.text.llm.tensor_meshes", lambda *a: [None])
+    monkeypatch.setattr(Group, "join", classmethod(lambda cls, config, options: groups[config.node_rank]))
+    folders = [tiny_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    found = both(*(partial(LLM, folder, node_rank=rank, **sizes) for rank, folder in enumerate(folders)))
+    assert len({*map(str, found)}) == 1
+    assert "nnodes: the hosts must be equal, but the digest of the weights is " in str(found[0])
 
 
 def test_processes_with_unequal_options_end_and_both_name_the_option():
