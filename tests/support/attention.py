@@ -25,19 +25,25 @@ def exact_attention(q, k, v, visible, scale=None, soft_cap=None):
     return np.einsum("nts,snh->tnh", weights / np.where(total > 0, total, 1), np.repeat(v, G, 1))
 
 
-def paged_problem(seed, lengths, counts, *, N, K, H, p, spare_pages=3, dtype=np.float32, table_width=None):
-    """Random pages in a shuffled order, with large finite values where no sequence should read."""
+def paged_problem(
+    seed, lengths, counts, *, N, K, H, p, num_pages=None, num_tokens=None, dtype=np.float32, table_width=None
+):
+    """Random pages in a shuffled order, with large finite values where no sequence should read.
+
+    Problems of equal sizes need one program: of tokens, of pages, in the width of the table, in rows (padding rows
+    have length and count 0).
+    """
     rng = np.random.default_rng(seed)
     widths = [-(-length // p) for length in lengths]
     W = table_width or max([*widths, 1])
-    P = 1 + sum(widths) + spare_pages
+    P = num_pages or 4 + sum(widths)
     k, v = (rng.standard_normal((P, K, p, H)) * 3 for _ in range(2))
     k[0], v[0] = 1e4, -1e4
     order = iter(1 + rng.permutation(P - 1))
     table = np.zeros((len(lengths), W), np.int32)
     for row, width in enumerate(widths):
         table[row, :width] = [next(order) for _ in range(width)]
-    T = sum(counts) + 2
+    T = num_tokens or sum(counts) + 2
     q = rng.standard_normal((T, N, H)) * 2
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v)]
@@ -62,6 +68,18 @@ def with_nan_in_page_0(pages):
         return x
 
     return jax.tree.map(changed, pages)
+
+
+def with_nan_where_no_query_sees(pages, table, lengths, starts, window=None):
+    """Pages whose keys or values are NaN but for those that a query of the step sees."""
+    table, lengths, counts = (np.asarray(x) for x in (table, lengths, np.diff(starts)))
+    P, _, p, _ = pages.shape
+    seen = np.zeros((P, p), bool)
+    for row, length, count in zip(table, lengths, counts, strict=True):
+        at = np.arange(0 if window is None else max(0, length - count - window + 1), length)
+        seen[row[at // p], at % p] = True
+    pick = {3: seen[:, None], 4: seen[:, None, :, None]}
+    return jax.tree.map(lambda x: x if x.dtype == jnp.int8 else jnp.where(pick[x.ndim], x, jnp.nan), pages)
 
 
 def quantized_problem(*args, **options):

@@ -10,7 +10,7 @@ from importlib.metadata import requires, version
 
 
 def requirements() -> list[str]:
-    """What the extras `plan-tpu` and `plan-cuda` come to, without the packages of those."""
+    """Requirements of the extras `plan-tpu` and `plan-cuda`, without the packages of those."""
     of_tpu = (re.match(r'(libtpu[^;\s]*).*extra == "tpu"', line) for line in requires("jax") or [])
     cuda = (f"{name}=={version('jax')}" for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"))
     return [*(match[1] for match in of_tpu if match), *cuda, "nvidia-cuda-nvcc>=13"]

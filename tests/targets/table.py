@@ -1,19 +1,23 @@
-"""The table of `docs/accelerators.md`, out of the compilations of `cases.py`: `python -m tests.targets.table`."""
+"""The tables of `docs/accelerators.md`, of the compilations of `cases.py` and `kernels.py`.
+
+`python -m tests.targets.table` writes both, `python -m tests.targets.table kernels` one of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.targets.cases import CASES, Case, compiled
+from tests.targets.kernels import KERNELS, Kernel, compiled_kernel
+from tests.targets.resources import Resources
 from verax.files import write_text
 
-__all__ = ["render", "replaced"]
+__all__ = ["marks", "render", "render_kernels", "replaced"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
-BEGIN, END = "<!-- written by make test-targets -->", "<!-- end of what make test-targets writes -->"
-
 COLUMNS = (
     "model, layers",
     "program",
@@ -26,11 +30,47 @@ COLUMNS = (
     "compiled in",
 )
 
+KERNEL_COLUMNS = (
+    "operation",
+    "call",
+    "device, implementation",
+    "registers",
+    "memory on the chip",
+    "spills",
+    "GFLOP",
+    "MB",
+    "limit",
+    "predicted",
+)
+
 
 def render(results: dict[Case, dict[str, Any]]) -> str:
     """A Markdown table of compilations."""
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *(row for case, result in results.items() for row in _rows(case, result))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return _table(COLUMNS, (row for case, result in results.items() for row in _rows(case, result)))
+
+
+def render_kernels(results: Mapping[Kernel, Resources]) -> str:
+    """A Markdown table of kernels."""
+    return _table(KERNEL_COLUMNS, (_kernel_row(kernel, found) for kernel, found in results.items()))
+
+
+def _table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ("---",) * len(columns), *rows))
+
+
+def _kernel_row(kernel: Kernel, found: Resources) -> tuple[str, ...]:
+    return (
+        kernel.operation,
+        kernel.case,
+        f"{kernel.device}, {kernel.implementation}",
+        "" if found.registers is None else str(found.registers),
+        f"{found.memory / 1024:,.0f} KiB",
+        f"{found.spills} B" if found.cycles is None else f"{found.spills} registers",
+        f"{kernel.flops / 1e9:,.2f}",
+        f"{kernel.bytes_moved / 1e6:,.1f}",
+        f"{1e6 * kernel.limit:,.0f} us",
+        f"{1e6 * kernel.limit / kernel.predicted:,.0f} us, {kernel.predicted:.0%}",
+    )
 
 
 def _rows(case: Case, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -51,13 +91,24 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def replaced(page: str, table: str) -> str:
-    """A page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+def marks(name: str) -> tuple[str, str]:
+    """Lines of the page before and after a table."""
+    return f"<!-- {name}: written by make test-targets -->", f"<!-- {name}: end of what make test-targets writes -->"
 
+
+def replaced(page: str, name: str, table: str) -> str:
+    """A page with the table between its marks."""
+    begin, end = marks(name)
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "programs": lambda: render({case: compiled(case) for case in CASES}),
+    "kernels": lambda: render_kernels({kernel: compiled_kernel(kernel) for kernel in KERNELS}),
+}
 
 if __name__ == "__main__":
-    found = {case: compiled(case) for case in CASES}
-    write_text(PAGE, replaced(PAGE.read_text(encoding="utf-8"), render(found)))
+    for name in sys.argv[1:] or TABLES:
+        write_text(PAGE, replaced(PAGE.read_text(encoding="utf-8"), name, TABLES[name]()))

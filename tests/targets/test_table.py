@@ -1,7 +1,9 @@
-"""The table of `docs/accelerators.md`."""
+"""The tables of `docs/accelerators.md`."""
 
 from tests.targets.cases import Case
-from tests.targets.table import BEGIN, END, PAGE, render, replaced
+from tests.targets.kernels import KERNELS
+from tests.targets.resources import Resources, longest_stretch
+from tests.targets.table import PAGE, TABLES, marks, render, render_kernels, replaced
 from verax.plan.compiled.compiler import Compiled
 from verax.plan.compiled.hlo import Findings
 
@@ -19,8 +21,27 @@ def test_a_program_has_its_bytes_and_one_that_was_refused_what_it_needs():
     assert table[3] == "| qwen3, 2 | mixed | 4 x v5e | libtpu 2, JAX 1 | refused | needs 29.00 GiB |  |  | 9 s |"
 
 
-def test_the_table_is_put_between_the_marks_of_the_page():
-    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert replaced(page, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+def test_a_kernel_has_its_resources_and_its_prediction():
+    on_tpu, *_, on_gpu = KERNELS
+    rows = render_kernels({on_tpu: Resources(None, 4 << 20, 36, 1068), on_gpu: Resources(72, 14336, 0)}).splitlines()
+    assert "| v5e, pallas |  | 4,096 KiB | 36 registers | 1.07 | 537.9 | 657 us |" in rows[2]
+    assert "| h100, triton | 72 | 14 KiB | 0 B |" in rows[3]
+
+
+def test_a_tpus_longest_stretch_is_that_between_two_marks():
+    bundles = [
+        "     0   :  { %1 = vadd }",
+        "  0x13 LB: > { %2 }",
+        "  0x15   : > { %3 = sbr.rel (%p) }",
+        "  0x2a PF: > { %4 }",
+    ]
+    assert longest_stretch(bundles) == 0x2A - 0x15
+
+
+def test_each_table_is_put_between_its_marks_of_the_page():
     text = PAGE.read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1
+    for name in TABLES:
+        begin, end = marks(name)
+        page = f"before\n{begin}\nold\n{end}\nafter\n"
+        assert replaced(page, name, "new") == f"before\n{begin}\nnew\n{end}\nafter\n"
+        assert text.count(begin) == text.count(end) == 1

@@ -40,7 +40,10 @@ import verax.ops.cpu.grouped  # isort: skip
 import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
-import verax.ops.gpu.attention  # noqa: F401  # isort: skip
+import verax.ops.gpu.attention  # isort: skip
+import verax.ops.gpu.linear  # isort: skip
+import verax.ops.gpu.paged  # isort: skip
+import verax.ops.tpu.paged  # noqa: F401  # isort: skip
 
 __all__ = [
     "BLOCK_KINDS",

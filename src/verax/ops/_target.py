@@ -15,7 +15,17 @@ import psutil
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["PLATFORMS", "DeviceMemory", "Target", "check_platform", "target", "use_target"]
+__all__ = [
+    "AMPERE",
+    "PLATFORMS",
+    "DeviceMemory",
+    "Target",
+    "check_platform",
+    "has_compute_capability",
+    "target",
+    "target_key",
+    "use_target",
+]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Names of platforms, as `jax.default_backend()` gives them."""
@@ -44,6 +54,9 @@ _COMPUTE_CAPABILITIES = {
     "RTX 5090": "12.0",
 }
 """Compute capability by the model in JAX's name of an NVIDIA GPU (developer.nvidia.com/cuda-gpus)."""
+
+AMPERE = 8
+"""Major compute capability from which cuDNN's attention and products of bfloat16 run."""
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("verax_target", default=None)
 
@@ -100,6 +113,12 @@ class Target:
 def target() -> Target:
     """Target of `use_target`, or else JAX's default device."""
     return _chosen.get() or _local_target()
+
+
+def has_compute_capability(major: int) -> bool:
+    """True if the target is an NVIDIA GPU of at least this major compute capability; AMD's read `gfx...`."""
+    found = target().compute_capability.partition(".")[0]
+    return found.isdigit() and int(found) >= major
 
 
 @contextlib.contextmanager

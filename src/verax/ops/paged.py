@@ -7,6 +7,8 @@ Pages may be int8 (`ops/pages.py`): quantised as they are written, their scales 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,7 +20,15 @@ from verax.ops._example import Example, bfloat16, float32, int32
 from verax.ops.attention import MASKED, exact_products, soft_capped
 from verax.ops.pages import Pages, QuantizedPages, gather_pages, quantize_tokens
 
-__all__ = ["paged_attention", "paged_decode_attention", "write_pages"]
+__all__ = [
+    "group_queries",
+    "num_up_to",
+    "operand_dtype",
+    "paged_attention",
+    "paged_decode_attention",
+    "split_queries",
+    "write_pages",
+]
 
 KV_CHUNK = 128
 """Cached tokens taken at a time by the chunked implementations: the best of 64..512 on a CPU at 8 heads of 128."""
@@ -92,7 +102,7 @@ def paged_attention(
     keys = jnp.arange(W * p)
     visible = _visible(keys, position[:, None], window) & (rows < query_starts[-1])[:, None]
     k, v = (_dequantized(*gather_pages(cache, page_table[owner])) for cache in (k_cache, v_cache))
-    grouped = _group(q, k.shape[1], scale).astype(k.dtype)
+    grouped = group_queries(q, k.shape[1], scale).astype(k.dtype)
     scores = jnp.einsum("tkgh,tksh->tkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k))
     scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
     weights = jax.nn.softmax(scores, axis=-1)
@@ -132,14 +142,40 @@ def _dequantized(x: Float[Array, "*B s H"], scales: Float[Array, "*B s"] | None)
     return x if scales is None else x.astype(jnp.float32) * scales[..., None]
 
 
-def _group(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Array, "*B K G H"]:
+def group_queries(q: Float[Array, "*B N H"], K: int, scale: float | None) -> Float[Array, "*B K G H"]:
     """Queries by the key/value head that they read, scaled."""
     H = q.shape[-1]
     grouped = (q * (H**-0.5 if scale is None else scale)).reshape(*q.shape[:-2], K, -1, H)
     return grouped
 
 
-def _operand_dtype(cache: Pages) -> DTypeLike:
+def num_up_to(ascending: Int[Array, "m"], values: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Number of entries that are not above each value; all are compared, because a search is a loop on accelerators."""
+    return jnp.searchsorted(ascending, values, side="right", method="compare_all")
+
+
+def split_queries(
+    query_starts: Int[Array, "C"], tile: int
+) -> tuple[Int[Array, ""], Callable[[Int[Array, "*n"]], tuple[Int[Array, "*n"], Int[Array, "*n"]]]]:
+    """Number of tiles of a ragged batch, and a function from tiles to their sequences and first queries.
+
+    A tile past the last one has the last sequence, and a first query behind it.
+
+    Args:
+        query_starts: see `paged_attention`.
+        tile: queries of one sequence in a tile.
+    """
+    counts = query_starts[1:] - query_starts[:-1]
+    before = jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum((counts + tile - 1) // tile)])
+
+    def tile_at(i: Int[Array, "*n"]) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+        b = jnp.minimum(num_up_to(before, i) - 1, counts.size - 1)
+        return b, query_starts[b] + (i - before[b]) * tile
+
+    return before[-1], tile_at
+
+
+def operand_dtype(cache: Pages) -> DTypeLike:
     """Dtype of the operands of products with a cache."""
     return jnp.bfloat16 if isinstance(cache, QuantizedPages) else cache.dtype
 
@@ -217,7 +253,7 @@ def _paged_decode_attention_chunked(
     B, N, H = q.shape
     K = k_cache.shape[1]
     G = N // K
-    grouped = _group(q, K, scale).astype(_operand_dtype(k_cache))
+    grouped = group_queries(q, K, scale).astype(operand_dtype(k_cache))
     if G == 1:  # XLA:CPU multiplies one row an order slower than two
         grouped = jnp.concatenate([grouped, grouped], axis=2)
     last = jnp.broadcast_to(kv_lengths[:, None] - 1, (B, grouped.shape[2]))
@@ -244,14 +280,12 @@ def _paged_attention_tiled(
     K = k_cache.shape[1]
     G = N // K
     tile = min(QUERY_TILE, T)
-    grouped = _group(q, K, scale).astype(_operand_dtype(k_cache))  # [T, K, G, H]
+    grouped = group_queries(q, K, scale).astype(operand_dtype(k_cache))  # [T, K, G, H]
     grouped = jnp.pad(grouped, ((0, tile), (0, 0), (0, 0), (0, 0)))
-    counts = query_starts[1:] - query_starts[:-1]
-    tiles_before = jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum((counts + tile - 1) // tile)])
+    num_tiles, tile_at = split_queries(query_starts, tile)
 
     def body(i: Int[Array, ""], out: Float[Array, "t K G H"]) -> Float[Array, "t K G H"]:
-        b = jnp.searchsorted(tiles_before, i, side="right") - 1
-        first = query_starts[b] + (i - tiles_before[b]) * tile
+        b, first = tile_at(i)
         rows = first + jnp.arange(tile)
         own = rows < query_starts[b + 1]
         position = kv_lengths[b] - query_starts[b + 1] + rows
@@ -264,7 +298,7 @@ def _paged_attention_tiled(
         # Rows past this sequence's end belong to the next one, whose tile comes later and writes them again.
         return lax.dynamic_update_slice_in_dim(out, result, first, axis=0)
 
-    out = lax.fori_loop(0, tiles_before[-1], body, jnp.zeros((T + tile, K, G, H)))
+    out = lax.fori_loop(0, num_tiles, body, jnp.zeros((T + tile, K, G, H)))
     return out[:T].reshape(T, N, H)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8
 
-__all__ = ["Pages", "QuantizedPages", "gather_pages", "new_pages", "page_bytes", "quantize_tokens"]
+__all__ = ["Pages", "QuantizedPages", "gather_pages", "gather_scales", "new_pages", "page_bytes", "quantize_tokens"]
 
 ONE_127TH = np.float32(1) / np.float32(127)
 """Reciprocal of 127. Compilers may turn a division by 127 into this product or not; the product has the same bits
@@ -85,8 +85,13 @@ def gather_pages(
     The scales are not multiplied in yet. Integers come as bfloat16, which holds them exactly.
     """
     if isinstance(cache, QuantizedPages):
-        return _in_order(cache.values, pages).astype(jnp.bfloat16), _in_order(cache.scales[..., None], pages)[..., 0]
+        return _in_order(cache.values, pages).astype(jnp.bfloat16), gather_scales(cache, pages)
     return _in_order(cache, pages), None
+
+
+def gather_scales(cache: QuantizedPages, pages: Int[Array, "*B W"]) -> Float32[Array, "*B K s"]:
+    """Scales of the tokens of a list of pages, in order."""
+    return _in_order(cache.scales[..., None], pages)[..., 0]
 
 
 def _in_order(cache: Array, pages: Int[Array, "*B W"]) -> Array:

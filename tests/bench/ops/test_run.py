@@ -51,7 +51,7 @@ def test_attention_and_cache_writes_are_cases_too(monkeypatch):
     small = [
         attention._dense(20, 2, 16, "bfloat16", None),
         attention.paged_decode_case(2, 20, None, heads=4, kv_heads=2, size=16),
-        attention._chunk(3, 5, heads=4, kv_heads=2, size=16),
+        attention.ragged_case([5, 8], [1, 5], heads=4, kv_heads=2, size=16),
         attention._write(4, kv_heads=2, size=16),
     ]
     monkeypatch.setattr(bench, "attention_cases", lambda torch: small)

@@ -45,6 +45,12 @@ def _delta() -> Callable[..., Iterator[Measured]]:
     return measure_delta
 
 
+def _kernels() -> Callable[..., Iterator[Measured]]:
+    from verax.bench.accelerator.kernels import measure_kernels
+
+    return measure_kernels
+
+
 def _text(shapes: str, quantization: str | None) -> Part:
     def load() -> Callable[..., Iterator[Measured]]:
         from verax.bench.accelerator.text import measure_text
@@ -76,6 +82,7 @@ _ALL = (
     _text("qwen3", None),
     _video("57-97", "guided steps of 57 and 97 frames", "transformer", (57, 97)),
     Part("delta", "the gated delta rule: batch 4, 4096 tokens, 16 heads of 128, forward and backward", _delta),
+    Part("kernels", "experimental implementations beside those that are chosen", _kernels),
     _text("qwen3", "int8"),
     _text("qwen3", "int4"),
     _text("qwen3-8b", None),

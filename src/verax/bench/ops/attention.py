@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from verax.bench.case import Case
 from verax.bench.ops.sides import implementations, operation_case, random, torch_tensor
 from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
 
-__all__ = ["attention_cases", "paged_decode_case"]
+__all__ = ["attention_cases", "paged_decode_case", "ragged_case"]
 
 PLAIN_LIMIT = 2**29
 """Scores that the reference may hold; it is left out of longer cases."""
@@ -37,7 +37,7 @@ def attention_cases(torch: Any = None) -> Iterator[Case]:
     for rows, length in ((4, 2048), (1, 8192)):
         yield paged_decode_case(rows, length, cache_dtype="int8")
     for cached, tokens in ((0, 512), (3584, 512)):
-        yield _chunk(cached, tokens)
+        yield ragged_case([cached + tokens], [tokens])
     for tokens in (4, 512):
         yield _write(tokens)
 
@@ -94,19 +94,28 @@ def paged_decode_case(
     )
 
 
-def _chunk(cached: int, tokens: int, *, heads: int = 16, kv_heads: int = 8, size: int = 128) -> Case:
-    length = cached + tokens
-    caches, table = _cache(1, length, kv_heads, size)
+def ragged_case(
+    lengths: Sequence[int], counts: Sequence[int], *, heads: int = 16, kv_heads: int = 8, size: int = 128
+) -> Case:
+    """A mixed step: of each sequence its cached tokens, those of the step included, and its tokens in the step."""
+    caches, table = _cache(len(lengths), max(lengths), kv_heads, size)
+    tokens = sum(counts)
     q = random((tokens, heads, size), "float32", 2)
-    arguments = q, *caches, table, jnp.asarray([length], jnp.int32), jnp.asarray([0, tokens], jnp.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    arguments = q, *caches, table, *(jnp.asarray(x, jnp.int32) for x in (lengths, starts))
     sides = implementations(ops.paged_attention, *arguments)
     sides.pop("reference", None)  # holds the keys once for each token
+    products = sum(
+        count * (length - count) + count * (count + 1) // 2 for length, count in zip(lengths, counts, strict=True)
+    )
+    prompt = f"{counts[-1]} tokens after {lengths[-1] - counts[-1]}"
+    beside = f" beside {len(lengths) - 1} of {lengths[0]} cached" if len(lengths) > 1 else ""
     return operation_case(
         "paged_attention",
-        f"bfloat16, {tokens} tokens after {cached}, {heads} heads over {kv_heads} of {size}",
+        f"bfloat16, {prompt}{beside}, {heads} heads over {kv_heads} of {size}",
         "bfloat16",
-        2 * 2 * kv_heads * length * size + 2 * q.nbytes,
-        4 * heads * size * (tokens * cached + tokens * (tokens + 1) // 2),
+        2 * 2 * kv_heads * sum(lengths) * size + 2 * q.nbytes,
+        4 * heads * size * products,
         ops.paged_attention.select(*arguments).name,
         sides,
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops._target import target
+from verax.ops._target import AMPERE, has_compute_capability, target
 from verax.ops.attention import attention, chunked_attention
 
 __all__: list[str] = []
@@ -21,9 +21,6 @@ MAX_HEAD_DIM = 128
 """Largest head size on every GPU that cuDNN's kernel runs on; Hopper and later take 256."""
 
 HEAD_DIM_STEP = 8
-
-AMPERE = 8
-"""Compute capability from which the kernel runs."""
 
 
 def _accepts(
@@ -42,13 +39,7 @@ def _accepts(
     sizes = H <= MAX_HEAD_DIM and H % HEAD_DIM_STEP == 0 and min(q.size, k.size) > 0
     # cuDNN counts causal keys from the first one, ops.attention from the last: the same for as many queries as keys.
     visible = segments is None and window is None and soft_cap is None and (not causal or q.shape[1] == k.shape[1])
-    return dtypes and sizes and visible and _has_compute_capability(AMPERE)
-
-
-def _has_compute_capability(capability: int) -> bool:
-    """True if the target is an NVIDIA GPU of at least this compute capability; AMD's read `gfx...`."""
-    major = target().compute_capability.partition(".")[0]
-    return major.isdigit() and int(major) >= capability
+    return dtypes and sizes and visible and has_compute_capability(AMPERE)
 
 
 @attention.implementation("cudnn", platforms=("gpu",), accepts=_accepts, traits={"flash"})

@@ -1,0 +1,47 @@
+"""`ops.linear` with few rows and a weight of integers by kernels for NVIDIA GPUs, `linear_kernel.py`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from verax.ops._target import AMPERE, has_compute_capability
+from verax.ops.linear import linear
+from verax.ops.quantized import QuantizedWeight
+
+__all__: list[str] = []
+
+MAX_ROWS = 64
+"""Most rows of x. With more of them, writing the weight out in bfloat16 costs less than its product."""
+
+
+def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
+    if not isinstance(weight, QuantizedWeight) or len(weight.shape) != 2:
+        return False
+    integers = not weight.is_float and weight.order is None
+    rows = math.prod(x.shape[:-1])
+    return integers and 0 < rows <= MAX_ROWS and weight.size_in % 32 == 0 and has_compute_capability(AMPERE)
+
+
+@jax.custom_jvp
+def _product(x: Float[Array, "M D"], weight: QuantizedWeight) -> Float[Array, "M F"]:
+    from verax.ops.gpu.linear_kernel import product  # Pallas takes half a second to import
+
+    return product(x, weight)
+
+
+@_product.defjvp
+def _product_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    return _product(*primals), jax.jvp(linear.reference, primals, tangents)[1]
+
+
+@linear.implementation("triton", platforms=("gpu",), single_device=True, accepts=_accepts, experimental=True)
+def _linear_triton(
+    x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    y = _product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.size_out)
+    return y if bias is None else y + bias.astype(jnp.float32)

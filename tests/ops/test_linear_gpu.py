@@ -1,0 +1,76 @@
+"""The GPU's kernels of products with weights of integers, interpreted."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from verax import ops
+from verax.ops.gpu.linear import _product
+from verax.ops.gpu.linear_kernel import product, tiles_of_part
+
+WEIGHTS = {"int8": (8, None), "int8-32": (8, 32), "int8-64": (8, 64), "int4-32": (4, 32), "int4-128": (4, 128)}
+
+
+def problem(kind, rows, F=70, D=384, zeros=False):
+    """Inputs that bfloat16 holds, a weight, and its product as the operation has it with bfloat16 weights."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, D)), jnp.bfloat16).astype(jnp.float32)
+    weight = ops.quantize(jnp.asarray(rng.standard_normal((F, D)), jnp.float32), *WEIGHTS[kind])
+    if zeros:
+        weight = replace(weight, zeros=jnp.asarray(rng.integers(-7, 7, weight.scales.shape), jnp.int8))
+    rounded = weight.dequantize(jnp.float32 if weight.bits == 8 else jnp.bfloat16).astype(jnp.float32)
+    return x, weight, np.asarray(x, np.float64) @ np.asarray(rounded, np.float64).T
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "zeros"),
+    [("int8", 1, True), ("int8-32", 3, False), ("int8-64", 17, True), ("int4-32", 3, True), ("int4-128", 1, False)],
+)
+def test_products_are_those_of_the_weight(kind, rows, zeros):
+    x, weight, expected = problem(kind, rows, zeros=zeros)
+    out = product(x, weight, interpret=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", ["int8-32", "int4-32"])
+def test_inputs_that_fill_no_tile_and_nan_in_one_row(kind):
+    x, weight, expected = problem(kind, 5, F=33, D=160)
+    out = np.asarray(product(x.at[2, 7].set(jnp.nan), weight, interpret=True))
+    assert np.isnan(out[2]).all()
+    kept = [0, 1, 3, 4]
+    np.testing.assert_allclose(out[kept], expected[kept], atol=1e-5 * np.abs(expected).max())
+
+
+def test_inputs_are_divided_where_the_weight_has_too_few_rows():
+    assert [tiles_of_part(F, 32) for F in (64, 1024, 3072, 151936)] == [1, 2, 6, 32]
+
+
+def test_gradients_are_those_of_the_reference(monkeypatch):
+    x, weight, _ = problem("int8", 2)
+    monkeypatch.setattr(
+        "verax.ops.gpu.linear_kernel.product", lambda x, weight: jnp.zeros((x.shape[0], weight.size_out))
+    )
+    found = jax.grad(lambda x: _product(x, weight).sum())(x)
+    expected = jax.grad(lambda x: ops.linear.reference(x, weight).sum())(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def chosen(kind="int8", rows=4, **changes):
+    weight = jax.eval_shape(lambda: ops.quantize(jnp.zeros((256, 128)), *WEIGHTS[kind]))
+    return ops.linear.select(jax.ShapeDtypeStruct((rows, 128), jnp.float32), replace(weight, **changes)).name
+
+
+def test_they_run_where_they_are_named_and_take_the_call():
+    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
+        assert chosen() == "dequantized"
+        with ops.use_implementations(linear="triton"):
+            assert chosen() == chosen("int4-32", rows=64) == "triton"
+            assert (
+                chosen(rows=65) == chosen(values=jax.ShapeDtypeStruct((256, 128), jnp.float8_e4m3fn)) == "dequantized"
+            )
+            assert chosen(order=jax.ShapeDtypeStruct((128,), jnp.int32)) == "reordered"
+    with ops.use_implementations(linear="triton"):
+        assert chosen() != "triton"

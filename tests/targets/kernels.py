@@ -1,0 +1,174 @@
+"""Kernels compiled for devices that are not attached: their work, their registers and memory, and a prediction.
+
+A prediction is the share of the data sheet's limit that a kernel is expected to reach, written down before any device
+has run it. `docs/accelerators.md` gives the reasons.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.targets.resources import Resources, of_gpu, of_tpu
+from verax import ops
+from verax._compat import no_compilation_cache
+from verax.ops.pages import QuantizedPages, page_bytes
+from verax.plan.compiled.topology import compiler_of, topology_mesh
+from verax.plan.devices import find_device
+
+jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
+
+__all__ = ["KERNELS", "Kernel", "compiled_kernel"]
+
+HEADS, KV_HEADS, SIZE, PAGE = 16, 8, 128, 16
+"""Heads of Qwen3-0.6B, over heads of keys and values; their size; tokens of a page."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A call of an operation by one implementation on one device.
+
+    Attributes:
+        operation: name of the operation.
+        implementation: name of the implementation.
+        name: name of the kernel in the compiled program.
+        device: name of the device.
+        case: the call in words.
+        args: arrays of the call, as shapes.
+        flops: floating-point operations of the products, masked ones not counted.
+        bytes_moved: bytes that have to be read and written, each once.
+        predicted: share of the limit.
+    """
+
+    operation: str
+    implementation: str
+    name: str
+    device: str
+    case: str
+    args: tuple[Any, ...] = field(hash=False)
+    flops: int
+    bytes_moved: int
+    predicted: float
+
+    def __str__(self) -> str:
+        return f"{self.operation}-{self.device}-{self.case}"
+
+    @property
+    def limit(self) -> float:
+        """Seconds of the work at the limits of the device's data sheet."""
+        device = find_device(self.device)
+        return max(self.flops / device.rate("bfloat16"), self.bytes_moved / device.bandwidth)
+
+
+def _cache(rows: int, length: int, dtype: str) -> Any:
+    shape = (1 + rows * length // PAGE, KV_HEADS, PAGE, SIZE)
+    if dtype == "int8":
+        return QuantizedPages(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:3], jnp.float32))
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _integers(*shapes: tuple[int, ...]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+
+
+def _decode(
+    implementation: str, device: str, dtype: str, predicted: float, rows: int = 64, length: int = 2048
+) -> Kernel:
+    pages = _cache(rows, length, dtype)
+    q = jax.ShapeDtypeStruct((rows, HEADS, SIZE), jnp.float32)
+    return Kernel(
+        "paged_decode_attention",
+        implementation,
+        "paged_attention" if implementation == "pallas" else "paged_decode_attention",
+        device,
+        f"{rows} sequences of {length} tokens, {dtype}",
+        (q, pages, pages, *_integers((rows, length // PAGE), (rows,))),
+        4 * HEADS * SIZE * rows * length,
+        2 * rows * length * page_bytes((KV_HEADS, 1, SIZE), dtype) + 8 * q.size,
+        predicted,
+    )
+
+
+def _chunk(implementation: str, device: str, predicted: float, cached: int = 3584, tokens: int = 512) -> Kernel:
+    length = cached + tokens
+    pages = _cache(1, length, "bfloat16")
+    q = jax.ShapeDtypeStruct((tokens, HEADS, SIZE), jnp.float32)
+    return Kernel(
+        "paged_attention",
+        implementation,
+        "paged_attention",
+        device,
+        f"{tokens} tokens after {cached}, bfloat16",
+        (q, pages, pages, *_integers((1, length // PAGE), (1,), (2,))),
+        4 * HEADS * SIZE * (tokens * cached + tokens * (tokens + 1) // 2),
+        4 * KV_HEADS * SIZE * length + 8 * q.size,
+        predicted,
+    )
+
+
+def _linear(
+    rows: int, bits: int, group: int | None, predicted: float, size_in: int = 4096, size_out: int = 12288
+) -> Kernel:
+    dense = jax.ShapeDtypeStruct((size_out, size_in), jnp.float32)
+    weight = jax.eval_shape(lambda weight: ops.quantize(weight, bits, group), dense)
+    kind = f"int{bits}" if group is None else f"int{bits} in groups of {group}"
+    return Kernel(
+        "linear",
+        "triton",
+        f"linear_int{bits}",
+        "h100",
+        f"{'1 row' if rows == 1 else f'{rows} rows'}, {kind}, {size_in} to {size_out}",
+        (jax.ShapeDtypeStruct((rows, size_in), jnp.float32), weight),
+        2 * rows * size_in * size_out,
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weight)) + 4 * rows * (size_in + size_out),
+        predicted,
+    )
+
+
+def _kernels() -> Iterator[Kernel]:
+    yield _decode("pallas", "v5e", "bfloat16", 0.8)
+    yield _decode("pallas", "v5e", "int8", 0.55)
+    yield _chunk("pallas", "v5e", 0.2)
+    yield _decode("triton", "h100", "bfloat16", 0.6)
+    yield _decode("triton", "h100", "int8", 0.4)
+    yield _chunk("triton", "h100", 0.2)
+    yield _linear(1, 8, None, 0.55)
+    yield _linear(64, 8, None, 0.45)
+    yield _linear(1, 4, 128, 0.35)
+    yield _linear(64, 4, 128, 0.3)
+
+
+KERNELS = list(_kernels())
+
+
+@cache
+def compiled_kernel(kernel: Kernel) -> Resources:
+    """Registers and memory of a kernel, compiled for its device."""
+    if kernel.device == "v5e":  # in a process of its own, whose libtpu writes down what it does
+        command = [sys.executable, "-m", "tests.targets.kernels", str(KERNELS.index(kernel))]
+        return of_tpu(kernel.name, command)
+    return of_gpu(kernel.name, partial(_compile, kernel))
+
+
+def _compile(kernel: Kernel, options: Mapping[str, str]) -> jax.stages.Compiled:
+    device = find_device(kernel.device)
+    compiler, mesh = compiler_of(device), topology_mesh(device, 1)
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), kernel.args)
+    operation = ops.operations()[kernel.operation]
+    named = {kernel.operation: kernel.implementation}
+    with ops.use_target(device.platform, device.kind, device.memory), ops.use_implementations(**named):
+        assert operation.select(*kernel.args).name == kernel.implementation
+        lowered = jax.jit(operation.__call__, in_shardings=whole).lower(*kernel.args)
+    with no_compilation_cache():
+        return lowered.compile(compiler_options={**compiler.options, **options})
+
+
+if __name__ == "__main__":
+    print(_compile(KERNELS[int(sys.argv[1])], {}).as_text())
