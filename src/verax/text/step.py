@@ -17,6 +17,7 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM, RecurrentLayer
 from verax.models.causal_lm import final_hidden_states
+from verax.ops.paged import num_up_to
 from verax.text.cache_groups import CacheGroup
 from verax.text.sampler import Logprobs, no_logprobs, sample, score
 from verax.text.slots import Slots
@@ -116,7 +117,7 @@ def make_step(
         else:
             starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count)])
             at = jnp.arange(shape.tokens, dtype=jnp.int32)
-            owner = jnp.minimum(jnp.searchsorted(starts, at, side="right") - 1, shape.rows - 1).astype(jnp.int32)
+            owner = jnp.minimum(num_up_to(starts, at) - 1, shape.rows - 1).astype(jnp.int32)
             position, valid = start[owner] + at - starts[owner], at < starts[-1]
             position = jnp.where(valid, position, 0)
         pages_by_row = [
