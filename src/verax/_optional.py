@@ -25,6 +25,7 @@ _PACKAGES = {
     "onnx": ("onnx", "onnxruntime"),
     "onnxruntime": ("onnxruntime", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
+    "orbax": ("orbax-checkpoint", "train"),
     "prometheus_client": ("prometheus-client", "server"),
     "pyarrow": ("pyarrow", "ray"),
     "pygments": ("Pygments", "server"),

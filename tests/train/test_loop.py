@@ -1,14 +1,15 @@
 """The training loop on a small regression: it learns, resumes exactly, and never loses a state."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import Partial
 
 from verax.errors import CheckpointError
-from verax.train import loop
 from verax.train.loop import Schedule, train
 
 SCHEDULE = Schedule(steps=40, peak_learning_rate=0.2, warmup_steps=5)
@@ -70,36 +71,31 @@ def test_the_running_mean_is_of_late_parameters_and_resumes_exactly(tmp_path):
 
 
 def test_resuming_needs_a_state_of_the_same_run(tmp_path):
-    with pytest.raises(CheckpointError, match=r"state\.npz: no training state"):
+    with pytest.raises(CheckpointError, match="state: no training state"):
         train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
     train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=3, show_progress=False)
-    with pytest.raises(CheckpointError, match="another schedule"):
+    with pytest.raises(CheckpointError, match="made with steps 40, now 50"):
         train(loss, fresh(), batches, Schedule(50, 0.2, 5), tmp_path, resume=True, show_progress=False)
     larger = {"weight": jnp.zeros(5), "bias": jnp.zeros(())}
     with pytest.raises(CheckpointError, match="other sizes"):
         train(loss, larger, batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
 
 
-def test_an_interrupted_save_leaves_the_old_state(tmp_path, monkeypatch):
-    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=5, show_progress=False)
-    before = (tmp_path / "state.npz").read_bytes()
-
-    def interrupted(file, **arrays):
-        file.write(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loop.np, "savez", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, stop_at=9, show_progress=False)
-    assert (tmp_path / "state.npz").read_bytes() == before
+def test_a_state_that_was_not_written_to_its_end_does_not_count(tmp_path):
+    whole = train(loss, fresh(), batches, SCHEDULE, tmp_path / "whole", show_progress=False)
+    train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", stop_at=5, show_progress=False)
+    (saved,) = (tmp_path / "cut" / "state").iterdir()
+    shutil.copytree(saved, saved.with_name("9.orbax-checkpoint-tmp"))  # as a process that is killed leaves it
+    resumed = train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", resume=True, show_progress=False)
+    np.testing.assert_array_equal(resumed["weight"], whole["weight"])
 
 
 def test_a_run_is_not_overwritten(tmp_path):
     train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=10, show_progress=False)
-    before = (tmp_path / "state.npz").read_bytes()
-    with pytest.raises(CheckpointError, match=r"state\.npz: a run has its state here; resume it"):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="state: a run has its state here; resume it"):
         train(loss, fresh(), batches, SCHEDULE, tmp_path, show_progress=False)
-    assert (tmp_path / "state.npz").read_bytes() == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
@@ -116,6 +112,37 @@ def test_a_state_without_its_log_resumes(tmp_path):
     (tmp_path / "log.jsonl").unlink()
     train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
     assert (tmp_path / "loss.png").is_file()
+
+
+def test_parts_of_a_batch_are_added_and_validation_is_logged_at_states(tmp_path):
+    def parted(start):
+        for batch in batches(start):
+            yield {name: array.reshape(4, 4, *array.shape[1:]) for name, array in batch.items()}
+
+    def part_loss(params, batch):
+        return loss(params, batch) / 4
+
+    def validate(params):
+        return float(params["bias"])
+
+    options = dict(save_every=20, validate=validate, log_every=40, show_progress=False)
+    parts = train(part_loss, fresh(), parted, SCHEDULE, tmp_path / "parts", accumulation=4, **options)
+    whole = train(loss, fresh(), batches, SCHEDULE, tmp_path / "whole", show_progress=False)
+    np.testing.assert_allclose(parts["weight"], whole["weight"], rtol=1e-3)
+    entries = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert [(entry["step"], "loss" in entry) for entry in entries] == [(0, False), (20, False), (40, True)]
+    assert entries[-1]["validation_loss"] == float(parts["bias"])
+
+
+def test_arrays_of_a_partial_are_read_and_not_trained(tmp_path):
+    def shifted(offset, params, batch):
+        return loss({**params, "bias": params["bias"] + offset}, batch)
+
+    offset = jnp.asarray(2.0)
+    found = train(Partial(shifted, offset), fresh(), batches, SCHEDULE, tmp_path, show_progress=False)
+    plain = train(loss, fresh(), batches, SCHEDULE, tmp_path / "plain", show_progress=False)
+    assert abs(float(found["bias"]) - (float(plain["bias"]) - 2)) < 0.5
+    assert float(offset) == 2
 
 
 def test_muon_trains_inner_matrices_and_adamw_the_rest(tmp_path):

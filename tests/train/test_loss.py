@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
-from verax.train.loss import contrastive_loss, next_token_loss
+from verax.train.loss import contrastive_loss, next_token_loss, weighted_next_token_loss
 from verax.train.precision import rounded_gradient_linear
 
 
@@ -60,3 +60,23 @@ def test_contrast_is_the_mean_of_both_directions():
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     same = jnp.eye(4)
     assert contrastive_loss(same, same, 0.05) < 1e-6 < contrastive_loss(same, same[::-1], 0.05)
+
+
+def test_weighted_loss_is_the_mean_over_what_is_trained_in_parts_or_at_once(monkeypatch):
+    rng = np.random.default_rng(0)
+    hidden, head = rng.standard_normal((2, 12, 6)), rng.standard_normal((9, 6))
+    targets, weights = rng.integers(0, 9, (2, 12)), rng.random((2, 12)) * (rng.random((2, 12)) < 0.5)
+
+    def compute(head):
+        arrays = [jnp.asarray(x, jnp.float32) for x in (hidden, weights)]
+        return weighted_next_token_loss(lambda h: h @ head.T, arrays[0], jnp.asarray(targets), arrays[1])
+
+    scores = hidden @ head.T
+    logprobs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    expected = -(np.take_along_axis(logprobs, targets[..., None], -1)[..., 0] * weights).sum()
+    once, gradient = jax.value_and_grad(compute)(jnp.asarray(head, jnp.float32))
+    np.testing.assert_allclose(once, expected, rtol=1e-5)
+    monkeypatch.setattr("verax.train.loss.MAX_SCORES", 2 * 9 * 4)  # four tokens of each row
+    parts, parted = jax.value_and_grad(compute)(jnp.asarray(head, jnp.float32))
+    np.testing.assert_allclose(parts, expected, rtol=1e-5)
+    np.testing.assert_allclose(parted, gradient, rtol=1e-4, atol=1e-6)

@@ -68,7 +68,7 @@ print("equal")
 def test_several_devices_train_as_one_does(tmp_path):
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_NUM_CPU_DEVICES": "8",
         "JAX_PLATFORMS": "cpu",
     }
     root = Path(__file__).parents[2]

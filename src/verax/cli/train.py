@@ -1,4 +1,4 @@
-"""`verax train`: train the built-in models."""
+"""`verax train`: fine-tune language models, and train the built-in models."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
+from verax.cli import finetune
+
 __all__ = ["app"]
 
-app = typer.Typer(help="Train the built-in models.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """Train the built-in models."""
+app = typer.Typer(help="Fine-tune language models, and train the built-in models.", no_args_is_help=True)
+app.command("lora")(finetune.lora)
+app.command("full")(finetune.full)
 
 
 @app.command("text-builtin")

@@ -113,6 +113,12 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that the tokenizer itself names as the end of a text; None if it names none."""
+        token = self._special_tokens.get("eos_token")
+        return None if token is None else self.token_id(token)
+
     @cached_property
     def max_token_length(self) -> int:
         """Most characters that a token stands for, up to those of its spelling in the vocabulary."""

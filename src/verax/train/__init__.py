@@ -1,1 +1,1 @@
-"""Losses, training loop, and recipes of the built-in models. Needs the extra `verax[train]`."""
+"""Losses, training loop, fine-tuning, and recipes of the built-in models. Needs the extra `verax[train]`."""

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from verax import ops, plots, progress
 from verax._compat import compiler_options
 from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
-from verax.files import atomic_path
 from verax.train.mesh import batch_sharding, state_sharding
+from verax.train.state import RunStates
 
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["Schedule", "plot_loss", "train"]
+__all__ = ["Schedule", "plot_loss", "read_log", "train"]
 
 LOG = "log.jsonl"
-STATE = "state.npz"
 
 Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]
 
@@ -110,11 +111,16 @@ def train(
     schedule: Schedule,
     folder: Path,
     *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    accumulation: int = 1,
+    validate: Callable[[Any], float] | None = None,
     resume: bool = False,
     stop_at: int | None = None,
     save_every: int = 200,
+    log_every: int = 10,
     average: float | None = None,
     counted: str = "tokens",
+    count: Callable[[dict[str, np.ndarray]], int] | None = None,
     loss_unit: str = "nats per token",
     mesh: Mesh | None = None,
     show_progress: bool = True,
@@ -122,17 +128,24 @@ def train(
     """Minimise `loss(params, batch)`; the trained parameters, or their running mean.
 
     Args:
-        loss: mean over the batch, differentiable in `params`.
+        loss: mean over the batch, differentiable in `params`. The arrays of a `jax.tree_util.Partial`, such as weights
+            that are not trained, are arguments of the compiled step.
         params: initial parameters, a pytree of float32 arrays.
         batches: `batches(step)` yields the batches from that step on, the same ones at every call.
         schedule: optimiser and number of steps.
-        folder: receives `state.npz` (parameters, optimiser, mean, step; replaced atomically), `log.jsonl`, `loss.png`.
-        resume: continue from `state.npz`; the results are bit-identical to those of an uninterrupted run.
+        folder: receives `state` (parameters, optimiser, mean), `log.jsonl`, `loss.png`.
+        settings: what else a resumed run must have in common with the one that it continues, as JSON.
+        accumulation: parts of a batch that are computed one after the other, along a first axis of each entry of the
+            batch if there are more than one. Their losses and gradients are added.
+        validate: loss on other data, of parameters; logged before the first step and at each checkpoint.
+        resume: continue from `state`; the results are bit-identical to those of an uninterrupted run.
         stop_at: last step of this run, if it is to end before the schedule does.
         save_every: steps between checkpoints; the last step is always saved.
+        log_every: steps between entries of the log.
         average: decay of the running mean of the parameters per step; None for no mean. The decay is smaller in the
             first steps, so that the mean forgets the initial parameters.
-        counted: entry of a batch whose size is the unit of the logged speed.
+        counted: unit of the logged speed.
+        count: number of these units in a batch; the size of the entry of this name if None.
         loss_unit: unit of the loss, for the plot.
         mesh: devices over which batches and state are divided, from `mesh.parse_mesh`. A run may continue on other
             devices; its numbers are then the same up to rounding.
@@ -141,28 +154,25 @@ def train(
     Raises:
         CheckpointError: if `resume` finds no state, or one of another model or schedule; if there is a state but no
             `resume`, which would overwrite it.
-        MissingDependencyError: without optax or matplotlib.
+        MissingDependencyError: without optax, Orbax or matplotlib.
     """
     plots.pyplot()  # before the work, not after it
     optimizer = schedule.optimizer()
     # The mean starts as a copy: the parameters' own buffers are given away to the first step.
     state = (params, optimizer.init(params), None if average is None else jax.tree.map(jnp.copy, params))
-    step = 0
-    if resume:
-        state, step = _load(folder / STATE, state, schedule)
-    elif (folder / STATE).exists():
-        raise CheckpointError(f"{folder / STATE}: a run has its state here; resume it, or choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    # Steps after the last saved state will be made again.
-    kept = [entry for entry in _read_log(folder) if entry["step"] <= step]
-    (folder / LOG).write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-    log = (folder / LOG).open("a")
+    compute: Any = loss if isinstance(loss, Partial) else Partial(loss)
+    count = count or (lambda batch: batch[counted].size)
+    placed = None
+    if mesh is not None:
+        shardings = state_sharding(mesh, state)
+        state, placed = jax.device_put(state, shardings), (shardings, None, None)
+        compute = jax.device_put(compute, state_sharding(mesh, compute))
 
     def update(
-        state: Any, batch: dict[str, Array], taken: Float[Array, ""]
+        compute: Loss, state: Any, batch: dict[str, Array], taken: Float[Array, ""]
     ) -> tuple[Any, Float[Array, ""], Float[Array, ""]]:
         params, optimizer_state, mean = state
-        value, gradient = jax.value_and_grad(loss)(params, batch)
+        value, gradient = _value_and_gradient(compute, params, batch, accumulation)
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
         norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
         params = jax.tree.map(jnp.add, params, updates)
@@ -171,64 +181,82 @@ def train(
             mean = jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, mean, params)
         return (params, optimizer_state, mean), value, norm
 
-    placed = None
-    if mesh is not None:
-        shardings = state_sharding(mesh, state)
-        state, placed = jax.device_put(state, shardings), (shardings, None, None)
     update = jax.jit(
-        update, donate_argnums=0, out_shardings=placed, compiler_options=compiler_options(ops.target().platform)
+        update, donate_argnums=1, out_shardings=placed, compiler_options=compiler_options(ops.target().platform)
     )
     last = min(schedule.steps, stop_at or schedule.steps)
-    begin, done = time.perf_counter(), 0
-    with log, progress.bar("training", enabled=show_progress) as report:
-        for batch in batches(step):
-            if step >= last:
-                break
-            given = batch if mesh is None else jax.device_put(batch, batch_sharding(mesh, batch))
-            state, value, norm = update(state, given, np.float32(step))
-            step += 1
-            done += batch[counted].size
-            if step % 10 == 0 or step == last:
-                speed = done / (time.perf_counter() - begin)
-                entry = {
-                    "step": step,
-                    "loss": float(value),
-                    "gradient_norm": float(norm),
-                    f"{counted}_per_second": round(speed),
-                }
-                log.write(json.dumps(entry) + "\n")
-                log.flush()
-                report(step, last, f"loss {entry['loss']:.3f}, {speed:,.0f} {counted}/s")
-            if step % save_every == 0 or step == last:
-                _save(folder / STATE, state, step, schedule)
+    with RunStates(folder, {**asdict(schedule), **settings}) as states:
+        step = 0
+        if resume:
+            state, step = states.restore(state), states.step or 0
+        elif states.step is not None:
+            raise CheckpointError(f"{states.path}: a run has its state here; resume it, or choose another folder")
+        with _Log(folder, step) as log, progress.bar("training", enabled=show_progress) as report:
+            if validate is not None and step == 0:
+                log.write(step=0, validation_loss=validate(state[0]))
+            begin, done = time.perf_counter(), 0
+            for batch in batches(step):
+                if step >= last:
+                    break
+                axis = 1 if accumulation > 1 else 0
+                given = batch if mesh is None else jax.device_put(batch, batch_sharding(mesh, batch, axis))
+                state, value, norm = update(compute, state, given, np.float32(step))
+                step += 1
+                done += count(batch)
+                saved = step % save_every == 0 or step == last
+                entry: dict[str, Any] = {"step": step}
+                if step % log_every == 0 or step == last:
+                    speed = done / (time.perf_counter() - begin)
+                    entry.update(loss=float(value), gradient_norm=float(norm))
+                    entry[f"{counted}_per_second"] = round(speed)
+                    report(step, last, f"loss {entry['loss']:.3f}, {speed:,.0f} {counted}/s")
+                if saved and validate is not None:
+                    paused = time.perf_counter()
+                    entry.update(validation_loss=validate(state[0]))
+                    begin += time.perf_counter() - paused
+                if len(entry) > 1:
+                    log.write(**entry)
+                if saved:
+                    states.save(state, step)
     plot_loss(folder, loss_unit)
     return state[0] if average is None else state[2]
 
 
-def _save(path: Path, state: Any, step: int, schedule: Schedule) -> None:
-    """Save a state atomically: write a temporary file, then rename it."""
-    arrays: dict[str, Any] = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
-    with atomic_path(path) as partial, partial.open("wb") as file:
-        np.savez(file, step=np.asarray(step), schedule=np.asarray(json.dumps(asdict(schedule))), **arrays)
+def _value_and_gradient(loss: Loss, params: Any, batch: dict[str, Array], parts: int) -> tuple[Float[Array, ""], Any]:
+    """Loss and gradient, added over the parts of a batch, which are computed one after the other."""
+    compute = jax.value_and_grad(lambda params, part: loss(params, part))
+    if parts == 1:
+        return compute(params, batch)
+    sums = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.scan(lambda sums, part: (jax.tree.map(jnp.add, sums, compute(params, part)), None), sums, batch)[0]
 
 
-def _load(path: Path, like: Any, schedule: Schedule) -> tuple[Any, int]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no training state to resume from; start without resume")
-    leaves, structure = jax.tree.flatten(like)
-    with np.load(path) as saved:
-        if str(saved["schedule"]) != json.dumps(asdict(schedule)):
-            raise CheckpointError(f"{path}: made with another schedule ({saved['schedule']}); resume with that one")
-        arrays = [saved[f"leaf_{i}"] for i in range(len(leaves)) if f"leaf_{i}" in saved]
-        if [a.shape for a in arrays] != [leaf.shape for leaf in leaves]:
-            raise CheckpointError(f"{path}: belongs to a model of other sizes")
-        return jax.tree.unflatten(structure, [jnp.asarray(a) for a in arrays]), int(saved["step"])
+class _Log:
+    """The file of a run's entries, without those of steps after the last state, which will be made again."""
+
+    def __init__(self, folder: Path, step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = [entry for entry in read_log(folder) if entry["step"] <= step]
+        (folder / LOG).write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        self._file = (folder / LOG).open("a")
+
+    def __enter__(self) -> _Log:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, **entry: float) -> None:
+        """Append an entry, so that it is there when the process ends."""
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
 
 
 def plot_loss(folder: Path, unit: str = "nats per token") -> Path:
-    """Draw `log.jsonl` as `loss.png`: the loss, and its running mean."""
+    """Draw `log.jsonl` as `loss.png`: the loss, its running mean, and the loss on validation data."""
     pyplot = plots.pyplot()
-    entries = _read_log(folder)
+    entries = [e for e in read_log(folder) if "loss" in e]
+    validated = [e for e in read_log(folder) if "validation_loss" in e]
     steps, losses = [e["step"] for e in entries], np.asarray([e["loss"] for e in entries])
     window = max(1, len(losses) // 50)
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -236,6 +264,9 @@ def plot_loss(folder: Path, unit: str = "nats per token") -> Path:
     if entries:
         smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
         axes.plot(steps[window - 1 :], smooth, linewidth=1.5, label=f"mean of {window}")
+    if validated:
+        points = [e["step"] for e in validated], [e["validation_loss"] for e in validated]
+        axes.plot(*points, "o-", markersize=3, label="validation")
     axes.set(xlabel="step", ylabel=f"loss ({unit})", yscale="log")
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png", dpi=120)
@@ -252,6 +283,7 @@ def _optax() -> Any:
     return optax
 
 
-def _read_log(folder: Path) -> list[dict[str, Any]]:
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Entries of a run's `log.jsonl`; none without the file."""
     path = folder / LOG
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

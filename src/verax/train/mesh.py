@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
 
-__all__ = ["AXES", "batch_sharding", "parse_mesh", "state_sharding"]
+__all__ = ["AXES", "batch_sharding", "fully_sharded", "parse_mesh", "state_sharding"]
 
 AXES = ("data", "fsdp")
 
@@ -39,6 +39,20 @@ def parse_mesh(text: str | None) -> Mesh | None:
     return make_mesh([sizes.get(name, 1) for name in AXES], AXES)
 
 
+def fully_sharded(devices: int) -> Mesh | None:
+    """Mesh of so many devices, which divide batches, weights and optimiser; None for one.
+
+    Raises:
+        InvalidParameterError: for more devices than there are.
+    """
+    if devices > jax.device_count():
+        raise InvalidParameterError(
+            f"devices: {devices} are asked for, and there are {jax.device_count()}; JAX_NUM_CPU_DEVICES={devices} with "
+            "JAX_PLATFORMS=cpu makes virtual ones, to try this out"
+        )
+    return None if devices == 1 else make_mesh([1, devices], AXES, jax.devices()[:devices])
+
+
 def state_sharding(mesh: Mesh, state: Any) -> Any:
     """Sharding of each leaf: divided over `fsdp` along its first divisible axis, replicated if there is none."""
     parts = mesh.shape["fsdp"]
@@ -51,13 +65,13 @@ def state_sharding(mesh: Mesh, state: Any) -> Any:
     return jax.tree.map(place, state)
 
 
-def batch_sharding(mesh: Mesh, batch: Any) -> Any:
-    """Sharding of a batch: the first axis over all devices. Leaves that they do not divide are replicated."""
+def batch_sharding(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
+    """Sharding of a batch: this axis over all devices. Leaves that they do not divide are replicated."""
     every = mesh.size
 
     def place(leaf: Any) -> NamedSharding:
         shape = jax.numpy.shape(leaf)
-        divides = bool(shape) and shape[0] % every == 0
-        return NamedSharding(mesh, PartitionSpec(AXES) if divides else PartitionSpec())
+        divides = len(shape) > axis and shape[axis] % every == 0
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, AXES) if divides else PartitionSpec())
 
     return jax.tree.map(place, batch)

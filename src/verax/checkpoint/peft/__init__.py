@@ -2,5 +2,6 @@
 
 from verax.checkpoint.peft.adapter import CONFIG, Adapter, Pair
 from verax.checkpoint.peft.merge import merge
+from verax.checkpoint.peft.save import save_adapter
 
-__all__ = ["CONFIG", "Adapter", "Pair", "merge"]
+__all__ = ["CONFIG", "Adapter", "Pair", "merge", "save_adapter"]

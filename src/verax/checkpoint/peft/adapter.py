@@ -23,17 +23,17 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Finite, read_value
 from verax.files import read_json
 
-__all__ = ["CONFIG", "Adapter", "Pair"]
+__all__ = ["CONFIG", "PREFIX", "SAFETENSORS", "Adapter", "Pair"]
 
 CONFIG = "adapter_config.json"
-_SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
 MAX_RANK = 1 << 14
 """Largest rank of a file: that of a matrix of full rank in the widest published models."""
 
 Rank = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK, description=f"a whole number of 1 to {MAX_RANK}")]
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<role>[AB])(\.[^.]+)?\.weight")
 """Key of a matrix. Between role and `weight` files of PEFT's first versions have the adapter's name."""
 
@@ -99,8 +99,8 @@ class Adapter:
             raise CheckpointError(f"{folder / CONFIG}: no such file; a PEFT adapter is a folder with it")
         settings = read_json(folder / CONFIG)
         _check_settings(settings, folder)
-        if (folder / _SAFETENSORS).is_file() or not (folder / _PICKLED).is_file():
-            file: SafetensorsFile | PthFile = SafetensorsFile(folder / _SAFETENSORS)
+        if (folder / SAFETENSORS).is_file() or not (folder / _PICKLED).is_file():
+            file: SafetensorsFile | PthFile = SafetensorsFile(folder / SAFETENSORS)
         else:
             file = PthFile(folder / _PICKLED)
         return cls(
@@ -174,15 +174,15 @@ def _pairs(file: SafetensorsFile | PthFile, settings: Mapping[str, Any]) -> dict
     unknown = []
     for key in file.tensors:
         match = _KEY.fullmatch(key)
-        if match is None or not key.startswith(_PREFIX):
+        if match is None or not key.startswith(PREFIX):
             unknown.append(key)
         else:
-            found.setdefault(match["module"].removeprefix(_PREFIX), {})[match["role"]] = key
+            found.setdefault(match["module"].removeprefix(PREFIX), {})[match["role"]] = key
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise CheckpointError(
             f"{file.path}: {', '.join(sorted(unknown)[:5])}{more} cannot be used; expected lora_A and lora_B of linear "
-            f"modules, whose keys begin with {_PREFIX}"
+            f"modules, whose keys begin with {PREFIX}"
         )
     if not found:
         raise CheckpointError(f"{file.path}: it has no matrices; expected lora_A and lora_B of linear modules")

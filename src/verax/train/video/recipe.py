@@ -22,7 +22,7 @@ from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.checkpoint.video.parts import diffusers_transformer, scheduler_settings
 from verax.models.wan.vae import WanVae
-from verax.train.loop import STATE
+from verax.train.state import has_state
 from verax.train.video.latents import CLIP_MEAN, CLIP_STD, TEXT_TOKENS, clips
 from verax.train.video.reader import TEXT_ENCODER, train_reader
 from verax.train.video.tokenizer import END, save_tokenizer, video_tokenizer
@@ -64,7 +64,7 @@ def train_builtin(
 
     def part(name: str) -> dict[str, Any]:
         folder = output / name
-        again = resume and (folder / STATE).exists()
+        again = resume and has_state(folder)
         same = {"steps": steps, "seed": seed, "mesh": mesh, "show_progress": show_progress}
         return {"output": folder, "resume": again, **same}
 

@@ -1,0 +1,178 @@
+"""Lines of a JSONL file to examples: token ids, and which of them are trained.
+
+A line has `messages`, `prompt` and `completion`, or `text`, as in TRL's and OpenAI's files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from verax.errors import InvalidParameterError, TemplateError
+from verax.text.tokenizer import Tokenizer
+
+__all__ = ["Example", "Examples", "read_examples"]
+
+FORMS = 'an object with "messages", with "prompt" and "completion", or with "text"'
+
+
+class Example(NamedTuple):
+    """Tokens of an example."""
+
+    tokens: Int32[np.ndarray, "T"]
+    trained: Bool[np.ndarray, "T"]
+    """True for the tokens that the model learns to give. The others are only read."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples of a file, each with a token that is trained."""
+
+    items: list[Example]
+    cut: int
+    """Examples that were longer than the limit, and lost their ends."""
+    left_out: int
+    """Examples without a token that is trained before the limit."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class _Piece(NamedTuple):
+    """Part of an example's text."""
+
+    text: str
+    trained: bool
+    special: bool = False
+    """True for the beginning of a text that no chat template rendered: the tokenizer adds its special tokens."""
+
+
+def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examples:
+    """Examples of a file, in its order. A conversation may become several.
+
+    Args:
+        path: a file of UTF-8 text with one JSON object on each line. Blank lines are skipped.
+        tokenizer: with the chat template, if lines have messages.
+        max_length: tokens that are kept of an example.
+
+    Raises:
+        InvalidParameterError: naming the file and the number of the line that is wrong, or if no example is left.
+    """
+    items, cut, left_out = list[Example](), 0, 0
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidParameterError(f"data: {path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found = list(_examples(_read_line(line), tokenizer))
+        except (ValueError, RecursionError, TemplateError) as error:
+            raise InvalidParameterError(f"data: {path}, line {number}: {error}") from error
+        for tokens, trained in found:
+            cut += len(tokens) > max_length
+            if trained[1:max_length].any():  # nothing predicts the first token
+                items.append(Example(tokens[:max_length], trained[:max_length]))
+            else:
+                left_out += 1
+    if not items:
+        why = "it is empty"
+        if left_out:
+            why = f"what is to be learned lies behind {max_length} tokens, in each of {left_out}"
+        raise InvalidParameterError(f"data: {path}: no example to learn from: {why}; expected {FORMS} on each line")
+    return Examples(items, cut, left_out)
+
+
+def _read_line(line: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected {FORMS}, got {line[:60].decode(errors='replace')}")
+    return value
+
+
+def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Example]:
+    """Examples of a line's object.
+
+    Raises:
+        ValueError: if it has none of the forms.
+        TemplateError: if the chat template refuses its messages.
+    """
+    forms = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if fields.keys() >= {*form}]
+    if len(forms) != 1:
+        raise ValueError(f"expected {FORMS}, got the keys {', '.join(fields) or '(none)'}")
+    if forms == [("messages",)]:
+        for pieces in _conversation(fields["messages"], fields.get("tools"), tokenizer):
+            yield _encoded(pieces, tokenizer)
+        return
+    texts = [fields[name] for name in forms[0]]
+    for name, text in zip(forms[0], texts, strict=True):
+        if not isinstance(text, str):
+            raise ValueError(f"{name}: expected a text, got {text!r}")
+    if not texts[-1]:
+        raise ValueError(f"{forms[0][-1]}: it is empty; there is nothing to learn")
+    pieces = [_Piece(text, trained=i == len(texts) - 1, special=i == 0) for i, text in enumerate(texts)]
+    yield _ended(_encoded(pieces, tokenizer), tokenizer)
+
+
+def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[_Piece]]:
+    """Pieces of a conversation's examples, in which the assistant's answers are trained.
+
+    It is one example, unless the template renders an answer otherwise when more follows, as those do that drop the
+    reasoning of earlier answers. Then each answer is an example behind the prompt that asks for it.
+    """
+    render = partial(tokenizer.apply_chat_template, tools=tools)
+    whole = render(messages, add_generation_prompt=False)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers or answers[0] == 0:
+        raise ValueError("messages: expected an answer of the assistant behind another message")
+    turns = list[tuple[str, str]]()
+    for i in answers:
+        prompt, text = render(messages[:i]), render(messages[: i + 1], add_generation_prompt=False)
+        if not text.startswith(prompt):
+            raise TemplateError(
+                f"messages[{i}]: the chat template does not render this answer behind the prompt that asks for it; "
+                'give "prompt" and "completion" instead'
+            )
+        turns.append((prompt, text[len(prompt) :]))
+    if not all(whole.startswith(prompt + answer) for prompt, answer in turns):
+        return [[_Piece(prompt, trained=False), _Piece(answer, trained=True)] for prompt, answer in turns]
+    pieces, end = list[_Piece](), 0
+    for prompt, answer in turns:
+        pieces += [_Piece(prompt[end:], trained=False), _Piece(answer, trained=True)]
+        end = len(prompt) + len(answer)
+    return [pieces]
+
+
+def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer) -> Example:
+    """Tokens of pieces, each encoded by itself: an answer is generated behind its prompt's tokens.
+
+    What a chat template writes behind the token that ends an answer is not trained, since nobody generates it.
+    """
+    ids, trained = list[int](), list[bool]()
+    for piece in pieces:
+        new = tokenizer.encode(piece.text, add_special_tokens=piece.special)
+        ends = [i for i, token in enumerate(new) if token in tokenizer.eos_token_ids]
+        last = ends[-1] if ends and not piece.special else len(new)
+        ids += new
+        trained += [piece.trained and i <= last for i in range(len(new))]
+    return Example(np.asarray(ids, np.int32), np.asarray(trained, bool))
+
+
+def _ended(example: Example, tokenizer: Tokenizer) -> Example:
+    """The example with the token that ends a text, if the tokenizer has one and the text does not end so already."""
+    end = tokenizer.eos_token_id
+    if end is None or (len(example.tokens) and example.tokens[-1] in tokenizer.eos_token_ids):
+        return example
+    return Example(np.append(example.tokens, np.int32(end)), np.append(example.trained, True))

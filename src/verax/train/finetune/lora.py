@@ -1,0 +1,125 @@
+"""LoRA adapters that are trained (Hu et al., 2021, arXiv:2106.09685): which layers have one, their start, their place.
+
+The layers and the products beside them are those of the engine, which later runs the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.peft import save_adapter
+from verax.errors import InvalidParameterError
+from verax.models import CausalLM
+from verax.text.lora.layers import AdaptedLayers
+from verax.text.program import AbstractModel
+
+__all__ = ["ALL_LINEAR", "LoraSettings", "TrainedAdapter"]
+
+ALL_LINEAR = "all-linear"
+"""PEFT's name for all linear layers but the output head."""
+
+Matrices = Mapping[str, Mapping[str, Array]]
+"""`lora_A [r, in]` and `lora_B [out, r]`, float32, by the layer's path."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Size and place of an adapter, by PEFT's names."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The product of both matrices is multiplied by `alpha / rank`."""
+    target_modules: str = ALL_LINEAR
+    """`all-linear`, or names of layers between commas: last parts such as `q_proj`, or longer ones."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise InvalidParameterError(f"rank: expected at least 1, got {self.rank}")
+        if not 0 < self.alpha < float("inf"):
+            raise InvalidParameterError(f"alpha: expected a positive number, got {self.alpha}")
+
+
+@dataclass(frozen=True)
+class TrainedAdapter:
+    """The layers of a model that an adapter changes, and the adapter's size."""
+
+    abstract: AbstractModel
+    layers: AdaptedLayers
+    settings: LoraSettings
+
+    @classmethod
+    def of(cls, abstract: AbstractModel, settings: LoraSettings) -> TrainedAdapter:
+        """The adapter of a model.
+
+        Raises:
+            InvalidParameterError: for a target that no layer has.
+            UnsupportedModelError: if the model has no linear layer that adapters can change.
+        """
+        layers = AdaptedLayers.of(abstract.build, abstract.weights, max_loras=1, max_rank=settings.rank)
+        chosen = _targeted(layers.shapes, settings.target_modules)
+        return cls(abstract, replace(layers, shapes={path: layers.shapes[path] for path in chosen}), settings)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that are trained."""
+        return sum(self.settings.rank * (F + D) for F, D in self.layers.shapes.values())
+
+    def initial(self, seed: int) -> Matrices:
+        """A as PEFT draws it, uniform with a variance of a third of one over the inputs; B of zeros."""
+        keys = jax.random.split(jax.random.key(seed), len(self.layers.shapes))
+        rank, found = self.settings.rank, {}
+        for key, (path, (F, D)) in zip(keys, self.layers.shapes.items(), strict=True):
+            bound = D**-0.5
+            found[path] = {
+                "lora_A": jax.random.uniform(key, (rank, D), jnp.float32, -bound, bound),
+                "lora_B": jnp.zeros((F, rank), jnp.float32),
+            }
+        return found
+
+    def model(self, weights: tuple[Array, ...], matrices: Matrices, num_tokens: int) -> CausalLM:
+        """The model with the adapter beside it, in the base's dtype, for a pass of so many tokens in all."""
+        model = self.abstract.build(weights)
+        scale = self.settings.alpha / self.settings.rank
+        pairs = [(matrices[path]["lora_A"], scale * matrices[path]["lora_B"]) for path in self.layers.shapes]
+        arrays = tuple(matrix.astype(self.layers.dtype) for pair in pairs for matrix in pair)
+        self.layers.attach(model, arrays, jnp.zeros(num_tokens, jnp.int32))
+        return model
+
+    def save(self, matrices: Matrices, folder: Path, opened: Checkpoint, base: str) -> Path:
+        """Write the adapter as PEFT does, by the names that its base has in its checkpoint."""
+        names = {path: name for name, path in self.layers.names.items() if path in self.layers.shapes}
+        keys = {name.removesuffix(".weight") for name in opened.names() if name.endswith(".weight")}
+        names |= {path: name for name, path in self.layers.names.items() if path in names and name in keys}
+        pairs = {names[p]: (np.asarray(m["lora_A"]), np.asarray(m["lora_B"])) for p, m in matrices.items()}
+        settings = self.settings
+        return save_adapter(folder, pairs, rank=settings.rank, alpha=settings.alpha, base=base, modules=keys)
+
+
+def _targeted(shapes: Mapping[str, tuple[int, int]], targets: str) -> list[str]:
+    """Paths of the layers that a user's text chooses, as PEFT matches names.
+
+    Raises:
+        InvalidParameterError: for a name that no layer has.
+    """
+    if targets == ALL_LINEAR:
+        return list(shapes)
+    names = [name.strip() for name in targets.split(",")]
+    for name in names:
+        if not any(_matches(path, name) for path in shapes):
+            known = ", ".join(sorted({path.split(".")[-1] for path in shapes}))
+            raise InvalidParameterError(
+                f"target_modules: no linear layer is named {name!r}; expected {ALL_LINEAR}, or some of {known}"
+            )
+    return [path for path in shapes if any(_matches(path, name) for name in names)]
+
+
+def _matches(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")

@@ -1,0 +1,122 @@
+"""Lines of a file of examples: which tokens are read, which are trained, and what is refused by its number."""
+
+import json
+
+import pytest
+
+from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from verax.errors import InvalidParameterError
+from verax.text.tokenizer import Tokenizer
+from verax.train.finetune.data import read_examples
+
+USER = {"role": "user", "content": "a fox"}
+ANSWER = {"role": "assistant", "content": "the river"}
+
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Template that drops what only the last answer has, as those of reasoning models do."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.from_folder(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def read(tmp_path, tokenizer):
+    def read(*lines, template=CHAT_TEMPLATE, max_length=200):
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return read_examples(file, tokenizer.with_chat_template(template), max_length=max_length)
+
+    return read
+
+
+def parts(tokenizer, example):
+    """Texts of an example: the whole, and what of it is trained."""
+    whole = tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False)
+    return whole, tokenizer.decode(example.tokens[example.trained].tolist(), skip_special_tokens=False)
+
+
+def test_only_the_assistants_answers_of_a_conversation_are_trained_with_their_ends(read, tokenizer):
+    system = {"role": "system", "content": "small"}
+    (example,) = read({"messages": [system, USER, ANSWER, USER, {**ANSWER, "content": "once"}]}).items
+    whole, trained = parts(tokenizer, example)
+    assert whole == (
+        "<|im_start|>system\nsmall<|im_end|>\n<|im_start|>user\na fox<|im_end|>\n<|im_start|>assistant\nthe river"
+        "<|im_end|>\n<|im_start|>user\na fox<|im_end|>\n<|im_start|>assistant\nonce<|im_end|>\n"
+    )
+    assert trained == "the river<|im_end|>once<|im_end|>"
+
+
+def test_the_prompt_has_the_tokens_that_the_engine_reads(read, tokenizer):
+    (example,) = read({"messages": [USER, ANSWER]}).items
+    prompt = tokenizer.encode(tokenizer.apply_chat_template([USER]), add_special_tokens=False)
+    assert example.tokens[: len(prompt)].tolist() == prompt
+    assert not example.trained[: len(prompt)].any()
+    assert example.trained[len(prompt)]
+
+
+def test_answers_that_the_template_renders_otherwise_later_become_examples_of_their_own(read, tokenizer):
+    first, second = read({"messages": [USER, ANSWER, USER, ANSWER]}, template=FORGETFUL).items
+    assert parts(tokenizer, first)[1] == parts(tokenizer, second)[1] == "(thought)the river<|im_end|>"
+    assert parts(tokenizer, first)[0].count("a fox") == 1
+    assert parts(tokenizer, second)[0].count("a fox") == 2
+    assert parts(tokenizer, second)[0].count("(thought)") == 1
+
+
+def test_of_a_prompt_and_its_completion_the_completion_is_trained_and_its_end(read, tokenizer):
+    (example,) = read({"prompt": "once upon ", "completion": "a time"}).items
+    assert parts(tokenizer, example) == ("once upon a time<|im_end|>", "a time<|im_end|>")
+
+
+def test_all_of_a_text_is_trained_and_blank_lines_are_skipped(read, tokenizer):
+    (example,) = read("", {"text": "once upon"}, "   ").items
+    assert parts(tokenizer, example) == ("once upon<|im_end|>",) * 2
+
+
+def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
+    long = {"prompt": "once upon a time " * 3, "completion": "a fox"}
+    found = read({"text": "once upon a time there was a small fox"}, long, {"text": "a fox"}, max_length=6)
+    assert len(found.items[0].tokens) == 6
+    assert (len(found), found.cut, found.left_out) == (2, 2, 1)
+    with pytest.raises(InvalidParameterError, match="no example to learn from: what is to be learned lies behind 6"):
+        read(long, max_length=6)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", r'expected an object with "messages".*got \[1\]'),
+        ({"question": "?", "answer": "!"}, "got the keys question, answer"),
+        ({"prompt": "a"}, "got the keys prompt"),
+        ({"text": "a", "prompt": "a", "completion": "b"}, "got the keys text, prompt, completion"),
+        ({"text": 3}, "text: expected a text, got 3"),
+        ({"prompt": "a", "completion": ""}, "completion: it is empty"),
+        ({"messages": "a"}, "messages: expected a list"),
+        ({"messages": [{"content": "a"}]}, "expected a dictionary with a role"),
+        ({"messages": [USER]}, "expected an answer of the assistant"),
+        ({"messages": [ANSWER]}, "expected an answer of the assistant behind another message"),
+        ('{"text": "\\ud83e"}', "not valid JSON"),
+    ],
+)
+def test_a_wrong_line_is_named_by_its_number(read, line, problem):
+    with pytest.raises(InvalidParameterError, match=rf"data.jsonl, line 3: .*{problem}"):
+        read({"text": "a fox"}, "", line)
+
+
+def test_a_template_that_puts_an_answer_elsewhere_is_refused(read):
+    turned = "{{ messages[-1].content }}{% if add_generation_prompt %}assistant:{% endif %}"
+    with pytest.raises(InvalidParameterError, match=r"line 1: messages\[1\]: the chat template does not render"):
+        read({"messages": [USER, ANSWER]}, template=turned)
+
+
+def test_a_file_that_is_empty_or_missing_is_refused(read, tmp_path, tokenizer):
+    with pytest.raises(InvalidParameterError, match="no example to learn from: it is empty"):
+        read("")
+    with pytest.raises(InvalidParameterError, match=r"none\.jsonl: cannot be read"):
+        read_examples(tmp_path / "none.jsonl", tokenizer, max_length=10)

@@ -1,0 +1,198 @@
+"""Fine-tuning a tiny model: it learns, resumes exactly, divides over devices, and the engine loads its results."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.devices import run_on_devices
+from tests.support.finetune import PAIRS, settings, trained, write_examples
+from tests.support.tiny import tiny_checkpoint
+from verax import LLM, LoRARequest, SamplingParams
+from verax.checkpoint import Checkpoint, save
+from verax.checkpoint.peft import Adapter
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_causal_lm
+from verax.text.program import AbstractModel
+from verax.text.tokenizer import Tokenizer
+from verax.train.finetune import FinetuneSettings, LoraSettings, train_full, train_lora
+from verax.train.finetune.data import read_examples
+from verax.train.finetune.job import Job
+from verax.train.finetune.lora import TrainedAdapter
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+ENGINE = dict(dtype="float32", max_num_seqs=1, max_num_batched_tokens=32, max_model_len=32, use_tqdm=False)
+SMALL = LoraSettings(rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_examples(tmp_path_factory.mktemp("data") / "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def whole(base, data, tmp_path_factory):
+    """Folder and report of an undisturbed run of LoRA."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, train_lora(base, data, folder, settings(), SMALL, validation_data=data, show_progress=False)
+
+
+def answers(llm, **options):
+    outputs = llm.generate([prompt for prompt, _ in PAIRS], GREEDY, use_tqdm=False, **options)
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_an_adapter_learns_its_examples_and_the_engine_gives_them_back(base, data, tmp_path):
+    given = settings(steps=60, batch_size=5, save_every=30)
+    report = train_lora(base, data, tmp_path, given, LoraSettings(8, 16), validation_data=data, show_progress=False)
+    assert report["validation_loss"] < 0.05 * report["validation_loss_before"]
+    llm = LLM(base, enable_lora=True, max_lora_rank=8, **ENGINE)
+    completions = [completion for _, completion in PAIRS]
+    assert answers(llm, lora_request=LoRARequest("mine", 1, report["folder"])) == completions
+    assert answers(llm) != completions
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in entries if "validation_loss" in entry] == [0, 30, 60]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_weights_learn_and_the_checkpoint_has_the_layout_of_its_base(base, data, tmp_path):
+    given = settings(steps=40, batch_size=5, learning_rate=3e-3, gradient_checkpointing=True)
+    report = train_full(base, data, tmp_path, given, show_progress=False)
+    opened = Checkpoint.open(report["folder"])
+    model = load_causal_lm(opened, dtype="float32")
+    for tokens, learned in read_examples(data, Tokenizer.from_checkpoint(opened), max_length=32).items:
+        found = np.asarray(model.logits(model(jnp.asarray(tokens[None]))))[0].argmax(-1)
+        np.testing.assert_array_equal(found[:-1][learned[1:]], tokens[learned])
+    assert sorted(opened.names()) == sorted(Checkpoint.open(base).names())
+    assert (opened.config["torch_dtype"], opened.generation_config) == ("float32", {"temperature": 0.7})
+
+
+def test_a_resumed_run_gives_the_bits_of_an_undisturbed_one(base, data, whole, tmp_path):
+    first = train_lora(base, data, tmp_path, settings(), SMALL, stop_at=3, show_progress=False)
+    assert first["folder"] is None
+    train_lora(base, data, tmp_path, settings(), SMALL, resume=True, show_progress=False)
+    expected = trained(whole[0])
+    assert expected
+    for key, weight in trained(tmp_path).items():
+        np.testing.assert_array_equal(weight, expected[key])
+
+
+def test_a_step_of_two_parts_is_that_of_one_batch(base, data, whole, tmp_path):
+    """Though the parts have different numbers of trained tokens."""
+    train_lora(base, data, tmp_path, settings(batch_size=2, gradient_accumulation=2), SMALL, show_progress=False)
+    parts, one = trained(tmp_path), trained(whole[0])
+    for key, weight in one.items():
+        np.testing.assert_allclose(parts[key], weight, atol=2e-4 * abs(weight).max())
+
+
+def test_four_devices_train_as_one_does(tmp_path):
+    for found in run_on_devices(4, "tests.support.finetune", tmp_path).values():
+        assert found["weights"] < 1e-3
+        assert found["losses"] < 1e-4
+        assert found["learned"] < 0.9
+
+
+def test_the_base_stays_as_it_is_and_the_files_have_pefts_names_and_shapes(base, whole):
+    folder, report = whole
+    adapter = Adapter.open(report["folder"])
+    assert {key: adapter.settings[key] for key in ("r", "lora_alpha", "peft_type", "task_type", "bias")} == {
+        "r": 4,
+        "lora_alpha": 8,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+    assert adapter.base == str(base)
+    targets = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert adapter.settings["target_modules"] == targets
+    weights = trained(folder)
+    assert weights["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"].shape == (4, 96)
+    assert weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (64, 4)
+    assert len(weights) == 2 * 7
+    assert report["parameters"] == sum(weight.size for weight in weights.values())
+
+
+def test_chosen_layers_alone_get_an_adapter(tmp_path):
+    opened = Checkpoint.open(tiny_checkpoint(tmp_path / "base"))
+    abstract = AbstractModel.from_module(load_causal_lm(opened, dtype="float32"))
+    chosen = TrainedAdapter.of(abstract, LoraSettings(2, 4, "q_proj, layers.1.mlp.up_proj"))
+    chosen.save(chosen.initial(0), tmp_path / "adapter", opened, "somebody/tiny")
+    adapter = Adapter.open(tmp_path / "adapter")
+    layers = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
+    assert sorted(adapter.pairs) == sorted(layers)
+    assert adapter.settings["target_modules"] == ["model.layers.1.mlp.up_proj", "q_proj"]
+
+
+def test_a_run_goes_on_with_its_own_settings_only(base, data, whole):
+    folder, _ = whole
+    for changes, lora, problem in (
+        ({}, SMALL, "a run has its state here; resume it"),
+        ({"seed": 1}, SMALL, "made with seed 0, now 1"),
+        ({"learning_rate": 3e-2}, SMALL, "made with peak_learning_rate 0.01, now 0.03"),
+        ({}, LoraSettings(4, 9), "made with lora"),
+    ):
+        resume = bool(changes) or lora is not SMALL
+        with pytest.raises(CheckpointError, match=problem):
+            train_lora(base, data, folder, settings(**changes), lora, resume=resume, show_progress=False)
+
+
+def test_quantised_weights_are_trained_beside_their_floats_only_on_request(data, tmp_path):
+    plain = tiny_checkpoint(tmp_path / "plain")
+    opened = Checkpoint.open(plain)
+    config = {**opened.config, "tie_word_embeddings": False}
+    model = load_causal_lm(opened, dtype="float32", quantization=(8, None))
+    quantized = save(model, tmp_path / "quantized", config=config, tokenizer_from=plain)
+    with pytest.raises(CheckpointError, match=r"quantised, and training needs floats.*--dequantize"):
+        train_lora(quantized, data, tmp_path / "run", settings(), show_progress=False)
+    given = settings(dequantize=True)
+    job = Job.open(quantized, data, None, given, tmp_path / "run", resume=False, stop_at=None, show_progress=False)
+    floats, exact = job.load("float32"), load_causal_lm(opened, dtype="float32")
+    tokens = jnp.arange(2, 30)[None]
+    difference = floats(tokens) - exact(tokens)
+    assert jnp.linalg.norm(difference) < 0.05 * jnp.linalg.norm(exact(tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        ({"batch_size": 3, "devices": 2}, "batch_size: 3 examples do not divide over 2 devices"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a positive number"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a positive number"),
+        ({"weight_decay": -1.0}, "weight_decay: expected at least 0"),
+        ({"dtype": "float16"}, "dtype: expected one of"),
+        ({"max_length": 1}, "max_length: expected at least 2"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(changes, problem):
+    with pytest.raises(InvalidParameterError, match=problem):
+        FinetuneSettings(**{"learning_rate": 1e-3, **changes})
+
+
+def test_what_does_not_fit_the_model_or_the_machine_is_refused(base, data, tmp_path):
+    def attempt(lora=SMALL, **changes):
+        train_lora(base, data, tmp_path / "run", settings(**changes), lora, show_progress=False)
+
+    with pytest.raises(InvalidParameterError, match="max_length: the model reads 512 tokens at most, got 600"):
+        attempt(max_length=600)
+    with pytest.raises(InvalidParameterError, match="warmup_steps: expected fewer than the 6 steps, got 6"):
+        attempt(warmup_steps=6)
+    with pytest.raises(InvalidParameterError, match="devices: 64 are asked for"):
+        attempt(devices=64, batch_size=64)
+    with pytest.raises(InvalidParameterError, match="no linear layer is named 'lm_head'; expected all-linear, or some"):
+        attempt(LoraSettings(4, 8, "q_proj,lm_head"))
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_epochs_become_steps():
+    assert FinetuneSettings(1e-3, batch_size=4, epochs=2).schedule(10).steps == 5
+    assert FinetuneSettings(1e-3, batch_size=4, gradient_accumulation=2, epochs=3).schedule(10).steps == 4
+    schedule = FinetuneSettings(1e-3, batch_size=1, epochs=1).schedule(100)
+    assert (schedule.steps, schedule.warmup_steps) == (100, 5)
+    assert FinetuneSettings(1e-3, steps=7).schedule(1).warmup_steps == 0
