@@ -152,13 +152,27 @@ def test_token_probabilities_appear_at_the_pointer(page):
     assert answer.get_by_text("15.0%").is_visible()
 
 
+WATCH_LENGTH = """
+let longest = 0;
+window.shrank = false;
+new MutationObserver(() => {
+  const length = document.querySelector("chat-message[data-role=assistant] .content")?.innerText.length ?? 0;
+  window.shrank ||= length < longest;
+  longest = Math.max(longest, length);
+}).observe(document, { childList: true, subtree: true, characterData: true });
+"""
+"""Script that notes whether the text of an answer ever gets shorter."""
+
+
 def test_an_answer_survives_a_reload_in_mid_stream(page, fake):
     aborted = fake.aborted
     ask(page, "slow please")
-    answers(page).get_by_text("word9").wait_for()
+    answers(page).get_by_text("word70").wait_for()  # 1.4 seconds: the page has saved a part by now
+    page.add_init_script(WATCH_LENGTH)
     page.reload()
-    answers(page).get_by_text("word25").wait_for()
+    answers(page).get_by_text("word100").wait_for()
     assert answers(page).inner_text().startswith("word0 word1 word2")
+    assert not page.evaluate("window.shrank")
     assert fake.aborted == aborted
     page.get_by_role("button", name="Stop").click()
     finished(page)

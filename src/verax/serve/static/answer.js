@@ -16,17 +16,18 @@ export async function ask(node, body, { signal, changed }) {
   await read(node, response, changed);
 }
 
-/** Read an answer again from its beginning, after the page was reloaded. False if the server no longer has it. */
+/** Read an answer again from its beginning. Its text stays until as much was read. False if the server has it no more. */
 export async function resume(node, { signal, changed }) {
-  let response;
-  try {
-    response = await request(`v1/stream?conv_id=${node.id}&from=0`, { signal });
-  } catch (error) {
-    if (error instanceof ServerError && [400, 404].includes(error.status)) return false;
-    throw error;
-  }
-  Object.assign(node, { content: "", reasoning: "", toolCalls: [], tokens: [] });
-  await read(node, response, changed);
+  const lost = (error) => error instanceof ServerError && [400, 404].includes(error.status);
+  const response = await request(`v1/stream?conv_id=${node.id}&from=0`, { signal })
+    .catch((error) => (lost(error) ? null : Promise.reject(error)));
+  if (!response) return false;
+  const copy = { content: "", reasoning: "", toolCalls: [], tokens: [], stats: { ...node.stats, chunks: 0 } };
+  await read(copy, response, () => {
+    if (copy.content.length + copy.reasoning.length < node.content.length + node.reasoning.length) return;
+    Object.assign(node, copy);
+    changed();
+  });
   return true;
 }
 
