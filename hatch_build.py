@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import sysconfig
 import tempfile
@@ -15,7 +16,11 @@ PACKAGE = "src/verax/ops/cpu"
 
 
 class NativeLibrary(BuildHookInterface):
-    """Adds `libverax-SYSTEM-MACHINE.so` to wheels, and to the source tree of an editable installation."""
+    """Adds `libverax-SYSTEM-MACHINE.so` to wheels, and to the source tree of an editable installation.
+
+    A wheel has every level of instructions, an editable installation those that this machine runs. The environment
+    variable `VERAX_BUILD_LEVELS` names others, such as `"avx512 avx2"`.
+    """
 
     def dependencies(self) -> list[str]:
         """XLA's headers, if there is a compiler to use them."""
@@ -34,8 +39,9 @@ class NativeLibrary(BuildHookInterface):
             # Elsewhere than in the source tree, where an editable installation may have its own.
             self.folder = tempfile.TemporaryDirectory(prefix="verax-wheel-")
             target = Path(self.folder.name, native.library_name())
+        wanted = os.environ.get("VERAX_BUILD_LEVELS", native.HERE if editable else "").split()
         try:
-            levels = native.build(target)
+            levels = native.build(target, levels=wanted)
         except native.BuildError as error:
             sys.stderr.write(f"verax: installing without the native CPU kernels: {error}\n")
             return

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.cpu import for_each_level
+from tests.support.cpu import for_each_level, needs_library
 from verax.ops.cpu import build, library
 
 
@@ -21,14 +21,18 @@ def test_flags_of_a_level_are_read_whole():
     assert flags["neon"] == ("aarch64", [])
 
 
-CAPABILITIES = {"amx": {"bf16_dot", "int8_dot", "bf16_tiles"}, "avx512_bf16": {"bf16_dot", "int8_dot"}}
+CAPABILITIES = {
+    "amx": {"bf16_dot", "bf16_tiles", "fma"},
+    "avx512_bf16": {"bf16_dot", "fma"},
+    **{level: {"fma"} for level in ("avx512", "avx2", "neon")},
+}
 
 
 @for_each_level
 def test_capabilities_are_those_of_the_level_in_force(level):
     with library.use_level(level):
         assert {name for name in CAPABILITIES["amx"] if library.has(name)} == CAPABILITIES.get(level, set())
-        assert not any(library.has(name) for name in ("", " ", "bf16", "dot", "bf16_dot int8_dot"))
+        assert not any(library.has(name) for name in ("", " ", "bf16", "dot", "bf16_dot bf16_tiles"))
 
 
 def test_a_missing_library_has_no_capabilities(monkeypatch):
@@ -46,3 +50,9 @@ def test_a_library_of_an_unknown_level_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(build.BuildError, match=r"no level avx9000; the levels are amx,.*portable"):
         build.build(tmp_path / "library.so", levels=["avx2", "avx9000"])
     assert not list(tmp_path.iterdir())
+
+
+@needs_library
+def test_an_editable_installation_has_the_levels_that_this_machine_runs(tmp_path):
+    every = [name for name, (where, _) in build.level_flags().items() if where in (build.architecture(), "any")]
+    assert build._levels_here(build.compiler(), every, tmp_path) == library.levels()

@@ -19,11 +19,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["HEADERS", "BuildError", "build", "compiler", "library_name"]
+__all__ = ["HEADERS", "HERE", "BuildError", "build", "compiler", "library_name"]
 
 HEADERS = "jaxlib>=0.10,<0.11; python_version < '3.15'", "jaxlib>=0.10; python_version >= '3.15'"
 """Requirements that bring XLA's FFI headers, for the build hook. (Python 3.14 is the newest with a jaxlib 0.10.)"""
@@ -33,7 +33,19 @@ SOURCES = Path(__file__).with_name("native")
 LEVEL_ROW = re.compile(r'ROW\((\w+), (\w+),((?:[\s\\]*"[^"]*")+)')
 """Pattern of a level in native/levels.h: its name, its architecture (`any` for all) and its compiler flags."""
 
+HERE = "here"
+"""Name for all levels that this machine runs."""
+
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
+
+
+_PRINT_LEVELS = """
+#include <cstdio>
+extern "C" const char* verax_level_name(int i);
+int main() {
+  for (int i = 0; const char* name = verax_level_name(i); ++i) std::puts(name);
+}
+"""
 
 
 class BuildError(RuntimeError):
@@ -82,8 +94,8 @@ def build(
         target: the library's path; with `programs`, a folder for them.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
         programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
-        levels: names of the levels to compile beside the one for all processors; every level of the architecture if
-            empty.
+        levels: names of the levels to compile beside the one for all processors, or `HERE`; every level of the
+            architecture if empty.
 
     Returns:
         The levels that it holds. A level whose flags the compiler does not know is left out.
@@ -99,14 +111,16 @@ def build(
     with tempfile.TemporaryDirectory(prefix="verax-build-") as name:
         folder = Path(name)
         every = level_flags()
-        if unknown := sorted({*levels} - {*every}):
-            raise BuildError(f"there is no level {', '.join(unknown)}; the levels are {', '.join(every)}")
+        if unknown := sorted({*levels} - {*every, HERE}):
+            raise BuildError(f"there is no level {', '.join(unknown)}; the levels are {', '.join(every)} and {HERE}")
         taken = {
             level: options
             for level, (where, options) in every.items()
-            if (where == "any" or (where == architecture(cxx) and level in (levels or every)))
-            and _compiles(cxx, options, folder)
+            if where in ("any", architecture(cxx)) and _compiles(cxx, options, folder)
         }
+        if levels:
+            wanted = {*levels, *(_levels_here(cxx, taken, folder) if HERE in levels else ())}
+            taken = {level: taken[level] for level in taken if level in wanted or every[level][0] == "any"}
         command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in every)]
         command += ["-I", str(SOURCES), "-c", *(() if programs else ("-isystem", str(headers())))]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if not (programs and source.stem.endswith("_ffi"))]
@@ -144,6 +158,18 @@ def _compiles(cxx: list[str], flags: Sequence[str], folder: Path) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def _levels_here(cxx: list[str], levels: Collection[str], folder: Path) -> list[str]:
+    """Those of some levels that this machine runs; all of them if a program of the compiler does not run here."""
+    source, program = folder / "here.cc", folder / "here"
+    source.write_text(_PRINT_LEVELS)
+    defined = [f"-DVERAX_HAS_{level}={int(level in levels)}" for level in level_flags()]
+    _run([*cxx, "-std=c++17", *defined, str(source), str(SOURCES / "levels.cc"), "-o", str(program)])
+    try:
+        return subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):  # a compiler for other machines
+        return list(levels)
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -157,7 +183,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile verax's native CPU library.")
     parser.add_argument("target", nargs="?", type=Path, default=Path(__file__).with_name(library_name()))
     parser.add_argument("--flags", default="", help="more compiler flags, as one argument")
-    parser.add_argument("--levels", nargs="+", default=[], help="compile these levels and the portable one only")
+    parser.add_argument(
+        "--levels",
+        nargs="+",
+        default=[],
+        help=f"compile these levels and the portable one only; {HERE!r}: this machine's",
+    )
     parser.add_argument("--programs", type=Path, nargs="+", default=[], help="make executables of these C++ files")
     options = parser.parse_args()
     try:
