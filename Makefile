@@ -7,13 +7,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench device-wheels docs clean
+.PHONY: help demo test test-examples test-devices test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench device-wheels docs clean
 
 help:  ## List the verbs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,8 +21,21 @@ help:  ## List the verbs.
 demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
 	$(BIN)/verax demo --output demo
 
-test: $(VENV)/.installed-dev  ## Run every test that needs no GPU, but for test-parity's, test-ray's, test-real's and test-targets'.
-	$(PYTEST) -m "not gpu" --ignore tests/parity --ignore tests/real --ignore tests/targets --ignore tests/ray/cluster
+# What takes long has targets of its own. Files that are made for a device or a package are left out everywhere else.
+# The server's tests want programs as users have them, which other tests do without: tests/conftest.py.
+EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.py tests/train
+DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/hosts tests/video/test_mesh.py
+OTHERS := tests/parity tests/real tests/targets tests/ray/cluster
+
+test: $(VENV)/.installed-dev  ## Run the tests that need no GPU, but for those of the targets below.
+	$(PYTEST) -m "not gpu" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS) tests/serve)
+	$(PYTEST) tests/serve
+
+test-examples: $(VENV)/.installed-dev  ## Run what the docs, the examples and the demo show, and the recipes of training.
+	$(PYTEST) $(EXAMPLES)
+
+test-devices: $(VENV)/.installed-dev  ## Run the tests on several virtual devices, and on several hosts that are processes.
+	$(PYTEST) $(DEVICES)
 
 test-parity: $(VENV)/.installed-dev  ## Run the tests that compare models with PyTorch.
 	$(PYTEST) tests/parity

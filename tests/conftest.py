@@ -7,10 +7,12 @@ import ctypes
 import gc
 import os
 import sys
+from importlib.metadata import version
 
 import psutil
 import pytest
 from jaxtyping import install_import_hook
+from packaging.version import Version
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before PyTorch is imported: its threads wait for each other in loops, which starves the other workers.
@@ -23,6 +25,9 @@ OPTIMISED = {"parity", "real", "gpu", "serve", "targets"}
 answers alone with those in a batch, which without optimisations may part where two tokens are almost equally likely, or
 read what the optimisations of another device's compiler come to."""
 
+LONG = ("video/test_mesh", "train/text/test_recipe", "train/video/test_recipe", "cli/test_demo", "bench/delta")
+"""Files of few tests that take long. They come first, so that no worker is left with one at the end."""
+
 ARRAYS = ("ops", "nn", "models", "text.step", "text.slots", "text.runner", "train.loss", "train.precision")
 
 # Tracing makes millions of objects and little garbage: looking for it took a tenth of the time of the suite.
@@ -31,10 +36,29 @@ gc.set_threshold(50_000, 20, 20)
 install_import_hook([f"verax.{name}" for name in ARRAYS], "beartype.beartype")
 
 
+OLD_FUSIONS = "--xla_cpu_use_fusion_emitters=false"
+"""Flag for XLA's older way to compile fusions, which takes a third off the suite's time. JAX 0.11 does not know it."""
+
+
+def _is_quick(item):
+    return QUICK and OPTIMISED.isdisjoint(folder.name for folder in item.path.parents)
+
+
+def pytest_collection_finish(session):
+    """Sets the flag, which holds for a whole process, if no test of the session wants programs as users have them."""
+    if all(map(_is_quick, session.items)) and Version(version("jaxlib")) < Version("0.11"):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLD_FUSIONS}"
+
+
+def pytest_collection_modifyitems(items):
+    """Puts long files first, which `--no-loadscope-reorder` keeps there; otherwise the one with most tests is first."""
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Decides how a test's programs are compiled, those of its fixtures and of the processes that it starts too."""
-    quick = QUICK and OPTIMISED.isdisjoint(folder.name for folder in item.path.parents)
+    quick = _is_quick(item)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_disable_most_optimizations", quick)

@@ -1,7 +1,9 @@
 """A small checkpoint that every command can load, and a way to run a command as a shell would."""
 
 import io
+import logging
 import sys
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +23,17 @@ def folder(tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=128))
 
 
+@contextmanager
+def kept_loggers():
+    """Loggers are afterwards as they were: a server's write to the captured standard error of its test."""
+    loggers = [logging.getLogger(name) for name in ("verax", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """`run("generate", "--json", ..., stdin="text")`: exit status and both outputs."""
@@ -32,4 +45,5 @@ def run(monkeypatch, capsys):
             cli.main()
         return Result(ended.value.code or 0, *capsys.readouterr())
 
-    return call
+    with kept_loggers():
+        yield call

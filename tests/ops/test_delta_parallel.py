@@ -56,7 +56,7 @@ print("equal")
 
 def test_a_sequence_split_over_eight_devices():
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_NUM_CPU_DEVICES": "8",
         "JAX_PLATFORMS": "cpu",
     }
     root = Path(__file__).parents[2]

@@ -1,7 +1,5 @@
 """Paged attention: every implementation against dense attention in float64."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,10 @@ import pytest
 from tests.support.attention import exact_paged_attention, paged_problem, quantized_problem, without_pages_behind
 from verax import ops
 from verax.ops.pages import page_bytes
+
+STATIC = ("window", "scale", "soft_cap")
+attention = jax.jit(ops.paged_attention, static_argnames=STATIC)
+decode = jax.jit(ops.paged_decode_attention, static_argnames=STATIC)
 
 RAGGED = {
     "one token": ([1], [1]),
@@ -21,14 +23,19 @@ RAGGED = {
 }
 
 
+def ragged(problem, seed, name, *, N, K):
+    """A problem with the lengths and counts of `RAGGED`, of the same sizes for each: they share their programs."""
+    lengths, counts = (each + [0] * (4 - len(each)) for each in RAGGED[name])
+    return problem(seed, lengths, counts, N=N, K=K, H=8, p=16, num_pages=28, num_tokens=137, table_width=19)
+
+
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3), (4, 1)])
 @pytest.mark.parametrize("implementation", ["reference", "tiled"])
 def test_ragged_attention_equals_dense_attention_in_float64(name, N, K, implementation):
-    lengths, counts = RAGGED[name]
-    arrays, *rest = paged_problem(0, lengths, counts, N=N, K=K, H=8, p=16)
+    arrays, *rest = ragged(paged_problem, 0, name, N=N, K=K)
     with ops.use_implementations(paged_attention=implementation):
-        out = jax.jit(ops.paged_attention)(*arrays, *rest)
+        out = attention(*arrays, *rest)
     np.testing.assert_allclose(out, exact_paged_attention(arrays, *rest), atol=2e-5)
 
 
@@ -40,7 +47,7 @@ def test_decode_attention_equals_dense_attention_in_float64(N, K, p, implementat
     counts = [1, 1, 1, 1, 1]
     (q, k, v), table, kv, starts = paged_problem(1, lengths, counts, N=N, K=K, H=8, p=p)
     with ops.use_implementations(paged_decode_attention=implementation):
-        out = jax.jit(ops.paged_decode_attention)(q[:5], k, v, table, kv)
+        out = decode(q[:5], k, v, table, kv)
     expected = exact_paged_attention((q[:5], k, v), table, [1, 130, 16, 1, 257], starts)
     expected[3] = 0  # the padding row
     np.testing.assert_allclose(out, expected, atol=2e-5)
@@ -50,11 +57,10 @@ def test_decode_attention_equals_dense_attention_in_float64(N, K, p, implementat
 @pytest.mark.parametrize("window", [1, 16, 37, 1000])
 @pytest.mark.parametrize("implementation", ["reference", "tiled"])
 def test_a_query_sees_its_window_only_and_pages_behind_it_may_be_anyones(name, window, implementation):
-    lengths, counts = RAGGED[name]
-    arrays, table, *rest = paged_problem(6, lengths, counts, N=4, K=2, H=8, p=16)
+    arrays, table, *rest = ragged(paged_problem, 6, name, N=4, K=2)
     freed = without_pages_behind(window, table, *rest, 16)
     with ops.use_implementations(paged_attention=implementation):
-        out = jax.jit(partial(ops.paged_attention, window=window))(*arrays, freed, *rest)
+        out = attention(*arrays, freed, *rest, window=window)
     np.testing.assert_allclose(out, exact_paged_attention(arrays, table, *rest, window=window), atol=2e-5)
 
 
@@ -64,7 +70,7 @@ def test_a_decode_step_sees_its_window_only(window, implementation):
     (q, k, v), table, kv, starts = paged_problem(7, [1, 400, 16, 0, 257], [1] * 5, N=4, K=2, H=8, p=16)
     freed = without_pages_behind(window, table, kv, starts, 16)
     with ops.use_implementations(paged_decode_attention=implementation):
-        out = jax.jit(partial(ops.paged_decode_attention, window=window))(q[:5], k, v, freed, kv)
+        out = decode(q[:5], k, v, freed, kv, window=window)
     expected = exact_paged_attention((q[:5], k, v), table, [1, 400, 16, 1, 257], starts, window=window)
     expected[3] = 0  # the padding row
     np.testing.assert_allclose(out, expected, atol=2e-5)
@@ -75,7 +81,7 @@ def test_scores_are_scaled_then_capped(implementation):
     arrays, *rest = paged_problem(8, [130, 9], [37, 9], N=4, K=2, H=8, p=16)
     options = {"scale": 0.2, "soft_cap": 2.0}
     with ops.use_implementations(paged_attention=implementation):
-        out = jax.jit(partial(ops.paged_attention, **options))(*arrays, *rest)
+        out = attention(*arrays, *rest, **options)
     np.testing.assert_allclose(out, exact_paged_attention(arrays, *rest, **options), atol=2e-5)
 
 
@@ -127,13 +133,12 @@ def test_pages_written_by_head_are_those_of_the_reference(dtype):
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3)])
 def test_int8_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, N, K):
-    lengths, counts = RAGGED[name]
-    pages, arrays, *rest = quantized_problem(0, lengths, counts, N=N, K=K, H=8, p=16)
+    pages, arrays, *rest = ragged(quantized_problem, 0, name, N=N, K=K)
     exact = exact_paged_attention(arrays, *rest)
     with ops.use_implementations(paged_attention="reference"):
-        np.testing.assert_allclose(jax.jit(ops.paged_attention)(*pages, *rest), exact, atol=2e-5)
+        np.testing.assert_allclose(attention(*pages, *rest), exact, atol=2e-5)
     with ops.use_implementations(paged_attention="tiled"):
-        out = jax.jit(ops.paged_attention)(*pages, *rest)
+        out = attention(*pages, *rest)
     assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2  # queries and weights are rounded to bfloat16
 
 
@@ -144,7 +149,7 @@ def test_int8_decode_attention_is_that_of_the_numbers(p):
     expected[3] = 0  # the padding row
     for implementation in ("reference", "chunked"):
         with ops.use_implementations(paged_decode_attention=implementation):
-            out = jax.jit(ops.paged_decode_attention)(q[:5], k, v, table, kv)
+            out = decode(q[:5], k, v, table, kv)
         assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-2
 
 

@@ -10,14 +10,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_on_devices(count, module, *arguments):
-    """What a module, run as a program, prints as JSON in its last line.
+    """Value that a module, run as a program, prints as JSON in its last line.
 
     Args:
         count: number of devices.
         module: its name.
         arguments: arguments of the program.
     """
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(count), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

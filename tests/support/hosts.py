@@ -20,7 +20,7 @@ def free_port():
 
 def spawn(*command, devices=2):
     """A process with virtual devices, whose output is text in pipes."""
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,

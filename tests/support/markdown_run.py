@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,15 @@ def _known(kind: str, names: list[str], known: list[str]) -> None:
             raise MarkdownError(f"no {kind} {name!r}; there are {', '.join(known)}")
 
 
+@cache
+def _command() -> Any:
+    return typer.main.get_command(cli.app)
+
+
 def _parse(words: list[str], whole: bool) -> None:
     """Parse a command line of verax as its entry point does, and stop before the command."""
     words = [word for word in words if word != "--debug"]
-    command: Any = typer.main.get_command(cli.app)
+    command = _command()
     context, name = None, "verax"
     try:
         with redirect_stdout(io.StringIO()):  # --help

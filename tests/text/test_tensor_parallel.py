@@ -29,7 +29,7 @@ HYBRIDS = ("qwen3.5", "qwen3-next")
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    """What the engines of each family gave, by number of devices."""
+    """Results of the engines of each family, by number of devices."""
     return run(FAMILIES, tmp_path_factory.mktemp("families"), SIZES)
 
 
@@ -41,7 +41,7 @@ def family(request, families):
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
-    """What the engines with each feature gave on one and on two devices."""
+    """Results of the engines with each feature, on one and on two devices."""
     return run(FEATURES, tmp_path_factory.mktemp("features"), dict.fromkeys(FEATURES, (1, 2)))
 
 
