@@ -33,7 +33,7 @@ def plain(weight):
 
 
 def part_of(weight, division, index, count):
-    """What device `index` of `count` holds, cut by the partitions as XLA would."""
+    """Part of device `index` of `count`, cut by the partitions as XLA would."""
 
     def cut(array, spec):
         axis = next((i for i, name in enumerate(spec) if name is not None), None)

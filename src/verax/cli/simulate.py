@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -126,7 +126,6 @@ def simulate(
             seed=seed,
         )
 
-    chosen: dict[str, Any] = {"request_rate": request_rate, "concurrency": concurrency, "burstiness": burstiness}
     try:
         result = simulate_model(
             model,
@@ -147,7 +146,9 @@ def simulate(
             router=router,
             failures=None if mtbf is None else Failures(3600 * mtbf, restart, seed),
             goodput=goodput_limits(goodput) if goodput else None,
-            **chosen,
+            request_rate=request_rate,
+            concurrency=concurrency,
+            burstiness=burstiness,
         )
     except InvalidParameterError as error:
         name, colon, rest = str(error).partition(":")

@@ -22,35 +22,35 @@ class TextEngine(Protocol):
     """A text model for many callers on one event loop. Members mean what they mean in `AsyncLLM`."""
 
     @property
-    def max_queued_requests(self) -> int: ...  # noqa: D102
+    def max_queued_requests(self) -> int: ...
 
     @property
-    def tokenizer(self) -> Tokenizer | None: ...  # noqa: D102
+    def tokenizer(self) -> Tokenizer | None: ...
 
     @property
-    def model_config(self) -> CausalLMConfig: ...  # noqa: D102
+    def model_config(self) -> CausalLMConfig: ...
 
     @property
-    def max_model_len(self) -> int: ...  # noqa: D102
+    def max_model_len(self) -> int: ...
 
     @property
-    def max_num_seqs(self) -> int: ...  # noqa: D102
+    def max_num_seqs(self) -> int: ...
 
     @property
-    def is_running(self) -> bool: ...  # noqa: D102
+    def is_running(self) -> bool: ...
 
     @property
-    def error(self) -> BaseException | None: ...  # noqa: D102
+    def error(self) -> BaseException | None: ...
 
-    def stats(self) -> EngineStats: ...  # noqa: D102
+    def stats(self) -> EngineStats: ...
 
-    def replica_stats(self) -> list[EngineStats]: ...  # noqa: D102
+    def replica_stats(self) -> list[EngineStats]: ...
 
-    def add_observer(self, observer: Observer) -> None: ...  # noqa: D102
+    def add_observer(self, observer: Observer) -> None: ...
 
-    def default_sampling_params(self, **overrides: Any) -> SamplingParams: ...  # noqa: D102
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams: ...
 
-    def generate(  # noqa: D102
+    def generate(
         self,
         prompt: Prompt | abc.Sequence[Message],
         sampling_params: SamplingParams | None = None,
@@ -60,7 +60,7 @@ class TextEngine(Protocol):
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
-    async def render(  # noqa: D102
+    async def render(
         self,
         messages: abc.Sequence[Message],
         *,
@@ -68,6 +68,6 @@ class TextEngine(Protocol):
         **template_options: Any,
     ) -> str: ...
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...  # noqa: D102
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    async def shutdown(self, timeout: float = 0) -> None: ...  # noqa: D102
+    async def shutdown(self, timeout: float = 0) -> None: ...
