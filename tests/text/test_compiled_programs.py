@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compiled(checkpoint, tmp_path_factory):
     """Folder of programs, and the tokens of the engine that wrote them."""
-    llm = start(checkpoint, **SIZES)
+    llm = start(checkpoint, structured_outputs=True, **SIZES)
     folder = tmp_path_factory.mktemp("programs") / "programs"
     assert {path.name for path in llm.write_programs(folder)} == {path.name for path in folder.glob("*.bin")}
     return folder, tokens(llm)
@@ -48,11 +48,12 @@ def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(checkpoi
     folder, expected = compiled
     monkeypatch.setattr(runner, "compile_program", no_tracing)
     monkeypatch.setattr(runner, "jitted_programs", no_tracing)
-    llm = start(checkpoint, programs=folder)
+    llm = start(checkpoint, programs=folder, structured_outputs=True)
     before = llm.engine.runner.num_compiled()
     assert tokens(llm) == expected
     assert llm.engine.runner.num_compiled() == before == len(list(folder.glob("*.bin")))
     assert llm.max_model_len == 64  # sizes that no option names are those of the folder
+    # Programs for structured output may be left over.
     assert tokens(start(checkpoint, programs=str(folder), max_num_seqs=2)) == expected
 
 
@@ -61,7 +62,6 @@ def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(checkpoi
     [
         (dict(max_num_seqs=4), r"max_num_seqs: the programs of .* were compiled for 2, got 4"),
         (dict(kv_cache_dtype="int8"), r"cache_dtype: .* were compiled for bfloat16, got int8"),
-        (dict(structured_outputs=True), r"structured_outputs: .* were compiled for False, got True"),
         (dict(kv_cache_memory=1 << 20, max_model_len=32), "kv_cache_memory: the cache of"),
         (dict(dtype="float32", kv_cache_dtype="bfloat16"), r"programs: .* was compiled for weights "),
         (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}), "speculative_config: programs"),
@@ -70,6 +70,15 @@ def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(checkpoi
 def test_options_of_another_engine_are_named(checkpoint, compiled, options, message):
     with pytest.raises(InvalidParameterError, match=message):
         start(checkpoint, programs=compiled[0], **options)
+
+
+def test_structured_output_needs_programs_for_it(checkpoint, compiled, tmp_path):
+    folder = shutil.copytree(compiled[0], tmp_path / "programs")
+    manifest = json.loads((folder / "programs.json").read_text())
+    manifest["sizes"]["structured_outputs"] = False
+    (folder / "programs.json").write_text(json.dumps(manifest))
+    with pytest.raises(InvalidParameterError, match=r"has no programs for them; compile with --structured-outputs"):
+        start(checkpoint, programs=folder, structured_outputs=True)
 
 
 def test_another_model_is_named_by_the_first_difference(compiled, tmp_path):

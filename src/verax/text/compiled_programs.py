@@ -95,11 +95,16 @@ class CompiledPrograms:
             if field.name == "groups" or (field.name in CHOSEN_BY_MEMORY and getattr(config, field.name) is None):
                 continue
             compiled, wanted = _plain(getattr(self.sizes, field.name)), _plain(getattr(planned, field.name))
-            if compiled != wanted:
+            if field.name == "structured_outputs" and wanted and not compiled:
+                raise InvalidParameterError(
+                    f"structured_outputs: {self.folder} has no programs for them; compile with --structured-outputs, "
+                    "or leave them out (--no-structured-outputs of verax serve and verax batch)"
+                )
+            if compiled != wanted and field.name != "structured_outputs":
                 raise InvalidParameterError(
                     f"{field.name}: the programs of {self.folder} were compiled for {compiled}, got {wanted}"
                 )
-        return self.sizes
+        return dataclasses.replace(self.sizes, structured_outputs=planned.structured_outputs)
 
     def load(self, name: str) -> Any:
         """One program, ready to be called.
