@@ -56,10 +56,6 @@ def test_the_address_of_rank_0_has_the_port_of_its_own_option_unless_it_names_on
         ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size: 3 devices do not divide over 2 hosts"),
         ({"master_addr": "::1"}, r"master_addr: expected HOST, HOST:PORT or \[IPV6\]:PORT, got '::1'"),
         ({"master_addr": "http://10.0.0.1"}, "master_addr: expected HOST"),
-        (
-            {"nnodes": 2, "tensor_parallel_size": 2, "speculative_config": {"model": "m", "num_speculative_tokens": 2}},
-            "speculative_config: several hosts .* run no draft model",
-        ),
     ],
 )
 def test_hosts_that_make_no_group_are_refused_with_what_would(options, message):

@@ -21,6 +21,7 @@ from verax.text.block_manager import BlockManager
 from verax.text.compiled_programs import CompiledPrograms
 from verax.text.engine import Engine
 from verax.text.engine_config import EngineConfig
+from verax.text.engine_programs import compile_all
 from verax.text.hosts.group import Group
 from verax.text.lora.device import DeviceAdapters
 from verax.text.lora.layers import AdaptedLayers
@@ -107,7 +108,9 @@ def new_engines(
         compiled = CompiledPrograms.open(config.programs)
         sizes = compiled.sizes_for(sizes, config)
     if hosts is not None:
-        hosts.agree({"model": model.config, "target": ops.target().device_kind, **asdict(sizes)})
+        draft_config = None if drafts[0] is None else drafts[0].config
+        target = ops.target().device_kind
+        hosts.agree({"model": model.config, "draft model": draft_config, "target": target, **asdict(sizes)})
     caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
     seeds = np.random.default_rng(config.seed)
     engines = []
@@ -170,9 +173,15 @@ def warm_up(engines: abc.Sequence[Engine], *, use_tqdm: bool) -> float:
 
 @ops.use_earlier_programs()
 def _warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
-    engine.runner.warm_up(report)
-    if engine.speculator is not None:
-        engine.speculator.drafter.warm_up()
+    runner, drafter = engine.runner, None if engine.speculator is None else engine.speculator.drafter
+    compile_all([*runner.uncompiled(), *(() if drafter is None else drafter.uncompiled())], report)
+    if runner.group is not None:
+        runner.group.exchange(None)  # a collective gives up on a device that still compiles
+        if not runner.group.leads:
+            return  # a follower repeats what rank 0 runs
+    runner.warm_up()
+    if drafter is not None:
+        drafter.warm_up()
 
 
 def _new_scheduler(sizes: RunnerConfig, config: EngineConfig, *, enable_prefix_caching: bool) -> Scheduler:

@@ -18,6 +18,7 @@ from verax import ops
 from verax.errors import InvalidParameterError, StructuredOutputError, VeraxError
 from verax.text.detokenizer import IncrementalDetokenizer
 from verax.text.grammar import Grammar, GrammarCompiler
+from verax.text.hosts.dispatch import Dispatch
 from verax.text.lora.loader import AdapterLoader, LoadedAdapter
 from verax.text.lora.request import LoRARequest
 from verax.text.output_builder import OutputBuilder
@@ -220,6 +221,15 @@ class Engine:
         self._in_flight = pending if self.scheduler.has_work else None
         return progressed
 
+    @ops.use_earlier_programs()
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Make the dispatch of another host's engine, in whose order all of them are made."""
+        if dispatch.program in ("extend", "draft"):
+            assert self.speculator is not None  # the ranks have compared their options
+            self.speculator.drafter.repeat(dispatch)
+        else:
+            self.runner.repeat(dispatch)
+
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
         """The grammar of a request with structured output; None for others. Any thread may call it.
 
@@ -270,7 +280,7 @@ class Engine:
             _ = sequence.detokenizer.finish() if sequence.finished else sequence.detokenizer.delta()
 
     def _collect(self, pending: PendingStep) -> list[Request]:
-        tokens = self.runner.read(pending)
+        tokens = self.runner.read(pending.output.tokens)
         now = time.perf_counter()
         progressed: dict[Request, None] = {}
         for row, chunk in enumerate(pending.schedule.chunks):

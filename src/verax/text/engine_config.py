@@ -166,10 +166,6 @@ class EngineConfig:
             raise InvalidParameterError(
                 "data_parallel_size: several hosts (nnodes) run one replica; put a router in front of several groups"
             )
-        if self.nnodes > 1 and self.speculation is not None and self.speculation.model is not None:
-            raise InvalidParameterError(
-                'speculative_config: several hosts (nnodes) run no draft model yet; use the method "ngram"'
-            )
         try:
             _ = self.coordinator
         except (TypeError, ValueError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
-from collections.abc import Hashable
+from collections import abc
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +20,22 @@ from verax.text.sizes import RunnerConfig
 from verax.text.slots import admit
 from verax.text.step import StepShape
 
-__all__ = ["ADMIT", "Programs", "compile_program", "jitted_programs", "loaded_programs", "new_programs"]
+__all__ = [
+    "ADMIT",
+    "JittedCall",
+    "Programs",
+    "compile_all",
+    "compile_program",
+    "jitted_programs",
+    "loaded_programs",
+    "new_programs",
+]
 
 ADMIT = "admit"
 """Name of the program that fills slots."""
+
+JittedCall = tuple[Any, tuple[Any, ...]]
+"""A program as `jax.jit` gives it, and its arguments, arrays or their shapes."""
 
 
 class Programs(NamedTuple):
@@ -75,3 +90,20 @@ def loaded_programs(compiled: CompiledPrograms, sizes: RunnerConfig) -> Programs
 def compile_program(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
     """Lower and compile a program for arguments, arrays or their shapes."""
     return jitted.lower(*arguments).compile()
+
+
+def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int], None]) -> None:
+    """Compile programs, so that calls with such arguments compile nothing.
+
+    Args:
+        programs: the programs.
+        progress: called with the number of compiled programs and of all, at first with 0.
+    """
+    progress(0, len(programs))
+    # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
+    # traced in a copy of this context, which has the choices of `use_implementations` and `use_target`.
+    with ThreadPoolExecutor(2) as pool:
+        compiled = [pool.submit(contextvars.copy_context().run, compile_program, *each) for each in programs]
+        for done, result in enumerate(compiled, start=1):
+            result.result()
+            progress(done, len(programs))

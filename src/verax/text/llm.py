@@ -90,7 +90,7 @@ class LLM:
         begin = time.perf_counter()
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
         if hosts is not None:
-            hosts.agree({"the digest of the weights": checkpoint.fingerprint(opened)})
+            hosts.agree(_digests(opened, config))
         tokenizer = None if skip_tokenizer_init or config.node_rank > 0 else _tokenizer(opened)
         models = []
         for mesh in map(placement_mesh, meshes):
@@ -218,7 +218,7 @@ class LLM:
         if hosts is None or hosts.leads:
             raise InvalidParameterError("node_rank: rank 0 leads; hosts with a larger node_rank follow")
         for dispatch in hosts.dispatches():
-            self.engine.runner.repeat(dispatch)
+            self.engine.repeat(dispatch)
 
     @property
     def max_model_len(self) -> int:
@@ -427,6 +427,15 @@ class LLM:
         finally:
             if not finalizing():
                 self._group.abort(request_id)
+
+
+def _digests(opened: checkpoint.Checkpoint, config: EngineConfig) -> dict[str, str]:
+    """Digests of the weights of the model and of the draft model, if there is one, by what they are."""
+    digests = {"the digest of the weights": checkpoint.fingerprint(opened)}
+    if config.speculation is not None and config.speculation.model is not None:
+        draft = checkpoint.Checkpoint.open(config.speculation.model)
+        digests["the digest of the draft model's weights"] = checkpoint.fingerprint(draft)
+    return digests
 
 
 def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:

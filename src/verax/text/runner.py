@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
-import time
 from collections import abc
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,7 +19,15 @@ from verax.errors import InvalidParameterError
 from verax.models import CausalLM
 from verax.nn import Embedding
 from verax.text.compiled_programs import CompiledPrograms
-from verax.text.engine_programs import ADMIT, Programs, compile_program, jitted_programs, loaded_programs, new_programs
+from verax.text.engine_programs import (
+    ADMIT,
+    JittedCall,
+    Programs,
+    compile_program,
+    jitted_programs,
+    loaded_programs,
+    new_programs,
+)
 from verax.text.grammar import mask_width
 from verax.text.hosts.dispatch import Dispatch, ProgramName
 from verax.text.hosts.group import Group
@@ -124,34 +129,16 @@ class ModelRunner:
         """The program that samples the rows of a step by itself."""
         return sampling_program(self.abstract_model, self.config, rows, self.mesh)
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every bucket, and run it on padding; seconds taken. Nothing compiles after this.
-
-        Where padding takes time, only small steps are run. A follower only compiles: it repeats what rank 0 runs.
-        """
-        begin = time.perf_counter()
-        self._compile_all(progress)
-        if self.group is not None:
-            self.group.exchange(None)  # a collective gives up on a device that still compiles
-        if self.group is None or self.group.leads:
-            self._run_all()
-        return time.perf_counter() - begin
-
-    def _compile_all(self, progress: Callable[[int, int], None] | None) -> None:
+    def uncompiled(self) -> list[JittedCall]:
+        """The programs of the steps and of their sampling with arguments, to compile; none if they were loaded."""
         own = Programs(self._admit, self._steps, self._samplers)
-        programs = [] if self._is_compiled else list(self._with_arguments(own).values())
-        if progress is not None:
-            progress(0, len(programs))
-        # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
-        # traced in a copy of this context, which has the choices of `use_implementations` and `use_target`.
-        with ThreadPoolExecutor(2) as pool:
-            compiled = [pool.submit(contextvars.copy_context().run, compile_program, *each) for each in programs]
-            for done, result in enumerate(compiled, start=1):
-                result.result()
-                if progress is not None:
-                    progress(done, len(programs))
+        return [] if self._is_compiled else list(self._with_arguments(own).values())
 
-    def _run_all(self) -> None:
+    def warm_up(self) -> None:
+        """Run every bucket on padding, once it is compiled. Nothing compiles after this.
+
+        Where padding takes time, only small steps are run.
+        """
         for shape in self.config.shapes:
             # What the first run of a program takes beside its work is a few milliseconds.
             if not self.config.padding_takes_time or shape.tokens <= self.config.mixed_tokens[0]:
@@ -161,7 +148,7 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.warm_up()
 
-    def _with_arguments(self, programs: Programs) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def _with_arguments(self, programs: Programs) -> dict[str, JittedCall]:
         """Programs of the steps and of their sampling by name, each with its arguments."""
         steps = {step_name(shape): (step, self._arguments(shape)) for shape, step in programs.steps.items()}
         return steps | {
@@ -240,14 +227,14 @@ class ModelRunner:
         pending.deferred = None
         tokens.copy_to_host_async()
 
-    def read(self, pending: PendingStep) -> np.ndarray:
-        """Tokens of a step, `[B]`. Waits for it.
+    def read(self, tokens: jax.Array | np.ndarray) -> np.ndarray:
+        """Tokens of a step on the host, `[B]`. Waits for it.
 
         Raises:
             HostsError: if another host is gone.
         """
         try:
-            return np.asarray(pending.output.tokens)
+            return np.asarray(tokens)
         except jax.errors.JaxRuntimeError as error:
             if self.group is None:
                 raise
@@ -256,7 +243,8 @@ class ModelRunner:
     def repeat(self, dispatch: Dispatch) -> None:
         """Make the dispatch of another host's runner, in whose order all of them are made."""
         arrays = dispatch.unpack()
-        if dispatch.shape is not None:
+        if dispatch.program == "step":
+            assert dispatch.shape is not None
             self._logits = self._dispatch(dispatch.shape, *arrays).logits
         elif dispatch.program == "sample":
             self._sample(self._logits, *arrays)
@@ -339,21 +327,21 @@ class ModelRunner:
         return self._weights + self._adapters.arrays if self._adapters and shape.adapters else self._weights
 
     def _dispatch(self, shape: StepShape, packed: np.ndarray) -> StepOutput:
-        self._send("step", packed, shape=shape)
+        self.send("step", packed, shape=shape)
         weights = self._weights_of(shape)
         self._slots, self._cache, output = self._steps[shape](weights, self._slots, self._cache, packed)
         return output
 
     def _sample(self, logits: jax.Array | None, rows: np.ndarray, masks: np.ndarray) -> tuple[jax.Array, Logprobs]:
-        self._send("sample", rows, masks)
+        self.send("sample", rows, masks)
         self._slots, tokens, logprobs = self._samplers[len(rows)](self._slots, logits, rows, masks)
         return tokens, logprobs
 
     def _fill_slot(self, packed: np.ndarray) -> None:
-        self._send("admit", packed)
+        self.send("admit", packed)
         self._slots = self._admit(self._slots, packed)
 
-    def _send(self, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> None:
+    def send(self, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> None:
         """Send a dispatch to the followers, if there are any."""
         if self.group is not None and self.group.leads:
             self.group.send(Dispatch.of(program, *arrays, shape=shape))

@@ -1,6 +1,7 @@
 """Several processes with one engine: one process's tokens, and no process that outlives the others."""
 
 import contextlib
+import json
 import re
 import signal
 import threading
@@ -9,11 +10,12 @@ from functools import partial
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.support.hosts import SIZES, ended, free_port, join, spawn
-from tests.support.tiny import tiny_checkpoint
-from verax import LLM, AsyncLLM, SamplingParams
+from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
+from verax import LLM, AsyncLLM, SamplingParams, checkpoint
 from verax.errors import HostsError, InvalidParameterError
 from verax.text.hosts.dispatch import Dispatch
 from verax.text.hosts.group import Group
@@ -29,6 +31,9 @@ SAMPLING = [
     {"temperature": 1.0, "seed": 7},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 3},
 ]
+
+
+SHAPE = dict(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=1)
 
 
 @pytest.fixture
@@ -118,15 +123,22 @@ def test_what_several_hosts_cannot_do_is_refused_before_anything_is_loaded():
         LLM.follow(SimpleNamespace(_hosts=None))
 
 
-def test_hosts_with_other_weights_are_refused_before_the_weights_are_read(groups, tmp_path, monkeypatch):
-    sizes = dict(tensor_parallel_size=2, nnodes=2)
+@pytest.mark.parametrize("which", ["the weights", "the draft model's weights"])
+def test_hosts_with_other_weights_are_refused_before_the_weights_are_read(groups, tmp_path, monkeypatch, which):
     monkeypatch.setattr("verax.text.llm.load_causal_lm", lambda *a, **k: pytest.fail("they were read"))
     monkeypatch.setattr("verax.text.llm.tensor_meshes", lambda *a: [None])
     monkeypatch.setattr(Group, "join", classmethod(lambda cls, config, options: groups[config.node_rank]))
     folders = [tiny_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    found = both(*(partial(LLM, folder, node_rank=rank, **sizes) for rank, folder in enumerate(folders)))
+    models, drafts = (folders, folders[:1] * 2) if which == "the weights" else (folders[:1] * 2, folders)
+
+    def start(rank):
+        config = {"model": str(drafts[rank]), "num_speculative_tokens": 2}
+        return LLM(models[rank], node_rank=rank, nnodes=2, tensor_parallel_size=2, speculative_config=config)
+
+    found = both(partial(start, 0), partial(start, 1))
     assert len({*map(str, found)}) == 1
-    assert "nnodes: the hosts must be equal, but the digest of the weights is " in str(found[0])
+    assert str(found[0]).startswith(f"nnodes: the hosts must be equal, but the digest of {which} is ")
+    assert str(found[0]).count("digest") == 1
 
 
 def test_processes_with_unequal_options_end_and_both_name_the_option():
@@ -151,32 +163,54 @@ def test_a_follower_ends_when_rank_0_does_and_with_a_message_when_it_is_killed()
     assert "rank 0 of 2 is gone" in errors
 
 
+UNITS = 32
+"""Inner units of the draft model."""
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    sizes = dict(intermediate_size=128, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=1)
-    return tiny_checkpoint(tmp_path_factory.mktemp("hosts") / "tiny", **sizes)
+def draft_folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("hosts") / "draft", intermediate_size=UNITS, **SHAPE)
 
 
-def serve(folder, rank, port):
+@pytest.fixture(scope="module")
+def folder(draft_folder):
+    """The draft model with 16 times as many inner units, of which the others give zero.
+
+    The drafts all hold, and the model is so much larger that they pay.
+    """
+    weights = random_weights(tiny_config(intermediate_size=UNITS, **SHAPE))
+    for name, weight in weights.items():
+        if ".mlp." in name:
+            more = (0, 15 * UNITS)
+            weights[name] = np.pad(weight, ((0, 0), more) if "down_proj" in name else (more, (0, 0)))
+    folder = tiny_checkpoint(draft_folder.with_name("model"), intermediate_size=16 * UNITS, **SHAPE)
+    return checkpoint.save(weights, folder, config=tiny_config(intermediate_size=16 * UNITS, **SHAPE))
+
+
+def serve(folder, draft_folder, rank, port):
+    drafts = {"model": str(draft_folder), "num_speculative_tokens": 3}
     options = {**SIZES, "tensor_parallel_size": 4, "nnodes": 2, "node_rank": rank}
+    options["speculative_config"] = json.dumps(drafts)
     del options["block_size"]
     given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     command = ["-m", "verax", "serve", str(folder), "--dtype", "float32", "--no-structured-outputs", "--port", "0"]
     return spawn(*command, *given, "--master-addr", f"127.0.0.1:{port}")
 
 
-def test_a_server_on_two_hosts_gives_one_devices_tokens_and_names_the_host_that_is_killed(folder):
+def test_a_server_on_two_hosts_drafts_gives_one_devices_tokens_and_names_the_host_that_is_killed(folder, draft_folder):
     port = free_port()
-    leader, follower = (serve(folder, rank, port) for rank in range(2))
+    leader, follower = (serve(folder, draft_folder, rank, port) for rank in range(2))
     try:
         lines = iter(leader.stdout.readline, "")
         url = next(found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
-        plain = {"model": str(folder), "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+        # 40 tokens: drafts begin new blocks, which the other host must have in its tables too.
+        plain = {"model": str(folder), "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
         with httpx.Client(base_url=url, timeout=300) as client:
             tokens = []
             for prompt, how in zip(PROMPTS, SAMPLING, strict=True):
                 answer = client.post("/v1/completions", json={**plain, **how, "prompt": prompt}).json()
                 tokens.append(tuple(answer["choices"][0]["token_ids"]))
+            metrics = client.get("/metrics").text
             stream = {**plain, "max_tokens": 80, "prompt": PROMPTS[0], "stream": True}
             with client.stream("POST", "/v1/completions", json=stream) as answer:
                 events = answer.iter_lines()
@@ -194,6 +228,11 @@ def test_a_server_on_two_hosts_gives_one_devices_tokens_and_names_the_host_that_
     assert status == 1
     assert "data: [DONE]" not in rest
     llm = LLM(folder, dtype="float32", use_tqdm=False, **SIZES)
-    params = [SamplingParams(max_tokens=16, ignore_eos=True, **how) for how in SAMPLING]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, **how) for how in SAMPLING]
     assert tokens == [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     assert len({*tokens}) == len(tokens)
+    drafted, accepted = (
+        float(re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$", metrics, re.MULTILINE)[1])
+        for name in ("draft", "accepted")
+    )
+    assert accepted == drafted > 10

@@ -12,7 +12,7 @@ from verax.text.step import StepShape
 
 __all__ = ["Dispatch", "ProgramName"]
 
-ProgramName = Literal["admit", "adapt", "step", "sample"]
+ProgramName = Literal["admit", "adapt", "step", "sample", "extend", "draft"]
 
 COMPRESSED_FROM = 4096
 """Bytes from which a message is compressed: the row of an admitted sequence is padded to the longest context."""
@@ -23,9 +23,9 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         program: `"admit"` fills a slot, `"adapt"` writes an adapter, `"step"` runs a step, `"sample"` samples the step
-            before it.
+            before it, `"extend"` puts blocks into tables before drafts, `"draft"` runs a step of the draft model.
         arrays: int32 arrays in the order of the program's arguments, as shapes and bytes.
-        shape: the bucket of a step.
+        shape: the bucket of a step, of either model.
     """
 
     program: ProgramName

@@ -20,6 +20,8 @@ from jaxtyping import Array, Int
 from verax._buckets import at_least, powers
 from verax.models import CausalLM
 from verax.text.cache_groups import CacheGroup
+from verax.text.engine_programs import JittedCall
+from verax.text.hosts.dispatch import Dispatch
 from verax.text.program import AbstractModel, new_cache, placed, step_program
 from verax.text.runner import ModelRunner, weight_bytes
 from verax.text.sampler import SAMPLED
@@ -88,15 +90,19 @@ class DraftModel:
         programs = [step_program(self._abstract, self._config, shape, runner.mesh) for shape in self.shapes]
         _, on_slots, on_cache, _ = programs[0].shardings or (None,) * 4
         self._cache = placed(lambda: new_cache(model.config, self._config), on_cache)
-        self._steps: dict[StepShape, Any] = {
-            shape: program.jit() for shape, program in zip(self.shapes, programs, strict=True)
+        self._steps: dict[StepShape, JittedCall] = {
+            shape: (program.jit(), program.arguments) for shape, program in zip(self.shapes, programs, strict=True)
         }
         verify = [shape for shape in runner.config.shapes if shape.verify]
         self._num_updates = max(shape.num_updates(self._config.block_size) for shape in verify)
         self._extend_tables: Any = jax.jit(_with_new_blocks, donate_argnums=0, out_shardings=(on_slots,))
 
+    def uncompiled(self) -> list[JittedCall]:
+        """The programs of its steps with arguments, to compile."""
+        return list(self._steps.values())
+
     def warm_up(self) -> None:
-        """Compile every step and run it once on padding."""
+        """Run every step once on padding."""
         self._add_blocks([])
         for shape in self.shapes:
             jax.block_until_ready(self._run(shape, []))
@@ -120,11 +126,19 @@ class DraftModel:
             tokens.append(self._run(shape, [(chunks[row], chunks[row].start + i, 1, True) for row in rows[i]]))
         drafts: list[list[int]] = [[] for _ in chunks]
         for which, sampled in zip(rows, tokens, strict=True):
-            for row, token in zip(which, np.asarray(sampled).tolist(), strict=False):
+            for row, token in zip(which, self._runner.read(sampled).tolist(), strict=False):
                 drafts[row].append(token)
         for chunk, made in zip(chunks, drafts, strict=True):
             self._progress[chunk.sequence] = _Progress(chunk.sequence.tables, chunk.start + 1, made)
         return {chunk.sequence: made for chunk, made in zip(chunks, drafts, strict=True)}
+
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Make the dispatch of another host's draft model."""
+        if dispatch.program == "draft":
+            assert dispatch.shape is not None
+            self._step(dispatch.shape, *dispatch.unpack())
+        else:
+            self._extend(*dispatch.unpack())
 
     def _read_text(self, chunk: Chunk) -> int:
         """Read the text of a sequence up to its newest tokens; the number of tokens that were read."""
@@ -146,17 +160,27 @@ class DraftModel:
         for at, (chunk, i, blocks) in enumerate(new):
             for group, block in enumerate(blocks):
                 updates[group, at] = _slot(chunk), chunk.first_new_block + i, block
-        self._runner.with_slots(lambda slots: self._extend_tables(slots, updates))
+        self._extend(updates)
 
     def _run(self, shape: StepShape, rows: abc.Sequence[tuple[Chunk, int, int, bool]]) -> jax.Array:
-        """Dispatch one step over (chunk, start, count, sample) rows; the tokens that it samples."""
+        """Run one step over (chunk, start, count, sample) rows; the tokens that it samples."""
         groups = len(self._config.groups)
         packed = np.zeros(shape.input_size(self._config.block_size, groups), np.int32)
         packed[0 : 4 * shape.rows : 4] = packed[4 * shape.rows :: 3] = self._config.max_num_seqs
         table = packed[: 4 * shape.rows].reshape(shape.rows, 4)
         for i, (chunk, start, count, sample) in enumerate(rows):
             table[i] = _slot(chunk), start, count, SAMPLED * sample
-        step = self._steps[shape]
+        return self._step(shape, packed)
+
+    def _extend(self, updates: np.ndarray) -> None:
+        """Dispatch the (slot, index, block) triples of each cache group, `[G, n, 3]`, to the tables."""
+        self._runner.send("extend", updates)
+        self._runner.with_slots(lambda slots: self._extend_tables(slots, updates))
+
+    def _step(self, shape: StepShape, packed: np.ndarray) -> jax.Array:
+        """Dispatch one step with its packed input; the tokens that it samples."""
+        self._runner.send("draft", packed, shape=shape)
+        step, _ = self._steps[shape]
         self._cache, output = self._runner.with_slots(lambda slots: step(self._weights, slots, self._cache, packed))
         return output.tokens
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from collections import abc
 
+from verax.text.engine_programs import JittedCall
+from verax.text.hosts.dispatch import Dispatch
 from verax.text.scheduler import Schedule
 from verax.text.sequence import Sequence
 
@@ -86,8 +88,16 @@ class NgramDrafter:
         self._num_drafts = num_drafts
         self._indices: weakref.WeakKeyDictionary[Sequence, NgramIndex] = weakref.WeakKeyDictionary()
 
+    def uncompiled(self) -> list[JittedCall]:
+        """No programs: the host looks up."""
+        return []
+
     def warm_up(self) -> None:
-        """Compile nothing: the host looks up."""
+        """Run nothing."""
+
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Refuse what no drafter of this kind sends."""
+        raise AssertionError(f"{dispatch.program} was sent, and this host has no draft model")
 
     def can_draft(self, sequence: Sequence) -> bool:
         """True if the end of the text that the host knows occurred before."""

@@ -12,6 +12,8 @@ from collections import abc
 from dataclasses import replace
 from typing import Protocol
 
+from verax.text.engine_programs import JittedCall
+from verax.text.hosts.dispatch import Dispatch
 from verax.text.scheduler import Schedule, Scheduler
 from verax.text.sequence import Sequence
 from verax.text.speculative.policy import Acceptance, Policy
@@ -28,8 +30,16 @@ class Drafter(Protocol):
         """Time of drafting one token for all sequences, in steps of the model."""
         ...
 
+    def uncompiled(self) -> abc.Sequence[JittedCall]:
+        """Programs that it runs on the device, with arguments, to compile."""
+        ...
+
     def warm_up(self) -> None:
-        """Compile what it runs on the device. Nothing compiles after this."""
+        """Run its programs once they are compiled. Nothing compiles after this."""
+        ...
+
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Make the dispatch of another host's drafter."""
         ...
 
     def can_draft(self, sequence: Sequence) -> bool:
