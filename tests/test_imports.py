@@ -42,9 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The one place where a checkpoint meets a model.
     "loading": LEAVES | {"builtin", "progress", "ops", "nn", "models", "checkpoint"},
     # Engines. Text joins projections of its model (`nn`) and knows the processor that its compiled programs belong to
-    # (`machine`). An encoder pools the states of its own; its sentences go through the tokenizer of text.
+    # (`machine`). Video divides weights as the layers of its models declare it. An encoder pools the states of its own;
+    # its sentences go through the tokenizer of text.
     "text": ENGINE | {"nn", "machine"},
-    "video": ENGINE,
+    "video": ENGINE | {"nn"},
     "embed": ENGINE | {"nn", "text.tokenizer"},
     # Files of work for encoders and video models; the server's batches go on where they stopped by the same files.
     "batch": ENGINE | {"embed", "video"},

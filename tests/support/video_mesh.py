@@ -27,15 +27,22 @@ from verax.video.run import stages_of
 HOME = Path(sys.argv[1])
 PICTURE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 SIZE = dict(height=32, width=64, num_frames=5, num_inference_steps=2, output_type="latent")
+SHARDED = True
 FORCING = dict(num_frames=9, base_num_frames=5, overlap_history=1, causal_attention=True)
 CACHED = dict(num_inference_steps=8, cache="teacache", cache_threshold=1e9)
 
 
-def pipeline(kind, guidance=False, sequence=1):
-    if not (HOME / kind).exists():
-        video_folder(kind, HOME / kind, heads=4, num_frames=5, height=32, width=64)
+def pipeline(kind, guidance=False, sequence=1, shard_weights=False, heads=4):
+    folder = HOME / f"{kind}-{heads}"
+    if not folder.exists():
+        video_folder(kind, folder, heads=heads, num_frames=5, height=32, width=64)
     return VideoPipeline(
-        HOME / kind, dtype="float32", show_progress=False, guidance_parallel=guidance, sequence_parallel=sequence
+        folder,
+        dtype="float32",
+        show_progress=False,
+        guidance_parallel=guidance,
+        sequence_parallel=sequence,
+        shard_weights=shard_weights,
     )
 
 
@@ -51,6 +58,13 @@ def work(*mesh):
     request = VideoRequest("a red circle", height=256, width=256, num_frames=17, base_num_frames=17, guidance="batch")
     stages = stages_of(pipe.resolve(request), pipe.parts)
     return plan_memory([stage for stage in stages if stage.name == "denoise"])[0].work
+
+
+def plan_of_wide_model(shard_weights):
+    """Bytes of weights and work on one of eight devices, of a model whose weights are the most of both."""
+    pipe = pipeline("t2v", True, 4, shard_weights, heads=32)
+    stages = pipe.plan(VideoRequest("a red circle", **SIZE))
+    return next([stage.weights, stage.work] for stage in stages if stage.stage == "denoise")
 
 
 def compare(kind, meshes, **options):
@@ -98,12 +112,12 @@ def refusal(kind, *mesh, **options):
 
 def chosen(devices, **options):
     wanted = VideoRequest("a red circle", **options)
-    pipe = VideoPipeline(HOME / "t2v", dtype="float32", show_progress=False, devices=devices, devices_for=wanted)
+    pipe = VideoPipeline(HOME / "t2v-4", dtype="float32", show_progress=False, devices=devices, devices_for=wanted)
     pipe.resolve(wanted)
     return [1, 1] if pipe.mesh is None else list(pipe.mesh.shape.values())
 
 
-MESHES = [(True, 1), (False, 2), (True, 2), (True, 4)]
+MESHES = [(True, 1), (False, 2), (True, 2), (True, 4), (True, 4, SHARDED)]
 
 if __name__ == "__main__":
     assert jax.device_count() == 8
@@ -112,12 +126,13 @@ if __name__ == "__main__":
         json.dumps(
             {
                 "t2v": dict(zip(map(str, MESHES), compare("t2v", MESHES, output_type="np"), strict=True)),
-                "i2v": next(compare("i2v", [(False, 4)], image=PICTURE, guidance="sequential")),
-                "df": next(compare("df", [(True, 2)], ar_step=1, addnoise_condition=20, **FORCING)),
-                "cache": next(compare("t2v", [(True, 2)], **CACHED)),
-                "experts": next(compare("t2v-a14b", [(True, 2)], num_inference_steps=5)),
+                "i2v": list(compare("i2v", [(False, 4), (False, 4, SHARDED)], image=PICTURE, guidance="sequential")),
+                "df": list(compare("df", [(True, 2), (True, 2, SHARDED)], ar_step=1, addnoise_condition=20, **FORCING)),
+                "cache": list(compare("t2v", [(True, 2), (True, 2, SHARDED)], **CACHED)),
+                "experts": list(compare("t2v-a14b", [(True, 2), (True, 2, SHARDED)], num_inference_steps=5)),
                 "decode": [decoded((12, 4)), decoded((23, 3))],  # 12 and 7 tiles
                 "work": [work(True, 1), work(True, 4)],
+                "plans": [plan_of_wide_model(False), plan_of_wide_model(SHARDED)],
                 "chosen": {
                     "8": chosen(8),
                     "6": chosen(6),

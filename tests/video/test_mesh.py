@@ -28,11 +28,28 @@ def test_frames_are_those_of_one_device_and_a_step_has_the_collectives_that_are_
     assert (case["collectives"], case["context"]) == (collectives, {})
 
 
+@pytest.mark.parametrize("case", [0, 1], ids=["whole weights", "divided weights"])
 @pytest.mark.parametrize(("name", "steps"), [("i2v", [2, 2]), ("df", [5, 5]), ("cache", [8, 5]), ("experts", [5, 5])])
-def test_every_kind_of_model_makes_the_latents_of_one_device(found, name, steps):
-    case = found[name]
+def test_every_kind_of_model_makes_the_latents_of_one_device(found, name, steps, case):
+    case = found[name][case]
     assert case["steps"] == steps
     assert case["difference"] < 1e-4 * case["spread"]
+
+
+def test_divided_weights_are_gathered_once_a_block_where_they_are_used(found):
+    case = found["t2v"]["(True, 4, True)"]
+    assert case["difference"] < 1e-4
+    # One block in a loop has its four all-to-alls. It gathers eight matrices, and the step the tokens and the passes.
+    assert case["collectives"] == {"all-to-all": 4, "all-gather": 8 + 2}
+    assert case["context"] == {"all-gather": 2}  # the other two matrices of cross-attention: keys and values
+
+
+def test_the_plan_has_one_devices_part_of_divided_weights(found):
+    (whole, whole_work), (divided, divided_work) = found["plans"]
+    D, F, layers = 32 * 12, 32, 2
+    block = 4 * (8 * D * D + 2 * D * F)  # bytes of its matrices: eight of attention, two of the feed-forward
+    assert divided == whole - layers * block * 7 // 8
+    assert divided_work - whole_work < 1.5 * block  # one is gathered, not both
 
 
 def test_tiles_of_frames_decode_on_several_devices_as_on_one(found):
@@ -73,6 +90,11 @@ def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(found):
 )
 def test_what_cannot_be_divided_is_refused_with_what_would_fit(found, name, message):
     assert found["refusals"][name] == message
+
+
+def test_weights_cannot_be_divided_over_one_device():
+    with pytest.raises(InvalidParameterError, match="shard_weights: expected several devices to divide the weights"):
+        VideoPipeline.from_pretrained(shard_weights=True)
 
 
 @pytest.mark.parametrize("devices", [0, 1.0, True, "2"])

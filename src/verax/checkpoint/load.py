@@ -218,7 +218,7 @@ def _check_shape(expected: tuple[int, ...], source: str | StackedKeys, checkpoin
         pairs = [(source, expected)]
     else:
         # The matrices of one expert are of equal size.
-        pairs = [(key, (expected[1] // len(keys), expected[2])) for keys in source for key in keys]
+        pairs = [(key, (expected[1] // len(keys), *expected[2:])) for keys in source for key in keys]
     for key, needed in pairs:
         if (shape := checkpoint.shape(key)) != needed:
             file = checkpoint.place(key)[0]

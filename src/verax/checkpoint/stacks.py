@@ -39,10 +39,10 @@ class Stack:
     """A stack in a checkpoint: one array, or single matrices.
 
     Attributes:
-        shape: `(E, F, D)`.
+        shape: `(E, F, D)`; `(E, ...)` of blocks, whose weights need not be matrices.
     """
 
-    def __init__(self, checkpoint: Checkpoint, shape: tuple[int, int, int], keys: str | StackedKeys):
+    def __init__(self, checkpoint: Checkpoint, shape: tuple[int, ...], keys: str | StackedKeys):
         self.shape = shape
         self._checkpoint = checkpoint
         self._keys = keys

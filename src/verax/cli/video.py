@@ -155,6 +155,14 @@ def video(
     sequence_parallel: Annotated[
         int, _option("Devices of a group, which divide the tokens.", names=["--sequence-parallel"], panel=_SPEED)
     ] = 1,
+    shard_weights: Annotated[
+        bool,
+        typer.Option(
+            "--shard-weights",
+            help="Divide the transformer's weights over the devices: less memory, more communication.",
+            rich_help_panel=_SPEED,
+        ),
+    ] = False,
     dtype: options.Dtype = "bfloat16",
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
 ) -> None:
@@ -209,6 +217,7 @@ def video(
         sequence_parallel=sequence_parallel,
         devices=devices,
         devices_for=VideoRequest(**shared),
+        shard_weights=shard_weights,
     )
     if batch is not None:
         one = {"prompt": prompt, "contact-sheet": contact_sheet, "resume": resume, "preview": preview, "plan": plan}

@@ -33,16 +33,18 @@ class Division:
             stack; 1 for the inputs.
         unit: entries that stay together on one device, such as the rows of a head.
         repeats: True if several devices may hold a unit where there are more devices than units.
+        mesh_axes: axes of the mesh whose devices, all together, hold the parts.
     """
 
     axis: int = 0
     unit: int = 1
     repeats: bool = False
+    mesh_axes: tuple[str, ...] = (TENSOR_AXIS,)
 
     @property
     def spec(self) -> PartitionSpec:
         """Partition of an array that has the weight's own axes."""
-        return PartitionSpec(*[None] * self.axis, TENSOR_AXIS)
+        return PartitionSpec(*[None] * self.axis, self.mesh_axes)
 
     def divides(self, size: int, devices: int) -> bool:
         """True if an axis of this size can be divided over so many devices."""

@@ -125,7 +125,7 @@ class Denoiser:
 
     Attributes:
         transformer: model.
-        mesh: devices of the programs, each with all weights; None for the default device.
+        mesh: devices of the programs; None for the default device.
         context_program: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
         time_program: function of weights, timesteps `[R, *F]` and fps or None.
         program: function of weights, carry, tables, conditions, and the first iteration and the one after the last.
@@ -135,7 +135,7 @@ class Denoiser:
         """Describe the programs; nothing is compiled.
 
         Args:
-            transformer: model, whose weights are on all devices of the mesh.
+            transformer: model, whose weights are whole on each device of the mesh, or divided over all of them.
             mesh: of `video_mesh`.
         """
         self.transformer = transformer
@@ -148,14 +148,14 @@ class Denoiser:
             fps = None if fps is None else jnp.broadcast_to(fps, timesteps.shape[:1])
             return transformer.module(weights).embed_time(timesteps, fps)
 
-        each = REPLICATED
-        self.context_program = Program(context, layout=layout(mesh, each, BY_ROW, BY_ROW, results=BY_ROW))
-        self.time_program = Program(time, layout=layout(mesh, each, each, each))
+        each, of_model = REPLICATED, transformer.partition
+        self.context_program = Program(context, layout=layout(mesh, of_model, BY_ROW, BY_ROW, results=BY_ROW))
+        self.time_program = Program(time, layout=layout(mesh, of_model, each, each))
         self.program = Program(
             self._iterations,
             options=("guidance", "causal_block_size", "attention"),
             donate=(1,),
-            layout=layout(mesh, each, _CARRY, each, _CONDITIONS, each, each, results=_CARRY),
+            layout=layout(mesh, of_model, _CARRY, each, _CONDITIONS, each, each, results=_CARRY),
         )
 
     def context_call(self, text: Any, image: Any) -> ProgramCall:
@@ -249,7 +249,7 @@ class Denoiser:
 
                 found, residual = jax.lax.map(one_row, (conditions.context, residual))
             else:
-                rows = conditions.context[0].k.shape[0]
+                rows = jax.tree.leaves(conditions.context)[0].shape[0]
                 x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
                 found, residual = velocity(x, timesteps, conditions.context, residual, run_blocks)
             if axis_size(self.mesh, GUIDANCE) > 1:

@@ -22,6 +22,7 @@ from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
+from verax.nn.sharded import shard_blocks
 from verax.video.programs import Component
 
 __all__ = ["Components", "load_components"]
@@ -48,6 +49,7 @@ def load_components(
     lora: Mapping[Path, float],
     show_progress: bool,
     mesh: Mesh | None = None,
+    shard_weights: bool = False,
 ) -> Components:
     """Describe a folder's models.
 
@@ -61,6 +63,7 @@ def load_components(
         show_progress: bars while weights are read.
         mesh: devices each of which gets the weights of transformers and VAE; None for the default device. The encoders'
             are on the default device.
+        shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
 
     Raises:
         CheckpointError: if a part is missing, or a LoRA file does not fit the transformer.
@@ -71,12 +74,17 @@ def load_components(
     def component(
         name: str, what: str, make: Callable[..., M], config: Any, kind: DTypeLike, keep: bool | None
     ) -> Component[M]:
+        place = None if name.endswith("encoder") else mesh
+
         def load(abstract: M) -> M:
             with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
-                place = None if name.endswith("encoder") else mesh
                 return load_weights(abstract, open_part(name), mesh=place, progress=report)
 
-        return Component(what, lambda: make(config, dtype=kind, rngs=nnx.Rngs(0)), load, keep=keep, offload=offload)
+        def module() -> M:
+            made = make(config, dtype=kind, rngs=nnx.Rngs(0))
+            return shard_blocks(made, mesh) if mesh and shard_weights and name.startswith("transformer") else made
+
+        return Component(what, module, load, keep=keep, offload=offload, mesh=place)
 
     def open_part(name: str) -> Checkpoint:
         opened = folder.checkpoint(name)

@@ -171,7 +171,7 @@ class Layout(NamedTuple):
 
     Attributes:
         mesh: devices.
-        arguments: partition of each argument: of an array, or of all arrays of a tree.
+        arguments: partition of each argument: of an array, of all arrays of a tree, or a tree of those.
         results: partition of the results.
     """
 

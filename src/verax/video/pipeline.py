@@ -73,6 +73,7 @@ class VideoPipeline:
         sequence_parallel: int = 1,
         devices: int | None = None,
         devices_for: VideoRequest | None = None,
+        shard_weights: bool = False,
         show_progress: bool = True,
     ):
         """Open a checkpoint's folder; see `from_pretrained`."""
@@ -101,6 +102,11 @@ class VideoPipeline:
             )
         mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
         check_heads(mesh, transformer)
+        if shard_weights and mesh is None:
+            raise InvalidParameterError(
+                "shard_weights: expected several devices to divide the weights over, got one; give guidance_parallel, "
+                "sequence_parallel or devices"
+            )
         factors = _factors(lora)
         if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")
@@ -114,6 +120,7 @@ class VideoPipeline:
             lora=factors,
             show_progress=show_progress,
             mesh=mesh,
+            shard_weights=shard_weights,
         )
         conditioning = CONDITIONINGS[settings.kind]
         if conditioning.takes_image != (transformer.in_dim > vae.z_dim):
@@ -162,6 +169,7 @@ class VideoPipeline:
         sequence_parallel: int = 1,
         devices: int | None = None,
         devices_for: VideoRequest | None = None,
+        shard_weights: bool = False,
         show_progress: bool = True,
     ) -> VideoPipeline:
         """Open a checkpoint. Weights are read when they are first used.
@@ -180,11 +188,13 @@ class VideoPipeline:
             offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
             guidance_parallel: True to run prompt and negative prompt on two groups of devices.
             sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
-                Each device has all weights of the transformer and of the VAE, which decodes a part of each frame; the
-                text and image encoders are on the first device.
+                Each device has all weights of the transformer, unless `shard_weights`, and of the VAE, which decodes a
+                part of each frame; the text and image encoders are on the first device.
             devices: devices to divide clips over, in place of these two: they are chosen so that the most devices are
                 used, guidance first.
             devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.
+            shard_weights: True to divide the weights of the transformer's blocks over all of these devices, which
+                gather them block by block in every step: less memory on each device, and more communication.
             show_progress: True for bars, if stderr is a terminal.
 
         Raises:
@@ -204,6 +214,7 @@ class VideoPipeline:
             sequence_parallel=sequence_parallel,
             devices=devices,
             devices_for=devices_for,
+            shard_weights=shard_weights,
             show_progress=show_progress,
         )
 

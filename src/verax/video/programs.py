@@ -15,10 +15,13 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from verax import ops
 from verax._compat import compiler_options
+from verax.nn.parallel import divisions
+from verax.ops.division import partition
 from verax.video.mesh import Layout
 
 __all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "shapes_of"]
@@ -33,7 +36,14 @@ Weights = tuple[Array, ...]
 
 
 class Component(Generic[M]):
-    """A model: shapes from the start, weights from the first use to the last."""
+    """A model: shapes from the start, weights from the first use to the last.
+
+    Attributes:
+        name: name in messages.
+        shapes: shapes of the weights, whole.
+        partition: partition of each weight over the mesh.
+        keep: True if weights stay on the device between uses.
+    """
 
     def __init__(
         self,
@@ -43,6 +53,7 @@ class Component(Generic[M]):
         *,
         keep: bool | None = None,
         offload: bool = False,
+        mesh: Mesh | None = None,
     ):
         """Describe it.
 
@@ -52,6 +63,8 @@ class Component(Generic[M]):
             load: function that fills a module of shapes with weights.
             keep: True if weights stay on the device between uses; by their size (`KEEP_LIMIT`) if None.
             offload: True if they wait in the host's memory between uses instead.
+            mesh: devices of the weights, each with its part of those that a module declares as divided
+                (`nn.parallel.divisions`), and with all of the others; None for the default device.
         """
         self.name = name
         self._abstract = nnx.eval_shape(make)
@@ -59,6 +72,10 @@ class Component(Generic[M]):
         self._graph, state = nnx.split(self._abstract)
         leaves, self._treedef = jax.tree.flatten(state)
         self.shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        declared = {} if mesh is None else divisions(self._abstract)
+        names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
+        self.partition = tuple(partition(leaf, declared.get(name)) for name, leaf in zip(names, leaves, strict=True))
+        self._mesh = mesh
         self.keep = not offload and (self.size <= KEEP_LIMIT if keep is None else keep)
         self._offload = offload
         self._weights: Weights | None = None
@@ -67,8 +84,12 @@ class Component(Generic[M]):
 
     @property
     def size(self) -> int:
-        """Bytes of the weights."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.shapes)
+        """Bytes of the weights on one device."""
+        return sum(
+            math.prod(leaf.shape if self._mesh is None else NamedSharding(self._mesh, spec).shard_shape(leaf.shape))
+            * leaf.dtype.itemsize
+            for leaf, spec in zip(self.shapes, self.partition, strict=True)
+        )
 
     @property
     def loaded(self) -> bool:

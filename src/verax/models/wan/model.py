@@ -37,11 +37,13 @@ from verax.models.wan.layers import (
 )
 from verax.models.wan.sequence import SequenceParallel
 from verax.nn import Embedding, Linear
+from verax.nn.sharded import STACKED_BLOCKS, scan_blocks
 
 __all__ = ["WAN_CONFIGS", "WanConfig", "WanContext", "WanModel"]
 
-WanContext = tuple[CrossKeys, ...]
-"""Each layer's cross-attention keys and values, of one prompt per row; a pytree."""
+WanContext = tuple[CrossKeys, ...] | CrossKeys
+"""Each layer's cross-attention keys and values, of one prompt per row; a pytree. Blocks in one stack (`ShardedBlocks`)
+have one `CrossKeys`, with the layer in the second axis: `[B, L, S, N, H]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +206,13 @@ class WanModel(nnx.Module):
 
     The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype,
     except those of the time's embedding and of the head. The layers are separate arrays under separate names, and one
-    program after another in the compiled step.
+    program after another in the compiled step. `nn.sharded.shard_blocks` makes a stack and a loop of them.
     """
 
     ignored_weights = (r"\.cross_attn\.norm_q_img\.weight$",)
     """A norm that some files carry and no model uses."""
+
+    stacked_weights = STACKED_BLOCKS
 
     def __init__(self, config: WanConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         D = config.dim
@@ -246,7 +250,11 @@ class WanModel(nnx.Module):
             raise InvalidParameterError(f"image: this model {what} (image_dim {self.config.image_dim})")
         words = self.text_embedding(text)
         pixels = None if image is None or self.img_emb is None else self.img_emb(image)
-        return tuple(block.cross_attn.keys(words, pixels) for block in self.blocks)
+
+        def keys(_: None, block: Block, __: None) -> tuple[None, CrossKeys]:
+            return None, block.cross_attn.keys(words, pixels)
+
+        return scan_blocks(keys, self.blocks, None)[1]
 
     def embed_time(
         self, timesteps: Num[Array, "B *F"], fps: Int[Array, "B"] | None = None
@@ -325,9 +333,11 @@ class WanModel(nnx.Module):
         cos, sin = rotary_tables(F, h, w, config.head_dim)
         if sequence is not None:
             attend_self, cos, sin = sequence.attention(attend_self), sequence.rotary(cos), sequence.rotary(sin)
-        for block, keys in zip(self.blocks, context, strict=True):
-            x = ops.materialize(block(x, e0, keys, (cos, sin), attend, attend_self))
-        return x
+
+        def run(x: Array, block: Block, keys: CrossKeys) -> tuple[Array, None]:
+            return ops.materialize(block(x, e0, keys, (cos, sin), attend, attend_self)), None
+
+        return scan_blocks(run, self.blocks, x, context)[0]
 
     def unembed(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F hp wp O"]:
         """The residual stream after the blocks to the velocity of each latent."""
