@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.targets.resources import Resources, of_gpu, of_tpu
 from verax import ops
 from verax._compat import no_compilation_cache
+from verax.ops.delta._scan import Chunk
 from verax.ops.pages import QuantizedPages, page_bytes
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
@@ -132,6 +133,28 @@ def _linear(
     )
 
 
+def _delta(implementation: str, device: str, predicted: float, tokens: int = 4096) -> Kernel:
+    heads, C, K, V = 16, 64, 128, 128
+    lead = (tokens // C, heads, 1)
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    key, value, state = array(*lead, C, K), array(*lead, C, V), array(1, heads, 1, K, V)
+    chunks = Chunk(value, key, key, array(*lead, 1), key, array(*lead, C, C))
+    return Kernel(
+        "delta_chunk_scan",
+        implementation,
+        "delta_chunk_scan",
+        device,
+        f"{tokens} tokens in chunks of {C}, {heads} heads of {K}, float32",
+        (chunks, state, *_integers(lead[:1])),
+        2 * tokens * heads * V * (3 * K + C),
+        4 * (sum(x.size for x in chunks) + value.size + 2 * state.size),
+        predicted,
+    )
+
+
 def _kernels() -> Iterator[Kernel]:
     yield _decode("pallas", "v5e", "bfloat16", 0.8)
     yield _decode("pallas", "v5e", "int8", 0.55)
@@ -143,6 +166,7 @@ def _kernels() -> Iterator[Kernel]:
     yield _linear(64, 8, None, 0.45)
     yield _linear(1, 4, 128, 0.35)
     yield _linear(64, 4, 128, 0.3)
+    yield _delta("triton", "h100", 0.15)
 
 
 KERNELS = list(_kernels())

@@ -41,6 +41,7 @@ import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # isort: skip
+import verax.ops.gpu.delta  # isort: skip
 import verax.ops.gpu.linear  # isort: skip
 import verax.ops.gpu.paged  # isort: skip
 import verax.ops.tpu.paged  # noqa: F401  # isort: skip

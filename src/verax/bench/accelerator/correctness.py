@@ -46,6 +46,7 @@ def _permuted(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 _INTEGERS: Mapping[str, Draw] = {
+    "delta_chunk_scan[2]": lambda rng, shape: np.zeros(shape),
     "paged_attention[3]": _permuted,
     "paged_attention[4]": lambda rng, shape: rng.integers(40, 128, shape),
     "paged_attention[5]": lambda rng, shape: 8 * np.arange(*shape),
@@ -76,8 +77,8 @@ _INT_LIMITS = {
 }
 """Where integer sampling parameters end."""
 
-_UNIT = (".q", ".k", ".read", ".erase", ".write")
-_SHARES = (".beta", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]", ".floats")
+_UNIT = (".q", ".k", ".read", ".erase", ".write", ".found")
+_SHARES = (".beta", ".keep", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]", ".floats")
 
 
 def measure_tests(*, rehearse: bool) -> Iterator[Measured]:

@@ -17,11 +17,13 @@ from verax.ops.delta._rules import (
     gated_delta_rule,
     kda,
 )
+from verax.ops.delta._scan import delta_chunk_scan
 
 __all__ = [
     "DeltaInputs",
     "DeltaOptions",
     "comba",
+    "delta_chunk_scan",
     "delta_recurrence",
     "delta_rule",
     "dplr_delta_rule",

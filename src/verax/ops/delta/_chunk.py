@@ -14,8 +14,6 @@ Axes: `[n m C D]` and `[n m R C D]` for n chunks, m = B H batches and key heads,
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,6 +25,7 @@ from verax.ops.delta._inputs import DeltaInputs
 from verax.ops.delta._inverse import unit_lower_inverse
 from verax.ops.delta._packing import Layout, align
 from verax.ops.delta._recurrence import delta_recurrence
+from verax.ops.delta._scan import Chunk, advance, delta_chunk_scan, matmul, matmul_tn, put, take
 
 __all__ = ["SMALLEST_CHUNK", "chunk_backward", "chunk_forward", "chunk_layout"]
 
@@ -36,20 +35,6 @@ CHUNK_SIZES = {"cpu": 16}
 CHUNK_SIZE = 64
 
 SMALLEST_CHUNK = 16
-
-
-class Chunk(NamedTuple):
-    """Inputs of the scan over chunks that do not depend on the state. Leading axes n m R."""
-
-    value: Float[Array, "*B C V"]
-    """Values that the tokens write if the chunk starts from a zero state."""
-    found: Float[Array, "*B C K"]
-    """Keys that read the state: the tokens write Z = value - found S."""
-    write: Float[Array, "*B C K"]
-    keep: Float[Array, "*B D"]
-    """Decay over the whole chunk, D being 1 or K."""
-    read: Float[Array, "*B C K"]
-    inner: Float[Array, "*B C C"]
 
 
 @delta_recurrence.implementation("chunk")
@@ -144,28 +129,13 @@ def _from_chunks(out: Float[Array, "n m R C V"], layout: Layout) -> Float[Array,
 
 def _walk_all(x: DeltaInputs, states: Array, owner: Array, erase_before_decay: bool) -> tuple[Array, Array]:
     """Outputs `[n m R C V]` and final states, from chunked inputs and the initial state of every sequence."""
-
-    # Like the token walk, this one carries every sequence's state: a chunk takes its own sequence's. One that nobody
-    # uses takes the last sequence's and leaves it as it is, its inputs being zeros.
-    def body(states: Array, step: tuple[Chunk, Array]) -> tuple[Array, Array]:
-        chunk, n = step
-        state, out = _advance(chunk, _take(states, n))
-        return _put(states, state, n), out
-
-    final, out = lax.scan(body, states, (_prepare(x, erase_before_decay), owner))
+    out, final, _ = delta_chunk_scan(_prepare(x, erase_before_decay), states, owner)
     return out, final
 
 
 def _walk_forward(x: DeltaInputs, states: Array, owner: Array, erase_before_decay: bool) -> tuple[tuple, tuple]:
     """`_walk_all`, keeping the state before each chunk."""
-
-    def body(states: Array, step: tuple[Chunk, Array]) -> tuple[Array, tuple[Array, Array]]:
-        chunk, n = step
-        before = _take(states, n)
-        state, out = _advance(chunk, before)
-        return _put(states, state, n), (out, before)
-
-    final, (out, before) = lax.scan(body, states, (_prepare(x, erase_before_decay), owner))
+    out, final, before = delta_chunk_scan(_prepare(x, erase_before_decay), states, owner, keep_states=True)
     return (out, final), (x, owner, before)
 
 
@@ -175,16 +145,16 @@ def _walk_backward(erase_before_decay: bool, residuals: tuple, cotangents: tuple
     d_out, d_final = cotangents
     chunks, pull_prepare = jax.vjp(lambda x: _prepare(x, erase_before_decay), x)
     # The part that does not pass through the next state, all chunks at once: out = read S + inner (value - found S).
-    direct = _tn(chunks.read, d_out) - _tn(chunks.found, _tn(chunks.inner, d_out))
+    direct = matmul_tn(chunks.read, d_out) - matmul_tn(chunks.found, matmul_tn(chunks.inner, d_out))
 
     def body(d_states: Array, step: tuple[Chunk, Array, Array]) -> tuple[Array, Array]:
         chunk, direct, n = step
-        d_next = _take(d_states, n)
-        d_state = direct + chunk.keep[..., None] * d_next - _tn(chunk.found, _nn(chunk.write, d_next))
-        return _put(d_states, d_state, n), d_next
+        d_next = take(d_states, n)
+        d_state = direct + chunk.keep[..., None] * d_next - matmul_tn(chunk.found, matmul(chunk.write, d_next))
+        return put(d_states, d_state, n), d_next
 
     d_initial, d_next = lax.scan(body, d_final, (chunks, direct, owner), reverse=True)
-    _, pull_advance = jax.vjp(lambda chunks: _advance(chunks, before), chunks)
+    _, pull_advance = jax.vjp(lambda chunks: advance(chunks, before), chunks)
     return *pull_prepare(*pull_advance((d_next, d_out))), d_initial, None
 
 
@@ -204,35 +174,10 @@ def _prepare(x: DeltaInputs, erase_before_decay: bool) -> Chunk:
         return key[..., None, :, :]
 
     return Chunk(
-        value=_nn(inverse, x.beta * x.v),
-        found=_nn(inverse, x.beta * grouped(x.erase) * jnp.exp(erased.since_start())),
+        value=matmul(inverse, x.beta * x.v),
+        found=matmul(inverse, x.beta * grouped(x.erase) * jnp.exp(erased.since_start())),
         write=grouped(x.write) * jnp.exp(end.since(decay)),
         keep=jnp.exp(end.since_start())[..., 0, :],
         read=grouped(x.read) * jnp.exp(decay.since_start()),
         inner=decayed_products(x.read, x.write, decay, decay, diagonal=True),
     )
-
-
-def _advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Array, Array]:
-    """State after a chunk, or after each of many, and the outputs."""
-    written = chunk.value - _nn(chunk.found, state)
-    out = _nn(chunk.read, state) + _nn(chunk.inner, written)
-    return chunk.keep[..., None] * state + _tn(chunk.write, written), out
-
-
-def _take(states: Array, n: Array) -> Array:
-    return lax.dynamic_index_in_dim(states, n, keepdims=False)
-
-
-def _put(states: Array, state: Array, n: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(states, state, n, axis=0)
-
-
-def _nn(a: Array, b: Array) -> Array:
-    """`a b`, float32 products exact elsewhere than on a CPU too."""
-    return jnp.einsum("...ij,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)
-
-
-def _tn(a: Array, b: Array) -> Array:
-    """`a^T b`."""
-    return jnp.einsum("...ji,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)

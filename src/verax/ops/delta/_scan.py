@@ -1,0 +1,97 @@
+"""The scan over chunks: the one part of the chunked recurrence that runs in sequence (`_chunk.py` has the rest).
+
+Axes: `[n m R C D]` for n chunks, m = B H batches and key heads, R value heads of each key head, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32, int32
+
+__all__ = ["Chunk", "advance", "delta_chunk_scan", "matmul", "matmul_tn", "put", "take"]
+
+
+class Chunk(NamedTuple):
+    """Inputs of the scan over chunks that do not depend on the state. Leading axes n m R."""
+
+    value: Float[Array, "*B C V"]
+    """Values that the tokens write if the chunk starts from a zero state."""
+    found: Float[Array, "*B C K"]
+    """Keys that read the state: the tokens write Z = value - found S."""
+    write: Float[Array, "*B C K"]
+    keep: Float[Array, "*B D"]
+    """Decay over the whole chunk, D being 1 or K."""
+    read: Float[Array, "*B C K"]
+    inner: Float[Array, "*B C C"]
+
+
+@operation
+def delta_chunk_scan(
+    chunks: Chunk,
+    states: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    *,
+    keep_states: bool = False,
+) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
+    """Outputs, final states, and with `keep_states` the state before each chunk: one chunk after the other
+
+        Z = value - found S;  out = read S + inner Z;  S <- keep S + write^T Z
+
+    Args:
+        chunks: what the inputs alone determine, in the dtype of the states.
+        states: initial state of each sequence.
+        owner: sequence of each chunk, ascending; N or more for an unused chunk, whose inputs are zeros.
+        keep_states: return the states before the chunks, which a backward pass needs.
+    """
+
+    # Like the token walk, this one carries every sequence's state: a chunk takes its own sequence's. One that nobody
+    # uses takes the last sequence's and leaves it as it is, its inputs being zeros.
+    def body(states: Array, step: tuple[Chunk, Array]) -> tuple[Array, tuple[Array, Array | None]]:
+        chunk, n = step
+        before = take(states, n)
+        state, out = advance(chunk, before)
+        return put(states, state, n), (out, before if keep_states else None)
+
+    final, (out, before) = lax.scan(body, states, (chunks, owner))
+    return out, final, before
+
+
+@delta_chunk_scan.example
+def _examples() -> list[Example]:
+    heads, C, K, V = (2, 16, 2), 64, 128, 128
+    key = float32(*heads, C, K)
+    chunks = Chunk(float32(*heads, C, V), key, key, float32(*heads, 1), key, float32(*heads, C, C))
+    return [Example((chunks, float32(1, *heads[1:], K, V), int32(2)), label="128 tokens")]
+
+
+def advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Float[Array, "*B K V"], Float[Array, "*B C V"]]:
+    """State after a chunk, or after each of many, and the outputs."""
+    written = chunk.value - matmul(chunk.found, state)
+    out = matmul(chunk.read, state) + matmul(chunk.inner, written)
+    return chunk.keep[..., None] * state + matmul_tn(chunk.write, written), out
+
+
+def take(states: Float[Array, "N *B"], n: Int[Array, ""]) -> Float[Array, "*B"]:
+    """State of sequence n; of the last one, if there is no sequence n."""
+    return lax.dynamic_index_in_dim(states, n, keepdims=False)
+
+
+def put(states: Float[Array, "N *B"], state: Float[Array, "*B"], n: Int[Array, ""]) -> Float[Array, "N *B"]:
+    """States with that of sequence n replaced."""
+    return lax.dynamic_update_index_in_dim(states, state, n, axis=0)
+
+
+def matmul(a: Float[Array, "*B i j"], b: Float[Array, "*B j k"]) -> Float[Array, "*B i k"]:
+    """`a b`, float32 products exact elsewhere than on a CPU too."""
+    return jnp.einsum("...ij,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)
+
+
+def matmul_tn(a: Float[Array, "*B j i"], b: Float[Array, "*B j k"]) -> Float[Array, "*B i k"]:
+    """`a^T b`."""
+    return jnp.einsum("...ji,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)
