@@ -75,7 +75,7 @@ _INT_LIMITS = {
     "min_length": 512,
     "num_bias": 300,
 }
-"""Where integer sampling parameters end."""
+"""Exclusive upper bounds of the integer sampling parameters."""
 
 _UNIT = (".q", ".k", ".read", ".erase", ".write", ".found")
 _SHARES = (".beta", ".keep", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]", ".floats")
