@@ -109,6 +109,7 @@ int main() {
     integers(level, 1, 32, 16);
     integers(level, 13, 416, 80);
     integers(level, 200, 64, 400);
+    integers(level, 40, 1056, 48);
     std::printf("%s: checked\n", level);
   });
   std::printf("gemm: %d failures\n", check::failures);

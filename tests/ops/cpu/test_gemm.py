@@ -12,7 +12,8 @@ from tests.support.cpu import for_each_level, needs_library
 from tests.support.gguf import random_blocks
 from verax import ops
 from verax.ops.cpu import library
-from verax.ops.quantized import round_inputs
+from verax.ops.cpu.gemm import MOST_INTEGERS
+from verax.ops.quantized import QuantizedWeight, round_inputs
 
 pytestmark = needs_library
 
@@ -184,3 +185,14 @@ def test_a_row_that_is_not_finite_gives_nan_and_zeros_give_the_bias(level):
     assert np.isnan(y[:2]).all()
     np.testing.assert_array_equal(y[2], bias)
     assert np.isfinite(y[3]).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_that_32_bits_hold_are_exact(sign):
+    k = MOST_INTEGERS
+    x = jnp.stack([jnp.full(k, 2.0), jnp.full(k, -3.0)])  # integers 127 and -127
+    integers = jnp.full((16, k), 127 * sign, jnp.int8).at[1].set(-128)
+    w = replace(QuantizedWeight.from_integers(integers, jnp.ones((16, 1)), 8), rounds_inputs=True)
+    expected = np.array([[2.0], [-3.0]]) * np.where(np.arange(16) == 1, -128.0, 127.0 * sign) * k
+    assert ops.linear.select(x, w).name == "native_integers"
+    np.testing.assert_allclose(np.asarray(jax.jit(ops.linear)(x, w)), expected, rtol=1e-6)

@@ -89,7 +89,29 @@ using Int8Cells = Singles<int8_t>;
 #endif
 using F32Cells = Singles<float>;
 
-#if defined(__AVX2__) && !defined(VERAX_PORTABLE)
+#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE)
+
+// Integers of 8 bits by such integers: four in a cell, and sums of 32 bits, as the bits of floats. The processor
+// multiplies signed bytes by unsigned ones. So 128 is added to the packed ones, and 128 times the sum of the others is
+// taken off the total. Sums wrap around; the total is what 32 bits hold.
+struct IntegerCells {
+  using Element = int8_t;
+  static constexpr int depth = 4;
+  static F32 multiply(F32 sum, F32 a, F32 b) {
+    const __m512i values = _mm512_castps_si512(a.v), packed = _mm512_castps_si512(b.v);
+    return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), packed, values))};
+  }
+  static F32 of_row(const Element* p) {
+    return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)))};
+  }
+  static F32 total(F32 sum, int32_t inputs) {
+    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(sum.v), _mm512_set1_epi32(128 * inputs)))};
+  }
+};
+
+inline void to_cells(IntegerCells, float* to, const int8_t* from) { std::memcpy(to, from, CHUNK); }
+
+#elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
 
 // Integers of 8 bits by such integers: pairs of 16 bits in a cell, and sums of 32 bits, as the bits of floats.
 struct IntegerCells {
@@ -103,7 +125,7 @@ struct IntegerCells {
   static F32 of_row(const Element* p) {
     return {_mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))))};
   }
-  static F32 total(F32 sum) { return {_mm512_cvtepi32_ps(_mm512_castps_si512(sum.v))}; }
+  static F32 total(F32 sum, int32_t) { return {_mm512_cvtepi32_ps(_mm512_castps_si512(sum.v))}; }
 #else
   static F32 multiply(F32 sum, F32 a, F32 b) {
     const __m256i products = _mm256_madd_epi16(_mm256_castps_si256(a.v), _mm256_castps_si256(b.v));
@@ -112,16 +134,23 @@ struct IntegerCells {
   static F32 of_row(const Element* p) {
     return {_mm256_castsi256_ps(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
   }
-  static F32 total(F32 sum) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(sum.v))}; }
+  static F32 total(F32 sum, int32_t) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(sum.v))}; }
 #endif
 };
 
 #else
 
 struct IntegerCells : Singles<int8_t> {
-  static F32 total(F32 sum) { return sum; }
+  static F32 total(F32 sum, int32_t) { return sum; }
 };
 
+#endif
+
+#if !defined(__AVX512VNNI__) || defined(VERAX_PORTABLE)
+inline void to_cells(IntegerCells, float* to, const int8_t* from) {
+  constexpr int STEP = F32::lanes * IntegerCells::depth;
+  for (int i = 0; i < CHUNK; i += STEP) store(to + i / IntegerCells::depth, IntegerCells::of_row(from + i));
+}
 #endif
 
 // One chunk as cells of each kind.
@@ -134,11 +163,6 @@ inline void to_cells(Bf16Cells, float* to, const float* from) {
 template <class Element>
 inline void to_cells(F32Cells, float* to, const Element* from) {
   store_chunk(to, load_chunk(from));
-}
-
-inline void to_cells(IntegerCells, float* to, const int8_t* from) {
-  constexpr int STEP = F32::lanes * IntegerCells::depth;
-  for (int i = 0; i < CHUNK; i += STEP) store(to + i / IntegerCells::depth, IntegerCells::of_row(from + i));
 }
 
 // Sums are kept in registers: ROWS x COLUMNS of them, beside the operands. AVX2 has 16 registers, the others 32.
@@ -231,10 +255,10 @@ void product(int64_t rows, Matrix a, Matrix b, int64_t depth, Matrix out, int64_
   }
 }
 
-// Up to F32::lanes * Kind::depth or CHUNK values from `p`, where only `count` may be read: zeros after them.
-template <class Element>
-inline const Element* padded(const Element* p, int64_t count, Element (&buffer)[CHUNK]) {
-  if (count >= CHUNK) return p;
+// Up to N values from `p`, where only `count` may be read: zeros after them.
+template <class Element, int N>
+inline const Element* padded(const Element* p, int64_t count, Element (&buffer)[N]) {
+  if (count >= N) return p;
   std::memset(buffer, 0, sizeof buffer);
   std::memcpy(buffer, p, count * sizeof(Element));
   return buffer;
@@ -254,7 +278,7 @@ void pack_columns(Matrix to, const typename Kind::Element* const* rows, const ty
       if (h + STEP <= H) {
         for (int i = 0; i < L; ++i) square[i] = Kind::of_row(rows[key + i] + h);
       } else {
-        Element buffer[CHUNK];
+        Element buffer[STEP];
         for (int i = 0; i < L; ++i) square[i] = Kind::of_row(padded(rows[key + i] + h, H - h, buffer));
       }
       transpose(square);

@@ -36,6 +36,7 @@ struct Tile {
   Matrix x, weight, y;
   bool first, last;
   const float *row_scales, *scales, *bias;  // null, also unless y ends here
+  const int32_t* row_sums;  // beside row_scales
 };
 
 template <class Kind, int R, int C>
@@ -55,7 +56,7 @@ void multiply(const Tile& t, int64_t depth) {
         if (t.last) {
           // One instruction, so that a row is the same to the last bit in tiles of every height.
           const F32 factor = mul(broadcast(t.row_scales[r]), load(t.scales + at));
-          sums[r][c] = fma(IntegerCells::total(sums[r][c]), factor, t.bias ? load(t.bias + at) : zero());
+          sums[r][c] = fma(IntegerCells::total(sums[r][c], t.row_sums[r]), factor, t.bias ? load(t.bias + at) : zero());
         }
         store(t.y.row(r) + at, sums[r][c]);
         continue;
@@ -82,7 +83,7 @@ void multiply_strip(int64_t rows, Tile t, int64_t depth) {
     multiply_rows<Kind, C>(here, t, depth);
     t.x.at = t.x.row(here);
     t.y.at = t.y.row(here);
-    if (t.row_scales) t.row_scales += here;
+    if (t.row_scales) t.row_scales += here, t.row_sums += here;
   }
 }
 
@@ -174,7 +175,8 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
                 last,
                 last && t.row_scales ? t.row_scales + block.m : nullptr,
                 last && t.scales ? t.scales + n : nullptr,
-                last && t.bias ? t.bias + n : nullptr};
+                last && t.bias ? t.bias + n : nullptr,
+                last && t.row_sums ? t.row_sums + block.m : nullptr};
       int64_t vectors = columns / F32::lanes;
       const auto advance = [&](int by) {
         tile.weight.at += by * F32::lanes;
@@ -209,14 +211,17 @@ void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
     t.scales[m] = scale;
     if (!(scale > 1e-37f)) {  // its inverse would not be finite
       std::memset(y, 0, t.K);
+      t.sums[m] = 0;
       continue;
     }
     const F32 factor = broadcast(1 / scale);
+    F32 total = zero();  // exact up to K = 131,072
     for (int64_t k = 0; k < t.K; k += F32::lanes) {
-      float values[F32::lanes];
-      store(values, whole(mul(load(x + k), factor)));
-      for (int i = 0; i < F32::lanes; ++i) y[k + i] = static_cast<int8_t>(values[i]);
+      const F32 values = whole(mul(load(x + k), factor));
+      store_bytes(y + k, values);
+      total = add(total, values);
     }
+    t.sums[m] = static_cast<int32_t>(sum(total));
   }
 }
 

@@ -20,6 +20,7 @@ struct GemmTask {
   const void *x, *weight;
   const float* scales;  // null, or [N]
   const float* row_scales;  // null, or [M] of int8_pairs
+  const int32_t* row_sums;  // null, or [M] of int8_pairs: of the integers of x
   const float* bias;    // null, or [N]
   float* y;
   void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
@@ -65,6 +66,7 @@ struct RoundTask {
   const float* x;
   int8_t* y;
   float* scales;  // NaN for a row with a value that is not finite
+  int32_t* sums;  // of each row of y
 };
 
 // Rows [begin, end).
