@@ -4,6 +4,7 @@ architecture.svg has the packages of verax in rows. An import points to the same
 `tests/test_docs.py` checks in the sources. The other pictures are flows: stages, and the records that they pass on.
 """
 
+import textwrap
 from pathlib import Path
 
 ROWS: list[tuple[str, dict[str, str]]] = [
@@ -22,7 +23,7 @@ ROWS: list[tuple[str, dict[str, str]]] = [
     ("one loader", {"loading": "a checkpoint into a model"}),
     ("models and files", {"models": "one file per architecture", "checkpoint": "files to arrays"}),
     ("modules", {"nn": "Linear, RMSNorm, ..."}),
-    ("operations", {"ops": "references, and cpu/ gpu/ implementations"}),
+    ("operations", {"ops": "references, and implementations in cpu/ gpu/ tpu/"}),
 ]
 """Rows of packages from the top, each package with what it holds."""
 
@@ -66,21 +67,25 @@ FLOWS: dict[str, list[tuple[str, str, str]]] = {
 """Stages by the picture's name: title, module, and the record that the stage passes on."""
 
 WIDTH, LABEL, BOX, STEP, GAP = 860, 140, 54, 92, 16
+LINE = 90
+"""Characters of the line below the rows that fit its width."""
+
 COLOURS = ("#dbe9f6", "#e4e0f3", "#d8efe2", "#fbe7cf", "#f6ddd8", "#e9e9ee", "#e3efe9")
 
 
 def draw() -> str:
     """The picture as the text of an SVG file."""
-    height = STEP * len(ROWS) + 34
+    helpers = textwrap.wrap(f"imported by every row: {', '.join(HELPERS)}", LINE)
+    height = STEP * len(ROWS) + 16 + 18 * len(helpers)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
         'role="img" aria-label="Packages of verax; imports point downwards">'
     ]
-    room = WIDTH - LABEL
+    space = WIDTH - LABEL - 2  # the last column's border
     for number, (label, packages) in enumerate(ROWS):
         y = STEP * number + 8
         parts.append(f'<text x="0" y="{y + BOX / 2 + 5}" font-size="14" fill="#888">{label}</text>')
-        width = (room - GAP * (len(packages) - 1)) / len(packages)
+        width = (space - GAP * (len(packages) - 1)) / len(packages)
         for column, (name, holds) in enumerate(packages.items()):
             x = LABEL + column * (width + GAP)
             middle = x + width / 2
@@ -92,12 +97,11 @@ def draw() -> str:
                 f'<text x="{middle:.0f}" y="{y + 42}" font-size="13" text-anchor="middle" fill="#444">{holds}</text>'
             )
         if number + 1 < len(ROWS):
-            x, top, end = LABEL + room / 2, y + BOX + 4, y + STEP - 5
+            x, top, end = LABEL + space / 2, y + BOX + 4, y + STEP - 5
             parts.append(f'<path d="M{x} {top}V{end}m-5 -8l5 8l5 -8" fill="none" stroke="#888" stroke-width="2"/>')
-    helpers = ", ".join(name for name in HELPERS)
-    parts.append(
-        f'<text x="{LABEL}" y="{height - 8}" font-size="13" fill="#888">imported by every row: {helpers}</text>'
-    )
+    for number, line in enumerate(helpers):
+        y = STEP * len(ROWS) + 26 + 18 * number
+        parts.append(f'<text x="{LABEL}" y="{y}" font-size="13" fill="#888">{line}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
