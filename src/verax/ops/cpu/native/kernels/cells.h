@@ -109,8 +109,6 @@ struct IntegerCells {
   }
 };
 
-inline void to_cells(IntegerCells, float* to, const int8_t* from) { std::memcpy(to, from, CHUNK); }
-
 #elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
 
 // Integers of 8 bits by such integers: pairs of 16 bits in a cell, and sums of 32 bits, as the bits of floats.
@@ -146,13 +144,6 @@ struct IntegerCells : Singles<int8_t> {
 
 #endif
 
-#if !defined(__AVX512VNNI__) || defined(VERAX_PORTABLE)
-inline void to_cells(IntegerCells, float* to, const int8_t* from) {
-  constexpr int STEP = F32::lanes * IntegerCells::depth;
-  for (int i = 0; i < CHUNK; i += STEP) store(to + i / IntegerCells::depth, IntegerCells::of_row(from + i));
-}
-#endif
-
 // One chunk as cells of each kind.
 inline void to_cells(Bf16Cells, float* to, const bf16* from) {
   store_bf16_chunk(reinterpret_cast<Bf16Chunk::Stored*>(to), load_bf16_chunk(from));
@@ -163,6 +154,15 @@ inline void to_cells(Bf16Cells, float* to, const float* from) {
 template <class Element>
 inline void to_cells(F32Cells, float* to, const Element* from) {
   store_chunk(to, load_chunk(from));
+}
+
+inline void to_cells(IntegerCells, float* to, const int8_t* from) {
+  constexpr int STEP = F32::lanes * IntegerCells::depth;
+  if constexpr (IntegerCells::depth == sizeof(float)) {
+    std::memcpy(to, from, CHUNK);  // a cell is four bytes as they are
+  } else {
+    for (int i = 0; i < CHUNK; i += STEP) store(to + i / IntegerCells::depth, IntegerCells::of_row(from + i));
+  }
 }
 
 // Sums are kept in registers: ROWS x COLUMNS of them, beside the operands. AVX2 has 16 registers, the others 32.
