@@ -44,9 +44,7 @@ struct BlockTile {
         const Words codes = Format::codes(unit, c, q);
         VERAX_UNROLL
         for (int r = 0; r < R; ++r) {
-          uint32_t four;
-          std::memcpy(&four, x + r * CHUNK + 4 * q, sizeof four);
-          parts[r] = dot<Format::BITS>(parts[r], codes, words(four));
+          parts[r] = dot<Format::BITS>(parts[r], codes, word_at(x + r * CHUNK + 4 * q));
         }
       }
       const F32 scales = Format::scales(unit, factors, c, h);

@@ -28,10 +28,11 @@ F32 load_scales(const LinearTask& t, int64_t at) {
   return t.half_scales ? load(static_cast<const half*>(t.scales) + at) : load(static_cast<const float*>(t.scales) + at);
 }
 
-// Factor of a group's sum of (code) * (byte of x), and the sum of its bytes: codes are values plus 8.
+// Factor of a group's sum of (code) * (byte of x), and the sum of its bytes. Codes are values plus 8: `less`, -8 times the
+// sum, is what their products are too much.
 struct Group {
   float scale;
-  int32_t sum;
+  int32_t sum, less;
 };
 
 // They lie behind all bytes: [K / group, M].
@@ -57,7 +58,7 @@ void pack(const LinearTask& t) {
           sum += bytes[i];
         }
       }
-      input_groups(t, g)[m] = {scale, sum};
+      input_groups(t, g)[m] = {scale, sum, -8 * sum};
     }
   }
 }
@@ -116,61 +117,88 @@ struct Int4Tile {
     return static_cast<const uint32_t*>(t.weights) + (n * (t.K / WORD) + k / WORD) * BLOCK;
   }
 
-  // Products of a group of inputs from k on with the words at `w`, whose scales and zero points are at `at`.
-  template <int R>
-  static void add_group(F32 (&sums)[R], const LinearTask& t, int64_t m, int64_t k, const uint32_t* w, int64_t at) {
-    const Group* groups = input_groups(t, k) + m;
+  // A group of inputs, and where what belongs to it lies.
+  struct At {
+    const uint32_t* w;
+    int64_t scales;  // and zero points, of these words
+    const int8_t* x;
+    const Group* groups;
+  };
+
+  // Products of a group of inputs with C blocks of words, and how far these and their scales lie apart.
+  template <int R, int C>
+  static void add_group(F32 (&sums)[C][R], const LinearTask& t, At at, int64_t block, int64_t scales) {
     const Words mask = words(0x0F0F0F0F);
-    Words parts[R];
+    Words parts[C][R];
     VERAX_UNROLL
-    for (int r = 0; r < R; ++r) parts[r] = words(static_cast<uint32_t>(-8 * groups[r].sum));
-    for (const int64_t end = k + t.group; k < end; k += CHUNK) {
-      const auto* x = static_cast<const int8_t*>(t.packed) + linear_packed_at(t, m, k);
-      Words pairs[R];
+    for (int i = 0; i < C * R; ++i) parts[i / R][i % R] = word_at(&at.groups[i % R].less);
+    for (int64_t k = 0; k < t.group; k += CHUNK, at.x += t.M * CHUNK) {
+      Words pairs[C][R];
       VERAX_UNROLL
-      for (int r = 0; r < R; ++r) pairs[r] = words(0);
+      for (int i = 0; i < C * R; ++i) pairs[i / R][i % R] = words(0);
       VERAX_UNROLL
-      for (int i = 0; i < CHUNK; i += WORD, w += BLOCK) {
-        const Words codes = load_words(w), low = both(codes, mask), high = both(shift_right(codes, 4), mask);
+      for (int i = 0; i < CHUNK; i += WORD, at.w += BLOCK) {
+        Words low[C], high[C];
+        VERAX_UNROLL
+        for (int c = 0; c < C; ++c) {
+          const Words codes = load_words(at.w + c * block);
+          low[c] = both(codes, mask), high[c] = both(shift_right(codes, 4), mask);
+        }
         VERAX_UNROLL
         for (int r = 0; r < R; ++r) {
-          uint32_t inputs[2];
-          std::memcpy(inputs, x + r * CHUNK + i, sizeof inputs);
-          pairs[r] = dot_pairs(pairs[r], low, words(inputs[0]));
-          pairs[r] = dot_pairs(pairs[r], high, words(inputs[1]));
+          const Words first = word_at(at.x + r * CHUNK + i), second = word_at(at.x + r * CHUNK + i + WORD / 2);
+          VERAX_UNROLL
+          for (int c = 0; c < C; ++c) pairs[c][r] = dot_pairs(dot_pairs(pairs[c][r], low[c], first), high[c], second);
         }
       }
       VERAX_UNROLL
-      for (int r = 0; r < R; ++r) parts[r] = add_pairs(parts[r], pairs[r]);
+      for (int i = 0; i < C * R; ++i) parts[i / R][i % R] = add_pairs(parts[i / R][i % R], pairs[i / R][i % R]);
     }
-    const F32 scales = load_scales(t, at), zeros = t.zeros ? load(t.zeros + at) : zero();
     VERAX_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const F32 part = fma(zeros, broadcast(static_cast<float>(-groups[r].sum)), to_f32(parts[r]));  // exact
-      sums[r] = fma(mul(part, broadcast(groups[r].scale)), scales, sums[r]);
+    for (int c = 0; c < C; ++c, at.scales += scales) {
+      const F32 factors = load_scales(t, at.scales);
+      F32 totals[R];
+      VERAX_UNROLL
+      for (int r = 0; r < R; ++r) totals[r] = to_f32(parts[c][r]);
+      if (t.zeros) {
+        const F32 zeros = load(t.zeros + at.scales);
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) {
+          totals[r] = fma(zeros, broadcast(static_cast<float>(-at.groups[r].sum)), totals[r]);  // exact
+        }
+      }
+      VERAX_UNROLL
+      for (int r = 0; r < R; ++r) {
+        sums[c][r] = fma(mul(totals[r], broadcast(at.groups[r].scale)), factors, sums[c][r]);
+      }
     }
   }
 
   // R rows of x from m on, C blocks of W: n and those apart from it.
   template <int R, int C>
   [[gnu::noinline]] static void run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
-    const int64_t apart = segment.apart, block = t.K / WORD * BLOCK * apart, words = t.group / WORD * BLOCK;
-    const auto* w = static_cast<const uint32_t*>(at(t, n, segment.begin));
+    const int64_t apart = segment.apart, groups = t.K / t.group, words = t.group / WORD * BLOCK;
+    const int64_t block = groups * words * apart, scales = groups * BLOCK * apart;
     const auto* next = static_cast<const uint32_t*>(segment.next);
-    F32 sums[C][V][R];
+    At at = {static_cast<const uint32_t*>(Int4Tile::at(t, n, segment.begin)), group_at(t, n, segment.begin),
+             static_cast<const int8_t*>(t.packed) + linear_packed_at(t, m, segment.begin),
+             input_groups(t, segment.begin) + m};
+    F32 sums[V][C][R];
     VERAX_UNROLL
-    for (int i = 0; i < C * V * R; ++i) (&sums[0][0][0])[i] = zero();
+    for (int i = 0; i < V * C * R; ++i) (&sums[0][0][0])[i] = zero();
 
-    for (int64_t k = segment.begin; k < segment.end; k += t.group, w += words, next += words) {
+    for (int64_t k = segment.begin; k < segment.end; k += t.group) {
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) {
         for (int64_t line = 0; line < words; line += BLOCK) prefetch(next + c * block + line);
-        VERAX_UNROLL
-        for (int v = 0; v < V; ++v) {
-          const int64_t first = v * F32::lanes;
-          add_group<R>(sums[c][v], t, m, k, w + c * block + first, group_at(t, n + c * apart, k) + first);
-        }
       }
+      VERAX_UNROLL
+      for (int v = 0; v < V; ++v) {
+        const int64_t first = v * F32::lanes;
+        add_group<R, C>(sums[v], t, {at.w + first, at.scales + first, at.x, at.groups}, block, scales);
+      }
+      next += words;
+      at = {at.w + words, at.scales + BLOCK, at.x + t.group * t.M, at.groups + t.M};
     }
 
     VERAX_UNROLL
@@ -180,7 +208,7 @@ struct Int4Tile {
         const int64_t column = (n + c * apart) * BLOCK;
         F32 registers[V];
         VERAX_UNROLL
-        for (int v = 0; v < V; ++v) registers[v] = sums[c][v][r];
+        for (int v = 0; v < V; ++v) registers[v] = sums[v][c][r];
         add_to(t.y + (m + r) * t.N + column, registers, t.N - column, segment.begin == 0);
       }
   }

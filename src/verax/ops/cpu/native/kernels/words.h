@@ -1,6 +1,6 @@
 // Registers of 32-bit words, for each level: packed integers are taken apart in them, a row of a weight in each lane.
 //
-//   words(x): x in every lane. load_words(p): F32::lanes words.
+//   words(x): x in every lane. word_at(p): the word that lies at p. load_words(p): F32::lanes words.
 //   shift_left, shift_right (zeros come in): by `n` bits, which need not be known when compiling.
 //   both(a, b): a & b. merge(a, b, mask): a | b & mask.
 //   byte(w, i), signed_byte(w, i): a lane's i-th byte, the lowest being the 0-th.
@@ -231,6 +231,12 @@ inline void store_bytes(int8_t* p, F32 a) {
 
 #endif
 
+// Each load by itself, so that compilers broadcast from memory: out of a register that is not a vector's, it costs more.
+inline Words word_at(const void* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof word);
+  return words(word);
+}
 inline Words byte(Words a, int i) { return both(shift_right(a, 8 * i), words(255)); }
 
 }  // namespace
