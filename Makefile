@@ -9,6 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
+NATIVE_TESTS := $(patsubst tests/native/%.cc,%,$(wildcard tests/native/*_test.cc))
 NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -49,19 +50,16 @@ build/compilers/.installed: pyproject.toml tests/targets/requirements.py | $(VEN
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.requirements)
 	@touch $@
 
-test-native: $(VENV)/.installed-dev  ## Test the CPU kernels under the address and undefined-behaviour sanitisers; LEVELS="amx avx2" for some of them.
-	@$(BIN)/python -m verax.ops.cpu.build build/native --flags="$(SANITIZE)" $(if $(LEVELS),--levels $(LEVELS)) \
+# What builds the kernels needs Python alone, so these two can run while an environment is installed.
+test-native:  ## Test the CPU kernels under the address and undefined-behaviour sanitisers; LEVELS="amx avx2" for some of them.
+	@$(PYTHON) src/verax/ops/cpu/build.py build/native --flags="$(SANITIZE)" $(if $(LEVELS),--levels $(LEVELS)) \
 	  --programs tests/native/*_test.cc
-	@for program in $(patsubst tests/native/%.cc,build/native/%,$(wildcard tests/native/*_test.cc)); do \
-	  $$program || exit 1; \
-	done
+	@for program in $(NATIVE_TESTS); do build/native/$$program || exit 1; done
 
-test-native-aarch64: $(VENV)/.installed-dev  ## Test the CPU kernels for ARM, cross-compiled and emulated; needs g++-aarch64-linux-gnu and qemu-user.
-	@CXX=aarch64-linux-gnu-g++ $(BIN)/python -m verax.ops.cpu.build build/native-aarch64 --flags="-O1 -static" \
+test-native-aarch64:  ## Test the CPU kernels for ARM, cross-compiled and emulated; needs g++-aarch64-linux-gnu and qemu-user.
+	@CXX=aarch64-linux-gnu-g++ $(PYTHON) src/verax/ops/cpu/build.py build/native-aarch64 --flags="-O1 -static" \
 	  --programs tests/native/*_test.cc
-	@for program in $(patsubst tests/native/%.cc,build/native-aarch64/%,$(wildcard tests/native/*_test.cc)); do \
-	  qemu-aarch64 $$program || exit 1; \
-	done
+	@for program in $(NATIVE_TESTS); do qemu-aarch64 build/native-aarch64/$$program || exit 1; done
 
 real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json build/tokenizers/gemma3/tokenizer.json build/llama.cpp/.unpacked  ## Fetch published tokenizers and llama.cpp's vocabularies, which tests compare with.
 
