@@ -63,14 +63,11 @@ struct SortedRows {
   }
 };
 
-// Bytes from which a second thread shortens the copying.
-constexpr int64_t GROUPED_SHARED = 1 << 19;
-
 // `body(i, group)` for each group with rows, on several threads if `bytes` are copied in all.
 template <typename Pool, typename Body>
 void for_each_group(Pool& pool, const SortedRows& rows, int64_t bytes, const Body& body) {
   const auto count = static_cast<int64_t>(rows.groups.size());
-  parallel_for(pool, count, bytes < GROUPED_SHARED ? std::max<int64_t>(1, count) : 1, [&](int64_t begin, int64_t end) {
+  parallel_for(pool, count, grain_of(count, bytes), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) body(i, rows.groups[i]);
   });
 }

@@ -18,8 +18,12 @@ constexpr int64_t LINEAR_PIECE = 256 * 1024;
 // them: to hand work to the other threads and to wait for the last piece costs as much as reading a megabyte.
 template <typename Pool>
 void run_linear(Pool& pool, const std::vector<LinearTask>& tasks) {
-  int64_t total = 0;
-  for (const LinearTask& task : tasks) total += task.N;
+  constexpr int64_t QUICK_ROWS = 4;  // rows of x that take as long as one
+  int64_t total = 0, bytes = 0;
+  for (const LinearTask& task : tasks) {
+    total += task.N;
+    bytes += task.N * linear_row_bytes(task) * std::max<int64_t>(1, task.M / QUICK_ROWS);
+  }
   if (total == 0) return;
   const auto columns = VERAX_KERNEL(linear_columns);
   std::vector<int64_t> grains, begins{0};  // of each task: rows of a piece; number of the first piece
@@ -28,7 +32,7 @@ void run_linear(Pool& pool, const std::vector<LinearTask>& tasks) {
     grains.push_back(std::max(LINEAR_STEP, rows / LINEAR_STEP * LINEAR_STEP));
     begins.push_back(begins.back() + (task.N + grains.back() - 1) / grains.back());
   }
-  parallel_for(pool, begins.back(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(pool, begins.back(), grain_of(begins.back(), bytes), [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
       const size_t t = std::upper_bound(begins.begin(), begins.end(), piece) - begins.begin() - 1;
       const int64_t row = (piece - begins[t]) * grains[t];

@@ -9,6 +9,18 @@
 
 namespace verax {
 
+// Bytes below which one thread is as quick alone: to wake another takes as long as reading so many from a cache.
+constexpr int64_t ALONE_BYTES = 512 * 1024;
+
+// The grain of `pieces` for parallel_for whose work is about that of reading `bytes` in all.
+inline int64_t grain_of(int64_t pieces, int64_t bytes) {
+  return bytes < ALONE_BYTES ? std::max<int64_t>(1, pieces) : 1;
+}
+
+// Elements of a row-wise or elementwise operation that a thread takes at a time: below it, waking another takes longer.
+constexpr int64_t ELEMENTS_OF_PIECE = 32 * 1024;
+inline int64_t rows_of_piece(int64_t elements) { return std::max<int64_t>(1, ELEMENTS_OF_PIECE / elements); }
+
 // Calls `body(begin, end)` over [0, total) in pieces of `grain`, on the calling thread and on as many of the pool's as
 // help. Returns when all is done.
 //

@@ -1,6 +1,4 @@
 // The FFI handler of kernels/rms_norm.cc.
-#include <algorithm>
-
 #include "export.h"
 #include "kernels/rms_norm.h"
 #include "levels.h"
@@ -11,9 +9,6 @@ namespace verax {
 namespace {
 
 namespace ffi = ::xla::ffi;
-
-// Elements that a thread takes at a time: below it, waking another one takes longer.
-constexpr int64_t PIECE = 32 * 1024;
 
 ffi::Error rms_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                     ffi::ResultBuffer<ffi::F32> y, float eps) {
@@ -27,8 +22,7 @@ ffi::Error rms_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   if (size == 0) return ffi::Error::Success();
   const RmsNormTask task{D, x.typed_data(), weight.untyped_data(), weight_bf16, eps, y->typed_data()};
   const auto normalize = VERAX_KERNEL(rms_norm);
-  parallel_for(pool, size / D, std::max<int64_t>(1, PIECE / D),
-               [&](int64_t begin, int64_t end) { normalize(task, begin, end); });
+  parallel_for(pool, size / D, rows_of_piece(D), [&](int64_t begin, int64_t end) { normalize(task, begin, end); });
   return ffi::Error::Success();
 }
 

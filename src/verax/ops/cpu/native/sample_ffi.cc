@@ -44,7 +44,7 @@ ffi::Error token_logprobs(ffi::ThreadPool pool, ffi::BufferR2<ffi::F32> logits, 
     return ffi::Error::InvalidArgument("token_logprobs: expected logits [B, V], B tokens and at most V of the best");
   }
   const auto score = VERAX_KERNEL(logprobs_row);
-  parallel_for(pool, B, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(pool, B, grain_of(B, B * V * 4), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       float* to_values = values->typed_data() + row * n;
       int32_t* to_ids = ids->typed_data() + row * n;

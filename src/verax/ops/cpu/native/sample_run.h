@@ -146,7 +146,7 @@ class RowOfSlot {
 template <typename Pool>
 void run_sample(Pool& pool, const SampleTask& task) {
   const auto draw = VERAX_KERNEL(sample_row);
-  parallel_for(pool, task.B, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(pool, task.B, grain_of(task.B, task.B * task.V * 4), [&](int64_t begin, int64_t end) {
     // The counts of tokens are done with when the buffer is needed for the draw.
     const int64_t buffer = sample_buffer_size(task.V);
     auto* scratch = static_cast<float*>(thread_scratch((buffer + task.V) * static_cast<int64_t>(sizeof(float))));
