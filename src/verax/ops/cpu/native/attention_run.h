@@ -20,6 +20,54 @@ class AttentionRun {
 
   // The queries of one sequence, as a tile of all of them; its fields head, begin, end and partial are set here.
   void add(const AttentionTile& sequence) {
+    const int64_t count = sequence.num_queries;
+    const int32_t* segments = sequence.query_segments;
+    if (!segments || !std::is_sorted(segments, segments + count)) {
+      return add_queries(sequence, 0, std::max<int64_t>(0, sequence.visible + count));
+    }
+    const auto end_of_segment = [&](int64_t query) {
+      return std::upper_bound(segments + query, segments + count, segments[query]) - segments;
+    };
+    for (int64_t begin = 0, end; begin < count; begin = end) {
+      end = end_of_segment(begin);
+      for (int64_t next; end < count && (next = end_of_segment(end)) - begin <= SHARED_QUERIES;) end = next;
+      AttentionTile part = sequence;
+      part.first_query += begin;
+      part.num_queries = end - begin;
+      part.visible += task_.causal ? begin : 0;
+      // Nothing is hidden from a segment alone, but by a window, whose blocks begin before it.
+      const bool alone = segments[begin] == segments[end - 1] && !task_.window;
+      part.query_segments = alone ? nullptr : segments + begin;
+      add_queries(part, begin, end);
+    }
+  }
+
+  template <typename Pool>
+  void run(Pool& pool) const {
+    const auto attend = VERAX_KERNEL(attention_tile);
+    const auto merge = VERAX_KERNEL(attention_merge);
+    const int64_t scratch = attention_scratch_bytes(most_rows_, task_.H);
+    int64_t bytes = 0;  // of keys and values, read once for each query
+    for (const AttentionTile& t : tiles_) bytes += (t.end - t.begin) * t.num_queries * task_.H * 4;
+    const auto count = static_cast<int64_t>(tiles_.size());
+    parallel_for(pool, count, grain_of(count, bytes), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) attend(task_, tiles_[i], thread_scratch(scratch));
+    });
+    for (const Split& split : splits_) {
+      merge(task_, split.whole, split.spans, static_cast<float*>(split.partials->data()));
+    }
+  }
+
+ private:
+  // Queries of a tile where keys of other segments are hidden. A tile reads every key that any of its queries sees, so
+  // that of short segments should have few queries.
+  static constexpr int64_t SEGMENTED_QUERIES = 64;
+
+  // Queries of the segments that share a tile: one by one, segments of a few tokens would take longer.
+  static constexpr int64_t SHARED_QUERIES = 32;
+
+  // Queries that see none but keys [first, last).
+  void add_queries(const AttentionTile& sequence, int64_t first, int64_t last) {
     int64_t at_once = std::max<int64_t>(1, ATTENTION_ROWS / group_);
     if (sequence.query_segments) at_once = std::min(at_once, SEGMENTED_QUERIES);
     for (int64_t done = 0; done < sequence.num_queries; done += at_once) {
@@ -28,8 +76,8 @@ class AttentionRun {
       tile.num_queries = std::min(at_once, sequence.num_queries - done);
       tile.visible += task_.causal ? done : 0;
       if (tile.query_segments) tile.query_segments += done;
-      tile.begin = task_.window ? std::max<int64_t>(0, tile.visible - task_.window) : 0;
-      tile.end = std::max<int64_t>(0, tile.visible + (task_.causal ? tile.num_queries - 1 : 0));
+      tile.begin = std::max(first, task_.window ? tile.visible - task_.window : 0);
+      tile.end = std::clamp<int64_t>(tile.visible + (task_.causal ? tile.num_queries - 1 : 0), 0, last);
       if (tile.query_segments) narrow(tile);
       tile.partial = nullptr;
       most_rows_ = std::max(most_rows_, tile.num_queries * group_);
@@ -43,24 +91,6 @@ class AttentionRun {
       }
     }
   }
-
-  template <typename Pool>
-  void run(Pool& pool) const {
-    const auto attend = VERAX_KERNEL(attention_tile);
-    const auto merge = VERAX_KERNEL(attention_merge);
-    const int64_t scratch = attention_scratch_bytes(most_rows_, task_.H);
-    parallel_for(pool, tiles_.size(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) attend(task_, tiles_[i], thread_scratch(scratch));
-    });
-    for (const Split& split : splits_) {
-      merge(task_, split.whole, split.spans, static_cast<float*>(split.partials->data()));
-    }
-  }
-
- private:
-  // Queries of a tile where keys of other segments are hidden. A tile reads every key that any of its queries sees, so
-  // that of short segments should have few queries.
-  static constexpr int64_t SEGMENTED_QUERIES = 64;
 
   // Moves the tile's first and last key to those of its queries' segments.
   static void narrow(AttentionTile& tile) {

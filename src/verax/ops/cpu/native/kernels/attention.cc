@@ -300,7 +300,8 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
   }
   const bool direct = tile.num_queries == 1 && rows <= DIRECT_ROWS;
   const auto attend_keys = direct ? attend_block_directly<Kind> : attend_block<Kind>;
-  const int64_t first_block = tile.begin / BLOCK * BLOCK;
+  // Where keys are hidden from a query, its blocks are those that it has beside any other queries.
+  const int64_t first_block = t.window || tile.query_segments ? tile.begin / BLOCK * BLOCK : tile.begin;
   const auto attend_span = [&](int64_t begin, int64_t end, State& state) {
     clear(state, rows);
     const auto keys_from = [&](int64_t at) { return at > end ? 0 : end - at < BLOCK ? end - at : BLOCK; };
