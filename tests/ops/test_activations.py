@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from verax.nn import gelu
+from verax.ops import gelu
 
 
 def test_values_are_those_of_the_definition():

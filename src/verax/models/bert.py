@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
-from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_linear, gelu
+from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_linear
 
 __all__ = [
     "ACTIVATIONS",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": gelu,
+    "gelu": ops.gelu,
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
@@ -139,7 +139,7 @@ class BertOutput(nnx.Module):
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T F"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.LayerNorm(self.dense(x) + residual)
+        return self.LayerNorm(self.dense(x), residual)
 
 
 class BertAttention(nnx.Module):

@@ -20,13 +20,13 @@ from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
-from verax.nn import LayerNorm, Linear, gelu
+from verax.nn import LayerNorm, Linear
 from verax.nn.layers import INIT_STD
 
 __all__ = ["CLIPVisionConfig", "CLIPVisionModel"]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu": gelu,
+    "gelu": ops.gelu,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 """Activation functions, by transformers' names: OpenCLIP's and OpenAI's."""

@@ -15,11 +15,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
 from verax.models.lam_layers import DeltaNetConfig, EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet, Rule
-from verax.nn import Embedding, LayerNorm, Linear, gelu
+from verax.nn import Embedding, LayerNorm, Linear
 
 __all__ = ["LamConfig", "LamModel"]
 
@@ -124,7 +125,7 @@ class AddAndNorm(nnx.Module):
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T F"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.LayerNorm(residual + (x if self.dense is None else self.dense(x)))
+        return self.LayerNorm(x if self.dense is None else self.dense(x), residual)
 
 
 class Dense(nnx.Module):
@@ -152,9 +153,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = self.attention.output(mixed, x)
-        inner = gelu(self.intermediate.dense(x))
+        inner = ops.gelu(self.intermediate.dense(x))
         # As published, GELU is applied twice: by MiniLM's module and again by LAM's.
-        return self.output(gelu(inner) if self.published else inner, x)
+        return self.output(ops.gelu(inner) if self.published else inner, x)
 
 
 class Encoder(nnx.Module):

@@ -1,6 +1,5 @@
 """The few modules that models share. Parameters keep PyTorch's names, shapes and layouts, so a path is a file's key."""
 
-from verax.nn.activations import gelu
 from verax.nn.layers import CausalConv3d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm, fused_linear
 from verax.nn.low_rank import LowRank
 from verax.nn.sentences import Sentences
@@ -15,5 +14,4 @@ __all__ = [
     "RMSNorm",
     "Sentences",
     "fused_linear",
-    "gelu",
 ]

@@ -231,7 +231,8 @@ class LayerNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.bias = nnx.Param(jnp.zeros(size, dtype)) if bias else None
 
-    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Normalise the last axis."""
+    def __call__(self, x: Float[Array, "*B D"], residual: Float[Array, "*B D"] | None = None) -> Float[Array, "*B D"]:
+        """Normalise the last axis of x, or of the sum of x and a residual."""
         weight = self.weight[...]
-        return ops.layer_norm(x, weight, jnp.zeros_like(weight) if self.bias is None else self.bias[...], self.eps)
+        bias = jnp.zeros_like(weight) if self.bias is None else self.bias[...]
+        return ops.layer_norm(x, weight, bias, self.eps, residual)

@@ -14,6 +14,7 @@ from verax.ops._dispatch import (
 )
 from verax.ops._example import Example
 from verax.ops._target import Target, target, use_target
+from verax.ops.activations import gelu
 from verax.ops.attention import attention
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.conv import conv2d, conv3d
@@ -30,6 +31,7 @@ from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 from verax.ops.short_convolution import short_convolution
 
 # Fast implementations register themselves with the operations above.
+import verax.ops.cpu.activations  # isort: skip
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.delta  # isort: skip
@@ -68,6 +70,7 @@ __all__ = [
     "dplr_delta_rule",
     "gated_delta_product",
     "gated_delta_rule",
+    "gelu",
     "grouped_linear",
     "hierarchical",
     "hierarchical_delta_rule",

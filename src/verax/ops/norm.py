@@ -23,10 +23,19 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> 
 
 @operation
 def layer_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, "D"], bias: Float[Array, "D"], eps: float
+    x: Float[Array, "*B D"],
+    weight: Float[Array, "D"],
+    bias: Float[Array, "D"],
+    eps: float,
+    residual: Float[Array, "*B D"] | None = None,
 ) -> Float[Array, "*B D"]:
-    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last axis, in float32."""
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last axis, in float32.
+
+    With a residual, x is the sum of both.
+    """
     x = x.astype(jnp.float32)
+    if residual is not None:
+        x = x + residual.astype(jnp.float32)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + eps) * weight.astype(jnp.float32) + bias.astype(jnp.float32)
@@ -39,4 +48,5 @@ def _rms_norm_examples() -> list[Example]:
 
 @layer_norm.example
 def _layer_norm_examples() -> list[Example]:
-    return [Example((float32(4, 1024), float32(1024), float32(1024), 1e-6))]
+    sizes = float32(4, 1024), float32(1024), float32(1024)
+    return [Example((*sizes, 1e-6)), Example((*sizes, 1e-6, float32(4, 1024)))]

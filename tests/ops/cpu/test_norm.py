@@ -1,4 +1,4 @@
-"""The native norm at every level, against float64."""
+"""The native norms at every level, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -57,3 +57,60 @@ def test_it_can_be_mapped_and_differentiated():
         np.testing.assert_array_equal(jax.vmap(lambda row: ops.rms_norm(row, weight, 1e-6))(x), native(x, weight))
     for ours, theirs in zip(slopes["native"], slopes["reference"], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@jax.jit
+def native_layer(x, weight, bias, residual=None):
+    with ops.use_implementations(layer_norm="native"):
+        return ops.layer_norm(x, weight, bias, 1e-6, residual)
+
+
+def layer_arrays(shape, dtype):
+    rng = np.random.default_rng(1)
+    x, residual = (jnp.asarray(rng.standard_normal(shape) * 3 + 5, jnp.float32) for _ in range(2))
+    weight, bias = (jnp.asarray(rng.standard_normal(shape[-1]), dtype) for _ in range(2))
+    return x, weight, bias, residual
+
+
+@for_each_level
+@pytest.mark.parametrize("shape", [(3, 1), (1, 7), (5, 64), (2, 3, 129), (0, 8), (70, 1024)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_every_shape_of_a_layer_norm_is_exact_to_rounding(level, shape, dtype, with_residual):
+    x, weight, bias, residual = layer_arrays(shape, dtype)
+    wide = np.asarray(x + residual if with_residual else x, np.float64)
+    centred = wide - wide.mean(-1, keepdims=True)
+    exact = centred / np.sqrt(np.mean(centred * centred, -1, keepdims=True) + 1e-6)
+    exact = exact * np.asarray(weight, np.float64) + np.asarray(bias, np.float64)
+    with library.use_level(level):
+        result = native_layer(x, weight, bias, residual if with_residual else None)
+    np.testing.assert_allclose(result, exact, rtol=1e-5, atol=5e-6)
+
+
+@for_each_level
+def test_nan_and_infinity_stay_in_their_rows_of_a_layer_norm(level):
+    x, weight, bias, residual = layer_arrays((4, 100), jnp.float32)
+    x, residual = x.at[1, 99].set(jnp.nan), residual.at[2, 5].set(jnp.inf)
+    with library.use_level(level):
+        y = np.asarray(native_layer(x, weight, bias, residual))
+    np.testing.assert_array_equal(np.isnan(y).all(axis=1), [False, True, True, False])
+    np.testing.assert_allclose(y[3], ops.layer_norm.reference(x, weight, bias, 1e-6, residual)[3], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_a_layer_norm_can_be_mapped_and_differentiated(with_residual):
+    *arrays, residual = layer_arrays((3, 40), jnp.float32)
+    arrays = [*arrays, residual] if with_residual else arrays
+
+    def total(*arrays):
+        return jnp.sum(ops.layer_norm(*arrays[:3], 1e-6, *arrays[3:]) ** 3)
+
+    slopes = {}
+    for implementation in ("native", "reference"):
+        with ops.use_implementations(layer_norm=implementation):
+            slopes[implementation] = jax.grad(total, tuple(range(len(arrays))))(*arrays)
+    for ours, theirs in zip(slopes["native"], slopes["reference"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    with ops.use_implementations(layer_norm="native"):
+        mapped = jax.vmap(lambda row: ops.layer_norm(row, arrays[1], arrays[2], 1e-6))(arrays[0])
+    np.testing.assert_array_equal(mapped, native_layer(*arrays[:3]))

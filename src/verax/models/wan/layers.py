@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from verax import ops
-from verax.nn import LayerNorm, Linear, RMSNorm, gelu
+from verax.nn import LayerNorm, Linear, RMSNorm
 from verax.ops.attention import chunked_attention
 
 __all__ = [
@@ -157,7 +157,7 @@ class ImageEmbedding(nnx.Module):
         # PyTorch's default eps, unlike the other norms'.
         norm_in, norm_out = (LayerNorm(size, eps=1e-5, dtype=dtype) for size in (size_in, D))
         inner, outer = (Linear(size_in, size, bias=True, dtype=dtype, rngs=rngs) for size in (size_in, D))
-        self.proj = Sequential([norm_in, inner, gelu, outer, norm_out])
+        self.proj = Sequential([norm_in, inner, ops.gelu, outer, norm_out])
 
     def __call__(self, image: Float[Array, "B P I"]) -> Float[Array, "B P D"]:
         """Tokens of the image for cross-attention, `[B, P, D]`."""
