@@ -72,8 +72,16 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def video_folder(kind: str, folder: Path, *, heads: int = 2, **settings: Any) -> Path:
-    """A checkpoint of verax's own modules, made without torch; `kind` of `KINDS`. `settings` go into verax.json."""
+def video_folder(kind: str, folder: Path, *, heads: int = 2, text_heads: int = 4, **settings: Any) -> Path:
+    """A checkpoint of verax's own modules, made without torch.
+
+    Args:
+        kind: of `KINDS`.
+        folder: where it is written.
+        heads: heads of the transformer.
+        text_heads: heads of the text encoder.
+        settings: contents of verax.json.
+    """
     transformer = {**SIZES, **KINDS[kind], "num_attention_heads": heads}
     if "added_kv_proj_dim" in transformer:
         transformer["added_kv_proj_dim"] = heads * SIZES["attention_head_dim"]
@@ -84,7 +92,7 @@ def video_folder(kind: str, folder: Path, *, heads: int = 2, **settings: Any) ->
             {"_class_name": transformer_class(kind), **transformer},
         ),
         "vae": (WanVae, WanVaeConfig, {"_class_name": "AutoencoderKLWan", **(LARGE_VAE if kind == "ti2v" else VAE)}),
-        "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT}),
+        "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT, "num_heads": text_heads}),
     }
     if kind == "i2v":
         parts["image_encoder"] = (CLIPVisionModel, CLIPVisionConfig, {"model_type": "clip_vision_model", **VISION})

@@ -2,9 +2,7 @@
 
 import json
 import os
-import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -16,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from tests.support.tiny_video import video_folder
+from tests.support.video_hlo import collectives
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
 from verax.models.wan.vae import WanVae
@@ -43,13 +42,6 @@ def pipeline(kind, guidance=False, sequence=1, shard_weights=False, heads=4):
         guidance_parallel=guidance,
         sequence_parallel=sequence,
         shard_weights=shard_weights,
-    )
-
-
-def collectives(program):
-    compiled = next(iter(program._compiled.values()))
-    return Counter(
-        re.findall(r" (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)\(", compiled.as_text())
     )
 
 

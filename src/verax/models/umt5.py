@@ -23,6 +23,7 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, read_fields, require_fields
 from verax.nn import Embedding, Linear, RMSNorm
 from verax.ops.attention import MASKED, exact_products
+from verax.ops.division import Division
 
 __all__ = ["UMT5Config", "UMT5EncoderModel"]
 
@@ -96,6 +97,11 @@ class RelativeEmbedding(nnx.Module):
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.embedding = Embedding(config.relative_attention_num_buckets, config.num_heads, dtype=dtype, rngs=rngs)
 
+    @property
+    def divisions(self) -> Mapping[str, Division]:
+        """Division of the table by its columns: each of several devices has those of its heads."""
+        return {"embedding.weight": Division(axis=1)}
+
     def __call__(self, rows: Int[Array, "T T"]) -> Float[Array, "N T T"]:
         return self.embedding(rows).transpose(2, 0, 1)
 
@@ -104,18 +110,19 @@ class T5Attention(nnx.Module):
     """Attention with unscaled scores and an added position bias."""
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.num_heads = config.num_heads
-        inner = config.num_heads * config.d_kv
-        self.q = Linear(config.d_model, inner, dtype=dtype, rngs=rngs)
-        self.k = Linear(config.d_model, inner, dtype=dtype, rngs=rngs)
-        self.v = Linear(config.d_model, inner, dtype=dtype, rngs=rngs)
-        self.o = Linear(inner, config.d_model, dtype=dtype, rngs=rngs)
+        D, H = config.d_model, config.d_kv
+        inner = config.num_heads * H
+        self.head_dim = H
+        self.q = Linear(D, inner, divided="out", unit=H, dtype=dtype, rngs=rngs)
+        self.k = Linear(D, inner, divided="out", unit=H, dtype=dtype, rngs=rngs)
+        self.v = Linear(D, inner, divided="out", unit=H, dtype=dtype, rngs=rngs)
+        self.o = Linear(inner, D, divided="in", unit=H, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], bias: Float[Array, "N T T"], real: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         dtype = self.q.weight.get_value().dtype
-        q, k, v = (m(x).astype(dtype).reshape(*x.shape[:2], self.num_heads, -1) for m in (self.q, self.k, self.v))
+        q, k, v = (m(x).astype(dtype).reshape(*x.shape[:2], -1, self.head_dim) for m in (self.q, self.k, self.v))
         # Not `ops.attention`, which adds nothing to scores. Prompts are short: B N T T floats are tens of megabytes.
         product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact_products(k))
         scores = product("btnh,bsnh->bnts", q, k) + bias
@@ -128,9 +135,9 @@ class T5FeedForward(nnx.Module):
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F = config.d_model, config.d_ff
-        self.gate = nnx.List([Linear(D, F, dtype=dtype, rngs=rngs)])
-        self.fc1 = Linear(D, F, dtype=dtype, rngs=rngs)
-        self.fc2 = Linear(F, D, dtype=dtype, rngs=rngs)
+        self.gate = nnx.List([Linear(D, F, divided="out", dtype=dtype, rngs=rngs)])
+        self.fc1 = Linear(D, F, divided="out", dtype=dtype, rngs=rngs)
+        self.fc2 = Linear(F, D, divided="in", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return self.fc2(self.fc1(x) * jax.nn.gelu(self.gate[0](x), approximate=True))
@@ -165,7 +172,9 @@ class UMT5EncoderModel(nnx.Module):
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        self.token_embedding = Embedding(config.vocab_size, config.d_model, dtype=dtype, rngs=rngs)
+        self.token_embedding = Embedding(
+            config.vocab_size, config.d_model, divided="vocabulary", dtype=dtype, rngs=rngs
+        )
         self.blocks = nnx.List([T5Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon, dtype=dtype)
 

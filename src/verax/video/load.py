@@ -23,6 +23,7 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
 from verax.nn.sharded import shard_blocks
+from verax.video.mesh import tensor_mesh
 from verax.video.programs import Component
 
 __all__ = ["Components", "load_components"]
@@ -61,8 +62,8 @@ def load_components(
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the transformer's weights, each with a factor.
         show_progress: bars while weights are read.
-        mesh: devices each of which gets the weights of transformers and VAE; None for the default device. The encoders'
-            are on the default device.
+        mesh: devices each of which gets the weights of transformers and VAE, and a part of the text encoder's; None for
+            the default device. The image encoder's are on the default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
 
     Raises:
@@ -74,15 +75,17 @@ def load_components(
     def component(
         name: str, what: str, make: Callable[..., M], config: Any, kind: DTypeLike, keep: bool | None
     ) -> Component[M]:
-        place = None if name.endswith("encoder") else mesh
+        def module() -> M:
+            made = make(config, dtype=kind, rngs=nnx.Rngs(0))
+            return shard_blocks(made, mesh) if mesh and shard_weights and name.startswith("transformer") else made
+
+        place = None if name == "image_encoder" else mesh
+        if name == "text_encoder" and mesh is not None:
+            place = tensor_mesh(mesh, nnx.eval_shape(module), what)
 
         def load(abstract: M) -> M:
             with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
                 return load_weights(abstract, open_part(name), mesh=place, progress=report)
-
-        def module() -> M:
-            made = make(config, dtype=kind, rngs=nnx.Rngs(0))
-            return shard_blocks(made, mesh) if mesh and shard_weights and name.startswith("transformer") else made
 
         return Component(what, module, load, keep=keep, offload=offload, mesh=place)
 

@@ -1,7 +1,7 @@
-"""Several devices for one clip: the two passes of classifier-free guidance on two groups of devices, and the tokens of
-each pass over the devices of its group.
+"""Several devices for one clip: the two passes of classifier-free guidance on two groups of devices, the tokens of each
+pass over the devices of its group, and the layers of the text encoder over all of them.
 
-xDiT (Fang et al., 2024, arXiv:2411.01738) has both under the names of CFG parallel and Ulysses.
+xDiT (Fang et al., 2024, arXiv:2411.01738) has the first two under the names of CFG parallel and Ulysses.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
 from verax.models.wan.model import WanConfig
+from verax.nn.parallel import fitting_sizes
+from verax.ops.division import TENSOR_AXIS
 from verax.video.geometry import LatentGeometry
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
 from verax.video.settings import VideoSettings
@@ -33,6 +36,7 @@ __all__ = [
     "check_request",
     "fitting_parallelism",
     "layout",
+    "tensor_mesh",
     "video_mesh",
 ]
 
@@ -72,6 +76,27 @@ def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | Non
         f"{sequence_parallel} = {devices}",
     )
     return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), found)
+
+
+def tensor_mesh(mesh: Mesh, model: nnx.Module, what: str) -> Mesh | None:
+    """Devices of a clip that divide the layers of one of its models, on the axis `tensor`; None for the first alone.
+
+    They are as many as the model divides over, and the first ones where that is not all.
+
+    Args:
+        mesh: devices of the clip.
+        model: the model, or its shapes.
+        what: its name, for a message.
+    """
+    fitting = fitting_sizes(model)
+    count = max(size for size in fitting if size <= mesh.size)
+    if count < mesh.size:
+        _log.warning(
+            "%s: its weights are on %d of %d devices; numbers that it divides over: %s",
+            *(what, count, mesh.size, ", ".join(map(str, fitting))),
+        )
+    # In the order of the clip's mesh, so that results lie where the clip's programs take them.
+    return None if count == 1 else Mesh(mesh.devices.reshape(-1)[:count], (TENSOR_AXIS,))
 
 
 def fitting_parallelism(

@@ -189,7 +189,7 @@ class VideoPipeline:
             guidance_parallel: True to run prompt and negative prompt on two groups of devices.
             sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
                 Each device has all weights of the transformer, unless `shard_weights`, and of the VAE, which decodes a
-                part of each frame; the text and image encoders are on the first device.
+                part of each frame. The text encoder is divided over all devices, and the image encoder is on the first.
             devices: devices to divide clips over, in place of these two: they are chosen so that the most devices are
                 used, guidance first.
             devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.

@@ -41,6 +41,7 @@ class Component(Generic[M]):
     Attributes:
         name: name in messages.
         shapes: shapes of the weights, whole.
+        mesh: devices of the weights; None for the default device.
         partition: partition of each weight over the mesh.
         keep: True if weights stay on the device between uses.
     """
@@ -75,7 +76,7 @@ class Component(Generic[M]):
         declared = {} if mesh is None else divisions(self._abstract)
         names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
         self.partition = tuple(partition(leaf, declared.get(name)) for name, leaf in zip(names, leaves, strict=True))
-        self._mesh = mesh
+        self.mesh = mesh
         self.keep = not offload and (self.size <= KEEP_LIMIT if keep is None else keep)
         self._offload = offload
         self._weights: Weights | None = None
@@ -86,7 +87,7 @@ class Component(Generic[M]):
     def size(self) -> int:
         """Bytes of the weights on one device."""
         return sum(
-            math.prod(leaf.shape if self._mesh is None else NamedSharding(self._mesh, spec).shard_shape(leaf.shape))
+            math.prod(leaf.shape if self.mesh is None else NamedSharding(self.mesh, spec).shard_shape(leaf.shape))
             * leaf.dtype.itemsize
             for leaf, spec in zip(self.shapes, self.partition, strict=True)
         )

@@ -48,7 +48,8 @@ class Stages:
         """Describe the programs; nothing is compiled.
 
         Args:
-            text_encoder, image_encoder, vae: models; `vae` with float32 weights.
+            text_encoder, image_encoder, vae: models; `vae` with float32 weights. The text encoder may be divided over a
+                mesh of its own.
             decode_dtype: dtype of the VAE's weights when it decodes. It always encodes in float32: errors of the
                 condition spread through the whole clip, those of decoding do not.
             mesh: devices of the VAE's programs, which have its weights and divide the frames to decode; None for the
@@ -78,7 +79,10 @@ class Stages:
         def noise(key: Array, *, shape: tuple[int, ...]) -> Array:
             return jax.random.normal(key, shape, jnp.float32)
 
-        self.text_program = Program(lambda w, tokens, lengths: text_encoder.module(w)(tokens, lengths))
+        self.text_program = Program(
+            lambda w, tokens, lengths: text_encoder.module(w)(tokens, lengths),
+            layout=layout(text_encoder.mesh, text_encoder.partition, REPLICATED, REPLICATED),
+        )
         self.image_program = None
         if image_encoder is not None:
             self.image_program = Program(lambda w, pixels: image_encoder.module(w)(pixels))
