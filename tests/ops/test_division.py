@@ -37,7 +37,10 @@ def part_of(weight, division, index, count):
 
     def cut(array, spec):
         axis = next((i for i, name in enumerate(spec) if name is not None), None)
-        return array if axis is None else jnp.split(jnp.asarray(array), count, axis)[index]
+        if axis is None:
+            return array
+        order = division.order(len(array), count)
+        return jnp.split(jnp.asarray(array if order is None else array[order]), count, axis)[index]
 
     return resized(jax.tree.map(cut, weight, partition(weight, division)))
 
@@ -49,6 +52,23 @@ def test_the_parts_are_those_of_the_whole(kind, division):
     check_division("w", weight, division, 2)
     parts = [plain(part_of(weight, division, i, 2)) for i in range(2)]
     np.testing.assert_array_equal(np.concatenate(parts, division.axis), plain(weight))
+
+
+@every_weight
+def test_a_part_of_several_matrices_has_its_rows_of_each(kind):
+    weight, division = WEIGHTS[kind], Division(unit=(16, 16))
+    check_division("w", weight, division, 2)
+    first, second = (plain(part_of(weight, division, i, 2)) for i in range(2))
+    expected = np.split(plain(weight), 4)
+    np.testing.assert_array_equal(first, np.concatenate(expected[0::2]))
+    np.testing.assert_array_equal(second, np.concatenate(expected[1::2]))
+
+
+def test_matrices_in_one_weight_may_have_units_of_different_sizes():
+    queries, keys, values = np.arange(4), 10 + np.arange(4), 100 + np.arange(8)
+    weight, division = np.concatenate([queries, keys, values]), Division(unit=(2, 2, 4))
+    expected = [0, 1, 10, 11, 100, 101, 102, 103, 2, 3, 12, 13, 104, 105, 106, 107]
+    assert weight[division.order(16, 2)].tolist() == expected
 
 
 @every_weight
@@ -74,6 +94,25 @@ def test_a_unit_across_blocks_of_rows_cannot_be_repeated():
         ("int8 by 64", INPUTS, 16, "w: 512 inputs, 64 of which stay together, do not divide over 16 devices"),
         ("Q4_K", INPUTS, 4, "w: 512 inputs, 256 of which stay together, do not divide over 4 devices"),
         ("float32", Division(unit=32), 4, "w: 64 rows, 32 of which stay together, do not divide over 4 devices"),
+        (
+            "float32",
+            Division(unit=(8, 24)),
+            4,
+            "w: 16 of its 64 rows, 8 of which stay together, do not divide over 4 dev",
+        ),
+        (
+            "int4",
+            Division(unit=(8, 24)),
+            2,
+            "w: 16 of its 64 rows, 16 of which stay together, do not divide over 2 dev",
+        ),
+        ("int8", Division(unit=(8, 24)), 2, None),
+        (
+            "int8",
+            Division(unit=(8, 16)),
+            2,
+            "w: 21 of its 64 rows, 8 of which stay together, do not divide over 2 devices",
+        ),
         ("float32", Division(unit=32, repeats=True), 4, None),
         ("float32", Division(unit=32, repeats=True), 3, "do not divide over 3 devices"),
     ],

@@ -77,9 +77,12 @@ class Placement:
 
         def put(array: Any, spec: Any) -> jax.Array:
             host = np.asarray(array)
-            sharding = NamedSharding(mesh, spec)
-            return jax.make_array_from_callback(
-                host.shape, sharding, lambda index: np.array(host[index], dtype or host.dtype)
-            )
+            divided = None if self.division is None or spec != self.division.spec else self.division
+            order = None if divided is None else divided.order(len(host), mesh.size)
+
+            def part(index: Any) -> np.ndarray:
+                return np.array(host[index] if order is None else host[order[index[0]]], dtype or host.dtype)
+
+            return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), part)
 
         return jax.tree.map(put, weight, partition(weight, self.division))

@@ -40,7 +40,8 @@ class Linear(nnx.Module):
         size_out: outputs, F.
         bias: True for a bias.
         divided: how devices share the layer.
-        unit: outputs that one device must hold together, such as those of a head; with `"in"`, inputs.
+        unit: outputs that one device must hold together, such as those of a head; with `"in"`, inputs. Several numbers
+            for several matrices in one, as in `ops.division.Division`.
         repeats: True if devices may share a unit where there are more of them than units.
         dtype: dtype of weight and bias.
         rngs: source of the fresh weight.
@@ -56,7 +57,7 @@ class Linear(nnx.Module):
         *,
         bias: bool = False,
         divided: Literal["out", "in", "vocabulary"] | None = None,
-        unit: int = 1,
+        unit: int | tuple[int, ...] = 1,
         repeats: bool = False,
         dtype: DTypeLike,
         rngs: nnx.Rngs,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Int
 
 from verax.errors import InvalidParameterError
 from verax.ops.block_quantized import BLOCK_KINDS, LANES, BlockQuantizedWeight
@@ -31,13 +32,15 @@ class Division:
     Attributes:
         axis: 0 for the outputs of `[F, D]`, the entries of a bias, the tokens of an embedding, or the matrices of a
             stack; 1 for the inputs.
-        unit: entries that stay together on one device, such as the rows of a head.
+        unit: entries that stay together on one device, such as the rows of a head. Several numbers are the units of
+            several matrices in one weight, one below the other and of as many units each, such as queries, keys and
+            values.
         repeats: True if several devices may hold a unit where there are more devices than units.
         mesh_axes: axes of the mesh whose devices, all together, hold the parts.
     """
 
     axis: int = 0
-    unit: int = 1
+    unit: int | tuple[int, ...] = 1
     repeats: bool = False
     mesh_axes: tuple[str, ...] = (TENSOR_AXIS,)
 
@@ -46,10 +49,25 @@ class Division:
         """Partition of an array that has the weight's own axes."""
         return PartitionSpec(*[None] * self.axis, self.mesh_axes)
 
-    def divides(self, size: int, devices: int) -> bool:
-        """True if an axis of this size can be divided over so many devices."""
-        units, rest = divmod(size, self.unit)
-        return rest == 0 and (units % devices == 0 or (self.repeats and devices % units == 0))
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Unit of each matrix of the weight."""
+        return self.unit if isinstance(self.unit, tuple) else (self.unit,)
+
+    def order(self, size: int, devices: int) -> Int[np.ndarray, "F"] | None:
+        """Rows in the order in which the devices' parts follow each other, by number; None if it is their own order.
+
+        A part of several matrices has its rows of each, one below the other as in the whole weight.
+
+        Args:
+            size: number of rows, or of blocks of rows that are stored together.
+            devices: number of devices, which divides the weight.
+        """
+        if len(self.units) == 1:
+            return None
+        ends = np.cumsum(self.units) * size // sum(self.units)
+        matrices = np.split(np.arange(size), ends[:-1])
+        return np.concatenate([rows.reshape(devices, -1) for rows in matrices], axis=1).reshape(-1)
 
 
 def is_weight(value: Any) -> bool:
@@ -93,13 +111,16 @@ def check_division(name: str, weight: Any, division: Division, devices: int) -> 
             f"{name}: its columns are in an order of their own (act-order), which is not divided over devices; load it "
             "with quantization='dequantize'"
         )
-    stored = replace(division, unit=math.lcm(division.unit, _stored_unit(weight, division.axis)))
-    size = weight.shape[division.axis]
-    if not stored.divides(size, devices):
-        together = f", {stored.unit} of which stay together," if stored.unit > 1 else ""
-        raise InvalidParameterError(
-            f"{name}: {size} {'inputs' if division.axis else 'rows'}{together} do not divide over {devices} devices"
-        )
+    whole, units = weight.shape[division.axis], division.units
+    for each in units:
+        size, unit = whole * each // sum(units), math.lcm(each, _stored_unit(weight, division.axis))
+        count, rest = divmod(size, unit)
+        if rest or (count % devices and not (division.repeats and devices % count == 0)):
+            part = f"{size} of its {whole}" if len(units) > 1 else f"{size}"
+            together = f", {unit} of which stay together," if unit > 1 else ""
+            raise InvalidParameterError(
+                f"{name}: {part} {'inputs' if division.axis else 'rows'}{together} do not divide over {devices} devices"
+            )
 
 
 def _stored_unit(weight: Any, axis: int) -> int:
@@ -119,15 +140,14 @@ def repeated(name: str, weight: Any, division: Division, times: int) -> Any:
     """
     if times == 1:
         return weight
-    rows, stored = weight.shape[0], _stored_unit(weight, 0)
-    if division.unit % stored:
+    rows, stored, (unit,) = weight.shape[0], _stored_unit(weight, 0), division.units
+    if unit % stored:
         raise InvalidParameterError(
-            f"{name}: units of {division.unit} rows lie across blocks of {stored} and cannot be repeated; use fewer "
-            "devices"
+            f"{name}: units of {unit} rows lie across blocks of {stored} and cannot be repeated; use fewer devices"
         )
 
     def repeat(array: Any) -> Any:
-        units = np.asarray(array).reshape(rows // division.unit, -1, *array.shape[1:])
+        units = np.asarray(array).reshape(rows // unit, -1, *array.shape[1:])
         return np.repeat(units, times, axis=0).reshape(-1, *array.shape[1:])
 
     if not is_weight(weight):

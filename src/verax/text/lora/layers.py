@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -47,6 +48,8 @@ class AdaptedLayers:
     """Division of a layer's weight over devices, by path; of those that are divided."""
     repeats: int = 1
     """Times that the model has each unit of a layer whose division repeats; adapters have it once."""
+    devices: int = 1
+    """Devices that the layers are divided over."""
 
     @classmethod
     def of(
@@ -57,6 +60,7 @@ class AdaptedLayers:
         max_loras: int,
         max_rank: int,
         repeats: int = 1,
+        devices: int = 1,
     ) -> AdaptedLayers:
         """The layers of a model that is made of flat weights; its forward pass is traced once.
 
@@ -85,6 +89,7 @@ class AdaptedLayers:
             divisions={path: of for path in shapes if (of := found["divisions"].get(f"{path}.weight")) is not None},
             names={name: path for path in shapes for name in _names(path, found["aliases"])},
             repeats=repeats,
+            devices=devices,
             max_loras=max_loras,
             max_rank=max_rank,
             dtype=found["dtype"],
@@ -94,6 +99,11 @@ class AdaptedLayers:
         """Times that the model has each unit of a layer's outputs."""
         division = self.divisions.get(path)
         return self.repeats if division is not None and division.repeats else 1
+
+    def order(self, path: str) -> Int[np.ndarray, "F"] | None:
+        """Rows of a layer's `up` as the devices hold them, by number; None if these are in the order of the file."""
+        division = self.divisions.get(path)
+        return None if division is None else division.order(self.shapes[path][0], self.devices)
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -96,5 +96,7 @@ class AdapterLoader:
             a, b = adapter.read(module)
             if (times := layers.times(path)) > 1:
                 b = repeated(path, b, layers.divisions[path], times)
+            if (order := layers.order(path)) is not None:
+                b = b[order]
             matrices[path] = a.astype(layers.dtype), b.astype(layers.dtype)
         return LoadedAdapter(request, matrices)
