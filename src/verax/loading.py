@@ -32,7 +32,7 @@ from verax.checkpoint.placement import Placement
 from verax.checkpoint.stacks import StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
-from verax.models.causal_lm import head_repeats, with_repeated_heads
+from verax.models.causal_lm import config_on_devices, head_repeats
 from verax.nn import Linear
 from verax.nn.parallel import check_divisions, divisions
 from verax.ops import BLOCK_KINDS, BlockQuantizedWeight, quantize
@@ -97,7 +97,7 @@ def load_model(
     repeats = 1
     if mesh is not None:
         repeats = head_repeats(config, mesh.size)
-        config = with_repeated_heads(config, repeats)
+        config = config_on_devices(config, mesh.size)
         shapes = model_shapes(
             model_class, config, dtype=dtype, quantization=quantization, opened=None if requantize else opened
         )
@@ -243,14 +243,14 @@ def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
     Raises:
         InvalidParameterError: if it does not divide over so many devices.
     """
-    check_divisions(model, mesh.size, argument="tensor_parallel_size")
     module: Any = model
-    repeats = head_repeats(model.config, mesh.size)
+    repeats, config = head_repeats(model.config, mesh.size), config_on_devices(model.config, mesh.size)
     graph, state = nnx.split(module)
-    if repeats > 1:
-        config = with_repeated_heads(model.config, repeats)
+    if config != model.config:
         graph = nnx.graphdef(nnx.eval_shape(lambda: type(module)(config, dtype=model.dtype, rngs=_OneKey())))
-    declared, divided = divisions(model), []
+    on_devices = nnx.merge(graph, state)
+    check_divisions(on_devices, mesh.size, argument="tensor_parallel_size")
+    declared, divided = divisions(on_devices), []
     for path, leaf in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         division = declared.get(name)

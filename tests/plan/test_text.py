@@ -150,6 +150,22 @@ def test_over_devices_weights_and_heads_are_divided(config_only):
     assert plan(folder, DEVICE, devices=4)["memory"]["cache"] == half["memory"]["cache"]
 
 
+def test_devices_divide_delta_layers_and_states_if_they_divide_the_key_heads(config_only):
+    folder = config_only(family="qwen3_5_text", **HYBRID)
+    found = {n: plan(folder, DEVICE, devices=n, max_num_seqs=3, context=200) for n in (1, 2, 4)}
+    layers = {
+        n: sum(row["per_device"] for row in of["weights"] if row["part"] == "recurrent layers")
+        for n, of in found.items()
+    }
+    whole_rows = 2 * 2 * 4 * 64 * 2  # of b and a: two layers, four value heads, bfloat16
+    assert 2 * (layers[2] - whole_rows) == layers[1] - whole_rows
+    assert layers[4] == layers[1]
+    states = 3 * 4 * 2 * (4 * 12 * 20 + 3 * (2 * 2 * 12 + 4 * 20))  # sequences, float32, layers: memory and inputs
+    assert 2 * found[2]["memory"]["cache"] == found[1]["memory"]["cache"]
+    # Pairs of devices share a head of keys and values.
+    assert found[4]["memory"]["cache"] == found[2]["memory"]["cache"] + states // 2
+
+
 def test_links_carry_two_sums_a_layer_a_lookup_and_the_scores(config_only):
     v5e = find_device("v5e")
     decode = plan(config_only(), v5e, devices=2, max_num_seqs=3)["programs"][0]

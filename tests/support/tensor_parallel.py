@@ -39,7 +39,8 @@ FAMILIES = {
     ),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "num_hidden_layers": 1}),
     "qwen3.5": ("qwen3_5_text", DELTA),
-    "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64}),
+    "two-key-heads": ("qwen3_5_text", {**DELTA, "linear_num_key_heads": 2}),
 }
 """Family and changes of `tiny_config` by case."""
 
@@ -59,9 +60,19 @@ FEATURES = {
     "logprobs": {},
     "ngram": dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
     "draft-model": {},
+    "delta-int8": dict(quantization="int8"),
+    "delta-int4": dict(quantization="int4"),
+    "delta-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
 }
 """Options of the engine by case."""
 
+FAMILY_OF_FEATURE = {
+    "moe-int4": "qwen3-moe",
+    "delta-int8": "qwen3.5",
+    "delta-int4": "qwen3-next",
+    "delta-lora": "qwen3.5",
+}
+"""Families of the features that Qwen3 does not have."""
 
 PROMPTS = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
 
@@ -82,8 +93,8 @@ def run(cases, folder, sizes):
 
 def model_of(case):
     """Family and changes of `tiny_config` of a case."""
-    family, changes = FAMILIES.get("qwen3-moe" if case == "moe-int4" else case, FAMILIES["qwen3"])
-    return family, {**SIZES, **changes, **(WIDE if case in FEATURES else {})}
+    family, changes = FAMILIES[case if case in FAMILIES else FAMILY_OF_FEATURE.get(case, "qwen3")]
+    return family, {**SIZES, **(WIDE if case in FEATURES else {}), **changes}
 
 
 def _model(case, folder):
@@ -93,7 +104,8 @@ def _model(case, folder):
     family, changes = model_of(case)
     made = Path(folder) / case
     if not made.exists():
-        seed = int(case == "moe-int4")  # rounded inputs move scores a little, which decides a near tie of seed 0
+        # Rounded inputs move scores a little, which decides near ties of seed 0.
+        seed = int(case in FAMILY_OF_FEATURE)
         tiny_checkpoint(made, family=family, seed=seed, **changes)
     if case != "gguf":
         return made
@@ -127,7 +139,7 @@ def _answers(case, folder, size):
         SamplingParams(temperature=1.0, seed=7, **plain),
         SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3, **plain),
     ]
-    adapter = tiny_adapter(model, Path(folder) / "adapter") if case == "lora" else None
+    adapter = tiny_adapter(model, Path(folder) / "adapter") if case.endswith("lora") else None
     outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[adapter, None, adapter, None])
     return llm, outputs, [before, llm.engine.runner.num_compiled()]
 
@@ -138,14 +150,12 @@ def _engine(case, folder, size):
 
     llm, outputs, compiled = _answers(case, folder, size)
     runner = llm.engine.runner
-    weights = runner._weights
-    parts = [array.addressable_shards[0].data for array in weights]
     found = {
         "tokens": [output.outputs[0].token_ids for output in outputs],
         "logprobs": [_chosen(output.outputs[0].logprobs, output.outputs[0].token_ids) for output in outputs],
         "prompt_logprobs": [_chosen(output.prompt_logprobs, output.prompt_token_ids) for output in outputs],
         "compiled": compiled,
-        "bytes": [sum(array.nbytes for array in arrays) for arrays in (weights, parts)],
+        "bytes": _bytes(runner._weights),
     }
     if case in FEATURES:
         return found
@@ -159,7 +169,14 @@ def _engine(case, folder, size):
         "aliased": 0 if aliased is None else len(re.findall(r"may-alias|must-alias", aliased[1])),
         "donated": len(jax.tree.leaves((runner._slots, runner._cache))),
         "heads_on_a_device": sorted({page.addressable_shards[0].data.shape[1] for page in _pages(runner)}),
+        "state_bytes": _bytes(_states(runner)),
     }
+
+
+def _bytes(arrays):
+    """Bytes of arrays, and of the parts that one device has."""
+    parts = [array.addressable_shards[0].data for array in arrays]
+    return [sum(array.nbytes for array in each) for each in (arrays, parts)]
 
 
 def _chosen(entries, tokens):
@@ -169,13 +186,23 @@ def _chosen(entries, tokens):
 
 def _pages(runner):
     """Arrays of keys and values."""
+    return _cached(runner, lambda state: state is None)
+
+
+def _states(runner):
+    """Arrays of recurrent states."""
+    return _cached(runner, lambda state: state is not None)
+
+
+def _cached(runner, kept):
+    """Arrays of the cache in the layers of a kind."""
     import jax
 
     from verax.text.sizes import layer_states
 
     states = layer_states(runner.abstract_model.config, 1)
     layers = zip(runner._cache, states, strict=True)
-    return [array for arrays, state in layers if state is None for array in jax.tree.leaves(arrays)]
+    return [array for arrays, state in layers if kept(state) for array in jax.tree.leaves(arrays)]
 
 
 if __name__ == "__main__":

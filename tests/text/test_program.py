@@ -11,10 +11,11 @@ from tests.text.conftest import make_llm
 from verax import SamplingParams, ops
 from verax._compat import make_mesh
 from verax.models import causal_lm
+from verax.models.causal_lm import config_on_devices
 from verax.models.qwen3 import Qwen3Config
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine_config import EngineConfig
-from verax.text.program import AbstractModel, step_program
+from verax.text.program import AbstractModel, cache_partitions, new_cache, step_program
 from verax.text.sizes import block_bytes, plan_sizes
 
 QWEN3_0_6B = dict(
@@ -94,16 +95,27 @@ def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
         assert (planned.name, planned.donated) == (run.name, run.donated)
 
 
-def test_over_a_mesh_heads_are_divided_and_recurrent_states_are_whole():
+def test_over_a_mesh_heads_and_recurrent_states_are_divided():
     model, config = without_weights(tiny_config("qwen3_5_text", **HYBRID), jnp.float32)
     sizes = plan_sizes(config, jnp.float32, EngineConfig(max_num_seqs=2, max_model_len=64))
     program = step_program(model, sizes, sizes.shapes[0], make_mesh((1,), ("tensor",)))
     weights, slots, cache, packed = program.shardings
-    assert {sharding.spec for sharding in jax.tree.leaves((slots, cache[0], cache[2], packed))} == {jax.P()}
+    assert {sharding.spec for sharding in jax.tree.leaves((slots, packed))} == {jax.P()}
+    assert cache[0] == cache[2]
+    assert [sharding.spec for sharding in cache[0]] == [jax.P(None, None, "tensor"), jax.P(None, "tensor")]
     assert {sharding.spec for sharding in jax.tree.leaves(cache[1])} == {jax.P(None, "tensor")}
     assert {jax.P("tensor"), jax.P(None, "tensor"), jax.P()} == {sharding.spec for sharding in weights}
     assert jax.tree.leaves(program.results) == [jax.P(), *jax.tree.leaves(program.partitions[2]), jax.P()]
     assert program.lower().as_text()
+
+
+def test_states_are_whole_where_devices_do_not_divide_the_key_heads():
+    _, config = without_weights(tiny_config("qwen3_5_text", **HYBRID), jnp.float32)
+    sizes = plan_sizes(config, jnp.float32, EngineConfig(max_num_seqs=2, max_model_len=64))
+    for devices, whole in ((2, False), (4, True)):  # two key heads
+        on_devices = config_on_devices(config, devices)
+        delta, *_ = cache_partitions(on_devices, jax.eval_shape(lambda made=on_devices: new_cache(made, sizes)))
+        assert (set(delta) == {jax.P()}) == whole
 
 
 def counted_norm():

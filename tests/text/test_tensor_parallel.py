@@ -9,22 +9,29 @@ from verax import LLM
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
 from verax.models import causal_lm
-from verax.models.causal_lm import head_repeats, with_repeated_heads
+from verax.models.causal_lm import config_on_devices
 from verax.nn.parallel import check_divisions, fitting_sizes
 from verax.plan.parts import parts_of
 from verax.text.mesh import tensor_meshes
 
-SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 4, "qwen3-next": 4}
+SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.
 
-A delta layer is whole on every device and has none. XLA joins that of a shared expert with that of the experts.
+A delta layer that is whole on every device has none. XLA joins that of a shared expert with that of the experts.
 """
 
-SIZES = dict.fromkeys(FAMILIES, (1, 8)) | {"qwen3": (1, 2, 8), "qwen3-moe": (1, 2)}
-"""Numbers of devices. Eight share heads of keys and values, except in Llama, and have an expert each; two have four."""
-
-
 HYBRIDS = ("qwen3.5", "qwen3-next")
+
+WHOLE_DELTA_LAYERS = "two-key-heads"
+"""The hybrid family whose delta layers are whole on every device: four devices cannot divide two key heads."""
+
+SIZES = dict.fromkeys(FAMILIES, (1, 8)) | {
+    "qwen3": (1, 2, 8),
+    "qwen3-moe": (1, 2),
+    **dict.fromkeys(HYBRIDS, (1, 2, 4, 8)),
+    WHOLE_DELTA_LAYERS: (1, 4),
+}
+"""Numbers of devices. Eight share heads of keys and values, except in Llama, and have an expert each; two have four."""
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +84,26 @@ def test_each_device_holds_its_part_of_weights_and_heads(family):
     for size, of in found.items():
         assert of["heads_on_a_device"] == [max(1, heads // size)]
         whole, part = of["bytes"]
-        if name not in HYBRIDS:  # whose delta layers are whole
-            assert part < 1.1 * whole / size + 12_000  # and so are norms
+        if name != WHOLE_DELTA_LAYERS:
+            assert part < 1.1 * whole / size + 12_000  # norms are whole
+
+
+def test_recurrent_states_are_divided_with_their_layers(families):
+    for name in HYBRIDS:
+        whole, _ = families[name][1]["state_bytes"]
+        assert whole > 0
+        assert {size: of["state_bytes"] for size, of in families[name].items()} == {
+            size: [whole, whole // size] for size in SIZES[name]
+        }
+    whole, part = families[WHOLE_DELTA_LAYERS][4]["state_bytes"]
+    assert whole == part
 
 
 def planned_bytes(case, size):
     """Bytes of weights that a device has by the plan."""
     family, changes = model_of(case)
     architecture, config = causal_lm(tiny_config(family, **changes))
-    config = with_repeated_heads(config, head_repeats(config, size))
+    config = config_on_devices(config, size)
     quantization = FEATURES.get(case, {}).get("quantization")
     model = model_shapes(architecture, config, dtype="float32", quantization=quantization)
     return sum(part.per_device for part in parts_of(model, size))
@@ -96,7 +114,7 @@ def test_the_plan_has_the_bytes_of_each_device(family):
     assert {size: planned_bytes(name, size) for size in found} == {size: of["bytes"][1] for size, of in found.items()}
 
 
-@pytest.mark.parametrize("feature", ["int8", "int4", "moe-int4"])
+@pytest.mark.parametrize("feature", ["int8", "int4", "moe-int4", "delta-int8", "delta-int4"])
 def test_the_plan_has_the_bytes_of_quantised_parts(features, feature):
     assert planned_bytes(feature, 2) == features[feature][2]["bytes"][1]
 

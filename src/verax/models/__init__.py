@@ -21,6 +21,7 @@ from verax.models.bert import (
 from verax.models.causal_lm import (
     CausalLM,
     CausalLMConfig,
+    DividedStateConfig,
     RecurrentConfig,
     SlidingWindowConfig,
     check_causal_lm_class,
@@ -44,6 +45,7 @@ __all__ = [
     "CausalLM",
     "CausalLMConfig",
     "DeltaState",
+    "DividedStateConfig",
     "Gemma3Config",
     "Gemma3ForCausalLM",
     "LamConfig",

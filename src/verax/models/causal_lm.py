@@ -19,15 +19,17 @@ from verax.models.token_mixers import AttentionFn, RunRecurrent
 __all__ = [
     "CausalLM",
     "CausalLMConfig",
+    "DividedStateConfig",
     "RecurrentConfig",
     "SlidingWindowConfig",
     "check_causal_lm",
     "check_causal_lm_class",
+    "config_on_devices",
     "final_hidden_states",
     "has_recurrent_layers",
     "head_repeats",
     "sliding_windows",
-    "with_repeated_heads",
+    "state_axes",
 ]
 
 
@@ -80,6 +82,23 @@ class RecurrentConfig(Protocol):
 
     def new_state(self, layer: int, num_seqs: int) -> Any:
         """Zeroed state of `num_seqs` sequences for recurrent layer `layer`; None for a layer that attends."""
+        ...
+
+
+@runtime_checkable
+class DividedStateConfig(RecurrentConfig, Protocol):
+    """A configuration whose recurrent layers are divided over devices, and their states with them.
+
+    The layers declare how their weights are divided, as all layers do (`verax.nn.parallel`). Without these members
+    every device has the states whole.
+    """
+
+    def on_devices(self, devices: int) -> Any:
+        """Configuration on so many devices: recurrent layers are whole on each where these cannot divide them."""
+        ...
+
+    def state_axes(self, layer: int) -> Any:
+        """Axis of each array of the layer's state that is divided, in a tree like it; None if the state is whole."""
         ...
 
 
@@ -181,13 +200,23 @@ def head_repeats(config: CausalLMConfig, devices: int) -> int:
     return devices // heads if devices > heads and devices % heads == 0 else 1
 
 
-def with_repeated_heads(config: C, times: int) -> C:
-    """Configuration of a model that has each head of keys and values several times, next to each other.
+def state_axes(config: CausalLMConfig, layer: int) -> Any:
+    """Axis of each array of a layer's recurrent state that devices divide; None for a state that each has whole."""
+    return config.state_axes(layer) if isinstance(config, DividedStateConfig) else None
+
+
+def config_on_devices(config: C, devices: int) -> C:
+    """Configuration of a model as so many devices hold it.
+
+    It has each head of keys and values several times, next to each other, where devices share heads. Recurrent layers
+    are whole where devices do not divide them.
 
     Raises:
-        InvalidParameterError: if the configuration is no dataclass with a field for these heads.
+        InvalidParameterError: if heads are shared and the configuration is no dataclass with a field for them.
     """
-    if times == 1:
+    if isinstance(config, DividedStateConfig):
+        config = cast(C, config.on_devices(devices))
+    if (times := head_repeats(cast(CausalLMConfig, config), devices)) == 1:
         return config
     heads = cast(CausalLMConfig, config).num_key_value_heads
     try:

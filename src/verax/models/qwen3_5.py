@@ -9,7 +9,7 @@ al. (2025, arXiv:2505.06708).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decod
 from verax.models.qwen3_moe import STACKED_EXPERTS, ExpertsConfig, SparseMoeBlock
 from verax.models.token_mixers import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
+from verax.nn.parallel import own_part
+from verax.ops.division import Division
 
 __all__ = ["DeltaState", "Qwen35Config", "Qwen35ForCausalLM"]
 
@@ -62,6 +64,8 @@ class Qwen35Config(Qwen3Config):
     """None if every layer has a feed-forward part."""
     fused_projections: bool
     """Qwen3-Next: a delta layer's q, k, v and z come from one projection, interleaved by key head; b and a likewise."""
+    divided_delta: bool = True
+    """False on devices that cannot divide the key heads: each then has the delta layers whole."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen35Config:
@@ -104,10 +108,19 @@ class Qwen35Config(Qwen3Config):
         )
 
     @property
+    def value_heads_per_key(self) -> int:
+        """Value heads that read one key head, next to each other."""
+        return self.linear_num_value_heads // self.linear_num_key_heads
+
+    @property
+    def key_head_channels(self) -> tuple[int, int, int]:
+        """Channels of one key head: its query, its key, and the values that read it."""
+        return self.linear_key_head_dim, self.linear_key_head_dim, self.value_heads_per_key * self.linear_value_head_dim
+
+    @property
     def convolved(self) -> int:
         """Channels of the convolution: queries, keys and values of a delta layer."""
-        keys = self.linear_num_key_heads * self.linear_key_head_dim
-        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+        return self.linear_num_key_heads * sum(self.key_head_channels)
 
     def new_state(self, layer: int, num_seqs: int) -> DeltaState | None:
         """Zeroed state of a delta layer; None for an attention layer."""
@@ -118,6 +131,15 @@ class Qwen35Config(Qwen3Config):
             inputs=jnp.zeros((num_seqs, self.linear_conv_kernel_dim - 1, self.convolved), jnp.float32),
             memory=jnp.zeros((num_seqs, *size), jnp.float32),
         )
+
+    def on_devices(self, devices: int) -> Qwen35Config:
+        """Configuration on so many devices, which divide delta layers by key heads if they can."""
+        return replace(self, divided_delta=self.linear_num_key_heads % devices == 0)
+
+    def state_axes(self, layer: int) -> DeltaState | None:
+        """Axes of channels and of value heads, which devices divide; None for a state that each device has whole."""
+        axes: dict[str, Any] = {"inputs": 2, "memory": 1}
+        return DeltaState(**axes) if self.divided_delta and self.layer_types[layer] == DELTA else None
 
 
 _REQUIRED = (
@@ -137,18 +159,24 @@ class DepthwiseConv(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """The gated delta rule over short convolutions of the input, normalised and gated by head; a `RecurrentLayer`."""
+    """The gated delta rule over short convolutions of the input, normalised and gated by head; a `RecurrentLayer`.
+
+    Each of several devices has some of the key heads, and the value heads that read them. The projections of b and a
+    are whole: they have a row for each value head, too few for quantised weights, which store 16 rows together.
+    """
 
     def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         D, HV = config.hidden_size, config.linear_num_value_heads
         values = HV * config.linear_value_head_dim
+        K, _, V = config.key_head_channels
+        divided = partial(Linear, D, divided="out" if config.divided_delta else None, dtype=dtype, rngs=rngs)
         if config.fused_projections:
-            self.in_proj_qkvz = Linear(D, config.convolved + values, dtype=dtype, rngs=rngs)
+            self.in_proj_qkvz = divided(config.convolved + values, unit=2 * K + 2 * V)
             self.in_proj_ba = Linear(D, 2 * HV, dtype=dtype, rngs=rngs)
         else:
-            self.in_proj_qkv = Linear(D, config.convolved, dtype=dtype, rngs=rngs)
-            self.in_proj_z = Linear(D, values, dtype=dtype, rngs=rngs)
+            self.in_proj_qkv = divided(config.convolved, unit=(K, K, V))
+            self.in_proj_z = divided(values, unit=V)
             self.in_proj_b = Linear(D, HV, dtype=dtype, rngs=rngs)
             self.in_proj_a = Linear(D, HV, dtype=dtype, rngs=rngs)
         self.conv1d = DepthwiseConv(config.convolved, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs)
@@ -156,7 +184,16 @@ class GatedDeltaNet(nnx.Module):
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (HV,), minval=0.01, maxval=16.0)))
         self.dt_bias = nnx.Param(jnp.ones(HV))
         self.norm = RMSNorm(config.linear_value_head_dim, eps=config.rms_norm_eps, dtype=jnp.float32)
-        self.out_proj = Linear(values, D, dtype=dtype, rngs=rngs)
+        into = "in" if config.divided_delta else None
+        self.out_proj = Linear(values, D, divided=into, unit=V, dtype=dtype, rngs=rngs)
+
+    @property
+    def divisions(self) -> Mapping[str, Division]:
+        """Division of each divided parameter outside of the projections."""
+        if not self.config.divided_delta:
+            return {}
+        heads = Division(unit=self.config.value_heads_per_key)
+        return {"conv1d.weight": Division(unit=self.config.key_head_channels), "A_log": heads, "dt_bias": heads}
 
     def __call__(
         self, x: Float[Array, "B T D"], state: DeltaState | None = None, cu_seqlens: Int[Array, "M"] | None = None
@@ -165,7 +202,7 @@ class GatedDeltaNet(nnx.Module):
         inputs, memory = state or (None, None)
         qkv, inputs = ops.short_convolution(qkv, self.conv1d.weight[...], initial_state=inputs, cu_seqlens=cu_seqlens)
         config = self.config
-        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        keys = (qkv.shape[-1] - z.shape[-1]) // 2  # of the heads that this device has
         q, k, v = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
         q, k = _heads(q, config.linear_key_head_dim), _heads(k, config.linear_key_head_dim)
         out, memory = ops.gated_delta_rule(
@@ -186,18 +223,20 @@ class GatedDeltaNet(nnx.Module):
     def _project(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T V"], Float[Array, "B T HV"], Float[Array, "B T HV"]]:
-        """q, k and v side by side, the gate z, and what the write strength (b) and the decay (a) are made of."""
-        config = self.config
-        if not config.fused_projections:
+        """q, k and v side by side, the gate z, and what the write strength (b) and the decay (a) are made of.
+
+        Each has the channels of this device's heads.
+        """
+        if not self.config.fused_projections:
             qkv, z, b, a = fused_linear(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-            return qkv, z, b, a
-        H, K = config.linear_num_key_heads, config.linear_key_head_dim
-        values = config.linear_num_value_heads // H * config.linear_value_head_dim
-        grouped = self.in_proj_qkvz(x).reshape(*x.shape[:-1], H, -1)
-        parts = jnp.split(grouped, (K, 2 * K, 2 * K + values), axis=-1)
-        b, a = jnp.split(self.in_proj_ba(x).reshape(*x.shape[:-1], H, -1), 2, axis=-1)
-        q, k, v, z, b, a = (part.reshape(*x.shape[:-1], -1) for part in (*parts, b, a))
-        return jnp.concatenate([q, k, v], axis=-1), z, b, a
+        else:
+            K, _, V = self.config.key_head_channels
+            grouped = _heads(self.in_proj_qkvz(x), 2 * K + 2 * V)
+            parts = jnp.split(grouped, (K, 2 * K, 2 * K + V), axis=-1)
+            by_key_head = jnp.split(_heads(self.in_proj_ba(x), 2 * self.config.value_heads_per_key), 2, axis=-1)
+            q, k, v, z, b, a = (part.reshape(*x.shape[:-1], -1) for part in (*parts, *by_key_head))
+            qkv = jnp.concatenate([q, k, v], axis=-1)
+        return (qkv, z, own_part(b), own_part(a)) if self.config.divided_delta else (qkv, z, b, a)
 
 
 class GatedAttention(nnx.Module):

@@ -17,7 +17,16 @@ from jaxtyping import Array, Float, Int
 from verax.errors import InvalidParameterError
 from verax.ops.division import TENSOR_AXIS, Division, check_division
 
-__all__ = ["check_divisions", "concatenate_parts", "divisions", "fitting_sizes", "num_parts", "part_index", "sum_parts"]
+__all__ = [
+    "check_divisions",
+    "concatenate_parts",
+    "divisions",
+    "fitting_sizes",
+    "num_parts",
+    "own_part",
+    "part_index",
+    "sum_parts",
+]
 
 MOST_DEVICES = 64
 """Devices up to which sizes that fit a model are looked for."""
@@ -32,6 +41,12 @@ def num_parts() -> int:
 def part_index() -> Int[Array, ""] | int:
     """Number of the device's part."""
     return jax.lax.axis_index(TENSOR_AXIS) if num_parts() > 1 else 0
+
+
+def own_part(x: Float[Array, "*B F"]) -> Float[Array, "*B G"]:
+    """The device's part of the last axis of an array that every device has whole."""
+    size = x.shape[-1] // num_parts()
+    return jax.lax.dynamic_slice_in_dim(x, part_index() * size, size, axis=-1) if num_parts() > 1 else x
 
 
 def sum_parts(x: Float[Array, "*B"]) -> Float[Array, "*B"]:

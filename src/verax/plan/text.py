@@ -18,7 +18,7 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
 from verax.models import DTYPES, causal_lm, check_dtype
-from verax.models.causal_lm import head_repeats, with_repeated_heads
+from verax.models.causal_lm import config_on_devices
 from verax.models.qwen3_moe import Experts
 from verax.nn import Embedding, Linear
 from verax.nn.parallel import fitting_sizes
@@ -56,7 +56,7 @@ class TextPlan:
     """A language model on devices, for one batch and one context.
 
     Attributes:
-        shapes: function from the times that each key/value head is there to the model, a module of shapes.
+        shapes: function from a number of devices to the model as they hold it, a module of shapes.
         options: options of the engine, with batch and context.
         dtype: dtype of the weights.
         device: kind of device.
@@ -71,8 +71,8 @@ class TextPlan:
 
     @cached_property
     def model(self) -> Any:
-        """The model, with heads repeated where there are more devices than heads."""
-        return self.shapes(head_repeats(self.shapes(1).config, self.devices))
+        """The model as the devices hold it, with heads repeated where there are more devices than heads."""
+        return self.shapes(self.devices)
 
     @property
     def config(self) -> Any:
@@ -232,11 +232,10 @@ def text_plan(
     architecture, config = causal_lm(model.config)
 
     @cache
-    def shapes(repeats: int) -> Any:
-        """The model with each key/value head so many times."""
-        repeated = with_repeated_heads(config, repeats)
+    def shapes(devices: int) -> Any:
+        """The model as so many devices hold it."""
         options: Any = {"dtype": DTYPES[dtype], "quantization": quantization, "opened": model.opened}
-        return model_shapes(architecture, repeated, **options)
+        return model_shapes(architecture, config_on_devices(config, devices), **options)
 
     longest = config.max_position_embeddings
     context = min(CONTEXT, longest) if context is None else context

@@ -209,4 +209,5 @@ def _adapted_layers(model: CausalLM, config: EngineConfig, num_key_value_heads: 
         max_loras=config.max_loras,
         max_rank=config.max_lora_rank,
         repeats=model.config.num_key_value_heads // num_key_value_heads,
+        devices=config.tensor_parallel_size,
     )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from verax import ops
 from verax._compat import compiler_options
 from verax.models import CausalLM, CausalLMConfig
+from verax.models.causal_lm import state_axes
 from verax.nn.parallel import divisions
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
 from verax.text.grammar import mask_width
@@ -261,8 +262,15 @@ def placed(make: Callable[[], T], shardings: Any) -> T:
 
 
 def cache_partitions(config: CausalLMConfig, cache: Cache) -> Any:
-    """Partition of each array of a cache or of its shapes: pages by head; recurrent states are whole."""
-    return tuple(
-        jax.tree.map(lambda _, spec=CACHE_PARTITION if state is None else WHOLE: spec, arrays)
-        for arrays, state in zip(cache, layer_states(config, 1), strict=True)
-    )
+    """Partition of each array of a cache or of its shapes: pages by head, recurrent states as `state_axes` says."""
+
+    def of_layer(layer: int, arrays: Any, state: Any) -> Any:
+        if state is None:
+            return jax.tree.map(lambda _: CACHE_PARTITION, arrays)
+        axes = state_axes(config, layer)
+        if axes is None:
+            return _whole(arrays)
+        return jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, TENSOR_AXIS), axes)
+
+    states = layer_states(config, 1)
+    return tuple(of_layer(layer, *pair) for layer, pair in enumerate(zip(cache, states, strict=True)))

@@ -15,7 +15,7 @@ from verax import ops
 from verax._buckets import powers
 from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
-from verax.models.causal_lm import has_recurrent_layers, sliding_windows
+from verax.models.causal_lm import has_recurrent_layers, sliding_windows, state_axes
 from verax.ops.pages import page_bytes
 from verax.text.cache_groups import CacheGroup, CachePlan
 from verax.text.engine_config import EngineConfig
@@ -143,8 +143,8 @@ def plan_sizes(
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     memory = config.kv_cache_memory or cache_memory(config.tensor_parallel_size * config.data_parallel_size)
-    per_state = state_bytes(model)
     devices = config.tensor_parallel_size
+    per_state = state_bytes(model, devices)
     max_num_seqs = config.max_num_seqs
     if max_num_seqs is None:
         fitting = int(memory * STATE_FRACTION) // per_state if per_state else DEFAULT_NUM_SEQS
@@ -200,9 +200,13 @@ def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, num_la
     return 2 * num_layers * page_bytes(page, dtype)
 
 
-def state_bytes(model: CausalLMConfig) -> int:
-    """Bytes of one sequence's recurrent state over all layers; 0 for a model that only attends."""
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(layer_states(model, 1)))
+def state_bytes(model: CausalLMConfig, devices: int = 1) -> int:
+    """Bytes that each device has of one sequence's recurrent state over all layers; 0 for a model that only attends."""
+    total = 0
+    for layer, state in enumerate(layer_states(model, 1)):
+        whole = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(state))
+        total += whole if state_axes(model, layer) is None else whole // devices
+    return total
 
 
 def layer_states(model: CausalLMConfig, num_seqs: int) -> list[Any]:
