@@ -1,10 +1,9 @@
-// The sampler and the norm without JAX, for the sanitisers: every level, sizes that end anywhere.
+// The sampler without JAX, for the sanitisers: every level, sizes that end anywhere.
 #include <algorithm>
 #include <memory>
 #include <new>
 
 #include "check.h"
-#include "kernels/rms_norm.h"
 #include "kernels/sample.h"
 #include "levels.h"
 #include "sample_run.h"
@@ -99,30 +98,6 @@ void check_logprobs(const char* level) {
   }
 }
 
-void check_norm(const char* level) {
-  for (const int64_t D : {1, 15, 16, 64, 65, 257}) {
-    const std::vector<float> x = check::normal(3 * D, 1), weight = check::normal(D, 2);
-    std::vector<uint16_t> rounded(D);
-    for (int64_t d = 0; d < D; ++d) rounded[d] = check::to_bf16(weight[d]);
-    for (const bool bf16 : {false, true}) {
-      std::vector<float> y(3 * D, NAN);
-      const void* w = bf16 ? static_cast<const void*>(rounded.data()) : weight.data();
-      const verax::RmsNormTask task{D, x.data(), w, bf16, 1e-6f, y.data()};
-      VERAX_KERNEL(rms_norm)(task, 0, 3);
-      for (int64_t m = 0; m < 3; ++m) {
-        double squares = 0;
-        for (int64_t d = 0; d < D; ++d) squares += double(x[m * D + d]) * x[m * D + d];
-        for (int64_t d = 0; d < D; ++d) {
-          const double exact = x[m * D + d] / std::sqrt(squares / D + 1e-6) *
-                               (bf16 ? check::from_bf16(rounded[d]) : weight[d]);
-          check::that(std::fabs(y[m * D + d] - exact) <= 1e-5 * std::fabs(exact) + 1e-6, "%s norm D %d: %g, expected %g",
-                      level, int(D), double(y[m * D + d]), exact);
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 
 int main() {
@@ -130,7 +105,6 @@ int main() {
     check_sample(level);
     check_run(level);
     check_logprobs(level);
-    check_norm(level);
     std::printf("%s: checked\n", level);
   });
   std::printf("sample: %d failures\n", check::failures);

@@ -79,6 +79,28 @@ def test_a_query_sees_its_own_segment_only(level, dtype, causal):
 
 
 @for_each_level
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [[1, 4, 30, 2, 33, 31, 1, 1], [40, 560, 3], [200, 1]])
+def test_short_and_long_segments_see_their_own_keys(level, lengths, causal):
+    T = sum(lengths)
+    q, k, v = arrays(1, T, T, 4, 2, 32, jnp.float32)
+    segments = np.repeat(np.arange(len(lengths)), lengths)[None]
+    with library.use_level(level):
+        out = native(q, k, v, causal=causal, segments=jnp.asarray(segments))
+    assert_close(out, exact(q, k, v, causal, segments), jnp.float32)
+
+
+@for_each_level
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_segment_may_go_on_behind_another(level, causal):
+    q, k, v = arrays(1, 120, 120, 4, 2, 32, jnp.float32)
+    segments = np.repeat([2, 0, 2, 1, 0], [50, 10, 20, 5, 35])[None]
+    with library.use_level(level):
+        out = native(q, k, v, causal=causal, segments=jnp.asarray(segments))
+    assert_close(out, exact(q, k, v, causal, segments), jnp.float32)
+
+
+@for_each_level
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("window", [1, 40, 100])
 def test_a_query_sees_its_window_only_and_scores_are_capped(level, dtype, window):
