@@ -108,7 +108,11 @@ def test_a_number_of_devices_is_a_whole_one(devices):
     [
         ({"devices": 0}, "devices: expected a whole number of at least 1, got 0"),
         ({"devices": 4096}, "devices: expected 4096 devices, got "),
-        ({"devices": 1, "sequence_parallel": 2}, "devices: give it, or guidance_parallel and sequence_parallel"),
+        (
+            {"devices": 3, "guidance_parallel": True, "sequence_parallel": 2},
+            "devices: expected 4, of guidance_parallel=True and sequence_parallel=2, or these left out; got 3",
+        ),
+        ({"devices": 4096, "sequence_parallel": 4096}, "sequence_parallel=4096, .* = 4096 devices, got "),
     ],
 )
 def test_devices_that_cannot_be_had_are_refused(options, message):

@@ -94,9 +94,13 @@ class VideoPipeline:
             channels=vae.z_dim,
             text_width=transformer.text_dim,
         )
-        if devices is not None:
-            if guidance_parallel or sequence_parallel != 1:
-                raise InvalidParameterError("devices: give it, or guidance_parallel and sequence_parallel, not both")
+        chosen = (2 if guidance_parallel else 1) * sequence_parallel
+        if devices is not None and chosen not in (1, devices):
+            raise InvalidParameterError(
+                f"devices: expected {chosen}, of guidance_parallel={guidance_parallel} and sequence_parallel="
+                f"{sequence_parallel}, or these left out; got {devices!r}"
+            )
+        if devices is not None and chosen == 1:
             guidance_parallel, sequence_parallel = fitting_parallelism(
                 devices, transformer.num_heads, devices_for or VideoRequest(), settings, geometry
             )
@@ -190,8 +194,8 @@ class VideoPipeline:
             sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
                 Each device has all weights of the transformer, unless `shard_weights`, and of the VAE, which decodes a
                 part of each frame. The text encoder is divided over all devices, and the image encoder is on the first.
-            devices: devices to divide clips over, in place of these two: they are chosen so that the most devices are
-                used, guidance first.
+            devices: devices to divide clips over. If these two are left out, they are chosen so that the most devices
+                are used, guidance first; else it is their product.
             devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.
             shard_weights: True to divide the weights of the transformer's blocks over all of these devices, which
                 gather them block by block in every step: less memory on each device, and more communication.
