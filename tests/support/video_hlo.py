@@ -1,4 +1,4 @@
-"""What the compiled programs of a video pipeline contain."""
+"""Collectives in the compiled programs of a video pipeline."""
 
 import re
 from collections import Counter
