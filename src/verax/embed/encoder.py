@@ -18,6 +18,7 @@ from verax.checkpoint import Checkpoint
 from verax.embed.buckets import Buckets, Job, PackedBuckets, PaddedBuckets, Tokens
 from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
 from verax.embed.dense import Dense, DenseConfig
+from verax.embed.packing import pack_linear_weights
 from verax.embed.pooling import cut, normalized, pool
 from verax.embed.quantization import check_quantization, round_linear_inputs
 from verax.embed.settings import EncoderSettings, open_folder
@@ -96,6 +97,7 @@ class Encoder:
             loaded = load_model(opened, model_class, config, dtype=weights, quantization=quantization, progress=report)
         if quantization is not None:
             round_linear_inputs(loaded)
+        pack_linear_weights(loaded)
         dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
         pooling = self.settings.pooling
         self._packs = getattr(loaded, "takes_packed_sentences", True)

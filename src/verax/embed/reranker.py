@@ -15,6 +15,7 @@ from verax import models, progress
 from verax._compat import enable_compilation_cache
 from verax.embed.buckets import Job, PackedBuckets, Tokens
 from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
+from verax.embed.packing import pack_linear_weights
 from verax.embed.quantization import check_quantization, round_linear_inputs
 from verax.embed.scorers import scorer_of
 from verax.embed.settings import open_folder
@@ -96,6 +97,7 @@ class Reranker:
             )
         if quantization is not None:
             round_linear_inputs(loaded, keep_head=True)
+        pack_linear_weights(loaded)
         scores = self._scorer.scores
 
         def score(

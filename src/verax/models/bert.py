@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
-from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_linear
+from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_linear, fused_linear
 
 __all__ = [
     "ACTIVATIONS",
@@ -161,6 +161,8 @@ class BertIntermediate(nnx.Module):
         self.dense = Linear(config.hidden_size, config.intermediate_size, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        if self.activation is ops.gelu:
+            return fused_gelu_linear(x, self.dense)
         return self.activation(self.dense(x))
 
 

@@ -1,6 +1,15 @@
 """The few modules that models share. Parameters keep PyTorch's names, shapes and layouts, so a path is a file's key."""
 
-from verax.nn.layers import CausalConv3d, Conv2d, Embedding, LayerNorm, Linear, RMSNorm, fused_linear
+from verax.nn.layers import (
+    CausalConv3d,
+    Conv2d,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    fused_gelu_linear,
+    fused_linear,
+)
 from verax.nn.low_rank import LowRank
 from verax.nn.sentences import Sentences
 
@@ -13,5 +22,6 @@ __all__ = [
     "LowRank",
     "RMSNorm",
     "Sentences",
+    "fused_gelu_linear",
     "fused_linear",
 ]

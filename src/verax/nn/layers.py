@@ -18,7 +18,7 @@ from verax.nn.parallel import concatenate_parts, num_parts, part_index, sum_part
 from verax.ops.conv import Padding, Stride
 from verax.ops.division import Division
 
-__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_linear"]
+__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_gelu_linear", "fused_linear"]
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
@@ -29,7 +29,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Par
 
 
 class Linear(nnx.Module):
-    """`x W^T + b` with `weight [out, in]`: an array, an `ops.QuantizedWeight` or an `ops.BlockQuantizedWeight`.
+    """`x W^T + b` with `weight [out, in]`: an array, or `ops.QuantizedWeight`, `BlockQuantizedWeight`, `PackedWeight`.
 
     `divided` says how several devices share it (`nn.parallel`). `"out"`: each computes a part of the outputs. `"in"`:
     each takes a part of the inputs, and the results are summed. `"vocabulary"`: as `"out"`, and the results are
@@ -105,6 +105,17 @@ def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
         return ys
     changes = iter(low_rank_changes(x, adapters))
     return tuple(y if layer.low_rank is None else y + next(changes) for layer, y in zip(layers, ys, strict=True))
+
+
+def fused_gelu_linear(x: Float[Array, "*B D"], layer: Linear) -> Float[Array, "*B F"]:
+    """Result `gelu(layer(x))`, in one operation where there is a fast implementation of it.
+
+    The layer must not be divided.
+    """
+    arguments = x, layer.weight.get_value(), None if layer.bias is None else layer.bias[...]
+    if layer.low_rank is not None or ops.gelu_linear.select(*arguments).is_reference:
+        return ops.gelu(layer(x))  # so that a trace of the model has the layer's result
+    return ops.gelu_linear(*arguments)
 
 
 class Embedding(nnx.Module):

@@ -21,9 +21,10 @@ from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
 from verax.ops.grouped import grouped_linear
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
-from verax.ops.linear import linear, multi_linear
+from verax.ops.linear import gelu_linear, linear, multi_linear
 from verax.ops.materialize import materialize
 from verax.ops.norm import layer_norm, rms_norm
+from verax.ops.packed import PackedWeight, pack_weight
 from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
 from verax.ops.pages import Pages, QuantizedPages, new_pages
 from verax.ops.quantized import QuantizedWeight, quantize
@@ -40,6 +41,7 @@ import verax.ops.cpu.linear  # isort: skip
 import verax.ops.cpu.gemm  # isort: skip  (after linear: it is preferred where both take a call)
 import verax.ops.cpu.grouped  # isort: skip
 import verax.ops.cpu.norm  # isort: skip
+import verax.ops.cpu.packed  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # isort: skip
@@ -54,6 +56,7 @@ __all__ = [
     "Example",
     "Implementation",
     "Operation",
+    "PackedWeight",
     "Pages",
     "QuantizedPages",
     "QuantizedWeight",
@@ -71,6 +74,7 @@ __all__ = [
     "gated_delta_product",
     "gated_delta_rule",
     "gelu",
+    "gelu_linear",
     "grouped_linear",
     "hierarchical",
     "hierarchical_delta_rule",
@@ -84,6 +88,7 @@ __all__ = [
     "new_pages",
     "operation",
     "operations",
+    "pack_weight",
     "paged_attention",
     "paged_decode_attention",
     "quantize",

@@ -14,14 +14,16 @@ from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, bfloat16, float32
+from verax.ops.activations import gelu
 from verax.ops.block_quantized import BlockQuantizedWeight
+from verax.ops.packed import PackedWeight
 from verax.ops.quantized import QuantizedWeight, round_inputs
 
-__all__ = ["linear", "multi_linear"]
+__all__ = ["gelu_linear", "linear", "multi_linear"]
 
 
 Quantized = QuantizedWeight | BlockQuantizedWeight
-Weight = Float[Array, "F D"] | Quantized
+Weight = Float[Array, "F D"] | Quantized | PackedWeight
 
 
 @operation
@@ -36,8 +38,10 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     weights beside many rows are rounded to bfloat16. Not finite inputs then give NaN.
 
     With a weight that rounds its inputs, these become integers of 8 bits on every platform, with a scale for each row
-    of x; what they add up to is exact.
+    of x; what they add up to is exact. A packed weight (`pack_weight`) gives what the weight itself gives.
     """
+    if isinstance(weight, PackedWeight):
+        weight = weight.unpacked()
     if _rounds_inputs(weight):
         integers, scale = round_inputs(x)
         x, weight = integers * scale, weight.dequantize()
@@ -78,13 +82,26 @@ def _multi_linear_examples() -> list[Example]:
     return [Example((float32(4, 1024), [bfloat16(3072, 1024)] * 3), label="4 rows")]
 
 
+@operation(fused=True)
+def gelu_linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None) -> Float[Array, "*B F"]:
+    """`gelu(x W^T + b)`, with the products of `linear`."""
+    return gelu(linear(x, weight, bias))
+
+
+@gelu_linear.example
+def _gelu_linear_examples() -> list[Example]:
+    return [Example((float32(64, 384), float32(1536, 384), float32(1536)))]
+
+
 CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512
 """Least rows of x, and most rows of each weight. Otherwise concatenating the weights takes longer than it saves.
 A LAM's layer is nearly twice as fast with it on a CPU."""
 
 
 def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
-    if math.prod(x.shape[:-1]) < CONCATENATED_ROWS or any(isinstance(weight, Quantized) for weight in weights):
+    if math.prod(x.shape[:-1]) < CONCATENATED_ROWS:
+        return False
+    if any(isinstance(weight, Quantized | PackedWeight) for weight in weights):
         return False
     return (
         len({weight.dtype for weight in weights}) == 1
@@ -148,7 +165,7 @@ def _add(y: Float[Array, "*B F"], bias: Float[Array, "F"] | None) -> Float[Array
 
 
 def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, weight: object, bias: object = None) -> bool:
-    return x.size == x.shape[-1] and not isinstance(weight, Quantized)
+    return x.size == x.shape[-1] and not isinstance(weight, Quantized | PackedWeight)
 
 
 @linear.implementation("pad_to_two_rows", platforms=("cpu",), accepts=_is_single_row)

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.cpu.linear import MAX_ROWS_QUANTIZED
-from verax.ops.linear import Weight, linear
+from verax.ops.linear import Quantized, linear
+from verax.ops.packed import PackedWeight
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
@@ -76,6 +77,8 @@ def faster_rows(kind: str) -> range:
 
 def _kind(weight: Any) -> str | None:
     """Dtype of a weight that the kernel takes; "blocks" of GGUF files."""
+    if isinstance(weight, PackedWeight):
+        return None
     if isinstance(weight, BlockQuantizedWeight):
         return "blocks"
     if isinstance(weight, QuantizedWeight):
@@ -91,7 +94,9 @@ def takes(weight: Any) -> bool:
 
 
 @jax.custom_jvp
-def _product(x: Float[Array, "M D"], weight: Weight, bias: Float[Array, "F"] | None) -> Float[Array, "M F"]:
+def _product(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None
+) -> Float[Array, "M F"]:
     scales, kind = None, 0
     if isinstance(weight, QuantizedWeight):
         matrix, scales = weight.values, weight.scales[:, 0]
@@ -112,7 +117,7 @@ def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[A
 
 @linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts)
 def _linear_native_gemm(
-    x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None
+    x: Float[Array, "*B D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     return _product(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], weight.shape[0])
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.linear import Quantized, Weight, linear, multi_linear
+from verax.ops.packed import PackedWeight
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
@@ -28,6 +29,8 @@ At 512 it would still be so for 4 bits, but there x is better kept in bfloat16 t
 
 
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
+    if isinstance(weight, PackedWeight):
+        return False
     if isinstance(weight, Quantized):
         few = _has_kernel(weight) and math.prod(x.shape[:-1]) <= MAX_ROWS_QUANTIZED
     else:
@@ -44,6 +47,8 @@ def _has_kernel(weight: Quantized) -> bool:
 
 
 def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
+    if any(isinstance(weight, PackedWeight) for weight in weights):
+        return False
     return len({_kind(weight) for weight in weights}) == 1 and linear.select(x, weights[0]).function is _linear_native
 
 

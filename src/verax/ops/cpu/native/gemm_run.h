@@ -36,30 +36,25 @@ void pack_gemms(Pool& pool, std::vector<GemmTask>& tasks, std::optional<SharedSc
   });
 }
 
-// One round of work for all products, which share K and the kind of weight.
-template <typename Pool>
-void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
-  tasks.erase(std::remove_if(tasks.begin(), tasks.end(), [](const GemmTask& t) { return t.M == 0 || t.N == 0; }),
-              tasks.end());
-  if (tasks.empty()) return;
+// How products are divided: most rows of a block; what its rows and its columns are multiples of, but for the last.
+struct GemmDivision {
+  int64_t rows, row_step, column_step;
+};
+
+// Calls `multiply(task, block)` for blocks that make up all products, over the pool's threads.
+template <typename Pool, typename Multiply>
+void divide_gemms(Pool& pool, const std::vector<GemmTask>& tasks, const GemmDivision& by, const Multiply& multiply) {
   const auto pieces = [](int64_t size, int64_t most) { return (size + most - 1) / most; };
-  const bool tiles = gemm_has_tiles(tasks.front());
-  std::optional<SharedScratch> packed;
-  if (tiles) pack_gemms(pool, tasks, packed);
-  const int64_t step = tiles ? 2 * GEMM_TILE_ROWS : 1, strip = tiles ? 2 * GEMM_TILE_ROWS : GEMM_STRIP;
   const int64_t wanted = pieces(GEMM_PIECES * pool.num_threads(), static_cast<int64_t>(tasks.size()));
   struct Piece {
     const GemmTask* task;
     GemmBlock block;
   };
-  const int64_t most_rows = tiles ? GEMM_ROWS_OF_TILES : GEMM_ROWS;
   std::vector<Piece> work;
-  int64_t most = 0;
   for (const GemmTask& t : tasks) {
-    const int64_t rows = pieces(pieces(t.M, pieces(t.M, most_rows)), step) * step, down = pieces(t.M, rows);
+    const int64_t rows = pieces(pieces(t.M, pieces(t.M, by.rows)), by.row_step) * by.row_step, down = pieces(t.M, rows);
     const int64_t across = std::max(pieces(t.N, GEMM_COLUMNS), pieces(wanted, down));
-    const int64_t columns = pieces(pieces(t.N, across), strip) * strip;
-    most = std::max(most, rows);
+    const int64_t columns = pieces(pieces(t.N, across), by.column_step) * by.column_step;
     // Blocks of the same columns follow each other: that part of W then comes from a cache.
     for (int64_t n = 0; n < t.N; n += columns) {
       for (int64_t m = 0; m < t.M; m += rows) {
@@ -67,10 +62,26 @@ void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
       }
     }
   }
-  const auto multiply = VERAX_KERNEL(gemm_block);
-  const int64_t scratch = gemm_scratch_bytes(most);
   parallel_for(pool, static_cast<int64_t>(work.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) multiply(*work[i].task, work[i].block, thread_scratch(scratch));
+    for (int64_t i = begin; i < end; ++i) multiply(*work[i].task, work[i].block);
+  });
+}
+
+// One round of work for all products, which share K and the kind of weight.
+template <typename Pool>
+void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
+  tasks.erase(std::remove_if(tasks.begin(), tasks.end(), [](const GemmTask& t) { return t.M == 0 || t.N == 0; }),
+              tasks.end());
+  if (tasks.empty()) return;
+  const bool tiles = gemm_has_tiles(tasks.front());
+  std::optional<SharedScratch> packed;
+  if (tiles) pack_gemms(pool, tasks, packed);
+  const GemmDivision by = tiles ? GemmDivision{GEMM_ROWS_OF_TILES, 2 * GEMM_TILE_ROWS, 2 * GEMM_TILE_ROWS}
+                                : GemmDivision{GEMM_ROWS, 1, GEMM_STRIP};
+  const auto multiply = VERAX_KERNEL(gemm_block);
+  const int64_t scratch = gemm_scratch_bytes(by.rows);
+  divide_gemms(pool, tasks, by, [&](const GemmTask& task, const GemmBlock& block) {
+    multiply(task, block, thread_scratch(scratch));
   });
 }
 
@@ -86,7 +97,7 @@ void run_rounded_gemm(Pool& pool, GemmTask task) {
   const int64_t column = (task.M * 4 + 63) / 64 * 64;  // bytes of the scales, and of the sums
   const SharedScratch memory(2 * column + task.M * task.K);
   auto* at = static_cast<char*>(memory.data());
-  const RoundTask rows{task.K, static_cast<const float*>(task.x), reinterpret_cast<int8_t*>(at + 2 * column),
+  const RoundTask rows{task.M, task.K, task.K, static_cast<const float*>(task.x), reinterpret_cast<int8_t*>(at + 2 * column),
                        reinterpret_cast<float*>(at), reinterpret_cast<int32_t*>(at + column)};
   const auto round = VERAX_KERNEL(gemm_round);
   parallel_for(pool, task.M, ROUNDED_ROWS, [&](int64_t begin, int64_t end) { round(rows, begin, end); });

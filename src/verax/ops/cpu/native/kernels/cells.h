@@ -180,6 +180,14 @@ struct Matrix {
   float* row(int64_t i) const { return at + i * stride; }
 };
 
+// The same with a distance that is known to the compiler, which then needs fewer registers for addresses.
+template <int STRIDE>
+struct Strided {
+  float* at;
+  static constexpr int64_t stride = STRIDE;
+  float* row(int64_t i) const { return at + i * STRIDE; }
+};
+
 // Takes arrays out of a piece of memory, each from the start of a cache line.
 struct Arena {
   float* next;
@@ -193,8 +201,9 @@ struct Arena {
 // for each depth d:
 //   R x C sums += a[r, d] * b[d, c]
 // Each sum is one register that takes the depths in order: it does not depend on what is computed beside it.
-template <class Kind, int R, int C>
-inline void add_products(F32 (&sums)[R][C], Matrix a, Matrix b, int64_t depth) {
+// A and B are Matrix or Strided.
+template <class Kind, int R, int C, class A, class B>
+inline void add_products(F32 (&sums)[R][C], A a, B b, int64_t depth) {
   for (int64_t d = 0; d < depth; ++d) {
     F32 columns[C];
     VERAX_UNROLL

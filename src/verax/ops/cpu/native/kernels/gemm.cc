@@ -10,82 +10,14 @@
 // and van de Geijn (2008, doi:10.1145/1356052.1356053), with the roles of the two operands as in their GEBP.
 #include "gemm.h"
 
-#include <type_traits>
-
 #include "blocks.h"
 #include "cells.h"
+#include "gemm_strip.h"
 #include "gemm_tiles.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
-
-// Registers of sums: so many in all, for at most so many vectors of columns. AVX2 has 16 registers, the others 32.
-#if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
-constexpr int SUMS = 12, VECTORS = 2;
-#else
-constexpr int SUMS = 24, VECTORS = 3;
-#endif
-static_assert(VECTORS * F32::lanes <= GEMM_STRIP, "a strip holds the vectors of a tile");
-constexpr int STRIP = VECTORS * F32::lanes;
-
-template <int C>
-constexpr int TILE = SUMS / C < 12 ? SUMS / C : 12;
-
-struct Tile {
-  Matrix x, weight, y;
-  bool first, last;
-  const float *row_scales, *scales, *bias;  // null, also unless y ends here
-  const int32_t* row_sums;  // beside row_scales
-};
-
-template <class Kind, int R, int C>
-void multiply(const Tile& t, int64_t depth) {
-  F32 sums[R][C];
-  VERAX_UNROLL
-  for (int r = 0; r < R; ++r)
-    VERAX_UNROLL
-    for (int c = 0; c < C; ++c) sums[r][c] = t.first ? zero() : load(t.y.row(r) + c * F32::lanes);
-  add_products<Kind, R, C>(sums, t.x, t.weight, depth);
-  VERAX_UNROLL
-  for (int c = 0; c < C; ++c) {
-    const int at = c * F32::lanes;
-    VERAX_UNROLL
-    for (int r = 0; r < R; ++r) {
-      if constexpr (std::is_same_v<Kind, IntegerCells>) {
-        if (t.last) {
-          // One instruction, so that a row is the same to the last bit in tiles of every height.
-          const F32 factor = mul(broadcast(t.row_scales[r]), load(t.scales + at));
-          sums[r][c] = fma(IntegerCells::total(sums[r][c], t.row_sums[r]), factor, t.bias ? load(t.bias + at) : zero());
-        }
-        store(t.y.row(r) + at, sums[r][c]);
-        continue;
-      }
-      if (t.scales) sums[r][c] = mul(sums[r][c], load(t.scales + at));
-      if (t.bias) sums[r][c] = add(sums[r][c], load(t.bias + at));
-      store(t.y.row(r) + at, sums[r][c]);
-    }
-  }
-}
-
-template <class Kind, int C, int R = TILE<C>>
-void multiply_rows(int64_t rows, const Tile& t, int64_t depth) {
-  if (rows == R) return multiply<Kind, R, C>(t, depth);
-  if constexpr (R > 1) multiply_rows<Kind, C, R - 1>(rows, t, depth);
-}
-
-// All rows of the block, in tiles that are as even as can be.
-template <class Kind, int C>
-void multiply_strip(int64_t rows, Tile t, int64_t depth) {
-  const int64_t tiles = (rows + TILE<C> - 1) / TILE<C>;
-  for (int64_t i = 0; i < tiles; ++i) {
-    const int64_t here = rows / tiles + (i < rows % tiles);
-    multiply_rows<Kind, C>(here, t, depth);
-    t.x.at = t.x.row(here);
-    t.y.at = t.y.row(here);
-    if (t.row_scales) t.row_scales += here, t.row_sums += here;
-  }
-}
 
 // How x lies beside cells of W, and what cells of its own become of it.
 template <class Kind>
@@ -158,39 +90,19 @@ struct Packing<BlockCells<Format>> {
 template <class Kind>
 void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
   float* memory = static_cast<float*>(scratch);
-  const Matrix weight{memory, STRIP}, x{memory + GEMM_DEPTH * STRIP, GEMM_DEPTH};
+  const Strided<STRIP> weight{memory};
+  const Strided<GEMM_DEPTH> x{memory + GEMM_DEPTH * STRIP};
   using Cells = typename Packing<Kind>::Cells;
   const int64_t most = GEMM_DEPTH * Cells::depth;
   for (int64_t k = 0; k < t.K; k += most) {
     const int64_t values = t.K - k < most ? t.K - k : most, depth = values / Cells::depth;
     const bool last = k + values == t.K;
-    copy_rows<Cells>(x, t, block, k, values);
+    copy_rows<Cells>({x.at, x.stride}, t, block, k, values);
     for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
       const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
-      Packing<Kind>::strip(weight, t, n, columns, k, values);
-      Tile tile{x,
-                weight,
-                {t.y + block.m * t.N + n, t.N},
-                k == 0,
-                last,
-                last && t.row_scales ? t.row_scales + block.m : nullptr,
-                last && t.scales ? t.scales + n : nullptr,
-                last && t.bias ? t.bias + n : nullptr,
-                last && t.row_sums ? t.row_sums + block.m : nullptr};
-      int64_t vectors = columns / F32::lanes;
-      const auto advance = [&](int by) {
-        tile.weight.at += by * F32::lanes;
-        tile.y.at += by * F32::lanes;
-        if (tile.scales) tile.scales += by * F32::lanes;
-        if (tile.bias) tile.bias += by * F32::lanes;
-        vectors -= by;
-      };
-      for (; vectors >= VECTORS; advance(VECTORS)) multiply_strip<Cells, VECTORS>(block.rows, tile, depth);
-      if (VECTORS > 2 && vectors >= 2) {
-        multiply_strip<Cells, 2>(block.rows, tile, depth);
-        advance(2);
-      }
-      if (vectors) multiply_strip<Cells, 1>(block.rows, tile, depth);
+      Packing<Kind>::strip({weight.at, weight.stride}, t, n, columns, k, values);
+      const auto tile = begin_tile(t, block, n, x, weight, k == 0, last);
+      multiply_columns<Cells>(block.rows, tile, columns, depth);
     }
   }
 }
@@ -200,7 +112,6 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
 void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
   for (int64_t m = begin; m < end; ++m) {
     const float* x = t.x + m * t.K;
-    int8_t* y = t.y + m * t.K;
     F32 peaks = zero(), wrong = zero();
     for (int64_t k = 0; k < t.K; k += F32::lanes) {
       const F32 values = load(x + k);
@@ -209,17 +120,21 @@ void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
     }
     const float scale = largest_lane(peaks) / 127 + sum(wrong);
     t.scales[m] = scale;
-    if (!(scale > 1e-37f)) {  // its inverse would not be finite
-      std::memset(y, 0, t.K);
-      t.sums[m] = 0;
-      continue;
-    }
-    const F32 factor = broadcast(1 / scale);
+    const bool finite = scale > 1e-37f;  // and so is its inverse
+    const F32 factor = broadcast(finite ? 1 / scale : 0);
     F32 total = zero();  // exact up to K = 131,072
-    for (int64_t k = 0; k < t.K; k += F32::lanes) {
-      const F32 values = whole(mul(load(x + k), factor));
-      store_bytes(y + k, values);
-      total = add(total, values);
+    for (int64_t begin_k = 0; begin_k < t.K; begin_k += t.piece) {
+      const int64_t count = t.K - begin_k < t.piece ? t.K - begin_k : t.piece;
+      int8_t* y = t.y + begin_k * t.M + m * t.piece;
+      if (!finite) {
+        std::memset(y, 0, count);
+        continue;
+      }
+      for (int64_t k = 0; k < count; k += F32::lanes) {
+        const F32 values = whole(mul(load(x + begin_k + k), factor));
+        store_bytes(y + k, values);
+        total = add(total, values);
+      }
     }
     t.sums[m] = static_cast<int32_t>(sum(total));
   }

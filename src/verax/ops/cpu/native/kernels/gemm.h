@@ -25,6 +25,7 @@ struct GemmTask {
   float* y;
   void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
   BlockKind block;  // of blocks
+  bool gelu;  // of panels: y = GELU(x . W^T + bias)
 };
 
 // Rows [m, m + rows) and columns [n, n + columns) of y.
@@ -62,7 +63,7 @@ constexpr int64_t GEMM_INTEGER_DEPTH = 1 << 17;
 
 // Rows of 8-bit integers, -127..127, for int8_pairs: y[m, k] * scales[m] ~ x[m, k].
 struct RoundTask {
-  int64_t K;
+  int64_t M, K, piece;  // y is [pieces, M, piece]
   const float* x;
   int8_t* y;
   float* scales;  // NaN for a row with a value that is not finite
@@ -75,5 +76,37 @@ VERAX_DECLARE_KERNEL(gemm_round, const RoundTask& task, int64_t begin, int64_t e
 VERAX_DECLARE_KERNEL(gemm_pack, const GemmTask& task, int64_t begin, int64_t end)
 // A block of y. Its rows begin at a tile where there are tiles.
 VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, void* scratch)
+
+// Panels: W as the inner loop reads it, packed once for all products. A panel is GEMM_STRIP rows of W, which are columns of
+// the product, side by side: cells [N / GEMM_STRIP rounded up, K / values, GEMM_STRIP] of one float32, two bfloat16 or four
+// 8-bit integers, to which 128 is added. x is of such cells too, in pieces of K: [pieces, M, GEMM_PIECE]; that of f32 as it
+// is, [M, K].
+constexpr int64_t GEMM_PIECE = 384;
+
+// Values of a cell, for f32, bf16 and int8_pairs.
+inline int64_t gemm_cell_values(Weights kind) { return kind == Weights::f32 ? 1 : kind == Weights::bf16 ? 2 : 4; }
+
+// True at a level whose instructions multiply such cells.
+inline bool gemm_has_panels(Weights kind) {
+  return kind == Weights::f32 || level() == Level::amx || level() == Level::avx512_bf16;
+}
+
+// Pieces of a row of x.
+inline int64_t gemm_pieces(Weights kind, int64_t K) {
+  const int64_t values = GEMM_PIECE * gemm_cell_values(kind);
+  return (K + values - 1) / values;
+}
+
+// Rows of float32 as cells of bf16.
+struct CellsTask {
+  int64_t M, K;
+  const float* x;
+  float* cells;
+};
+
+// Rows [begin, end).
+VERAX_DECLARE_KERNEL(gemm_cells, const CellsTask& task, int64_t begin, int64_t end)
+// A block of y, of panels.
+VERAX_DECLARE_KERNEL(gemm_panels, const GemmTask& task, const GemmBlock& block)
 
 }  // namespace verax

@@ -1,0 +1,74 @@
+// for each piece of K:
+//   for each strip of columns, which lie in a panel:
+//     for each tile of rows:
+//       y = y so far + x . W                                 (in registers; W and x where they lie)
+//   after the last piece: y * scale + bias, GELU
+//
+// It adds the same products in the same order as gemm.cc, which packs W in each call.
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12 would keep two copies of each sum of integers, the second in memory: half of the speed.
+#pragma GCC optimize("no-tree-coalesce-vars")
+#endif
+
+#include "gelu_lanes.h"
+#include "gemm.h"
+#include "gemm_strip.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+// Cells of x from row m and cell k on: of f32 x itself, of others pieces.
+template <class Cells>
+auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
+  auto* x = const_cast<float*>(static_cast<const float*>(t.x));
+  if constexpr (std::is_same_v<Cells, F32Cells>) {
+    return Matrix{x + m * t.K + k, t.K};
+  } else {
+    return Strided<GEMM_PIECE>{x + k * t.M + m * GEMM_PIECE};
+  }
+}
+
+template <class Cells>
+void multiply_panels(const GemmTask& t, const GemmBlock& block) {
+  const int64_t cells = t.K / Cells::depth;
+  auto* w = const_cast<float*>(static_cast<const float*>(t.weight));
+  for (int64_t k = 0; k < cells; k += GEMM_PIECE) {
+    const int64_t depth = cells - k < GEMM_PIECE ? cells - k : GEMM_PIECE;
+    const bool last = k + depth == cells;
+    const auto rows = rows_of<Cells>(t, block.m, k);
+    for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
+      const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
+      const Strided<GEMM_STRIP> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
+      multiply_columns<Cells>(block.rows, begin_tile(t, block, n, rows, weight, k == 0, last), columns, depth);
+      if (!last || !t.gelu) continue;
+      for (int64_t m = block.m; m < block.m + block.rows; ++m) {
+        float* y = t.y + m * t.N + n;
+        for (int64_t i = 0; i < columns; i += F32::lanes) store(y + i, gelu_of(load(y + i)));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
+  constexpr int64_t values = GEMM_PIECE * Bf16Cells::depth;
+  for (int64_t k = 0; k < t.K; k += values) {
+    const int64_t count = t.K - k < values ? t.K - k : values;
+    for (int64_t m = begin; m < end; ++m) {
+      const float* from = t.x + m * t.K + k;
+      float* to = t.cells + (k / values * t.M + m) * GEMM_PIECE;
+      for (int64_t i = 0; i < count; i += CHUNK) to_cells(Bf16Cells{}, to + i / Bf16Cells::depth, from + i);
+    }
+  }
+}
+
+void gemm_panels(const GemmTask& t, const GemmBlock& block) {
+  if (t.kind == Weights::f32) return multiply_panels<F32Cells>(t, block);
+  if (t.kind == Weights::bf16) return multiply_panels<Bf16Cells>(t, block);
+  multiply_panels<IntegerCells>(t, block);
+}
+
+}  // namespace VERAX_LEVEL
+}  // namespace verax

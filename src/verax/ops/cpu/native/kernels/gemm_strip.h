@@ -1,0 +1,133 @@
+// Tiles of a product of many rows, in registers: strips of packed columns by all rows of a block.
+#pragma once
+
+#include <type_traits>
+
+#include "cells.h"
+#include "gemm.h"
+
+namespace verax {
+namespace VERAX_LEVEL {
+namespace {
+
+// Registers of sums: so many in all, for at most so many vectors of columns. AVX2 has 16 registers, the others 32.
+#if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
+constexpr int SUMS = 12, VECTORS = 2;
+#else
+constexpr int SUMS = 24, VECTORS = 3;
+#endif
+static_assert(VECTORS * F32::lanes <= GEMM_STRIP, "a strip holds the vectors of a tile");
+constexpr int STRIP = VECTORS * F32::lanes;
+
+template <int C>
+constexpr int TILE = SUMS / C < 12 ? SUMS / C : 12;
+
+// X and W are Matrix or Strided.
+template <class X, class W>
+struct Tile {
+  X x;
+  W weight;
+  Matrix y;
+  bool first, last;
+  const float *row_scales, *scales, *bias;  // null, also unless y ends here
+  const int32_t* row_sums;  // beside row_scales
+};
+
+template <class X, class W>
+Tile<X, W> begin_tile(const GemmTask& t, const GemmBlock& block, int64_t n, X x, W weight, bool first, bool last) {
+  return {x,
+          weight,
+          {t.y + block.m * t.N + n, t.N},
+          first,
+          last,
+          last && t.row_scales ? t.row_scales + block.m : nullptr,
+          last && t.scales ? t.scales + n : nullptr,
+          last && t.bias ? t.bias + n : nullptr,
+          last && t.row_sums ? t.row_sums + block.m : nullptr};
+}
+
+template <class Kind>
+constexpr bool INTEGERS = std::is_same_v<Kind, IntegerCells>;
+
+template <class Kind, int R, int C, class X, class W>
+void multiply(const Tile<X, W>& t, int64_t depth) {
+  F32 sums[R][C];
+  VERAX_UNROLL
+  for (int r = 0; r < R; ++r)
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) sums[r][c] = t.first ? zero() : load(t.y.row(r) + c * F32::lanes);
+  add_products<Kind, R, C>(sums, t.x, t.weight, depth);
+  VERAX_UNROLL
+  for (int c = 0; c < C; ++c) {
+    const int at = c * F32::lanes;
+    VERAX_UNROLL
+    for (int r = 0; r < R; ++r) {
+      F32 y = sums[r][c];
+      if constexpr (!INTEGERS<Kind>) {
+        if (t.scales) y = mul(y, load(t.scales + at));
+        if (t.bias) y = add(y, load(t.bias + at));
+      }
+      store(t.y.row(r) + at, y);
+    }
+  }
+}
+
+// y = sums * scales + bias of `columns` columns, where the sums are of integers. (In `multiply`, GCC 12 would keep copies of
+// them in memory for it.)
+template <class X, class W>
+void finish_integers(int64_t rows, const Tile<X, W>& t, int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* y = t.y.row(r);
+    for (int64_t i = 0; i < columns; i += F32::lanes) {
+      // One instruction, so that a row is the same to the last bit in tiles of every height.
+      const F32 factor = mul(broadcast(t.row_scales[r]), load(t.scales + i));
+      const F32 total = IntegerCells::total(load(y + i), t.row_sums[r]);
+      store(y + i, fma(total, factor, t.bias ? load(t.bias + i) : zero()));
+    }
+  }
+}
+
+template <class Kind, int C, int R = TILE<C>, class X, class W>
+void multiply_rows(int64_t rows, const Tile<X, W>& t, int64_t depth) {
+  if (rows == R) return multiply<Kind, R, C>(t, depth);
+  if constexpr (R > 1) multiply_rows<Kind, C, R - 1>(rows, t, depth);
+}
+
+// All rows of the block, in tiles that are as even as can be.
+template <class Kind, int C, class X, class W>
+void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
+  const int64_t tiles = (rows + TILE<C> - 1) / TILE<C>;
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t here = rows / tiles + (i < rows % tiles);
+    multiply_rows<Kind, C>(here, t, depth);
+    t.x.at = t.x.row(here);
+    t.y.at = t.y.row(here);
+  }
+}
+
+// `columns` columns of all rows of the block, no more than a strip's.
+template <class Kind, class X, class W>
+void multiply_columns(int64_t rows, Tile<X, W> t, int64_t columns, int64_t depth) {
+  const Tile<X, W> whole = t;
+  int64_t vectors = columns / F32::lanes;
+  const auto advance = [&](int by) {
+    t.weight.at += by * F32::lanes;
+    t.y.at += by * F32::lanes;
+    if (t.scales) t.scales += by * F32::lanes;
+    if (t.bias) t.bias += by * F32::lanes;
+    vectors -= by;
+  };
+  for (; vectors >= VECTORS; advance(VECTORS)) multiply_strip<Kind, VECTORS>(rows, t, depth);
+  if (VECTORS > 2 && vectors >= 2) {
+    multiply_strip<Kind, 2>(rows, t, depth);
+    advance(2);
+  }
+  if (vectors) multiply_strip<Kind, 1>(rows, t, depth);
+  if constexpr (INTEGERS<Kind>) {
+    if (whole.last) finish_integers(rows, whole, columns);
+  }
+}
+
+}  // namespace
+}  // namespace VERAX_LEVEL
+}  // namespace verax

@@ -1,0 +1,92 @@
+"""Native implementation of `ops.linear` for weights that were packed once: products of many rows without packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from verax.ops.activations import gelu
+from verax.ops.cpu import library
+from verax.ops.cpu.gemm import DOT, MOST_INTEGERS, TILES, VECTORS, takes
+from verax.ops.linear import Weight, gelu_linear, linear, multi_linear
+from verax.ops.packed import PackedWeight, pack_weight
+from verax.ops.quantized import QuantizedWeight
+
+__all__: list[str] = []
+
+
+def _accepts_weight(weight: Any) -> bool:
+    if isinstance(weight, PackedWeight) or len(weight.shape) != 2 or not takes(weight):
+        return False
+    if isinstance(weight, QuantizedWeight):
+        return weight.rounds_inputs and library.has(DOT) and weight.shape[1] <= MOST_INTEGERS
+    if weight.dtype == jnp.bfloat16:  # tiles read weights as they are
+        return library.has(DOT) and not library.has(TILES)
+    return weight.dtype == jnp.float32 and library.has(VECTORS)
+
+
+@pack_weight.implementation("native", **library.REQUIREMENTS, accepts=_accepts_weight)
+def _pack_weight_native(weight: Any) -> PackedWeight:
+    return PackedWeight.from_weight(weight)
+
+
+def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
+    return isinstance(weight, PackedWeight)
+
+
+def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
+    return all(isinstance(weight, PackedWeight) for weight in weights) and len({one.kind for one in weights}) == 1
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _products(
+    x: Float[Array, "M D"], weights: tuple[PackedWeight, ...], biases: tuple[Array | None, ...], has_gelu: bool
+) -> tuple[Array, ...]:
+    results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
+    arrays = list[Array]()
+    for weight, bias in zip(weights, biases, strict=True):
+        last = (jnp.zeros(0) if one is None else one.astype(jnp.float32) for one in (weight.scales, bias))
+        arrays += [weight.cells, *last]
+    return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *arrays, gelu=has_gelu))
+
+
+@_products.defjvp
+def _products_jvp(has_gelu: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    def reference(x: Array, weights: tuple[Weight, ...], biases: tuple[Array | None, ...]) -> tuple[Array, ...]:
+        ys = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+        return tuple(gelu.reference(y) if has_gelu else y for y in ys)
+
+    return _products(*primals, has_gelu), jax.jvp(reference, primals, tangents)[1]
+
+
+def _multiply(
+    x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any], has_gelu: bool = False
+) -> tuple[Array, ...]:
+    rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights), tuple(biases), has_gelu)
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows)
+
+
+@multi_linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_multi)
+def _multi_linear_native_packed(
+    x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any] | None = None
+) -> tuple[Array, ...]:
+    return _multiply(x, weights, biases or [None] * len(weights))
+
+
+@linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts)
+def _linear_native_packed(
+    x: Float[Array, "*B D"], weight: PackedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    return _multiply(x, [weight], [bias])[0]
+
+
+@gelu_linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts)
+def _gelu_linear_native_packed(
+    x: Float[Array, "*B D"], weight: PackedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    return _multiply(x, [weight], [bias], has_gelu=True)[0]

@@ -1,0 +1,94 @@
+"""Weights laid out as a processor's product of many rows reads them: packed once, not in each call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from verax.ops._dispatch import operation
+from verax.ops._example import Example, float32
+from verax.ops.quantized import QuantizedWeight
+
+__all__ = ["PANEL_ROWS", "PackedWeight", "pack_weight"]
+
+PANEL_ROWS = 48
+"""Rows of a weight that lie side by side, in the lanes of three registers (`GEMM_STRIP` in native/)."""
+
+CELL_VALUES = {"float32": 1, "bfloat16": 2, "int8": 4}
+"""Inputs of a row that an instruction multiplies in one lane, by dtype of the weight."""
+
+OFFSET = 128
+"""Number added to 8-bit integers, since the instruction multiplies bytes without a sign by bytes with one."""
+
+W = TypeVar("W")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("cells", "scales"), meta_fields=("size_out", "size_in", "kind"))
+@dataclass(frozen=True)
+class PackedWeight:
+    """Weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of one or two arrays.
+
+    `cells[p, d, f, c]` is row `48 p + f`, input `d * values + c`, where values is 1 of float32, 2 of bfloat16, 4 of
+    8-bit integers. A last panel that is not full ends with zeros. `from_weight` makes one, and `unpacked` gives back
+    what went in.
+    """
+
+    cells: Any
+    """float32, bfloat16 or, of 8-bit integers plus 128, uint8 `[panels, D / values, 48, values]`."""
+    scales: Any
+    """float32 `[F]` of 8-bit integers; None of floats."""
+    size_out: int
+    size_in: int
+    kind: str
+    """Dtype of the weight: float32, bfloat16 or int8."""
+
+    @staticmethod
+    def from_weight(weight: Float[Array, "F D"] | QuantizedWeight) -> PackedWeight:
+        """Lay out a weight of float32 or bfloat16, or of 8-bit integers that rounds its inputs. Runs under `jit`."""
+        scales, kind = None, "int8"
+        if isinstance(weight, QuantizedWeight):
+            values = (weight.values.astype(jnp.int16) + OFFSET).astype(jnp.uint8)
+            scales = weight.scales[:, 0].astype(jnp.float32)
+        else:
+            values, kind = weight, str(weight.dtype)
+        F, D = weight.shape
+        values = jnp.pad(values, ((0, -F % PANEL_ROWS), (0, 0)))
+        cells = values.reshape(-1, PANEL_ROWS, D // CELL_VALUES[kind], CELL_VALUES[kind]).swapaxes(1, 2)
+        return PackedWeight(cells, scales, F, D, kind)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(F, D)`, as of the array that this stands for."""
+        return self.size_out, self.size_in
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in jax.tree.leaves(self))
+
+    def unpacked(self) -> Float[Array, "F D"] | QuantizedWeight:
+        """Weight that was packed."""
+        values = self.cells.swapaxes(1, 2).reshape(-1, self.size_in)[: self.size_out]
+        if self.scales is None:
+            return values
+        integers = (values.astype(jnp.int16) - OFFSET).astype(jnp.int8)
+        return QuantizedWeight(integers, self.scales[:, None], *self.shape, None, 8, rounds_inputs=True)
+
+
+@operation
+def pack_weight(weight: W) -> W | PackedWeight:
+    """Weight `[F, D]` in the form in which `linear` multiplies many rows fastest on the target: here, as it is.
+
+    For models whose calls all have many rows, such as encoders: the products of few rows are faster without.
+    """
+    return weight
+
+
+@pack_weight.example
+def _pack_weight_examples() -> list[Example]:
+    return [Example((float32(1536, 384),))]

@@ -1,0 +1,129 @@
+"""Products with packed weights at every level: those of the weight as it was, to the last bit."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.cpu import for_each_level, needs_library
+from verax import ops
+from verax.ops.cpu import library
+from verax.ops.packed import PackedWeight
+
+pytestmark = needs_library
+
+KINDS = ("float32", "bfloat16", "int8")
+SHAPES = [(1, 32, 16), (7, 64, 48), (40, 416, 64), (200, 32, 80), (33, 800, 496), (0, 32, 16), (9, 3200, 96)]
+"""More than one piece of K (384 to 1,536 values), block of rows (192), of columns (384); panels that are not full."""
+
+
+def arrays(m, k, n, kind):
+    rng = np.random.default_rng(0)
+    x, w, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((m, k), (n, k), (n,)))
+    w = replace(ops.quantize(w, 8), rounds_inputs=True) if kind == "int8" else w.astype(kind)
+    return x, w, bias
+
+
+def runs_here(kind):
+    return kind == "float32" or library.has("bf16_dot")
+
+
+@jax.jit
+def product(x, w, bias=None):
+    return ops.linear(x, w, bias)
+
+
+@jax.jit
+def unpacked_product(x, w, bias=None):
+    with ops.use_implementations(linear="native_integers" if isinstance(w, ops.QuantizedWeight) else "native_gemm"):
+        return ops.linear(x, w, bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("f", "d"), [(48, 32), (80, 64), (16, 128)])
+def test_unpacking_gives_back_the_weight(kind, f, d):
+    _, w, _ = arrays(1, d, f, kind)
+    packed = PackedWeight.from_weight(w)
+    assert packed.shape == (f, d)
+    for got, wanted in zip(jax.tree.leaves(packed.unpacked()), jax.tree.leaves(w), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@for_each_level
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_products_are_those_of_the_weight_that_was_packed(level, kind, m, k, n):
+    x, w, bias = arrays(m, k, n, kind)
+    packed = PackedWeight.from_weight(w)
+    with library.use_level(level):
+        if not runs_here(kind) and m > 0:
+            with pytest.raises(Exception, match="packed for a level"):
+                product(x, packed).block_until_ready()
+            return
+        assert ops.linear.select(x, packed).name == "native_packed"
+        np.testing.assert_array_equal(product(x, packed, bias), unpacked_product(x, w, bias))
+        np.testing.assert_array_equal(product(x, packed), unpacked_product(x, w))
+
+
+@for_each_level
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_rows_than_memory_holds_at_a_time_and_several_weights(level, kind):
+    x, w, bias = arrays(3000, 64, 48, kind)
+    packed = PackedWeight.from_weight(w)
+    with library.use_level(level):
+        if not runs_here(kind):
+            return
+        together = jax.jit(ops.multi_linear)(x.reshape(2, 1500, 64), [packed, packed], [bias, None])
+        for got, wanted in zip(together, (unpacked_product(x, w, bias), unpacked_product(x, w)), strict=True):
+            np.testing.assert_array_equal(got, np.asarray(wanted).reshape(2, 1500, 48))
+
+
+@for_each_level
+@pytest.mark.parametrize("kind", KINDS)
+def test_gelu_of_the_product_is_that_of_the_two_operations(level, kind):
+    x, w, bias = arrays(40, 1056, 80, kind)
+    packed = PackedWeight.from_weight(w)
+    with library.use_level(level):
+        if runs_here(kind):
+            assert ops.gelu_linear.select(x, packed, bias).name == "native_packed"
+            got = jax.jit(ops.gelu_linear)(x, packed, bias)
+            np.testing.assert_array_equal(got, jax.jit(ops.gelu)(product(x, packed, bias)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_and_another_platform_take_packed_weights(kind):
+    x, w, bias = arrays(7, 64, 48, kind)
+    packed = PackedWeight.from_weight(w)
+    np.testing.assert_array_equal(ops.linear.reference(x, packed, bias), ops.linear.reference(x, w, bias))
+    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
+        assert ops.linear.select(x, packed).is_reference
+        assert ops.pack_weight.select(w).is_reference
+
+
+def test_packing_is_for_shapes_and_kinds_that_the_kernel_takes():
+    with library.use_level(library.levels()[0]):
+        dot, fma = library.has("bf16_dot"), library.has("fma")
+        chosen = {
+            kind: isinstance(jax.jit(ops.pack_weight)(arrays(1, 64, 48, kind)[1]), PackedWeight) for kind in KINDS
+        }
+        assert chosen == {"float32": fma, "bfloat16": dot and not library.has("bf16_tiles"), "int8": dot}
+    for weight in (jnp.zeros((47, 64)), jnp.zeros((48, 65)), jnp.zeros((48, 64), jnp.float16)):
+        assert ops.pack_weight(weight) is weight
+    few = ops.quantize(jnp.ones((48, 64)), 8)
+    assert ops.pack_weight(few) is few  # its inputs keep 16 bits
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_it_can_be_differentiated(kind):
+    if not runs_here(kind):
+        pytest.skip("this machine has no bfloat16 dot products")
+    x, w, bias = arrays(40, 64, 48, kind)
+
+    def loss(w, x, bias):
+        return jnp.sum(jnp.tanh(ops.gelu_linear(x.reshape(2, 20, 64), w, bias)))
+
+    got = jax.jit(jax.grad(loss, (1, 2)))(PackedWeight.from_weight(w), x, bias)
+    for one, wanted in zip(got, jax.jit(jax.grad(loss, (1, 2)))(w, x, bias), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=0.02, atol=0.02)
