@@ -3,8 +3,11 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstring>
+#include <vector>
 
 #include "check.h"
+#include "panels_run.h"
 
 namespace {
 
@@ -93,6 +96,55 @@ void integers(const char* level, int64_t M, int64_t K, int64_t N) {
   }
 }
 
+// Panels [N / 48 rounded up, K / values, 48, values] of a weight, whose elements are `bytes` wide.
+std::vector<char> panels_of(const void* weight, int64_t N, int64_t K, int64_t values, int64_t bytes) {
+  const int64_t strip = verax::GEMM_STRIP;
+  std::vector<char> to((N + strip - 1) / strip * strip * K * bytes);
+  for (int64_t n = 0; n < N; ++n) {
+    for (int64_t k = 0; k < K; ++k) {
+      const int64_t at = ((n / strip * (K / values) + k / values) * strip + n % strip) * values + k % values;
+      std::memcpy(&to[at * bytes], static_cast<const char*>(weight) + (n * K + k) * bytes, bytes);
+    }
+  }
+  return to;
+}
+
+// The same numbers as without panels, to the last bit.
+void panels(const char* level, Weights kind, int64_t M, int64_t K, int64_t N) {
+  if (!verax::gemm_has_panels(kind)) return;
+  const bool integers = kind == Weights::int8_pairs;
+  const Operand weight(integers ? Weights::int8 : kind, N * K, 2);
+  const auto x = check::normal(M * K, 1), bias = check::normal(N, 3), scales = check::normal(N, 4);
+  std::vector<uint16_t> rounded;
+  for (float value : x) rounded.push_back(check::to_bf16(value));
+  std::vector<float> expected(M * N, NAN), y(M * N, NAN);
+  verax::GemmTask task{};
+  task.kind = kind, task.M = M, task.N = N, task.K = K;
+  task.x = kind == Weights::bf16 ? static_cast<const void*>(rounded.data()) : x.data();
+  task.weight = weight.data, task.y = expected.data(), task.bias = bias.data();
+  if (integers) task.scales = scales.data();
+  check::Pool pool(3);
+  if (integers) {
+    verax::run_rounded_gemm(pool, task);
+  } else {
+    verax::run_gemm(pool, task);
+  }
+  const int64_t bytes = integers ? 1 : kind == Weights::f32 ? 4 : 2;
+  std::vector<char> packed = panels_of(weight.data, N, K, verax::gemm_cell_values(kind), bytes);
+  if (integers) {
+    for (char& byte : packed) byte = static_cast<char>(byte + 128);
+  }
+  task.x = x.data(), task.weight = packed.data(), task.y = y.data();
+  verax::run_panels(pool, {task});
+  pool.join();
+  const double tolerance = verax::gemm_has_tiles(task) ? 1e-4 : 0;  // tiles add in another order
+  for (int64_t i = 0; i < M * N; ++i) {
+    check::that(std::abs(y[i] - expected[i]) <= tolerance, "%s panels %ldx%ldx%ld at %ld: %g, not %g", level,
+                static_cast<long>(M), static_cast<long>(K), static_cast<long>(N), static_cast<long>(i), y[i],
+                expected[i]);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -105,6 +157,12 @@ int main() {
         product(level, kind, 40, 1056, 48, biased);
         product(level, kind, 70, 1056, 48, biased);
       }
+    }
+    for (const Weights kind : {Weights::f32, Weights::bf16, Weights::int8_pairs}) {
+      panels(level, kind, 1, 32, 16);
+      panels(level, kind, 13, 416, 80);
+      panels(level, kind, 1600, 64, 48);
+      panels(level, kind, 40, 1600, 96);
     }
     integers(level, 1, 32, 16);
     integers(level, 13, 416, 80);
