@@ -38,6 +38,43 @@ def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
     assert found["at_least"] == {"seconds a step": step["at_least_s"], "seconds a clip": clip}
 
 
+def test_devices_share_a_step_and_send_what_a_formula_by_hand_says(tmp_path):
+    folder = str(video_folder("t2v", tmp_path / "t2v", heads=4, text_tokens=24))
+    clip = dict(frames=9, height=32, width=64, dtype="float32")
+    one = plan(folder, DEVICE, **clip)
+    many = plan(folder, DEVICE, **clip, guidance_parallel=True, sequence_parallel=4)
+    alone, step = (row for found in (one, many) for row in found["programs"] if row["name"].startswith("denoising"))
+    D, E = 4 * SIZES["attention_head_dim"], SIZES["freq_dim"]
+    time = 2 * (E * D + D * D + D * 6 * D)
+    assert step["flops"] == alone["flops"] + 2 * 3 * time  # four devices have the times of each row
+    T = 3 * 2 * 4  # tokens of 3 x 2 x 4 patches
+    tokens = 4 * 4 * T * D // 4 * 3 // 4  # queries, keys, values and results of a quarter of them, all but an own part
+    pixels = 4 * 16 * 4 * T  # of the velocity: a quarter of it from the other row, and three quarters of the combined
+    assert step["sent_per_device"] == SIZES["num_layers"] * tokens + pixels // 4 + pixels * 3 // 4
+    assert many["collectives"]["bytes_a_step"] == step["sent_per_device"]
+    assert many["collectives"]["seconds_a_step"] == step["sent_per_device"] / DEVICE.links
+    assert one["collectives"] is None
+
+
+def test_devices_hold_parts_of_what_they_divide(tmp_path):
+    folder = str(video_folder("i2v", tmp_path / "i2v", heads=4))
+    clip = dict(frames=9, height=32, width=64, devices=8)
+    whole, divided = plan(folder, DEVICE, **clip), plan(folder, DEVICE, **clip, shard_weights=True)
+    assert whole["settings"] | {"guidance_parallel": True, "sequence_parallel": 4} == whole["settings"]
+    parts = {row["part"]: row for row in divided["weights"]}
+    assert parts["video VAE"]["per_device"] == parts["video VAE"]["nbytes"]
+    assert parts["text encoder"]["per_device"] < parts["text encoder"]["nbytes"] / 2
+    D, F = 4 * SIZES["attention_head_dim"], SIZES["ffn_dim"]
+    block = 2 * (10 * D * D + 2 * D * F)  # bytes of its matrices: eight of attention, two for the image, two more
+    assert parts["transformer"]["nbytes"] - parts["transformer"]["per_device"] == SIZES["num_layers"] * block * 7 // 8
+    assert divided["memory"]["transformer"] == parts["transformer"]["per_device"]
+    assert whole["memory"]["transformer"] == parts["transformer"]["nbytes"]
+    assert divided["memory"]["largest gathered matrix"] == 2 * D * D
+    # A step needs the keys and values of cross-attention no more, of text and image.
+    sent = SIZES["num_layers"] * (block - 2 * 4 * D * D) * 7 // 8
+    assert divided["collectives"]["bytes_a_step"] == whole["collectives"]["bytes_a_step"] + sent
+
+
 def test_the_transformers_configuration_is_enough(tmp_path):
     config = {"_class_name": "WanModel", "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -50,6 +87,14 @@ def test_the_transformers_configuration_is_enough(tmp_path):
     [
         ({"frames": 8}, "frames: expected a multiple of 4 and one more, got 8"),
         ({"height": 40}, "height: expected a multiple of 16 pixels, got 40"),
+        ({"sequence_parallel": 5}, r"sequence_parallel: expected a number that divides this model's 12 heads \(2, 3"),
+        (
+            {"sequence_parallel": 4, "height": 48, "width": 80},
+            "sequence_parallel: expected a number that divides the 3 x 5 tokens of a frame of 48 x 80, got 4; "
+            "height=64 or width=64 would fit",
+        ),
+        ({"devices": 3, "sequence_parallel": 2}, "devices: expected 2, of guidance_parallel=False and"),
+        ({"shard_weights": True}, "shard_weights: expected several devices to divide the weights over, got one"),
         ({"context": 5}, "context: the plan of a model of kind video has no such option"),
     ],
 )

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from verax import ops
 from verax.plan.stand_ins import Span
@@ -57,6 +59,25 @@ def test_of_a_branch_the_cheapest_side_counts():
         return lax.cond(flag, lambda: x @ w @ w, lambda: x @ w)
 
     assert work(branch, shape(dtype=jnp.bool), shape(2, 4), shape(4, 4)).total_flops == 2 * 2 * 4 * 4
+
+
+def test_what_no_result_needs_does_not_count():
+    assert work(lambda x, w: (x @ w, x @ w @ w)[0], shape(2, 4), shape(4, 4)).total_flops == 2 * 2 * 4 * 4
+
+
+def test_collectives_send_what_a_ring_sends_on_the_shards_of_a_device():
+    def share(x):
+        every = lax.all_gather(x, "b", tiled=True)
+        swapped = lax.all_to_all(every, "a", 1, 0, tiled=True)
+        return lax.psum(swapped @ swapped.T, ("a", "b"))
+
+    mesh = AbstractMesh((2, 4), ("a", "b"))
+    divided = jax.shard_map(share, mesh=mesh, in_specs=P("b"), out_specs=P(), check_vma=False)
+    found = work(divided, shape(16, 6))
+    assert found.reads == (4 * 6 * 4,)
+    assert found.total_flops == 2 * 32 * 3 * 32
+    assert found.sent == 16 * 6 * 4 * 3 // 4 + 32 * 3 * 4 // 2 + 2 * 32 * 32 * 4 * 7 // 8
+    assert found.results == 32 * 32 * 4
 
 
 def test_a_loop_of_unknown_length_is_named():

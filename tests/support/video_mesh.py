@@ -19,6 +19,8 @@ from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
+from verax.plan.devices import find_device
+from verax.plan.run import plan
 from verax.video.memory import plan_memory
 from verax.video.mesh import REPLICATED, video_mesh
 from verax.video.run import stages_of
@@ -57,6 +59,17 @@ def plan_of_wide_model(shard_weights):
     pipe = pipeline("t2v", True, 4, shard_weights, heads=32)
     stages = pipe.plan(VideoRequest("a red circle", **SIZE))
     return next([stage.weights, stage.work] for stage in stages if stage.stage == "denoise")
+
+
+def planned(kind, *mesh):
+    """Bytes of weights on one of the devices by stage, as the pipeline and as `verax plan` have them."""
+    pipe = pipeline(kind, *mesh)
+    request = VideoRequest("a red circle", image=PICTURE if kind == "i2v" else None, num_frames=5)
+    names = dict(zip(("guidance_parallel", "sequence_parallel", "shard_weights"), mesh, strict=False))
+    found = plan(str(HOME / f"{kind}-4"), find_device("h100"), dtype="float32", frames=5, **names)
+    stages = [(row["stage"], row["weights"], row["others"], row["work"]) for row in found["stages"]]
+    compiled = [(stage.stage, stage.weights, stage.others, stage.work) for stage in pipe.plan(request)]
+    return {"compiled": compiled, "instant": stages}
 
 
 def compare(kind, meshes, **options):
@@ -125,6 +138,7 @@ if __name__ == "__main__":
                 "decode": [decoded((12, 4)), decoded((23, 3))],  # 12 and 7 tiles
                 "work": [work(True, 1), work(True, 4)],
                 "plans": [plan_of_wide_model(False), plan_of_wide_model(SHARDED)],
+                "planned": [planned("i2v", False, 2), planned("i2v", *MESHES[-1]), planned("t2v-a14b", True, 2)],
                 "chosen": {
                     "8": chosen(8),
                     "6": chosen(6),

@@ -52,6 +52,13 @@ def test_the_plan_has_one_devices_part_of_divided_weights(found):
     assert divided_work - whole_work < 1.5 * block  # one is gathered, not both
 
 
+def test_the_instant_plan_has_the_weights_of_the_compiled_one_and_no_more_work(found):
+    for case in found["planned"]:
+        for (name, weights, others, work), least in zip(case["compiled"], case["instant"], strict=True):
+            assert least[:3] == [name, weights, others]
+            assert least[3] <= work
+
+
 def test_tiles_of_frames_decode_on_several_devices_as_on_one(found):
     for case in found["decode"]:
         assert case["difference"] < 1e-4 * case["spread"]

@@ -36,7 +36,7 @@ def plan(
     devices: Annotated[
         int | None,
         typer.Option(
-            help="Divide a language model over so many (tensor parallelism).",
+            help="Divide a language model over so many (tensor parallelism), or a clip (see verax video --devices).",
             min=1,
             rich_help_panel=_DEVICE,
             show_default="1",
@@ -86,6 +86,24 @@ def plan(
         int | None,
         typer.Option(help="Steps of the solver.", min=1, rich_help_panel=_VIDEO, show_default="checkpoint's"),
     ] = None,
+    guidance_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--guidance-parallel", help="Prompt and negative prompt on two groups of devices.", rich_help_panel=_VIDEO
+        ),
+    ] = False,
+    sequence_parallel: Annotated[
+        int | None,
+        typer.Option(
+            help="Devices of a group, which divide the tokens.", min=1, rich_help_panel=_VIDEO, show_default="1"
+        ),
+    ] = None,
+    shard_weights: Annotated[
+        bool,
+        typer.Option(
+            "--shard-weights", help="Divide the transformer's weights over the devices.", rich_help_panel=_VIDEO
+        ),
+    ] = False,
     compile_programs: Annotated[
         bool,
         typer.Option(
@@ -118,6 +136,8 @@ def plan(
 
         verax plan t2v-14b --device h200 --frames 81 --height 720 --width 1280
 
+        verax plan i2v-14b --device h100 --devices 8 --shard-weights --frames 81 --height 720 --width 1280
+
         verax plan qwen3 --device v5e --compile --depth 2
     """
     if compile_programs:  # the plugins of other devices serve as compilers; JAX must not look for the devices
@@ -148,6 +168,9 @@ def plan(
             height=height,
             width=width,
             inference_steps=inference_steps,
+            guidance_parallel=guidance_parallel or None,
+            sequence_parallel=sequence_parallel,
+            shard_weights=shard_weights or None,
         )
         paths = [] if output is None else write(result, output)
     except InvalidParameterError as error:

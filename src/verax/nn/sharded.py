@@ -77,7 +77,7 @@ def _divided_axis(shape: tuple[int, ...], devices: int) -> int | None:
     return next((axis for axis, size in enumerate(shape) if size % devices == 0), None) if len(shape) == 2 else None
 
 
-def shard_blocks(model: M, mesh: Mesh) -> M:
+def shard_blocks(model: M, mesh: Mesh | AbstractMesh) -> M:
     """The model with its list `blocks` as `ShardedBlocks`.
 
     For shapes (`nnx.eval_shape`), which a checkpoint then fills: of weights in memory, stacks are copies.

@@ -42,8 +42,12 @@ def memory_bar(plan: Mapping[str, Any]) -> str:
 def roofline(plan: Mapping[str, Any]) -> str:
     """Rates of products over operations per byte: the device's limits, and each program on the limit that it meets."""
     device, devices = plan["device"], plan["settings"].get("devices", 1)
-    programs = [row for row in plan["programs"] if row["flops"] and row["bytes_per_device"]]
-    points = [(row["name"], row["flops"] / devices / row["bytes_per_device"], row) for row in programs]
+    programs = [
+        (row, row["flops"] / row.get("devices", devices))
+        for row in plan["programs"]
+        if row["flops"] and row["bytes_per_device"]
+    ]
+    points = [(row["name"], flops / row["bytes_per_device"], flops / row["at_least_s"]) for row, flops in programs]
     ridges = [rate / device["bandwidth"] for rate in device["flops"].values()]
     low = min([at for _, at, _ in points] + ridges) / 4
     high = max([at for _, at, _ in points] + ridges) * 4
@@ -57,9 +61,8 @@ def roofline(plan: Mapping[str, Any]) -> str:
             axes.plot(xs, ys, lw=1.5, color="#222" if "bfloat16" in dtypes else "#bbb", zorder=1)
             label = f"{', '.join(dtypes)}: {rate / 1e12:,.0f} TFLOP/s"
             axes.annotate(label, (high, rate / 1e12), ha="right", va="bottom", fontsize=8)
-        for i, (name, at, row) in enumerate(points):
-            rate = row["flops"] / devices / row["at_least_s"] / 1e12
-            axes.plot([at], [rate], "o", color=f"C{i}", label=name, zorder=2)
+        for i, (name, at, rate) in enumerate(points):
+            axes.plot([at], [rate / 1e12], "o", color=f"C{i}", label=name, zorder=2)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(low, high)

@@ -99,10 +99,16 @@ def _sections(plan: Mapping[str, Any]) -> list[_Section]:
     memory = [(name, format_bytes(size), f"{size / device['memory']:.1%}") for name, size in plan["memory"].items()]
     total = sum(plan["memory"].values())
     memory.append(("all", format_bytes(total), f"{total / device['memory']:.1%}"))
+    staged = [
+        (row["stage"], *(format_bytes(row[name]) for name in ("weights", "others", "work", "together")))
+        for row in plan.get("stages", ())
+    ]
+    columns_of_stages = ("stage", "weights", "other models", "work, at least", "together")
     sections = [
         _Section("device", ("device", plan["device"]["name"]), facts, (0, 1)),
         _Section("weights", columns, weights, (0, 1)),
-        _Section("memory of a device", ("memory", "bytes", "share"), memory),
+        *([_Section("memory of a device by stage", columns_of_stages, staged)] if staged else []),
+        _Section("memory of a device" + (", largest stage" if staged else ""), ("memory", "bytes", "share"), memory),
         _Section(
             "least times",
             ("program", "calls", "TFLOP", "GB per device", "at least", "limited by"),
@@ -149,15 +155,36 @@ def _seconds(value: float) -> str:
 def _findings(plan: Mapping[str, Any]) -> Sequence[str]:
     """Sentences on what the plan comes to."""
     lines = [f"At most {value:,.1f} {name}." for name, value in plan.get("at_most", {}).items()]
-    lines += [f"At least {_seconds(value)} {name}." for name, value in plan.get("at_least", {}).items()]
+    least = {name.removeprefix("seconds "): value for name, value in plan.get("at_least", {}).items()}
+    lines += [f"At least {_seconds(value)} {name}." for name, value in least.items()]
     if plan["kind"] == "text":
         lines += _text_findings(plan)
+    elif plan["kind"] == "video" and "compiled" not in plan:
+        lines += _video_findings(plan)
     elif "compiled" not in plan:
         lines.append("Memory is that of weights, inputs and results. What lies between is known after compiling only.")
     opaque = sorted({name for row in plan["programs"] for name in row["uncounted"]})
     if opaque:
         lines.append(f"Not counted: {', '.join(opaque)}.")
     return lines + (_compiler_findings(plan["compiled"]) if "compiled" in plan else [])
+
+
+def _video_findings(plan: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "Memory beside the weights is the least that a stage needs: of a step latents, cross-attention keys, residual "
+        "stream and the operands of its largest product. `verax video --plan` compiles the programs and counts all."
+    ]
+    if (sent := plan["collectives"]) is not None:
+        step, clip = (format_bytes(sent[name]) for name in ("bytes_a_step", "bytes_a_clip"))
+        if sent["seconds_a_step"] is None:
+            time = "The speed of the links is not known, and their time is not counted."
+        else:
+            time = (
+                f"At the links' full rate that takes {_seconds(sent['seconds_a_step'])} of a step: "
+                f"{sent['share_of_a_step']:.1%}, if both are at their bounds and do not overlap."
+            )
+        lines.append(f"Each device sends {step} in a step, and {clip} for the clip. {time}")
+    return lines
 
 
 def _compiler_findings(compiled: Mapping[str, Any]) -> list[str]:

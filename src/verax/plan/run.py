@@ -17,10 +17,12 @@ __all__ = ["plan"]
 
 _ENGINES = {"text": plan_text, "embedding": plan_embed, "video": plan_video}
 
+_PARALLEL = ("guidance_parallel", "sequence_parallel", "shard_weights")
+
 _OPTIONS = {
     "text": ("dtype", "quantization", "kv_cache_dtype", "max_num_seqs", "context", "devices"),
     "embedding": ("dtype", "max_num_seqs", "context"),
-    "video": ("dtype", "frames", "height", "width", "inference_steps"),
+    "video": ("dtype", "frames", "height", "width", "inference_steps", "devices", *_PARALLEL),
 }
 """Options that each kind of model has."""
 
@@ -39,8 +41,9 @@ def plan(
         compiled: compile the model's programs for the device, see `plan.compiled.run`.
         depth: layers to compile; all if None.
         options: `dtype`, `quantization`, `kv_cache_dtype`, `max_num_seqs`, `context` and `devices` of a language model,
-            the first, `max_num_seqs` and `context` of an encoder; `dtype`, `frames`, `height`, `width` and
-            `inference_steps` of a video model. None counts as not given.
+            the first, `max_num_seqs` and `context` of an encoder; `dtype`, `frames`, `height`, `width`,
+            `inference_steps`, `devices`, `guidance_parallel`, `sequence_parallel` and `shard_weights` of a video model.
+            None counts as not given.
 
     Raises:
         CheckpointError, UnsupportedModelError: for a model that is not there, or that verax does not have.
@@ -58,6 +61,9 @@ def plan(
         raise InvalidParameterError(
             f"{unknown[0]}: the plan of a model of kind {found.kind} has no such option; it has {', '.join(taken)}"
         )
+    divided = [name for name in ("devices", *_PARALLEL) if name in given]
+    if compiled and found.kind == "video" and divided:
+        raise InvalidParameterError(f"{divided[0]}: video models compile for one device; leave this out, or --compile")
     names = _NAMES.get(found.kind, {})
     given = {names.get(name, name): value for name, value in given.items()}
     result = _ENGINES[found.kind](found, device, **given)

@@ -1,9 +1,11 @@
 """Work of a traced program: operations of its products, and bytes that have to cross the device's memory.
 
 Counted are products (matrices and convolutions, two operations for each number that is added up), those in a loop once
-for each turn. Of a branch the cheapest side counts. Bytes are those of arguments that are read and of results that are
-written, each at most once: a lookup reads its rows, an update in place writes them, and what lies between is taken to
-stay on the chip. So both numbers are the least that any implementation needs.
+for each turn, and none whose result nothing needs. Of a branch the cheapest side counts. Bytes are those of arguments
+that are read and of results that are written, each at most once: a lookup reads its rows, an update in place writes
+them, and what lies between is taken to stay on the chip. So both numbers are the least that any implementation needs.
+
+A program that is one `jax.shard_map` is counted as a device runs it: on shards, with the bytes that it sends.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ _LOOKUPS = {"gather", "dynamic_slice", "slice"}
 _UPDATES = {"scatter": 2, "scatter-add": 2, "dynamic_update_slice": 1}
 """Equations whose result is their first operand with changes, and the operand that holds the changes."""
 
+_COLLECTIVES = {"psum": 2, "all_gather": 1, "all_to_all": 1}
+"""Equations that send, and how often: a ring of n devices sends (n - 1) / n of the result, of sums twice."""
+
 _OPAQUE = {"ffi_call", "custom_call", "pallas_call", "triton_kernel_call", "io_callback", "pure_callback"}
 """Equations that nothing is known about."""
 
@@ -44,6 +49,7 @@ class Work:
         reads: bytes read of each array of the arguments.
         writes: bytes of each array of the arguments that are changed in place.
         results: bytes of new results.
+        sent: bytes that a device sends to others.
         uncounted: names of what could not be counted: kernels that are not open, loops whose turns are not known.
     """
 
@@ -51,6 +57,7 @@ class Work:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     results: int
+    sent: int = 0
     uncounted: tuple[str, ...] = ()
 
     @property
@@ -73,6 +80,7 @@ class Work:
             tuple(map(add, self.reads, other.reads)),
             tuple(map(add, self.writes, other.writes)),
             self.results + other.results,
+            self.sent + other.sent,
             tuple(dict.fromkeys((*self.uncounted, *other.uncounted))),
         )
 
@@ -82,6 +90,7 @@ class Work:
             tuple(times * size for size in self.reads),
             tuple(times * size for size in self.writes),
             times * self.results,
+            times * self.sent,
             self.uncounted,
         )
 
@@ -99,15 +108,25 @@ def count(program: ClosedJaxpr, spans: Sequence[Span] = ()) -> Work:
         program: the program.
         spans: sequences of the step, for programs with a paged cache.
     """
-    found = _Count(spans).program(program.jaxpr)
-    outputs = zip(program.jaxpr.outvars, found.roots, strict=True)
+    jaxpr, axes = _of_device(program.jaxpr)
+    found = _Count(spans, axes).program(jaxpr)
+    outputs = zip(jaxpr.outvars, found.roots, strict=True)
     return Work(
         dict(found.flops),
-        tuple(min(read, _nbytes(var)) for read, var in zip(found.reads, program.jaxpr.invars, strict=True)),
+        tuple(min(read, _nbytes(var)) for read, var in zip(found.reads, jaxpr.invars, strict=True)),
         tuple(found.writes),
         sum(_nbytes(var) for var, root in outputs if root is None),
+        found.sent,
         tuple(dict.fromkeys(found.uncounted)),
     )
+
+
+def _of_device(jaxpr: Any) -> tuple[Any, Mapping[str, int]]:
+    """The program that one device runs, and the sizes of the mesh's axes."""
+    if [equation.primitive.name for equation in jaxpr.eqns] != ["shard_map"]:
+        return jaxpr, {}
+    params = jaxpr.eqns[0].params
+    return params["jaxpr"], params["mesh"].shape
 
 
 @dataclass
@@ -119,6 +138,8 @@ class _Found:
     """Bytes read of each argument."""
     writes: list[int]
     """Bytes of changes to each argument."""
+    sent: int = 0
+    """Bytes that a device sends to others."""
     roots: list[int | None] = field(default_factory=list)
     """By result: the argument that it is, with changes perhaps; None for a new array."""
     uncounted: list[str] = field(default_factory=list)
@@ -138,14 +159,15 @@ class _Found:
 class _Count:
     """A walk through a program and those that it calls."""
 
-    def __init__(self, spans: Sequence[Span]):
+    def __init__(self, spans: Sequence[Span], axes: Mapping[str, int]):
         self._spans = spans
+        self._axes = axes
 
     def program(self, jaxpr: Any) -> _Found:
         """Work of a program whose variables are those of one scope."""
         roots: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
         found = _Found(Counter(), [0] * len(jaxpr.invars), [0] * len(jaxpr.invars))
-        for equation in jaxpr.eqns:
+        for equation in _used(jaxpr):
             self._equation(equation, roots, found)
         found.roots = [None if isinstance(var, Literal) else roots.get(var) for var in jaxpr.outvars]
         return found
@@ -167,6 +189,8 @@ class _Count:
             reads[0] = _nbytes(results[0])
         elif equation.primitive is REGISTERED:
             reads = self._registered(equation.params["work"], operands, found.flops)
+        elif name in _COLLECTIVES:
+            found.sent += self._sent(equation)
         elif name in _OPAQUE:
             found.uncounted.append(name)
         elif name in _PRODUCTS:
@@ -174,6 +198,7 @@ class _Count:
         elif inner := self._called(equation):
             reads, writes = inner.reads, inner.writes
             found.flops += inner.flops
+            found.sent += inner.sent
             found.uncounted += inner.uncounted
             for result, root in zip(results, inner.roots, strict=True):
                 origin = None if root is None else origins[root]
@@ -193,6 +218,13 @@ class _Count:
         flops[work.dtype] += work.flops_per_score * sum(span.scores(work.window) for span in self._spans)
         tokens = sum(span.cached(work.window) for span in self._spans)
         return [_nbytes(operands[0]), *(size * tokens // work.tokens for size in stored)]
+
+    def _sent(self, equation: Any) -> int:
+        """Bytes that a device sends in a collective."""
+        params = equation.params
+        names = params["axes"] if "axes" in params else params["axis_name"]
+        n = math.prod(self._axes[name] for name in ((names,) if isinstance(names, str) else names))
+        return _COLLECTIVES[equation.primitive.name] * sum(map(_nbytes, equation.outvars)) * (n - 1) // n
 
     def _called(self, equation: Any) -> _Found | None:
         """Work of the programs that an equation calls; None if it calls none."""
@@ -219,6 +251,7 @@ class _Count:
         whole = [_nbytes(var) for var in equation.invars]
         found.reads = [min(n * size, most) for n, size, most in zip(turns, found.reads, whole, strict=True)]
         found.writes = [length * size for size in found.writes]
+        found.sent *= length
         found.roots = [root if i < carries and root == consts + i else None for i, root in enumerate(found.roots)]
         return found
 
@@ -232,6 +265,19 @@ class _Count:
         found.behind(tests)
         found.roots = [root if root == tests + consts + i else None for i, root in enumerate(found.roots)]
         return found
+
+
+def _used(jaxpr: Any) -> list[Any]:
+    """Equations of a program that its results depend on: a compiler leaves out the others."""
+    needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
+    used: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        # The effect of a collective is the name of its axis.
+        acts = equation.effects and equation.primitive.name not in _COLLECTIVES
+        if acts or not needed.isdisjoint(equation.outvars):
+            used.append(equation)
+            needed.update(var for var in equation.invars if not isinstance(var, Literal))
+    return used[::-1]
 
 
 def _as_jaxpr(value: Any) -> Any:

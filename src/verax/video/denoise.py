@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32
 
 from verax.models.wan.model import WanConfig, WanContext, WanModel
 from verax.models.wan.sequence import SequenceParallel
 from verax.video import unipc
 from verax.video.forcing import ForcingSchedule
-from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, axis_size, layout
+from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, AnyMesh, axis_size, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, shapes_of
 from verax.video.request import ResolvedRequest
 from verax.video.sigmas import NoiseLevels
@@ -131,7 +131,7 @@ class Denoiser:
         program: function of weights, carry, tables, conditions, and the first iteration and the one after the last.
     """
 
-    def __init__(self, transformer: Component[WanModel], mesh: Mesh | None = None):
+    def __init__(self, transformer: Component[WanModel], mesh: AnyMesh | None = None):
         """Describe the programs; nothing is compiled.
 
         Args:
@@ -191,6 +191,68 @@ class Denoiser:
         size = (1 + guided, F, h, w, config.dim)
         return Carry(unipc.start(noise), jnp.zeros(size, jnp.float32, device=sharding) if cached else None)
 
+    def velocity(
+        self,
+        model: WanModel,
+        x: Float32[Array, "1 F h w C"],
+        timesteps: Int32[Array, "*F"],
+        context: WanContext,
+        fps: Any = None,
+        residual: Any = None,
+        run_blocks: Any = None,
+        *,
+        causal_block_size: int | None = None,
+        attention: str = "auto",
+    ) -> tuple[Array, Any]:
+        """Velocity of this device's tokens, one row for each row of the context, and the residual of the blocks.
+
+        Args:
+            model: the transformer.
+            x: latents and condition.
+            timesteps: timestep of all frames, or of each frame.
+            context: of `context_program`.
+            fps: frames per second `[1]`, or None.
+            residual: sum that the blocks added when they last ran; None without a cache.
+            run_blocks: whether the blocks run, with a residual.
+            causal_block_size, attention: as `WanModel.run_blocks` takes them.
+        """
+        G = jax.tree.leaves(context)[0].shape[0]
+        sequence = self._sequence(x.shape)
+        x = jnp.broadcast_to(x, (G, *x.shape[1:]))
+        times = jnp.broadcast_to(timesteps, (G, *timesteps.shape))
+        e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
+        before = model.embed_latents(x if sequence is None else sequence.divide(x))
+
+        def with_blocks() -> Array:
+            return model.run_blocks(
+                before, e0, context, causal_block_size=causal_block_size, attention=attention, sequence=sequence
+            )
+
+        if residual is None:
+            after = with_blocks()
+        else:
+            after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
+            residual = after - before
+        return model.unembed(after, e), residual
+
+    def combine(
+        self, velocity: Float32[Array, "G F h w C"], latents: tuple[int, ...], guidance_scale: Any
+    ) -> Float32[Array, "1 F hp wp C"]:
+        """Velocity of a clip, from the rows and tokens of all devices.
+
+        Args:
+            velocity: of this device.
+            latents: shape of the whole latents, `[1, F, hp, wp, C]`.
+            guidance_scale: scale of classifier-free guidance; None for one row.
+        """
+        if axis_size(self.mesh, GUIDANCE) > 1:
+            velocity = jax.lax.all_gather(velocity, GUIDANCE, tiled=True)
+        if guidance_scale is not None:
+            cond, uncond = velocity[:1], velocity[1:]
+            velocity = uncond + guidance_scale * (cond - uncond)
+        sequence = self._sequence(latents)
+        return velocity if sequence is None else sequence.gather(velocity)
+
     def _iterations(
         self,
         weights: Weights,
@@ -205,33 +267,7 @@ class Denoiser:
         attention: str,
     ) -> Carry:
         model = self.transformer.module(weights)
-        fps = conditions.fps
-        sequence = self._sequence(carry.solver.sample.shape)
-
-        def velocity(
-            x: Float32[Array, "G F h w C"],
-            timesteps: Int32[Array, "*F"],
-            rows: WanContext,
-            residual: Any,
-            run_blocks: Any,
-        ) -> tuple[Array, Any]:
-            """Velocity of some rows, and the residual that the blocks added."""
-            G = x.shape[0]
-            times = jnp.broadcast_to(timesteps, (G, *timesteps.shape))
-            e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
-            before = model.embed_latents(x if sequence is None else sequence.divide(x))
-
-            def with_blocks() -> Array:
-                return model.run_blocks(
-                    before, e0, rows, causal_block_size=causal_block_size, attention=attention, sequence=sequence
-                )
-
-            if residual is None:
-                after = with_blocks()
-            else:
-                after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
-                residual = after - before
-            return model.unembed(after, e), residual
+        options = {"causal_block_size": causal_block_size, "attention": attention}
 
         def one_iteration(i: Array, carry: Carry) -> Carry:
             solver, residual = carry
@@ -245,20 +281,15 @@ class Denoiser:
                 # One row after the other through one copy of the model in the program.
                 def one_row(row: tuple[Any, Any]) -> tuple[Array, Any]:
                     context, added = jax.tree.map(lambda a: a[None], row)
-                    return jax.tree.map(lambda a: a[0], velocity(x, timesteps, context, added, run_blocks))
+                    found = self.velocity(model, x, timesteps, context, conditions.fps, added, run_blocks, **options)
+                    return jax.tree.map(lambda a: a[0], found)
 
                 found, residual = jax.lax.map(one_row, (conditions.context, residual))
             else:
-                rows = jax.tree.leaves(conditions.context)[0].shape[0]
-                x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
-                found, residual = velocity(x, timesteps, conditions.context, residual, run_blocks)
-            if axis_size(self.mesh, GUIDANCE) > 1:
-                found = jax.lax.all_gather(found, GUIDANCE, tiled=True)
-            if guidance is not None:
-                cond, uncond = found[:1], found[1:]
-                found = uncond + conditions.guidance_scale * (cond - uncond)
-            if sequence is not None:
-                found = sequence.gather(found)
+                found, residual = self.velocity(
+                    model, x, timesteps, conditions.context, conditions.fps, residual, run_blocks, **options
+                )
+            found = self.combine(found, x.shape, None if guidance is None else conditions.guidance_scale)
             update = None if tables.update is None else jnp.asarray(tables.update)[i]
             return Carry(unipc.step(tables.solver, jnp.asarray(tables.row)[i], solver, found, update), residual)
 

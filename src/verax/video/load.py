@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,10 +23,10 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
 from verax.nn.sharded import shard_blocks
-from verax.video.mesh import tensor_mesh
+from verax.video.mesh import AnyMesh, tensor_mesh
 from verax.video.programs import Component
 
-__all__ = ["Components", "load_components"]
+__all__ = ["Components", "divided_component", "load_components"]
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -38,6 +38,40 @@ class Components(NamedTuple):
     image_encoder: Component[CLIPVisionModel] | None
     transformers: tuple[Component[WanModel], ...]
     vae: Component[WanVae]
+
+
+def divided_component(
+    what: str,
+    kind: type[M],
+    config: Any,
+    dtype: DTypeLike,
+    load: Callable[[M], M],
+    *,
+    keep: bool | None,
+    offload: bool = False,
+    mesh: AnyMesh | None = None,
+    shard_weights: bool = False,
+) -> Component[M]:
+    """A model as the devices of a clip hold it.
+
+    Args:
+        what: its name in messages.
+        kind: its class.
+        config: its configuration.
+        dtype: of its weights.
+        load, keep, offload: as `Component` takes them.
+        mesh: devices of the clip; None for the default device.
+        shard_weights: True to divide the weights of a transformer's blocks over the mesh.
+    """
+
+    def make() -> M:
+        made = cast(Any, kind)(config, dtype=dtype, rngs=nnx.Rngs(0))
+        return shard_blocks(made, mesh) if mesh is not None and shard_weights and kind is WanModel else made
+
+    place = None if kind is CLIPVisionModel else mesh
+    if place is not None and kind is UMT5EncoderModel:
+        place = tensor_mesh(place, nnx.eval_shape(make), what)
+    return Component(what, make, load, keep=keep, offload=offload, mesh=place)
 
 
 def load_components(
@@ -73,21 +107,15 @@ def load_components(
     """
 
     def component(
-        name: str, what: str, make: Callable[..., M], config: Any, kind: DTypeLike, keep: bool | None
+        name: str, what: str, kind: type[M], config: Any, precision: DTypeLike, keep: bool | None
     ) -> Component[M]:
-        def module() -> M:
-            made = make(config, dtype=kind, rngs=nnx.Rngs(0))
-            return shard_blocks(made, mesh) if mesh and shard_weights and name.startswith("transformer") else made
-
-        place = None if name == "image_encoder" else mesh
-        if name == "text_encoder" and mesh is not None:
-            place = tensor_mesh(mesh, nnx.eval_shape(module), what)
-
         def load(abstract: M) -> M:
             with progress.bar(f"loading {what}", enabled=show_progress, count=False) as report:
-                return load_weights(abstract, open_part(name), mesh=place, progress=report)
+                return load_weights(abstract, open_part(name), mesh=cast(Mesh | None, made.mesh), progress=report)
 
-        return Component(what, module, load, keep=keep, offload=offload, mesh=place)
+        options: Any = {"keep": keep, "offload": offload, "mesh": mesh, "shard_weights": shard_weights}
+        made = divided_component(what, kind, config, precision, load, **options)
+        return made
 
     def open_part(name: str) -> Checkpoint:
         opened = folder.checkpoint(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from verax import ops
@@ -11,7 +11,15 @@ from verax.video.geometry import LatentGeometry
 from verax.video.programs import Component, ProgramCall
 from verax.video.request import ResolvedRequest
 
-__all__ = ["StageMemory", "format_bytes", "free_memory", "largest", "out_of_memory_message", "plan_memory"]
+__all__ = [
+    "StageMemory",
+    "add_residents",
+    "format_bytes",
+    "free_memory",
+    "largest",
+    "out_of_memory_message",
+    "plan_memory",
+]
 
 SPARE = 0.9
 """Share of the memory that fewer or smaller frames are fitted to: not everything shrinks with them."""
@@ -54,13 +62,24 @@ def plan_memory(stages: Sequence[StageCall]) -> list[StageMemory]:
             known = programs.get(id(call.program))
             if known is None or call.argument_bytes > known.argument_bytes:
                 programs[id(call.program)] = call
-    found: list[StageMemory] = []
-    resident: dict[str, int] = {}
+    work: list[tuple[str, Component[Any], int]] = []
     for (name, _), programs in calls.items():
         component = next(iter(programs.values())).component
-        peak = max(call.memory().peak for call in programs.values())
+        work.append((name, component, max(call.memory().peak for call in programs.values()) - component.size))
+    return add_residents(work)
+
+
+def add_residents(stages: Iterable[tuple[str, Component[Any], int]]) -> list[StageMemory]:
+    """Memory of stages in their order, each with the models that stay on the device meanwhile.
+
+    Args:
+        stages: name, model and bytes of the work of each.
+    """
+    found: list[StageMemory] = []
+    resident: dict[str, int] = {}
+    for name, component, work in stages:
         others = sum(size for other, size in resident.items() if other != component.name)
-        found.append(StageMemory(name, component.size, others, peak - component.size))
+        found.append(StageMemory(name, component.size, others, work))
         if component.keep:
             resident[component.name] = component.size
     return found

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
@@ -30,11 +30,14 @@ __all__ = [
     "GUIDANCE",
     "REPLICATED",
     "SEQUENCE",
+    "AnyMesh",
     "Layout",
+    "abstract_mesh",
     "axis_size",
     "check_heads",
     "check_request",
-    "fitting_parallelism",
+    "check_shard_weights",
+    "choose_parallelism",
     "layout",
     "tensor_mesh",
     "video_mesh",
@@ -48,75 +51,65 @@ SEQUENCE = "sequence"
 
 _log = logging.getLogger("verax.video")
 
+AnyMesh = Mesh | AbstractMesh
+"""Devices of a clip; an `AbstractMesh` where they need not be there, for shapes alone."""
+
 REPLICATED = PartitionSpec()
 BY_ROW = PartitionSpec(GUIDANCE)
 
 
-def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | None:
-    """Mesh of the axes `GUIDANCE` and `SEQUENCE`; None for one device.
+def choose_parallelism(
+    *,
+    guidance_parallel: bool,
+    sequence_parallel: int,
+    devices: int | None,
+    heads: int,
+    request: VideoRequest,
+    settings: VideoSettings,
+    geometry: LatentGeometry,
+    attached: bool = True,
+) -> tuple[bool, int]:
+    """The arguments `guidance_parallel` and `sequence_parallel` of `video_mesh`: as they are given, or by `devices`.
+
+    If only `devices` is given, the most of them are used; of two ways that use as many, guidance parallelism.
 
     Args:
         guidance_parallel: True for two groups of devices.
         sequence_parallel: devices of a group.
+        devices: number of devices; None for the product of these two.
+        heads: of the transformer.
+        request: has the size and the guidance of a clip.
+        settings: defaults of the checkpoint for those.
+        geometry: sizes of the checkpoint.
+        attached: True if the devices must be there.
 
     Raises:
-        InvalidParameterError: for more devices than there are.
+        InvalidParameterError: for a number that is not whole, or that contradicts the others, or for more devices than
+            there are.
     """
     if isinstance(sequence_parallel, bool) or not isinstance(sequence_parallel, int) or sequence_parallel < 1:
         raise InvalidParameterError(
             f"sequence_parallel: expected a whole number of at least 1, got {sequence_parallel!r}"
         )
-    groups = 2 if guidance_parallel else 1
-    devices = groups * sequence_parallel
-    if devices == 1:
-        return None
-    found = _first(
-        devices,
-        f"sequence_parallel={sequence_parallel}, guidance_parallel={guidance_parallel}: expected {groups} x "
-        f"{sequence_parallel} = {devices}",
-    )
-    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), found)
-
-
-def tensor_mesh(mesh: Mesh, model: nnx.Module, what: str) -> Mesh | None:
-    """Devices of a clip that divide the layers of one of its models, on the axis `tensor`; None for the first alone.
-
-    They are as many as the model divides over, and the first ones where that is not all.
-
-    Args:
-        mesh: devices of the clip.
-        model: the model, or its shapes.
-        what: its name, for a message.
-    """
-    fitting = fitting_sizes(model)
-    count = max(size for size in fitting if size <= mesh.size)
-    if count < mesh.size:
-        _log.warning(
-            "%s: its weights are on %d of %d devices; numbers that it divides over: %s",
-            *(what, count, mesh.size, ", ".join(map(str, fitting))),
+    chosen = (2 if guidance_parallel else 1) * sequence_parallel
+    if devices is not None and chosen not in (1, devices):
+        raise InvalidParameterError(
+            f"devices: expected {chosen}, of guidance_parallel={guidance_parallel} and sequence_parallel="
+            f"{sequence_parallel}, or these left out; got {devices!r}"
         )
-    # In the order of the clip's mesh, so that results lie where the clip's programs take them.
-    return None if count == 1 else Mesh(mesh.devices.reshape(-1)[:count], (TENSOR_AXIS,))
-
-
-def fitting_parallelism(
-    devices: int, heads: int, request: VideoRequest, settings: VideoSettings, geometry: LatentGeometry
-) -> tuple[bool, int]:
-    """Arguments of `video_mesh` that use the most of some devices; of two that use as many, guidance parallelism.
-
-    Args:
-        devices: at most so many.
-        heads: of the transformer.
-        request: has the size and the guidance of a clip.
-        settings: defaults of the checkpoint for those.
-        geometry: sizes of the checkpoint.
-
-    Raises:
-        InvalidParameterError: for more devices than there are.
-    """
+    if devices is None or chosen != 1:
+        return guidance_parallel, sequence_parallel
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise InvalidParameterError(f"devices: expected a whole number of at least 1, got {devices!r}")
-    _first(devices, f"devices: expected {devices}")
+    if attached:
+        _first(devices, f"devices: expected {devices}")
+    return _fitting(devices, heads, request, settings, geometry)
+
+
+def _fitting(
+    devices: int, heads: int, request: VideoRequest, settings: VideoSettings, geometry: LatentGeometry
+) -> tuple[bool, int]:
+    """Guidance and sequence parallelism that use the most of some devices."""
     height, width = default_size(request, settings)
     h, w = (side // geometry.pixels_per_token for side in (request.height or height, request.width or width))
     scale = settings.guidance_scale if request.guidance_scale is None else request.guidance_scale
@@ -137,6 +130,59 @@ def fitting_parallelism(
     return groups == 2, size
 
 
+def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | None:
+    """Mesh of the axes `GUIDANCE` and `SEQUENCE`; None for one device.
+
+    Args:
+        guidance_parallel: True for two groups of devices.
+        sequence_parallel: devices of a group.
+
+    Raises:
+        InvalidParameterError: for more devices than there are.
+    """
+    groups = 2 if guidance_parallel else 1
+    devices = groups * sequence_parallel
+    if devices == 1:
+        return None
+    found = _first(
+        devices,
+        f"sequence_parallel={sequence_parallel}, guidance_parallel={guidance_parallel}: expected {groups} x "
+        f"{sequence_parallel} = {devices}",
+    )
+    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), found)
+
+
+def abstract_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> AbstractMesh | None:
+    """`video_mesh` of devices that need not be there."""
+    shape = (2 if guidance_parallel else 1, sequence_parallel)
+    return None if shape == (1, 1) else AbstractMesh(shape, (GUIDANCE, SEQUENCE))
+
+
+def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh | None:
+    """Devices of a clip that divide the layers of one of its models, on the axis `tensor`; None for the first alone.
+
+    They are as many as the model divides over, and the first ones where that is not all.
+
+    Args:
+        mesh: devices of the clip.
+        model: the model, or its shapes.
+        what: its name, for a message.
+    """
+    fitting = fitting_sizes(model)
+    count = max(size for size in fitting if size <= mesh.size)
+    if count < mesh.size:
+        _log.warning(
+            "%s: its weights are on %d of %d devices; numbers that it divides over: %s",
+            *(what, count, mesh.size, ", ".join(map(str, fitting))),
+        )
+    if count == 1:
+        return None
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh((count,), (TENSOR_AXIS,))
+    # In the order of the clip's mesh, so that results lie where the clip's programs take them.
+    return Mesh(mesh.devices.reshape(-1)[:count], (TENSOR_AXIS,))
+
+
 def _first(count: int, expected: str) -> list[Any]:
     """The first devices of this host; an error that begins with `expected` if there are fewer."""
     there = jax.local_devices()
@@ -146,12 +192,12 @@ def _first(count: int, expected: str) -> list[Any]:
     return there[:count]
 
 
-def axis_size(mesh: Mesh | None, axis: str) -> int:
+def axis_size(mesh: AnyMesh | None, axis: str) -> int:
     """Devices along an axis; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[axis]
 
 
-def check_heads(mesh: Mesh | None, config: WanConfig) -> None:
+def check_heads(mesh: AnyMesh | None, config: WanConfig) -> None:
     """Refuse devices among which the heads of a transformer cannot be divided.
 
     Raises:
@@ -165,7 +211,20 @@ def check_heads(mesh: Mesh | None, config: WanConfig) -> None:
         )
 
 
-def check_request(mesh: Mesh | None, request: ResolvedRequest, geometry: LatentGeometry) -> None:
+def check_shard_weights(mesh: AnyMesh | None, *, shard_weights: bool) -> None:
+    """Refuse to divide weights over one device.
+
+    Raises:
+        InvalidParameterError: with the options that give more.
+    """
+    if shard_weights and mesh is None:
+        raise InvalidParameterError(
+            "shard_weights: expected several devices to divide the weights over, got one; give guidance_parallel, "
+            "sequence_parallel or devices"
+        )
+
+
+def check_request(mesh: AnyMesh | None, request: ResolvedRequest, geometry: LatentGeometry) -> None:
     """Refuse a request that cannot be divided over a mesh.
 
     Raises:
@@ -200,7 +259,7 @@ class Layout(NamedTuple):
         results: partition of the results.
     """
 
-    mesh: Mesh
+    mesh: AnyMesh
     arguments: tuple[Any, ...]
     results: Any
 
@@ -236,6 +295,6 @@ def _put(sharding: NamedSharding, leaf: Any) -> Any:
     return jax.device_put(leaf, sharding)
 
 
-def layout(mesh: Mesh | None, *arguments: Any, results: Any = REPLICATED) -> Layout | None:
+def layout(mesh: AnyMesh | None, *arguments: Any, results: Any = REPLICATED) -> Layout | None:
     """`Layout` on a mesh; None without one."""
     return None if mesh is None else Layout(mesh, arguments, results)

@@ -28,7 +28,8 @@ from verax.video.mesh import (
     axis_size,
     check_heads,
     check_request,
-    fitting_parallelism,
+    check_shard_weights,
+    choose_parallelism,
     video_mesh,
 )
 from verax.video.outputs import VideoOutput
@@ -94,23 +95,18 @@ class VideoPipeline:
             channels=vae.z_dim,
             text_width=transformer.text_dim,
         )
-        chosen = (2 if guidance_parallel else 1) * sequence_parallel
-        if devices is not None and chosen not in (1, devices):
-            raise InvalidParameterError(
-                f"devices: expected {chosen}, of guidance_parallel={guidance_parallel} and sequence_parallel="
-                f"{sequence_parallel}, or these left out; got {devices!r}"
-            )
-        if devices is not None and chosen == 1:
-            guidance_parallel, sequence_parallel = fitting_parallelism(
-                devices, transformer.num_heads, devices_for or VideoRequest(), settings, geometry
-            )
+        guidance_parallel, sequence_parallel = choose_parallelism(
+            guidance_parallel=guidance_parallel,
+            sequence_parallel=sequence_parallel,
+            devices=devices,
+            heads=transformer.num_heads,
+            request=devices_for or VideoRequest(),
+            settings=settings,
+            geometry=geometry,
+        )
         mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
         check_heads(mesh, transformer)
-        if shard_weights and mesh is None:
-            raise InvalidParameterError(
-                "shard_weights: expected several devices to divide the weights over, got one; give guidance_parallel, "
-                "sequence_parallel or devices"
-            )
+        check_shard_weights(mesh, shard_weights=shard_weights)
         factors = _factors(lora)
         if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")
@@ -152,6 +148,7 @@ class VideoPipeline:
             ),
             prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
         )
+        self._mesh = mesh
         self._show_progress = show_progress
         self._about = {
             **{"model": opened.name, "kind": settings.kind, "reference": rules.name, "dtype": dtype},
@@ -300,7 +297,7 @@ class VideoPipeline:
     @property
     def mesh(self) -> Mesh | None:
         """Devices that the transformer is divided over, of the axes `guidance` and `sequence`; None for one device."""
-        return self.denoiser.mesh
+        return self._mesh
 
     @property
     def denoiser(self) -> Denoiser:

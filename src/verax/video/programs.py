@@ -15,14 +15,14 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from verax import ops
 from verax._compat import compiler_options
 from verax.nn.parallel import divisions
 from verax.ops.division import partition
-from verax.video.mesh import Layout
+from verax.video.mesh import AnyMesh, Layout
 
 __all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "shapes_of"]
 
@@ -54,7 +54,7 @@ class Component(Generic[M]):
         *,
         keep: bool | None = None,
         offload: bool = False,
-        mesh: Mesh | None = None,
+        mesh: AnyMesh | None = None,
     ):
         """Describe it.
 
@@ -156,7 +156,7 @@ class Program:
     """Compiled function, one program for each set of shapes and options.
 
     Attributes:
-        function: function as it was given.
+        function: function of whole arrays, which divides them over the mesh of a layout.
     """
 
     def __init__(
@@ -176,10 +176,10 @@ class Program:
             layout: division of arguments and results over a mesh, each device of which runs the function on its shards;
                 None for the default device.
         """
-        self.function = function
+        self.function = function if layout is None else layout.divide(function)
         self._layout = layout
         self._jit = jax.jit(
-            function if layout is None else layout.divide(function),
+            self.function,
             static_argnames=options,
             donate_argnums=donate,
             compiler_options=compiler_options(ops.target().platform),

@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from verax.models.clip import CLIPVisionModel
 from verax.models.umt5 import UMT5EncoderModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
-from verax.video.mesh import REPLICATED, layout
+from verax.video.mesh import REPLICATED, AnyMesh, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, floats, shapes_of
 
 __all__ = ["Stages", "latents_at_once", "tile_at_once"]
@@ -43,7 +42,7 @@ class Stages:
         image_encoder: Component[CLIPVisionModel] | None,
         vae: Component[WanVae],
         decode_dtype: Any,
-        mesh: Mesh | None = None,
+        mesh: AnyMesh | None = None,
     ):
         """Describe the programs; nothing is compiled.
 
