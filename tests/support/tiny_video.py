@@ -72,7 +72,9 @@ def word_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def video_folder(kind: str, folder: Path, *, heads: int = 2, text_heads: int = 4, **settings: Any) -> Path:
+def video_folder(
+    kind: str, folder: Path, *, heads: int = 2, text_heads: int = 4, image_heads: int = 2, **settings: Any
+) -> Path:
     """A checkpoint of verax's own modules, made without torch.
 
     Args:
@@ -80,6 +82,7 @@ def video_folder(kind: str, folder: Path, *, heads: int = 2, text_heads: int = 4
         folder: where it is written.
         heads: heads of the transformer.
         text_heads: heads of the text encoder.
+        image_heads: heads of the image encoder.
         settings: contents of verax.json.
     """
     transformer = {**SIZES, **KINDS[kind], "num_attention_heads": heads}
@@ -95,7 +98,11 @@ def video_folder(kind: str, folder: Path, *, heads: int = 2, text_heads: int = 4
         "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT, "num_heads": text_heads}),
     }
     if kind == "i2v":
-        parts["image_encoder"] = (CLIPVisionModel, CLIPVisionConfig, {"model_type": "clip_vision_model", **VISION})
+        parts["image_encoder"] = (
+            CLIPVisionModel,
+            CLIPVisionConfig,
+            {"model_type": "clip_vision_model", **VISION, "num_attention_heads": image_heads},
+        )
     if kind.endswith("-a14b"):
         parts["transformer_2"] = parts["transformer"]
     rng = np.random.default_rng(0)

@@ -53,6 +53,11 @@ class CLIPVisionConfig:
     layer_norm_eps: Epsilon = 1e-5
 
     @property
+    def head_dim(self) -> int:
+        """Size of an attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def num_patches(self) -> int:
         """Number of patches of an image, P."""
         return (self.image_size // self.patch_size) ** 2
@@ -105,16 +110,16 @@ class SelfAttention(nnx.Module):
     """Attention of every patch to all patches. The weights of queries, keys and values are rows of one matrix."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D = config.hidden_size
-        self.num_heads = config.num_attention_heads
-        self.to_qkv = Linear(D, 3 * D, bias=True, dtype=dtype, rngs=rngs)
-        self.proj = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
+        D, H = config.hidden_size, config.head_dim
+        self.head_dim = H
+        self.to_qkv = Linear(D, 3 * D, bias=True, divided="out", unit=(H, H, H), dtype=dtype, rngs=rngs)
+        self.proj = Linear(D, D, bias=True, divided="in", unit=H, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        qkv = self.to_qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1)
+        qkv = self.to_qkv(x).reshape(*x.shape[:2], 3, -1, self.head_dim)
         dtype = self.to_qkv.weight.get_value().dtype
         q, k, v = qkv[:, :, 0], qkv[:, :, 1].astype(dtype), qkv[:, :, 2].astype(dtype)
-        return self.proj(ops.attention(q, k, v, causal=False).reshape(x.shape))
+        return self.proj(ops.attention(q, k, v, causal=False).reshape(*x.shape[:2], -1))
 
 
 class Activation(nnx.Module):
@@ -137,9 +142,9 @@ class AttentionBlock(nnx.Module):
         self.norm2 = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
         self.mlp = nnx.List(
             [
-                Linear(D, F, bias=True, dtype=dtype, rngs=rngs),
+                Linear(D, F, bias=True, divided="out", dtype=dtype, rngs=rngs),
                 Activation(config.hidden_act),
-                Linear(F, D, bias=True, dtype=dtype, rngs=rngs),
+                Linear(F, D, bias=True, divided="in", dtype=dtype, rngs=rngs),
             ]
         )
 

@@ -68,9 +68,9 @@ def divided_component(
         made = cast(Any, kind)(config, dtype=dtype, rngs=nnx.Rngs(0))
         return shard_blocks(made, mesh) if mesh is not None and shard_weights and kind is WanModel else made
 
-    place = None if kind is CLIPVisionModel else mesh
-    if place is not None and kind is UMT5EncoderModel:
-        place = tensor_mesh(place, nnx.eval_shape(make), what)
+    place = mesh
+    if mesh is not None and kind in (UMT5EncoderModel, CLIPVisionModel):
+        place = tensor_mesh(mesh, nnx.eval_shape(make), what)
     return Component(what, make, load, keep=keep, offload=offload, mesh=place)
 
 
@@ -96,8 +96,8 @@ def load_components(
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the transformer's weights, each with a factor.
         show_progress: bars while weights are read.
-        mesh: devices each of which gets the weights of transformers and VAE, and a part of the text encoder's; None for
-            the default device. The image encoder's are on the default device.
+        mesh: devices each of which gets the weights of transformers and VAE, and a part of the encoders'; None for the
+            default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
 
     Raises:

@@ -1,5 +1,5 @@
 """Several devices for one clip: the two passes of classifier-free guidance on two groups of devices, the tokens of each
-pass over the devices of its group, and the layers of the text encoder over all of them.
+pass over the devices of its group, and the layers of the text and image encoders over all of them.
 
 xDiT (Fang et al., 2024, arXiv:2411.01738) has the first two under the names of CFG parallel and Ulysses.
 """

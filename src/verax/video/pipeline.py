@@ -190,7 +190,7 @@ class VideoPipeline:
             guidance_parallel: True to run prompt and negative prompt on two groups of devices.
             sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
                 Each device has all weights of the transformer, unless `shard_weights`, and of the VAE, which decodes a
-                part of each frame. The text encoder is divided over all devices, and the image encoder is on the first.
+                part of each frame. The text and image encoders are divided over all devices.
             devices: devices to divide clips over. If these two are left out, they are chosen so that the most devices
                 are used, guidance first; else it is their product.
             devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.

@@ -47,8 +47,8 @@ class Stages:
         """Describe the programs; nothing is compiled.
 
         Args:
-            text_encoder, image_encoder, vae: models; `vae` with float32 weights. The text encoder may be divided over a
-                mesh of its own.
+            text_encoder, image_encoder, vae: models; `vae` with float32 weights. The encoders may be divided over
+                meshes of their own.
             decode_dtype: dtype of the VAE's weights when it decodes. It always encodes in float32: errors of the
                 condition spread through the whole clip, those of decoding do not.
             mesh: devices of the VAE's programs, which have its weights and divide the frames to decode; None for the
@@ -84,7 +84,10 @@ class Stages:
         )
         self.image_program = None
         if image_encoder is not None:
-            self.image_program = Program(lambda w, pixels: image_encoder.module(w)(pixels))
+            self.image_program = Program(
+                lambda w, pixels: image_encoder.module(w)(pixels),
+                layout=layout(image_encoder.mesh, image_encoder.partition, REPLICATED),
+            )
         of_vae = layout(mesh, REPLICATED, REPLICATED)
         self.encode_program = Program(encode, options=("chunk",), layout=of_vae)
         self.condition_program = Program(condition, options=("frames", "chunk"), layout=of_vae)

@@ -1,5 +1,5 @@
-"""The text encoder on the devices of a clip: the states of one device, a part of the weights on each. A process of its
-own, for its eight devices."""
+"""The encoders on the devices of a clip: the states of one device, a part of the weights on each. A process of its own,
+for its eight devices."""
 
 import pytest
 
@@ -8,10 +8,14 @@ from tests.support.devices import run_on_devices
 NORMS = 4 * 16 * (2 * 2 + 1)
 """Bytes of the norms, which are whole on each device: two in each of two layers and one at the end, 16 float32 each."""
 
+UNDIVIDED = 4 * 20 * (3 * 14 * 14 + 1 + 5 + 2 * 2 + 3 * 6)
+"""Bytes of an image encoder of width 20 that are whole on each device: patch and class embedding, five positions, two
+norms outside of the blocks, and of each of three blocks two norms and the biases of two sums; float32."""
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_on_devices(8, "tests.support.video_text_mesh", tmp_path_factory.mktemp("text"))
+    return run_on_devices(8, "tests.support.video_encoder_mesh", tmp_path_factory.mktemp("encoders"))
 
 
 @pytest.mark.parametrize(
@@ -26,6 +30,33 @@ def test_states_are_those_of_one_device_with_a_part_of_the_weights_on_each(found
     assert case["bytes"] == [part] * devices
     assert case["planned"] == part
     assert case["arguments"] < part + 4096  # the tokens
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices"), [("(True, 1)", 2), ("(False, 2)", 2), ("(True, 2)", 4), ("(False, 4)", 4)]
+)
+def test_an_images_states_are_those_of_one_device_with_a_part_of_the_weights_on_each(found, mesh, devices):
+    case = found["images"][mesh]
+    assert case["difference"] < 1e-5 * case["spread"]
+    assert case["collectives"] == {"all-reduce": 4}  # two of each of the two layers that run
+    part = (case["whole"] - UNDIVIDED) // devices + UNDIVIDED
+    assert case["bytes"] == [part] * devices
+    assert case["planned"] == part
+
+
+def test_an_images_states_in_bfloat16_differ_by_its_rounding(found):
+    case = found["bfloat16 images"]
+    assert 0 < case["difference"] < 2e-2 * case["spread"]
+
+
+def test_an_image_encoder_that_does_not_divide_is_on_the_first_device(found):
+    case = found["five heads"]
+    assert case["difference"] == 0
+    assert (case["bytes"], case["collectives"]) == ([case["whole"]], {})
+    assert (
+        found["image messages"][-1]
+        == "image encoder: its weights are on 4 of 8 devices; numbers that it divides over: 1, 2, 4"
+    )
 
 
 def test_states_in_bfloat16_differ_by_its_rounding(found):

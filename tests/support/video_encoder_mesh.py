@@ -1,4 +1,4 @@
-"""Text encoders on several devices beside those of one, printed as JSON: `python -m tests.support.video_text_mesh
+"""Encoders on several devices beside those of one, printed as JSON: `python -m tests.support.video_encoder_mesh
 FOLDER`."""
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-install_import_hook("verax.models.umt5", "beartype.beartype")
+install_import_hook(["verax.models.clip", "verax.models.umt5"], "beartype.beartype")
 
 import jax
 import numpy as np
@@ -22,12 +22,19 @@ from verax.video.memory import plan_memory
 from verax.video.run import stages_of
 
 HOME = Path(sys.argv[1])
+PICTURE = np.zeros((32, 64, 3), np.uint8)
 PROMPTS = "a red circle", "a blue square floats left over green gradient"
 
 
 def folder(text_heads):
     path = HOME / f"t2v-{text_heads}"
     return path if path.exists() else video_folder("t2v", path, heads=4, text_heads=text_heads)
+
+
+def image_folder(heads):
+    """A folder whose image encoder has so many heads: a width of 20 divides into 2, 4 and 5."""
+    path = HOME / f"i2v-{heads}"
+    return path if path.exists() else video_folder("i2v", path, heads=4, image_heads=heads)
 
 
 def pipeline(model, guidance=False, sequence=1, dtype="float32", **options):
@@ -73,6 +80,26 @@ def compare(model, *mesh, dtype="float32"):
     }
 
 
+def compare_images(model, *mesh, dtype="float32"):
+    """States of two images on a mesh beside those on one device, with the facts of `compare`."""
+    one, many = pipeline(model, dtype=dtype), pipeline(model, *mesh, dtype=dtype)
+    encoder, call = many.stages.image_encoder, many.stages.image_call()
+    images = np.random.default_rng(0).standard_normal((2, *call.arguments[0].shape)).astype(np.float32)
+    expected, found = (np.concatenate([pipe.stages.image(image) for image in images]) for pipe in (one, many))
+    with encoder.weights() as weights:
+        held = bytes_on_devices(weights)
+    stages = stages_of(many.resolve(VideoRequest("a", image=PICTURE, num_frames=5, height=32, width=64)), many.parts)
+    (plan,) = plan_memory([stage for stage in stages if stage.name == "image"])
+    return {
+        "difference": float(np.abs(found - expected).max()),
+        "spread": float(expected.std()),
+        "collectives": collectives(many.stages.image_program),
+        "bytes": held,
+        "planned": plan.weights,
+        "whole": one.stages.image_encoder.size,
+    }
+
+
 def between_uses(**options):
     """Whether the encoder is on its devices after each use, and the states of two uses, none of them from the last."""
     with ops.use_target("gpu" if "offload" in options else "cpu"):
@@ -105,6 +132,7 @@ def logged(model, *mesh):
 
 
 MESHES = [(True, 1), (False, 2), (True, 2), (False, 4), (True, 4)]
+IMAGE_MESHES = [(True, 1), (False, 2), (True, 2), (False, 4)]
 
 if __name__ == "__main__":
     assert jax.device_count() == 8
@@ -114,10 +142,14 @@ if __name__ == "__main__":
             {
                 "float32": {str(mesh): compare(folder(8), *mesh) for mesh in MESHES},
                 "bfloat16": {str(mesh): compare(folder(8), *mesh, dtype="bfloat16") for mesh in MESHES[-1:]},
+                "images": {str(mesh): compare_images(image_folder(4), *mesh) for mesh in IMAGE_MESHES},
+                "bfloat16 images": compare_images(image_folder(4), True, 2, dtype="bfloat16"),
+                "five heads": compare_images(image_folder(5), True, 2),
                 "some": compare(folder(4), True, 4),
                 "none": compare(folder(3), True, 2),
                 "built-in": compare(builtin.video_model(), True, 2),
                 "messages": {heads: logged(folder(heads), True, 4) for heads in (8, 4, 3)},
+                "image messages": logged(image_folder(4), True, 4),
                 "kept": between_uses(keep_encoders=True),
                 "dropped": between_uses(keep_encoders=False),
                 "offloaded": between_uses(offload=True),
