@@ -1,5 +1,6 @@
 """Clips on several devices beside those of one, printed as JSON: `python -m tests.support.video_mesh FOLDER`."""
 
+import contextlib
 import json
 import os
 import sys
@@ -115,6 +116,20 @@ def refusal(kind, *mesh, **options):
         return str(error)
 
 
+def given(kind):
+    """Latents of a pipeline on a mesh of the last four devices beside those by its options; where its weights are."""
+    mesh = jax.make_mesh((2, 2), ("guidance", "sequence"), devices=jax.devices()[4:])
+    many = VideoPipeline(HOME / f"{kind}-4", dtype="float32", show_progress=False, mesh=mesh)
+    expected = pipeline(kind, True, 2)("a red circle", **SIZE)
+    made = many("a red circle", **SIZE)
+    with contextlib.ExitStack() as held:
+        weights = [held.enter_context(one.weights()) for one in many.parts.components]
+    return {
+        "equal": bool((made.frames == expected.frames).all()),
+        "devices": [sorted({device.id for array in arrays for device in array.devices()}) for arrays in weights],
+    }
+
+
 def chosen(devices, **options):
     wanted = VideoRequest("a red circle", **options)
     pipe = VideoPipeline(HOME / "t2v-4", dtype="float32", show_progress=False, devices=devices, devices_for=wanted)
@@ -139,6 +154,7 @@ if __name__ == "__main__":
                 "work": [work(True, 1), work(True, 4)],
                 "plans": [plan_of_wide_model(False), plan_of_wide_model(SHARDED)],
                 "planned": [planned("i2v", False, 2), planned("i2v", *MESHES[-1]), planned("t2v-a14b", True, 2)],
+                "given": given("t2v"),
                 "chosen": {
                     "8": chosen(8),
                     "6": chosen(6),

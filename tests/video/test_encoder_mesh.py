@@ -51,7 +51,7 @@ def test_an_images_states_in_bfloat16_differ_by_its_rounding(found):
 
 def test_an_image_encoder_that_does_not_divide_is_on_the_first_device(found):
     case = found["five heads"]
-    assert case["difference"] == 0
+    assert case["difference"] < 1e-5 * case["spread"]
     assert (case["bytes"], case["collectives"]) == ([case["whole"]], {})
     assert (
         found["image messages"][-1]

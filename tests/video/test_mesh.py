@@ -1,11 +1,15 @@
 """Clips on several devices: those of one device, by the collectives that are meant. A process of its own, for its
 eight devices."""
 
+import jax
 import pytest
+from jax.sharding import AbstractMesh
 
 from tests.support.devices import run_on_devices
 from verax import VideoPipeline
 from verax.errors import InvalidParameterError
+
+AXES = ("guidance", "sequence")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,12 @@ def test_the_plan_has_the_memory_of_one_of_the_devices(found):
     assert both < 0.75 * guidance
 
 
+def test_a_mesh_makes_the_latents_of_the_options_on_its_own_devices(found):
+    case = found["given"]
+    assert case["equal"]
+    assert case["devices"] == [[4, 5, 6, 7]] * 3  # of text encoder, VAE and transformer
+
+
 def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(found):
     # Four heads, and two rows of four tokens where nothing else is said.
     assert found["chosen"] == {"8": [2, 4], "6": [2, 2], "1": [1, 1], "no guidance": [1, 4], "15 tokens": [2, 1]}
@@ -102,6 +112,24 @@ def test_what_cannot_be_divided_is_refused_with_what_would_fit(found, name, mess
 def test_weights_cannot_be_divided_over_one_device():
     with pytest.raises(InvalidParameterError, match="shard_weights: expected several devices to divide the weights"):
         VideoPipeline.from_pretrained(shard_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": jax.make_mesh((1, 1), ("data", "model"))}, "mesh: expected .*; got {'data': 1, 'model': 1}"),
+        ({"mesh": jax.make_mesh((1, 1), ("sequence", "guidance"))}, "mesh: expected .*, in this order; got "),
+        (
+            {"mesh": AbstractMesh((4, 2), ("guidance", "sequence"))},
+            "mesh: expected a jax.sharding.Mesh .*; got Abstract",
+        ),
+        ({"mesh": "tensor"}, "mesh: expected a jax.sharding.Mesh of this host's devices .*; got 'tensor'"),
+        ({"mesh": jax.make_mesh((1, 1), AXES), "devices": 1}, "mesh: give it, or guidance_parallel, sequence_parallel"),
+    ],
+)
+def test_another_mesh_is_refused(options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        VideoPipeline.from_pretrained(**options)
 
 
 @pytest.mark.parametrize("devices", [0, 1.0, True, "2"])

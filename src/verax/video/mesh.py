@@ -37,6 +37,7 @@ __all__ = [
     "check_heads",
     "check_request",
     "check_shard_weights",
+    "checked_mesh",
     "choose_parallelism",
     "layout",
     "tensor_mesh",
@@ -152,14 +153,34 @@ def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | Non
     return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), found)
 
 
+def checked_mesh(mesh: Any) -> Mesh:
+    """A mesh that was given, with the axes of `video_mesh`.
+
+    Raises:
+        InvalidParameterError: for other axes, three or more devices along the first, or devices of other hosts.
+    """
+    if (
+        not isinstance(mesh, Mesh)
+        or mesh.axis_names != (GUIDANCE, SEQUENCE)
+        or mesh.shape[GUIDANCE] > 2
+        or mesh.is_multi_process
+    ):
+        got = dict(mesh.shape) if isinstance(mesh, Mesh) else repr(mesh)
+        raise InvalidParameterError(
+            f"mesh: expected a jax.sharding.Mesh of this host's devices with the axes {GUIDANCE!r}, of size 1 or 2, "
+            f"and {SEQUENCE!r}, in this order; got {got}"
+        )
+    return Mesh(mesh.devices, mesh.axis_names)  # axes that XLA places; those of `jax.make_mesh` are Explicit
+
+
 def abstract_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> AbstractMesh | None:
     """`video_mesh` of devices that need not be there."""
     shape = (2 if guidance_parallel else 1, sequence_parallel)
     return None if shape == (1, 1) else AbstractMesh(shape, (GUIDANCE, SEQUENCE))
 
 
-def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh | None:
-    """Devices of a clip that divide the layers of one of its models, on the axis `tensor`; None for the first alone.
+def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh:
+    """Devices of a clip that divide the layers of one of its models, on the axis `tensor`.
 
     They are as many as the model divides over, and the first ones where that is not all.
 
@@ -175,8 +196,6 @@ def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh | None:
             "%s: its weights are on %d of %d devices; numbers that it divides over: %s",
             *(what, count, mesh.size, ", ".join(map(str, fitting))),
         )
-    if count == 1:
-        return None
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh((count,), (TENSOR_AXIS,))
     # In the order of the clip's mesh, so that results lie where the clip's programs take them.
@@ -220,7 +239,7 @@ def check_shard_weights(mesh: AnyMesh | None, *, shard_weights: bool) -> None:
     if shard_weights and mesh is None:
         raise InvalidParameterError(
             "shard_weights: expected several devices to divide the weights over, got one; give guidance_parallel, "
-            "sequence_parallel or devices"
+            "sequence_parallel, devices or mesh"
         )
 
 

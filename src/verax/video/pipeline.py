@@ -29,6 +29,7 @@ from verax.video.mesh import (
     check_heads,
     check_request,
     check_shard_weights,
+    checked_mesh,
     choose_parallelism,
     video_mesh,
 )
@@ -74,6 +75,7 @@ class VideoPipeline:
         sequence_parallel: int = 1,
         devices: int | None = None,
         devices_for: VideoRequest | None = None,
+        mesh: Mesh | None = None,
         shard_weights: bool = False,
         show_progress: bool = True,
     ):
@@ -95,16 +97,21 @@ class VideoPipeline:
             channels=vae.z_dim,
             text_width=transformer.text_dim,
         )
-        guidance_parallel, sequence_parallel = choose_parallelism(
-            guidance_parallel=guidance_parallel,
-            sequence_parallel=sequence_parallel,
-            devices=devices,
-            heads=transformer.num_heads,
-            request=devices_for or VideoRequest(),
-            settings=settings,
-            geometry=geometry,
-        )
-        mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
+        if mesh is None:
+            guidance_parallel, sequence_parallel = choose_parallelism(
+                guidance_parallel=guidance_parallel,
+                sequence_parallel=sequence_parallel,
+                devices=devices,
+                heads=transformer.num_heads,
+                request=devices_for or VideoRequest(),
+                settings=settings,
+                geometry=geometry,
+            )
+            mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
+        elif (guidance_parallel, sequence_parallel, devices) != (False, 1, None):
+            raise InvalidParameterError("mesh: give it, or guidance_parallel, sequence_parallel and devices, not both")
+        else:
+            mesh = checked_mesh(mesh)
         check_heads(mesh, transformer)
         check_shard_weights(mesh, shard_weights=shard_weights)
         factors = _factors(lora)
@@ -170,6 +177,7 @@ class VideoPipeline:
         sequence_parallel: int = 1,
         devices: int | None = None,
         devices_for: VideoRequest | None = None,
+        mesh: Mesh | None = None,
         shard_weights: bool = False,
         show_progress: bool = True,
     ) -> VideoPipeline:
@@ -194,6 +202,7 @@ class VideoPipeline:
             devices: devices to divide clips over. If these two are left out, they are chosen so that the most devices
                 are used, guidance first; else it is their product.
             devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.
+            mesh: devices in place of these options: of the axes `"guidance"`, of size 1 or 2, and `"sequence"`.
             shard_weights: True to divide the weights of the transformer's blocks over all of these devices, which
                 gather them block by block in every step: less memory on each device, and more communication.
             show_progress: True for bars, if stderr is a terminal.
@@ -215,6 +224,7 @@ class VideoPipeline:
             sequence_parallel=sequence_parallel,
             devices=devices,
             devices_for=devices_for,
+            mesh=mesh,
             shard_weights=shard_weights,
             show_progress=show_progress,
         )
