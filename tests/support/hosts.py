@@ -1,6 +1,8 @@
 """Processes of a group of hosts, on this one."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -13,9 +15,16 @@ SIZES = dict(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=32, block_
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port for a process that starts later, and that no connection takes meanwhile for its own end.
+
+    The kernel takes ports of a range for those, and for listeners without a number, so that it is below this range.
+    """
+    begin = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(max(1024, begin - 10_000), begin)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def spawn(*command, devices=2):

@@ -202,7 +202,8 @@ def test_a_server_on_two_hosts_drafts_gives_one_devices_tokens_and_names_the_hos
     leader, follower = (serve(folder, draft_folder, rank, port) for rank in range(2))
     try:
         lines = iter(leader.stdout.readline, "")
-        url = next(found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+", line)))
+        url = next((found[0] for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
+        assert url is not None, ended(leader)
         # 40 tokens: drafts begin new blocks, which the other host must have in its tables too.
         plain = {"model": str(folder), "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
         with httpx.Client(base_url=url, timeout=300) as client:
@@ -214,7 +215,7 @@ def test_a_server_on_two_hosts_drafts_gives_one_devices_tokens_and_names_the_hos
             stream = {**plain, "max_tokens": 80, "prompt": PROMPTS[0], "stream": True}
             with client.stream("POST", "/v1/completions", json=stream) as answer:
                 events = answer.iter_lines()
-                next(events)
+                assert next(events, None) is not None, ended(leader)
                 follower.send_signal(signal.SIGKILL)
                 rest = []
                 with contextlib.suppress(httpx.RemoteProtocolError):  # the server ends a failed stream so
