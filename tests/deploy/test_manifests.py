@@ -4,17 +4,17 @@ import inspect
 import math
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 
+from tests.deploy.custom_kinds import SCHEMAS
 from verax.cli.serve import serve
 from verax.ray.application import deployment
 from verax.text.engine_config import EngineOptions
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
-CUSTOM = {"LeaderWorkerSet", "ScaledObject", "RayService"}
-"""Kinds whose schemas the validator has not; their pods are checked as pods."""
 
 
 def documents():
@@ -44,13 +44,14 @@ def load(name, kind):
 
 
 def check(document):
+    if document["kind"] in SCHEMAS:
+        return jsonschema.validate(document, SCHEMAS[document["kind"]])
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize("document", documents())
 def test_every_manifest_is_valid(document):
-    if document["kind"] not in CUSTOM:
-        check(document)
+    check(document)
     for template in pod_templates(document):
         check({"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "pod"}})
 
@@ -59,6 +60,30 @@ def test_a_wrong_field_is_found():
     wrong = load("deployment.yaml", "Deployment")
     wrong["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["pathh"] = "/health"
     with pytest.raises(kubernetes_validate.ValidationError):
+        check(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "path", "value"),
+    [
+        ("scaledobject.yaml", "ScaledObject", "spec.triggers.0.metadata.threshold", 4),
+        ("scaledobject.yaml", "ScaledObject", "spec.scaleTargetRef", {"kind": "Deployment"}),
+        ("scaledobject.yaml", "ScaledObject", "spec.fallback.replica", 2),
+        ("leaderworkerset.yaml", "LeaderWorkerSet", "spec.leaderWorkerTemplate.restartPolicy", "Always"),
+        ("leaderworkerset.yaml", "LeaderWorkerSet", "spec.leaderWorkerTemplate.size", 0),
+        ("rayservice.yaml", "RayService", "spec.rayClusterConfig.headGroupSpec.rayStartParams.num-cpus", 0),
+        ("rayservice.yaml", "RayService", "spec.rayClusterConfig.workerGroupSpecs.0.maxReplica", 8),
+        ("rayservice.yaml", "RayService", "apiVersion", "ray.io/v1alpha1"),
+    ],
+)
+def test_a_wrong_field_of_a_custom_kind_is_found(name, kind, path, value):
+    wrong = load(name, kind)
+    *parents, last = path.split(".")
+    at = wrong
+    for part in parents:
+        at = at[int(part) if isinstance(at, list) else part]
+    at[last] = value
+    with pytest.raises(jsonschema.ValidationError):
         check(wrong)
 
 
