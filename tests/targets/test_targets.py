@@ -7,7 +7,7 @@ unchanged program is not compiled again.
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tests.targets.cases import CASES, compiled
 from verax import ops
@@ -97,9 +97,10 @@ def test_one_delta_layer_compiles_and_its_temporaries_are_a_few_inputs(name):
     q, k, v = (jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.float32) for _ in range(3))
     gate, beta = (jax.ShapeDtypeStruct((1, 4096, 16), jnp.float32) for _ in range(2))
     arguments = (q, k, v, gate, beta)
-    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), arguments)
+    whole = PartitionSpec()
+    partitions = jax.tree.map(lambda _: whole, arguments)
     with ops.use_target(device.platform, device.kind, device.memory):
-        program = StepProgram("delta layer", ops.gated_delta_rule, arguments, whole, donated=())
+        program = StepProgram("delta layer", ops.gated_delta_rule, arguments, partitions, whole, mesh, donated=())
         row = compile_lowered(program.name, program.lower(), compiler_of(device), f"1 x {name}")
     assert row.refused is None
     assert row.temporaries < 20 * q.size * q.dtype.itemsize
