@@ -15,7 +15,9 @@ from verax.plan.model import Described
 from verax.plan.report import show, write
 from verax.plan.text import plan_text
 
-FINDINGS = Findings({"all-reduce": 5, "all-gather": 1}, host_transfers=0, donated_copies=2, loops_with_products=1)
+FINDINGS = Findings(
+    {"all-reduce": 5, "all-gather": 1}, host_transfers=0, donated_copies=2, argument_copies=0, loops_with_products=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_a_compilation_has_its_bytes_its_counts_and_its_refusals(found):
     report = {"jax": "0.10.2", "compiler": "libtpu 0.0.42.1", "devices": 2, "depth": 3, "programs": rows, "fits": False}
     text = shown({**found, "compiled": report, "fits": False})
     assert re.search(r"decode step +1.07 GB +1.00 MB +1.00 MB +100.00 MB", text)
-    assert re.search(r"decode step +5 all-reduce, 1 all-gather +0 +2 +1", text)
+    assert re.search(r"decode step +5 all-reduce, 1 all-gather +0 +2 +0 +1", text)
     assert re.search(r"mixed step +- +- +- +- +- +31.14 GB", text)
     assert "Refused: mixed step: RESOURCE_EXHAUSTED: no room" in text
     assert "Compiled by libtpu 0.0.42.1 with JAX 0.10.2; nothing ran." in text

@@ -11,7 +11,7 @@ CASE = Case("qwen3", "v5e", 4, 2, {})
 
 
 def test_a_program_has_its_bytes_and_one_that_was_refused_what_it_needs():
-    fits = Compiled("decode", 24.4, 2**30, temporaries=2**29, findings=Findings({"all-reduce": 5}, 0, 0, 1))
+    fits = Compiled("decode", 24.4, 2**30, temporaries=2**29, findings=Findings({"all-reduce": 5}, 0, 0, 0, 1))
     refused = Compiled("mixed", 9.0, needed=29 * 2**30, refused="RESOURCE_EXHAUSTED")
     programs = [fits.as_dict(), refused.as_dict()]
     table = render({CASE: {"jax": "1", "compiler": "libtpu 2", "depth": 2, "programs": programs}}).splitlines()

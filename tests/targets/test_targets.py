@@ -64,6 +64,14 @@ def test_the_cache_is_updated_in_place(case):
         assert row["findings"]["donated_copies"] == 0, row["name"]
 
 
+def test_a_decode_step_copies_no_weight(case):
+    """None is put beside another for one product of both, or moved to another layout: it is read once, and no more."""
+    if case.model not in ATTENTION_LAYERS:
+        pytest.skip("it has no decode step")
+    (decode,) = found(case, "decode step")
+    assert decode["findings"]["argument_copies"] == 0
+
+
 def test_a_decode_step_multiplies_in_loops_for_attention_only(case):
     """Weights are multiplied outside of loops; attention reads its pages in one loop a layer."""
     if case.model not in ATTENTION_LAYERS:

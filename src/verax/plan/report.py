@@ -128,11 +128,12 @@ def _compiled(compiled: Mapping[str, Any]) -> list[_Section]:
         memory.append((row["name"], *shown, _seconds(row["seconds"])))
         if (found := row["findings"]) is not None:
             collectives = ", ".join(f"{count} {kind}" for kind, count in found["collectives"].items())
-            others = (found["host_transfers"], found["donated_copies"], found["loops_with_products"])
-            counts.append((row["name"], collectives or "none", *map(str, others)))
+            others = ("host_transfers", "donated_copies", "argument_copies", "loops_with_products")
+            counts.append((row["name"], collectives or "none", *(str(found[name]) for name in others)))
     sections = [_Section("compiled: bytes of a device", ("program", *sizes, "compiled in"), memory)]
     if counts:
-        columns = ("program", "collectives", "host transfers", "copies of donated buffers", "loops with products")
+        copies = ("copies of donated", "of other arguments")
+        columns = ("program", "collectives", "host transfers", *copies, "loops with products")
         sections.append(_Section("compiled: each instruction once", columns, counts, (0, 1)))
     return sections
 

@@ -50,7 +50,8 @@ def test_another_program_device_or_compiler_and_a_broken_entry_are_compiled(cach
     compile_lowered("one", lowered(32), LOCAL, "here")
     compile_lowered("one", lowered(), LOCAL, "there")
     compile_lowered("one", lowered(), LOCAL._replace(package="flax"), "here")
-    assert len(list(cache.iterdir())) == 4
+    compile_lowered("one", lowered(), LOCAL._replace(description="another description"), "here")
+    assert len(list(cache.iterdir())) == 5
     for path in cache.iterdir():
         path.write_text("{")
     assert compile_lowered("one", lowered(), LOCAL, "here").arguments

@@ -45,6 +45,33 @@ def test_copies_of_large_donated_buffers_in_the_devices_memory_count(line, copie
     assert read_module(module(line, alias="")).donated_copies == 0
 
 
+TWICE = CACHE.replace("8192", "16384")
+FUSED = f"\n%beside (a: bf16[]) -> bf16[] {{\n  %a = {CACHE} parameter(0)\n  %c = {TWICE} concatenate(%a, %a)\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "copies"),
+    [
+        (f"%c = {TWICE} concatenate(%p.0, %p.0), dimensions={{0}}", 1),
+        (f"%c = {TWICE} fusion(%p.0), kind=kLoop, calls=%beside, metadata={{}}", 1),
+        (f"%b = {CACHE} bitcast(%p.0)\n  %c = {CACHE} transpose(%b), dimensions={{1,0}}", 1),
+        # To the memory of the chip, of a donated array, of something else, of a small part.
+        (f"%c = ({CACHE[:-1]}S(1)}}, {CACHE}, u32[]{{:S(2)}}) copy-start(%p.0)", 0),
+        (f"%c = {TWICE} concatenate(%p.1, %p.1), dimensions={{0}}", 0),
+        (f"%c = {TWICE} concatenate(%x, %x), dimensions={{0}}", 0),
+        ("%c = bf16[16,1024]{1,0} slice(%p.0), slice={[0:16], [0:1024]}", 0),
+        (f"%c = {CACHE} add(%p.0, %p.0)", 0),
+    ],
+)
+def test_results_that_hold_other_large_arguments_again_count(line, copies):
+    assert read_module(module(line, others=FUSED)).argument_copies == copies
+
+
+def test_a_fusion_that_computes_with_an_argument_holds_something_else():
+    line = f"%c = {TWICE} fusion(%p.0), kind=kLoop, calls=%beside, metadata={{}}"
+    assert read_module(module(line, others=FUSED.replace("concatenate", "add"))).argument_copies == 0
+
+
 @pytest.mark.parametrize(
     "line",
     [

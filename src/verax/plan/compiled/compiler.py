@@ -19,7 +19,7 @@ from verax.plan.compiled.topology import Compiler
 
 __all__ = ["Compiled", "compile_lowered"]
 
-READER = 1
+READER = 2
 """Version of what is read out of a compiled program: results of other versions are not taken from the cache."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -72,8 +72,9 @@ def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, 
     Raises:
         VeraxError: if the compiler fails, with the first line of its message.
     """
-    # The text has all: shapes, shardings, donated arguments, the number of devices.
-    key = json.dumps([READER, jax.__version__, compiler.version, compiler.options, device, lowered.as_text()])
+    # The text has the rest: shapes, shardings, donated arguments, the number of devices.
+    by = (compiler.version, compiler.options, compiler.description)
+    key = json.dumps([READER, jax.__version__, *by, device, lowered.as_text()])
     folder = cache_folder()
     stored = None if folder is None else folder / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     if stored is not None and (known := _read(stored)) is not None:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from verax._compat import compiler_options
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.plan.compiled.gpu_specs import GPU_SPECS, target_config
@@ -46,12 +47,14 @@ class Compiler(NamedTuple):
         package: distribution of the plugin.
         extra: extra that installs it.
         options: XLA options of each compilation.
+        description: the device in the compiler's words, where it is not the compiler's own.
     """
 
     module: str
     package: str
     extra: str
     options: dict[str, str | bool]
+    description: str = ""
 
     @property
     def version(self) -> str:
@@ -89,7 +92,8 @@ def compiler_of(device: Device) -> Compiler:
         )
     compiler = _COMPILERS[device.platform]
     require_optional(compiler.module)
-    return compiler
+    options = {**compiler_options(device.platform), **compiler.options}
+    return compiler._replace(options=options, description=target_config(device) if device.platform == "gpu" else "")
 
 
 def topology_mesh(device: Device, count: int) -> Mesh:
@@ -105,7 +109,7 @@ def topology_mesh(device: Device, count: int) -> Mesh:
     """
     compiler = compiler_of(device)
     try:
-        found = _tpus(device, count) if device.platform == "tpu" else _gpus(device, count)
+        found = _tpus(device, count) if device.platform == "tpu" else _gpus(compiler, count)
     except RuntimeError as error:
         raise MissingDependencyError(
             f"{compiler.version} does not describe {device.name} to JAX {jax.__version__} ({error}); set "
@@ -126,8 +130,7 @@ def _tpus(device: Device, count: int) -> list[Any]:
     raise InvalidParameterError(f"devices: programs are compiled for up to {most} of {device.name}, got {count}")
 
 
-def _gpus(device: Device, count: int) -> list[Any]:
-    config = target_config(device)
+def _gpus(compiler: Compiler, count: int) -> list[Any]:
     return topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=config
+        platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=compiler.description
     ).devices
