@@ -3,7 +3,7 @@
 import pytest
 
 from verax.ops._target import _compute_capability
-from verax.plan.compiled.gpu_specs import GPU_SPECS, target_config
+from verax.plan.compiled.gpu_specs import CUDA, GPU_SPECS, target_config
 from verax.plan.devices import DEVICES
 
 
@@ -14,4 +14,5 @@ def test_capability_memory_and_name_are_those_of_the_device(name):
     assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
     assert f"device_memory_size: {device.memory}" in text
     assert f'device_description_str: "{device.kind}"' in text
+    assert text.count(f'version: "{CUDA}"') == 3
     assert text.count("{") == text.count("}")

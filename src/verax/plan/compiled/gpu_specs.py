@@ -37,6 +37,9 @@ class GpuSpec(NamedTuple):
     clock: float
 
 
+CUDA = "13.0.0"
+"""Version of the driver and of the toolkit. XLA puts no kernel into a command buffer where it is not given."""
+
 GPU_SPECS: Mapping[str, GpuSpec] = MappingProxyType(
     {
         "a100": GpuSpec((8, 0), 108, 2048, 164 * KIB, 40 * KIB**2, 1.41),
@@ -73,6 +76,9 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: {2**16}
   registers_per_block_limit: {2**16}
+  driver_version: "{CUDA}"
+  runtime_version: "{CUDA}"
+  compile_time_toolkit_version: "{CUDA}"
 }}
 platform_name: "CUDA"
 device_description_str: "{device.kind}"
