@@ -27,7 +27,7 @@ def test_the_tables_and_the_page(run, tmp_path):
         (["text-builtin", "--device", "abacus"], "--device: 'abacus' is not in the table"),
         (["nowhere", "--device", "h100"], "nowhere: no such folder"),
         (["text-builtin", "--device", "h100", "--context", "99999"], "--context: expected 2 to"),
-        (["text-builtin", "--device", "b200", "--compile"], "--compile: there is no compiler for 'b200'"),
+        (["text-builtin", "--device", "l40s", "--compile"], "--compile: there is no compiler for 'l40s'"),
         (["text-builtin", "--device", "h100", "--depth", "2"], "--depth: layers to compile; give --compile as well"),
         (["text-builtin", "--device", "h100", "--kv-cache-dtype", "int4"], "--kv-cache-dtype: expected one of"),
     ],

@@ -13,8 +13,11 @@ from tests.targets.cases import CASES, compiled
 from verax import ops
 from verax.errors import MissingDependencyError
 from verax.plan.compiled.compiler import compile_lowered
+from verax.plan.compiled.gpu_specs import GPU_SPECS
+from verax.plan.compiled.run import compile_model
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
+from verax.plan.model import describe
 from verax.text.program import StepProgram
 
 ATTENTION_LAYERS = {"qwen3": 2, "hybrid": 1}
@@ -95,6 +98,13 @@ def test_the_blocks_of_a_video_model_keep_one_residual_stream(case):
     tokens, dim = 2 * 21 * 30 * 52, 1536
     (step,) = found(case, "denoising step")
     assert step["temporaries"] < 16 * tokens * dim * 4
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_one_layer_of_an_encoder_compiles_for_each_gpu(name):
+    skip_without_compiler(name)
+    result = compile_model(describe("minilm"), find_device(name), depth=1, sentences=32)
+    assert result["fits"]
 
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])

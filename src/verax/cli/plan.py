@@ -109,7 +109,7 @@ def plan(
         typer.Option(
             "--compile",
             help="Compile the model's programs for the device, in minutes: a TPU (extra plan-tpu), or an a100, h100, "
-            "h200, l4 or rtx4090 (extra plan-cuda).",
+            "h200, b200, l4, rtx4090 or rtx5090 (extra plan-cuda).",
             rich_help_panel=_COMPILE,
         ),
     ] = False,

@@ -1,7 +1,8 @@
 """NVIDIA GPUs as XLA's compiler sees them: limits of a multiprocessor, in the text of its GpuTargetConfig message.
 
 Limits are those of the compute capability (CUDA C++ Programming Guide, table of technical specifications), numbers of
-multiprocessors and of the cache those of the GPU's architecture whitepaper.
+multiprocessors and of the cache those of the whitepaper of its architecture. Those of B200 are from XLA's own
+description, those of RTX 5090 from a review (Linux Format, May 2025).
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ GPU_SPECS: Mapping[str, GpuSpec] = MappingProxyType(
         "a100": GpuSpec((8, 0), 108, 2048, 164 * KIB, 40 * KIB**2, 1.41),
         "h100": GpuSpec((9, 0), 132, 2048, 228 * KIB, 50 * KIB**2, 1.98),
         "h200": GpuSpec((9, 0), 132, 2048, 228 * KIB, 50 * KIB**2, 1.98),
+        "b200": GpuSpec((10, 0), 148, 2048, 228 * KIB, 132644864, 1.965),
         "l4": GpuSpec((8, 9), 58, 1536, 100 * KIB, 48 * KIB**2, 2.04),
         "rtx4090": GpuSpec((8, 9), 128, 1536, 100 * KIB, 72 * KIB**2, 2.52),
+        "rtx5090": GpuSpec((12, 0), 170, 1536, 100 * KIB, 96 * KIB**2, 2.407),
     }
 )
 """GPUs by their names in `plan.devices`."""
