@@ -18,6 +18,13 @@ def test_one_row_in_every_implementation(implementation, shape, dtype):
     check((*shape, 67), 35, dtype, implementation)
 
 
+def test_one_row_is_multiplied_as_two_on_tpus():
+    weight = jax.ShapeDtypeStruct((35, 67), jnp.bfloat16)
+    with ops.use_target("tpu", "TPU v5 lite"):
+        chosen = [ops.linear.select(jax.ShapeDtypeStruct((rows, 67), jnp.float32), weight).name for rows in (1, 2)]
+    assert chosen == ["pad_to_two_rows", "reference"]
+
+
 @pytest.mark.parametrize("shape", [(2,), (3, 5), (0,)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_many_rows_and_none(shape, dtype):

@@ -168,12 +168,13 @@ def _is_single_row(x: jax.Array | jax.ShapeDtypeStruct, weight: object, bias: ob
     return x.size == x.shape[-1] and not isinstance(weight, Quantized | PackedWeight)
 
 
-@linear.implementation("pad_to_two_rows", platforms=("cpu",), accepts=_is_single_row)
+@linear.implementation("pad_to_two_rows", platforms=("cpu", "tpu"), accepts=_is_single_row)
 def _linear_pad_to_two_rows(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"], bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
     # XLA:CPU leaves a one-row product to generic code that converts the whole weight first: 15 times slower than two
-    # rows, which its matmul library takes (facts in docs/performance.md).
+    # rows, which its matmul library takes (facts in docs/performance.md). XLA:TPU adds a row's products up in vector
+    # registers, and multiplies two rows in the matrix unit (estimates in docs/accelerators.md).
     row = x.reshape(1, -1)
     y = linear.reference(jnp.concatenate([row, row]), weight, bias)
     return y[0].reshape(*x.shape[:-1], weight.shape[0])
