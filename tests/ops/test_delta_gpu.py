@@ -5,47 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.delta_scan import exact_scan, scan_problem
 from verax import ops
 from verax.ops import delta
-from verax.ops.delta._scan import Chunk, delta_chunk_scan
+from verax.ops.delta._scan import delta_chunk_scan
 from verax.ops.gpu.delta import COLUMNS
 from verax.ops.gpu.delta_kernel import chunk_scan
-
-
-def problem(seed, owner, *, m=2, R=1, C=16, K=32, V=64, D=1, N=1):
-    """Chunks of random numbers, zeros where nobody owns them; initial states; owners."""
-    rng = np.random.default_rng(seed)
-    lead, used = (len(owner), m, R), (np.asarray(owner) < N)[:, None, None, None, None]
-
-    def array(*shape, scale=1.0):
-        return jnp.asarray(np.where(used, scale * rng.standard_normal((*lead, *shape)), 0), jnp.float32)
-
-    keep = jnp.asarray(np.where(used[..., 0], rng.uniform(0.2, 1, (*lead, D)), 1), jnp.float32)
-    key = K**-0.5
-    chunks = Chunk(
-        array(C, V),
-        array(C, K, scale=key),
-        array(C, K, scale=key),
-        keep,
-        array(C, K, scale=key),
-        array(C, C, scale=0.3),
-    )
-    states = jnp.asarray(rng.standard_normal((N, m, R, K, V)), jnp.float32)
-    return chunks, states, jnp.asarray(owner, jnp.int32)
-
-
-def exact(chunks, states, owner):
-    """The scan in float64: outputs, final states, and the state before each chunk."""
-    chunks, states = Chunk(*(np.asarray(x, np.float64) for x in chunks)), np.array(states, np.float64)
-    out, before = np.zeros(chunks.value.shape), []
-    for i, n in enumerate(np.minimum(owner, len(states) - 1)):
-        state = states[n]
-        before.append(state.copy())
-        written = chunks.value[i] - chunks.found[i] @ state
-        out[i] = chunks.read[i] @ state + chunks.inner[i] @ written
-        states[n] = chunks.keep[i][..., None] * state + chunks.write[i].swapaxes(-1, -2) @ written
-    return out, states, np.stack(before)
-
 
 CASES = {
     "one chunk": ([0], {}),
@@ -62,8 +27,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_scan_is_that_in_float64(name):
     owner, sizes = CASES[name]
-    arguments = problem(len(name), owner, **sizes)
-    expected = exact(*arguments)
+    arguments = scan_problem(len(name), owner, **sizes)
+    expected = exact_scan(*arguments)
     found = chunk_scan(*arguments, columns=COLUMNS, keep_states=True, interpret=True)
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
@@ -71,8 +36,8 @@ def test_the_scan_is_that_in_float64(name):
 
 
 def test_the_reference_is_the_scan_in_float64():
-    arguments = problem(0, [0, 0, 1, 2], N=2, R=2)
-    for mine, theirs in zip(delta_chunk_scan(*arguments, keep_states=True), exact(*arguments), strict=True):
+    arguments = scan_problem(0, [0, 0, 1, 2], N=2, R=2)
+    for mine, theirs in zip(delta_chunk_scan(*arguments, keep_states=True), exact_scan(*arguments), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 

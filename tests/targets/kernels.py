@@ -159,6 +159,7 @@ def _kernels() -> Iterator[Kernel]:
     yield _decode("pallas", "v5e", "bfloat16", 0.8)
     yield _decode("pallas", "v5e", "int8", 0.55)
     yield _chunk("pallas", "v5e", 0.2)
+    yield _delta("pallas", "v5e", 0.5)
     yield _decode("triton", "h100", "bfloat16", 0.6)
     yield _decode("triton", "h100", "int8", 0.4)
     yield _chunk("triton", "h100", 0.2)

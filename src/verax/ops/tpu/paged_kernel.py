@@ -24,9 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from verax.ops.attention import MASKED, exact_products, soft_capped
+from verax.ops.attention import MASKED, soft_capped
 from verax.ops.paged import group_queries, num_up_to, operand_dtype, split_queries
 from verax.ops.pages import Pages, QuantizedPages, gather_scales
+from verax.ops.tpu.products import product
 
 __all__ = ["TILE", "decode_attention", "pages_of_chunk", "ragged_attention"]
 
@@ -275,7 +276,7 @@ def _kernel(*refs: Any, width: int, group: int, window: int | None, soft_cap: fl
         for h in range(K):
             k, v = (x[slot, :, h].reshape(chunk, H).astype(dtype) for x in buffers[:2])
             scales = [x[slot, pl.ds(h, 1)] for x in buffers[2:]]
-            scores = _product(q[0, h], k, 1)
+            scores = product(q[0, h], k, (1, 1))
             if scales:
                 scores *= scales[0]
             scores = jnp.where(visible, soft_capped(scores, soft_cap), MASKED)
@@ -286,7 +287,7 @@ def _kernel(*refs: Any, width: int, group: int, window: int | None, soft_cap: fl
             weight_sums[h] = weight_sums[h] * shrink + weights.sum(1, keepdims=True)
             if scales:
                 weights = jnp.where(visible, weights * scales[1], 0.0)
-            sums[h] = sums[h] * shrink + _product(weights.astype(dtype), v, 0)
+            sums[h] = sums[h] * shrink + product(weights.astype(dtype), v)
 
     highest[...] = jnp.full(highest.shape, MASKED, jnp.float32)
     weight_sums[...] = jnp.zeros(weight_sums.shape, jnp.float32)
@@ -294,10 +295,3 @@ def _kernel(*refs: Any, width: int, group: int, window: int | None, soft_cap: fl
     lax.fori_loop(ends_before, work.ends[i], step, None)
     total = weight_sums[:, :, :1]
     out[0] = sums[...] / jnp.where(total == 0, 1.0, total)  # NaN stays
-
-
-def _product(x: Array, y: Array, axis: int) -> Array:
-    """Product of `x` with `y` over an axis of y, in float32."""
-    return lax.dot_general(
-        x, y, (((1,), (axis,)), ((), ())), precision=exact_products(x), preferred_element_type=jnp.float32
-    )

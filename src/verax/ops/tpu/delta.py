@@ -1,0 +1,53 @@
+"""The delta rule's scan over chunks by a Pallas kernel for TPUs, `delta_kernel.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from verax.ops.delta._scan import Chunk, delta_chunk_scan
+
+__all__: list[str] = []
+
+LANES, SUBLANES = 128, 8
+"""Numbers side by side in a register, and rows of it. Sizes of keys and values are multiples of the first, tokens of a
+chunk of the second."""
+
+MAX_STATE, MAX_CHUNK = 256 * 256, 64
+"""Numbers of a state, and tokens of a chunk, for which there is vector memory."""
+
+
+def _accepts(chunks: Chunk, states: Any, owner: Any, **_: Any) -> bool:
+    C, K, V = chunks.found.shape[-2], *states.shape[-2:]
+    sizes = K % LANES == 0 and V % LANES == 0 and C % SUBLANES == 0 and K * V <= MAX_STATE and C <= MAX_CHUNK
+    float32 = all(x.dtype == jnp.float32 for x in (*chunks, states))
+    return sizes and float32 and chunks.value.size > 0 and states.size > 0
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _scan(chunks: Chunk, states: Array, owner: Array, keep_states: bool) -> tuple[Array, Array, Array | None]:
+    from verax.ops.tpu.delta_kernel import chunk_scan  # Pallas takes half a second to import
+
+    return chunk_scan(chunks, states, owner, keep_states=keep_states)
+
+
+@_scan.defjvp
+def _scan_jvp(keep_states: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    # Only where a gradient is differentiated again: the first one has the chunked recurrence's own backward pass.
+    reference = partial(delta_chunk_scan.reference, keep_states=keep_states)
+    return _scan(*primals, keep_states), jax.jvp(reference, primals, tangents)[1]
+
+
+@delta_chunk_scan.implementation("pallas", platforms=("tpu",), single_device=True, accepts=_accepts, experimental=True)
+def _delta_chunk_scan_pallas(
+    chunks: Chunk,
+    states: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    *,
+    keep_states: bool = False,
+) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
+    return _scan(chunks, states, owner, keep_states)

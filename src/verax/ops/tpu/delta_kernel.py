@@ -1,0 +1,108 @@
+"""The delta rule's scan over chunks for TPUs in Pallas.
+
+    for each few heads:
+        for each chunk:
+            S <- the initial state, if the chunk is a sequence's first
+            Z = value - found S;  out = read S + inner Z;  S <- keep S + write^T Z
+            the final state <- S, if it is the sequence's last
+
+So the state stays in vector memory from a sequence's first chunk to its last, and a chunk's inputs are copied while the
+chunk before it is multiplied. Products of one head wait for each other, those of several heads do not. The state lies
+transposed, so that a decay by channel is a row of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from verax.ops.delta._scan import Chunk
+from verax.ops.tpu.products import product
+
+__all__ = ["chunk_scan", "heads_of_step"]
+
+MAX_HEADS = 8
+"""Heads that are multiplied together."""
+
+MEMORY = 12 << 20
+"""Bytes of the 16 MiB of vector memory that XLA gives to a kernel, for arrays that are copied, two buffers each."""
+
+
+def heads_of_step(heads: int, C: int, K: int, V: int) -> int:
+    """Heads that are multiplied together: as many as there is vector memory for, with the states before chunks."""
+    numbers = C * (2 * V + 3 * K + max(C, 128)) + 3 * K * V
+    return max(1, min(heads, MAX_HEADS, MEMORY // (2 * 4 * numbers + 4 * K * V)))
+
+
+def chunk_scan(
+    chunks: Chunk,
+    states: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    *,
+    keep_states: bool = False,
+    interpret: Any = False,
+) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
+    """`ops.delta.delta_chunk_scan`, in float32; with `interpret` as `pallas_call` takes it."""
+    (n, m, R, C, V), (N, *_, K, _) = chunks.value.shape, states.shape
+    heads = m * R
+    together = heads_of_step(heads, C, K, V)
+
+    def of_chunk(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, together, *shape), lambda h, i, owner: (i, h, 0, 0))
+
+    of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[i], h, 0, 0))
+    shapes = [(n, heads, C, V), (N, heads, K, V), (n, heads, K, V)][: 3 if keep_states else 2]
+    inputs = [x.reshape(n, heads, *x.shape[3:]) for x in chunks._replace(keep=chunks.keep[..., None, :])]
+    run = pl.pallas_call(
+        _kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(heads, together), n),
+            in_specs=[of_sequence, *(of_chunk(*x.shape[2:]) for x in inputs)],
+            out_specs=[of_chunk(C, V), of_sequence, of_chunk(K, V)][: len(shapes)],
+            scratch_shapes=[pltpu.VMEM((together, V, K), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="delta_chunk_scan",
+    )
+    owner = jnp.minimum(owner, N - 1).astype(jnp.int32)  # unused chunks leave the last sequence's state as it is
+    out, final, *before = run(owner, states.reshape(shapes[1]), *inputs)
+    has_chunks = jnp.zeros(N, bool).at[owner].set(True)[:, None, None, None, None]
+    return (
+        out.reshape(chunks.value.shape),
+        jnp.where(has_chunks, final.reshape(states.shape), states),
+        before[0].reshape(n, m, R, K, V) if keep_states else None,
+    )
+
+
+def _kernel(owner: Any, initial: Any, *refs: Any) -> None:
+    chunk: Any = Chunk(*refs[:6])
+    out, final, *before, state = refs[6:]
+    i, n = pl.program_id(1), owner.shape[0]
+    heads = range(state.shape[0])
+
+    @pl.when((i == 0) | (owner[jnp.maximum(i - 1, 0)] != owner[i]))
+    def _() -> None:
+        for h in heads:
+            state[h] = initial[0, h].T
+
+    for ref in before:
+        for h in heads:
+            ref[0, h] = state[h].T
+
+    for h in heads:
+        written = chunk.value[0, h] - product(chunk.found[0, h], state[h], (1, 1))
+        out[0, h] = product(chunk.read[0, h], state[h], (1, 1)) + product(chunk.inner[0, h], written)
+        state[h] = chunk.keep[0, h] * state[h] + product(written, chunk.write[0, h], (0, 0))
+
+    @pl.when((i == n - 1) | (owner[jnp.minimum(i + 1, n - 1)] != owner[i]))
+    def _() -> None:
+        for h in heads:
+            final[0, h] = state[h].T
