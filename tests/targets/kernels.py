@@ -46,6 +46,7 @@ class Kernel:
         flops: floating-point operations of the products, masked ones not counted.
         bytes_moved: bytes that have to be read and written, each once.
         predicted: share of the limit.
+        options: options of the call.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class Kernel:
     flops: int
     bytes_moved: int
     predicted: float
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return f"{self.operation}-{self.device}-{self.case}"
@@ -155,11 +157,28 @@ def _delta(implementation: str, device: str, predicted: float, tokens: int = 409
     )
 
 
+def _attention(implementation: str, device: str, predicted: float, tokens: int = 32760, heads: int = 12) -> Kernel:
+    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, SIZE), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    return Kernel(
+        "attention",
+        implementation,
+        "flash_attention",
+        device,
+        f"{tokens} tokens, {heads} heads of {SIZE}, without a mask, bfloat16",
+        (q, k, k),
+        4 * heads * SIZE * tokens**2,
+        2 * (q.size * 4 + k.size * 2),
+        predicted,
+        {"causal": False},
+    )
+
+
 def _kernels() -> Iterator[Kernel]:
     yield _decode("pallas", "v5e", "bfloat16", 0.8)
     yield _decode("pallas", "v5e", "int8", 0.55)
     yield _chunk("pallas", "v5e", 0.2)
     yield _delta("pallas", "v5e", 0.5)
+    yield _attention("pallas", "v5e", 0.7)
     yield _decode("triton", "h100", "bfloat16", 0.6)
     yield _decode("triton", "h100", "int8", 0.4)
     yield _chunk("triton", "h100", 0.2)
@@ -189,8 +208,9 @@ def _compile(kernel: Kernel, options: Mapping[str, str]) -> jax.stages.Compiled:
     operation = ops.operations()[kernel.operation]
     named = {kernel.operation: kernel.implementation}
     with ops.use_target(device.platform, device.kind, device.memory), ops.use_implementations(**named):
-        assert operation.select(*kernel.args).name == kernel.implementation
-        lowered = jax.jit(operation.__call__, in_shardings=whole).lower(*kernel.args)
+        assert operation.select(*kernel.args, **kernel.options).name == kernel.implementation
+        call = partial(operation.__call__, **kernel.options)
+        lowered = jax.jit(call, in_shardings=whole).lower(*kernel.args)
     with no_compilation_cache():
         return lowered.compile(compiler_options={**compiler.options, **options})
 

@@ -1,0 +1,126 @@
+"""The TPU's kernel of attention over whole sequences, interpreted: numbers past the end of an array are NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from tests.support.attention import exact_attention
+from verax import ops
+from verax.ops.tpu.attention import _attention
+from verax.ops.tpu.attention_kernel import flash_attention
+
+INTERPRETED = pltpu.InterpretParams(uninitialized_memory="nan")
+TILES = {"queries": 128, "keys": 128, "interpret": INTERPRETED}
+
+
+def arrays(T, S, N=2, K=1, H=8, B=1, dtype="float32"):
+    rng = np.random.default_rng(T + S)
+    return [jnp.asarray(rng.standard_normal((B, n, heads, H)), dtype) for n, heads in ((T, N), (S, K), (S, K))]
+
+
+def exact(q, k, v, *, causal=True, segments=None, scale=None, window=None, soft_cap=None):
+    T, S = q.shape[1], k.shape[1]
+    behind = (np.arange(T) + S - T)[:, None] - np.arange(S)
+    visible = np.ones((T, S), bool) if window is None else np.abs(behind) < window
+    if causal:
+        visible &= behind >= 0
+    owners = np.zeros((q.shape[0], T), int) if segments is None else np.asarray(segments)
+    seen = [visible & (o[:, None] == o) if segments is not None else visible for o in owners]
+    return np.stack([exact_attention(*rows, scale, soft_cap) for rows in zip(q, k, v, seen, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "sizes", "options"),
+    [
+        (1, 1, {}, {}),
+        (200, 200, {"N": 6, "K": 2}, {}),
+        (130, 300, {}, {"causal": False, "scale": 0.3}),
+        (300, 77, {"B": 2}, {"causal": False}),
+        (150, 390, {"B": 2, "K": 2}, {"soft_cap": 1.5}),
+        (300, 300, {}, {"window": 1}),
+        (270, 300, {}, {"window": 130}),
+        (300, 300, {}, {"window": 20, "causal": False}),
+        (520, 520, {}, {"window": 130, "causal": False}),
+    ],
+)
+def test_results_are_those_in_float64(T, S, sizes, options):
+    q, k, v = arrays(T, S, **sizes)
+    np.testing.assert_allclose(flash_attention(q, k, v, **options, **TILES), exact(q, k, v, **options), atol=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 30}])
+def test_packed_sequences_are_kept_apart(options):
+    q, k, v = arrays(300, 300, B=2)
+    segments = jnp.asarray(np.repeat([[7, 1, 2, 9], [3, 3, -1, 0]], [150, 1, 99, 50], axis=1))
+    found = flash_attention(q, k, v, segments, **options, **TILES)
+    np.testing.assert_allclose(found, exact(q, k, v, segments=segments, **options), atol=2e-5)
+
+
+def test_blocks_are_no_longer_than_needed():
+    q, k, v = arrays(140, 1100)
+    np.testing.assert_allclose(flash_attention(q, k, v, interpret=INTERPRETED), exact(q, k, v), atol=2e-5)
+
+
+def test_bfloat16_loses_no_more_than_rounding_its_inputs():
+    q, k, v = arrays(300, 300, dtype="bfloat16")
+    expected = exact(q, k, v)
+    found = flash_attention(q, k, v, **TILES)
+    assert found.dtype == jnp.float32
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-2
+
+
+def test_nan_in_a_query_and_in_a_key_stays_where_it_is_seen():
+    q, k, v = arrays(300, 300)
+    k = k.at[0, 290].set(jnp.nan)
+    found = np.asarray(flash_attention(q.at[0, 5, 1].set(jnp.nan), k, v, **TILES))
+    expected = np.zeros(found.shape, bool)
+    expected[0, 5, 1] = True
+    expected[0, 290:] = True
+    np.testing.assert_array_equal(np.isnan(found), expected)
+
+
+def test_gradients_are_those_of_the_reference(monkeypatch):
+    q, k, v = arrays(40, 40)
+    segments = jnp.asarray(np.repeat([[0, 1]], 20, axis=1))
+    monkeypatch.setattr("verax.ops.tpu.attention_kernel.flash_attention", lambda q, *_, **__: q * 0.0)
+    options = {"scale": 0.2, "window": 7, "soft_cap": 2.0}
+
+    def gradients(attend):
+        return jax.grad(lambda *rows: jnp.sum(jnp.sin(attend(*rows))), (0, 1, 2))(q, k, v)
+
+    mine = gradients(lambda *rows: _attention(*rows, segments, True, tuple(options.items())))
+    theirs = gradients(lambda *rows: ops.attention.reference(*rows, segments=segments, **options))
+    for found, expected in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def chosen(T=4096, S=4096, H=128, dtype="bfloat16", **options):
+    q, k = jax.ShapeDtypeStruct((1, T, 12, H), "float32"), jax.ShapeDtypeStruct((1, S, 4, H), dtype)
+    return ops.attention.select(q, k, k, **options).name
+
+
+def test_it_runs_where_it_is_named_and_takes_the_call():
+    segments = jax.ShapeDtypeStruct((1, 4096), "int32")
+    with ops.use_target("tpu", "TPU v5 lite"):
+        assert chosen() == "chunked"
+        with ops.use_implementations(attention="pallas"):
+            taken = [
+                {},
+                {"S": 77, "causal": False},
+                {"H": 256, "window": 512},
+                {"segments": segments},
+                {"soft_cap": 9.0},
+            ]
+            assert [chosen(**change) for change in taken] == ["pallas"] * len(taken)
+            refused = [
+                {"H": 64},
+                {"H": 384},
+                {"dtype": "float16"},
+                {"S": 4000},
+                {"S": 4000, "causal": False, "window": 9},
+            ]
+            assert [chosen(**change) for change in refused] == ["chunked"] * len(refused)
+    with ops.use_implementations(attention="pallas"):
+        assert chosen() != "pallas"
