@@ -187,6 +187,7 @@ def _kernels() -> Iterator[Kernel]:
     yield _linear(1, 4, 128, 0.35)
     yield _linear(64, 4, 128, 0.3)
     yield _delta("triton", "h100", 0.15)
+    yield _attention("triton", "h100", 0.35)
 
 
 KERNELS = list(_kernels())
