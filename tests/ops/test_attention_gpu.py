@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from verax import ops
-from verax.ops.gpu.attention import _attention
+from verax.ops.gpu.attention import _attention_triton
 from verax.ops.gpu.attention_kernel import Tile, flash_attention
 
 BF16 = jnp.bfloat16
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_the_reference(monkeypatch):
     def gradients(attend):
         return jax.grad(lambda *rows: jnp.sum(jnp.sin(attend(*rows))), (0, 1, 2))(q, k, v)
 
-    mine = gradients(lambda *rows: _attention(*rows, segments, True, tuple(options.items())))
+    mine = gradients(lambda *rows: _attention_triton(*rows, segments=segments, **options))
     theirs = gradients(lambda *rows: ops.attention.reference(*rows, segments=segments, **options))
     for found, expected in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)

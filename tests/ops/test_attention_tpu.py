@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.attention import exact_attention
 from verax import ops
-from verax.ops.tpu.attention import _attention
+from verax.ops.tpu.attention import _attention_pallas
 from verax.ops.tpu.attention_kernel import flash_attention
 
 INTERPRETED = pltpu.InterpretParams(uninitialized_memory="nan")
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_reference(monkeypatch):
     def gradients(attend):
         return jax.grad(lambda *rows: jnp.sum(jnp.sin(attend(*rows))), (0, 1, 2))(q, k, v)
 
-    mine = gradients(lambda *rows: _attention(*rows, segments, True, tuple(options.items())))
+    mine = gradients(lambda *rows: _attention_pallas(*rows, segments=segments, **options))
     theirs = gradients(lambda *rows: ops.attention.reference(*rows, segments=segments, **options))
     for found, expected in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)

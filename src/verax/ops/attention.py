@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32
 
-__all__ = ["attention", "chunked_attention", "exact_products", "soft_capped"]
+__all__ = ["attention", "chunked_attention", "exact_products", "flash_kernel", "soft_capped"]
 
 MASKED = -1e30
 """Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
@@ -143,3 +145,32 @@ def soft_capped(scores: Float[Array, "*B"], soft_cap: float | None) -> Float[Arr
 def exact_products(x: Array) -> jax.lax.Precision | None:
     """Precision of products of `x`: exact for float32, which XLA's default rounds elsewhere than on a CPU."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 5))
+def flash_kernel(
+    kernel: Callable[..., Array],
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    segments: Int[Array, "B T"] | None,
+    options: tuple[tuple[str, Any], ...],
+) -> Float[Array, "B T N H"]:
+    """Result of a kernel that has no derivative; where one is taken, an implementation without a kernel computes both.
+
+    Args:
+        kernel: function of `q, k, v, segments` and the options.
+        q, k, v, segments: see `attention`.
+        options: names and values of its other options.
+    """
+    return kernel(q, k, v, segments, **dict(options))
+
+
+@flash_kernel.defjvp
+def _flash_kernel_jvp(
+    kernel: Callable[..., Array], options: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> Any:
+    # The derivative needs the softmax, which the kernel does not write out.
+    *arrays, segments = primals
+    other = partial(attention.restricted(exclude={"flash"}), segments=segments, **dict(options))
+    return jax.jvp(other, tuple(arrays), tangents[:3])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import AMPERE, has_compute_capability, target
-from verax.ops.attention import attention, chunked_attention
+from verax.ops.attention import attention, chunked_attention, flash_kernel
 
 __all__: list[str] = []
 
@@ -73,21 +73,6 @@ def _accepts_triton(q: Any, k: Any, v: Any, *, causal: bool = True, window: int 
     return sizes and dtypes and visible and has_compute_capability(AMPERE)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
-def _attention(q: Array, k: Array, v: Array, segments: Array | None, causal: bool, options: Any) -> Array:
-    from verax.ops.gpu.attention_kernel import flash_attention  # Pallas takes half a second to import
-
-    return flash_attention(q, k, v, segments, causal=causal, **dict(options))
-
-
-@_attention.defjvp
-def _attention_jvp(causal: bool, options: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    # Where a derivative is taken, another implementation computes the value too: the derivative needs its softmax.
-    *arrays, segments = primals
-    other = partial(attention.restricted(exclude={"flash"}), causal=causal, segments=segments, **dict(options))
-    return jax.jvp(other, tuple(arrays), tangents[:3])
-
-
 @attention.implementation(
     "triton", platforms=("gpu",), single_device=True, accepts=_accepts_triton, traits={"flash"}, experimental=True
 )
@@ -102,5 +87,7 @@ def _attention_triton(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    options = (("scale", scale), ("window", window), ("soft_cap", soft_cap))
-    return _attention(q, k, v, segments, causal, options)
+    from verax.ops.gpu.attention_kernel import flash_attention  # Pallas takes half a second to import
+
+    options = (("causal", causal), ("scale", scale), ("window", window), ("soft_cap", soft_cap))
+    return flash_kernel(flash_attention, q, k, v, segments, options)
