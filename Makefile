@@ -12,6 +12,8 @@ SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 NATIVE_TESTS := $(patsubst tests/native/%.cc,%,$(wildcard tests/native/*_test.cc))
 NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Containers often set it. Then each process compiles the modules that it imports: 12 s for one that runs tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-examples test-devices test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench device-wheels docs clean
