@@ -36,8 +36,9 @@ gc.set_threshold(50_000, 20, 20)
 install_import_hook([f"verax.{name}" for name in ARRAYS], "beartype.beartype")
 
 
-OLD_FUSIONS = "--xla_cpu_use_fusion_emitters=false"
-"""Flag for XLA's older way to compile fusions, which takes a third off the suite's time. JAX 0.11 does not know it."""
+QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+"""XLA's older way to compile fusions, which takes a third off the suite's time and which JAX 0.11 does not know; and no
+parts of a program that threads could compile side by side: another worker has the other core."""
 
 
 def _is_quick(item):
@@ -45,9 +46,9 @@ def _is_quick(item):
 
 
 def pytest_collection_finish(session):
-    """Sets the flag, which holds for a whole process, if no test of the session wants programs as users have them."""
+    """Sets the flags, which hold for a whole process, if no test of the session wants programs as users have them."""
     if all(map(_is_quick, session.items)) and Version(version("jaxlib")) < Version("0.11"):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLD_FUSIONS}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"
 
 
 def pytest_collection_modifyitems(items):

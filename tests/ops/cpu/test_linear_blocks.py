@@ -1,5 +1,7 @@
 """The native products of weights in block formats at every level, against float64."""
 
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,18 +52,27 @@ LENGTHS = {False: (32, 96, 640, 2048), True: (256, 768, 2304)}
 """Inputs by whether they come in super-blocks: less than a unit, several segments, odd numbers of units."""
 
 
+@lru_cache(maxsize=1)
+def products(kind):
+    """Inputs, a weight, their exact product and its size, in every shape: one test of each level after the other."""
+    made = []
+    for k in LENGTHS[BLOCK_KINDS[kind].super_blocks]:
+        for n in (1, 16, 37, 129) if k < 1000 else (37,):
+            x, w = inputs(33, k), quantized(kind, n, k)
+            weights = np.asarray(dequantize(w), np.float64)
+            made.append((x, w, taken(x) @ weights.T, np.abs(x) @ np.abs(weights).T))
+    return made
+
+
 @for_each_level
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_shape_is_exact_to_rounding(level, kind):
-    with library.use_level(level):
-        for k in LENGTHS[BLOCK_KINDS[kind].super_blocks]:
-            for n in (1, 16, 37, 129) if k < 1000 else (37,):
-                x, w = inputs(33, k), quantized(kind, n, k)
-                exact = taken(x) @ np.asarray(dequantize(w), np.float64).T
-                size = np.abs(x) @ np.abs(np.asarray(dequantize(w))).T
-                sizes = (0, 1, 2, 3, 4, 5, 7, 8, 9, 33)
-                for m, y in zip(sizes, native_each([x[:m] for m in sizes], w), strict=True):
-                    assert np.all(np.abs(y - exact[:m]) <= 1e-5 * size[:m]), (k, n, m)
+    sizes = (0, 1, 2, 3, 4, 5, 7, 8, 9, 33)
+    for x, w, exact, size in products(kind):
+        with library.use_level(level):
+            outputs = native_each([x[:m] for m in sizes], w)
+        for m, y in zip(sizes, outputs, strict=True):
+            assert np.all(np.abs(y - exact[:m]) <= 1e-5 * size[:m]), (x.shape, exact.shape, m)
 
 
 @for_each_level

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -54,15 +55,34 @@ def assert_close(out, expected, dtype):
         assert np.linalg.norm(out - expected) <= 1e-2 * np.linalg.norm(expected)
 
 
+@lru_cache(maxsize=1)
+def ragged_problem(name, N, K, H, dtype):
+    """Arguments and the exact result: one test of each level after the other."""
+    lengths, counts = RAGGED[name]
+    arrays, *rest = paged_problem(0, lengths, counts, N=N, K=K, H=H, p=16, dtype=dtype)
+    return (*arrays, *rest), exact_paged_attention(arrays, *rest)
+
+
+@lru_cache(maxsize=1)
+def decode_problem(N, K, H, p, dtype):
+    """Arguments of rows of many lengths, none among them, and the exact result of each row."""
+    lengths = [0, 1, p - 1, p, p + 1, 64, 65, 511, 512, 513, 1500]
+    counts = [int(length > 0) for length in lengths]
+    (q, k, v), table, kv, starts = paged_problem(1, lengths, counts, N=N, K=K, H=H, p=p, dtype=dtype)
+    newest = np.maximum(np.asarray(starts[1:]) - 1, 0)
+    expected = exact_paged_attention((q, k, v), table, kv, starts)[newest]
+    expected[0] = 0
+    return (np.asarray(q)[newest], k, v, table, kv), expected
+
+
 @for_each_level
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("N", "K", "H"), [(4, 2, 16), (5, 1, 20), (3, 3, 80)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_ragged_attention_equals_the_definition(level, name, N, K, H, dtype):
-    lengths, counts = RAGGED[name]
-    arrays, *rest = paged_problem(0, lengths, counts, N=N, K=K, H=H, p=16, dtype=dtype)
+    arguments, expected = ragged_problem(name, N, K, H, dtype)
     with library.use_level(level):
-        assert_close(ragged(*arrays, *rest), exact_paged_attention(arrays, *rest), dtype)
+        assert_close(ragged(*arguments), expected, dtype)
 
 
 @for_each_level
@@ -70,15 +90,9 @@ def test_ragged_attention_equals_the_definition(level, name, N, K, H, dtype):
 @pytest.mark.parametrize("p", [8, 16, 48])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_decode_attention_equals_the_definition(level, N, K, H, p, dtype):
-    lengths = [0, 1, p - 1, p, p + 1, 64, 65, 511, 512, 513, 1500]
-    counts = [int(length > 0) for length in lengths]
-    (q, k, v), table, kv, starts = paged_problem(1, lengths, counts, N=N, K=K, H=H, p=p, dtype=dtype)
-    rows = np.asarray(q)[np.maximum(np.asarray(starts[1:]) - 1, 0)]
+    arguments, expected = decode_problem(N, K, H, p, dtype)
     with library.use_level(level):
-        out = decode(rows, k, v, table, kv)
-    expected = exact_paged_attention((q, k, v), table, kv, starts)[np.maximum(np.asarray(starts[1:]) - 1, 0)]
-    expected[0] = 0
-    assert_close(out, expected, dtype)
+        assert_close(decode(*arguments), expected, dtype)
 
 
 @for_each_level

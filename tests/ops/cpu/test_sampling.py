@@ -50,6 +50,7 @@ def drawing(implementation):
 
 
 native, reference = drawing("native"), drawing("reference")
+adjust = jax.jit(sampling.adjust)
 
 
 def assert_same_draws(got, expected, scores, temperatures):
@@ -86,7 +87,7 @@ def test_scores_are_adjusted_as_in_the_reference(level, V, masked):
     arguments = sampling_arguments(
         rng.standard_normal((len(options), V)), options, tokens=tokens, lengths=lengths, num_prompt=2, mask=mask
     )
-    adjusted = sampling.adjust(*arguments[:2], *arguments[3:])
+    adjusted = adjust(*arguments[:2], *arguments[3:])
     with library.use_level(level):
         got, expected = native(*arguments), reference(*arguments)
     assert_same_draws(got, expected, adjusted, [option["temperature"] for option in options])
