@@ -47,10 +47,13 @@ STAGES = 2
 
 
 def _tile(width: int, dtype: Any) -> Tile:
-    """Tile for heads of `width` numbers: the sums of a tile, `queries * width`, stay in registers."""
+    """Tile for heads of `width` numbers: the sums of a tile, `queries * width`, stay in registers.
+
+    Its blocks fit into 99 KiB of shared memory, all that a block has on an L4 or an RTX 4090.
+    """
     if dtype == jnp.float32:
-        return Tile(32, 32, 8)
-    return Tile(64, 64, 8) if width > 128 else Tile(128, 64, 8)
+        return Tile(32, 16, 8) if width > 128 else Tile(32, 32, 8)
+    return Tile(64, 32, 8) if width > 128 else Tile(128, 64, 8)
 
 
 def flash_attention(
