@@ -20,9 +20,9 @@ def gpu():
         yield
 
 
-def chosen(T=40, S=40, H=128, dtype=BF16, **options):
+def chosen(T=40, S=40, H=128, K=2, dtype=BF16, **options):
     q = jax.ShapeDtypeStruct((1, T, 4, H), jnp.float32)
-    k = jax.ShapeDtypeStruct((1, S, 2, H), dtype)
+    k = jax.ShapeDtypeStruct((1, S, K, H), dtype)
     return ops.attention.select(q, k, k, **options).name  # pyright: ignore[reportArgumentType]
 
 
@@ -120,6 +120,23 @@ def test_bfloat16_loses_no_more_than_rounding_its_inputs():
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-2
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"window": 9, "causal": False}])
+def test_nan_in_a_query_and_in_a_key_stays_where_it_is_seen(options):
+    q, k, v = arrays(75, 75)
+    k, q = k.at[0, 40].set(jnp.nan), q.at[0, 5, 1].set(jnp.nan)
+    np.testing.assert_array_equal(
+        np.isnan(interpreted(q, k, v, **options)), np.isnan(ops.attention.reference(q, k, v, **options))
+    )
+
+
+def test_nan_in_a_key_stays_in_its_segment():
+    q, k, v = arrays(75, 75)
+    segments = jnp.asarray(np.repeat([[0, 1]], [37, 38], axis=1))
+    found = np.isnan(interpreted(q, k.at[0, 40].set(jnp.nan), v, segments, causal=False))
+    assert not found[:, :37].any()
+    assert found[:, 37:].all()
+
+
 def test_gradients_are_those_of_the_reference(monkeypatch):
     q, k, v = arrays(40, 40)
     segments = jnp.asarray(np.repeat([[0, 1]], 20, axis=1))
@@ -142,5 +159,5 @@ def test_the_kernel_in_triton_runs_where_it_is_named_and_takes_the_call():
     with ops.use_implementations(attention="triton"):
         taken = [{"H": 256}, {"window": 8}, {"soft_cap": 50.0}, {"segments": segments}, {"T": 3}, {"H": 12}]
         assert [chosen(**change) for change in taken] == ["triton"] * len(taken)
-        refused = [{"H": 320}, {"S": 20}, {"S": 20, "causal": False, "window": 9}]
+        refused = [{"H": 320}, {"K": 3}, {"S": 20}, {"S": 20, "causal": False, "window": 9}]
         assert "triton" not in [chosen(**change) for change in refused]

@@ -96,8 +96,8 @@ def test_gradients_are_those_of_the_reference(monkeypatch):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def chosen(T=4096, S=4096, H=128, dtype="bfloat16", **options):
-    q, k = jax.ShapeDtypeStruct((1, T, 12, H), "float32"), jax.ShapeDtypeStruct((1, S, 4, H), dtype)
+def chosen(T=4096, S=4096, H=128, K=4, dtype="bfloat16", **options):
+    q, k = jax.ShapeDtypeStruct((1, T, 12, H), "float32"), jax.ShapeDtypeStruct((1, S, K, H), dtype)
     return ops.attention.select(q, k, k, **options).name
 
 
@@ -117,6 +117,7 @@ def test_it_runs_where_it_is_named_and_takes_the_call():
             refused = [
                 {"H": 64},
                 {"H": 384},
+                {"K": 5},
                 {"dtype": "float16"},
                 {"S": 4000},
                 {"S": 4000, "causal": False, "window": 9},

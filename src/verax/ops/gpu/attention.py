@@ -66,7 +66,7 @@ def _attention_cudnn(
 
 
 def _accepts_triton(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **_: Any) -> bool:
-    sizes = q.shape[-1] <= MAX_TRITON_HEAD_DIM and min(q.size, k.size) > 0
+    sizes = q.shape[-1] <= MAX_TRITON_HEAD_DIM and min(q.size, k.size) > 0 and q.shape[2] % k.shape[2] == 0
     dtypes = k.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and v.dtype == k.dtype
     # Otherwise some queries see nothing, for which the reference has its own answer.
     visible = k.shape[1] >= q.shape[1] or not (causal or window is not None)

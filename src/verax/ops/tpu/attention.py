@@ -20,7 +20,7 @@ MAX_HEAD_DIM = 256
 
 def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **_: Any) -> bool:
     H = q.shape[-1]
-    sizes = H % LANES == 0 and H <= MAX_HEAD_DIM and min(q.size, k.size) > 0
+    sizes = H % LANES == 0 and H <= MAX_HEAD_DIM and min(q.size, k.size) > 0 and q.shape[2] % k.shape[2] == 0
     dtypes = k.dtype in (jnp.float32, jnp.bfloat16) and v.dtype == k.dtype
     # Otherwise some queries see nothing, for which the reference has its own answer.
     visible = k.shape[1] >= q.shape[1] or not (causal or window is not None)
