@@ -9,7 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tests.support.delta_scan import exact_scan, scan_problem
 from verax import ops
 from verax.ops.delta._scan import Chunk, delta_chunk_scan
-from verax.ops.tpu.delta import _scan
+from verax.ops.tpu.delta import _delta_chunk_scan_pallas
 from verax.ops.tpu.delta_kernel import MAX_HEADS, chunk_scan, heads_of_step
 
 INTERPRETED = pltpu.InterpretParams(uninitialized_memory="nan")
@@ -66,7 +66,7 @@ def test_derivatives_are_those_of_the_reference(monkeypatch):
         return jax.grad(lambda states: jnp.sum(scan(arguments[0], states, arguments[2])[0] ** 2))(arguments[1])
 
     expected = loss(lambda *arrays: delta_chunk_scan.reference(*arrays, keep_states=False))
-    np.testing.assert_allclose(loss(lambda *arrays: _scan(*arrays, False)), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss(_delta_chunk_scan_pallas), expected, rtol=1e-5)
 
 
 def chosen(C=64, K=128, V=128, dtype="float32"):

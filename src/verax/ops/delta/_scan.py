@@ -5,8 +5,11 @@ Axes: `[n m R C D]` for n chunks, m = B H batches and key heads, R value heads o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -14,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32, int32
 
-__all__ = ["Chunk", "advance", "delta_chunk_scan", "matmul", "matmul_tn", "put", "take"]
+__all__ = ["Chunk", "advance", "delta_chunk_scan", "matmul", "matmul_tn", "put", "scan_kernel", "take"]
 
 
 class Chunk(NamedTuple):
@@ -95,3 +98,25 @@ def matmul(a: Float[Array, "*B i j"], b: Float[Array, "*B j k"]) -> Float[Array,
 def matmul_tn(a: Float[Array, "*B j i"], b: Float[Array, "*B j k"]) -> Float[Array, "*B i k"]:
     """`a^T b`."""
     return jnp.einsum("...ji,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 4))
+def scan_kernel(
+    kernel: Callable[..., Any], chunks: Chunk, states: Array, owner: Array, keep_states: bool
+) -> tuple[Array, Array, Array | None]:
+    """Result of a kernel that has no derivative; the reference has that.
+
+    Args:
+        kernel: function of the other arguments.
+        chunks, states, owner, keep_states: see `delta_chunk_scan`.
+    """
+    return kernel(chunks, states, owner, keep_states=keep_states)
+
+
+@scan_kernel.defjvp
+def _scan_kernel_jvp(
+    kernel: Callable[..., Any], keep_states: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    # Only where a gradient is differentiated again: the first one has the chunked recurrence's own backward pass.
+    reference = partial(delta_chunk_scan.reference, keep_states=keep_states)
+    return scan_kernel(kernel, *primals, keep_states), jax.jvp(reference, primals, tangents)[1]

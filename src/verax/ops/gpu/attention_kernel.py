@@ -132,7 +132,7 @@ def _kernel(
     h = n // (N // K)
     rows = i * tile.queries + jnp.arange(tile.queries)
     size = jnp.arange(max(MIN_SIZE, pl.next_power_of_2(H)))
-    # What is there without question needs no mask: Triton checks each address that has one.
+    # Addresses that are surely there have no mask, since Triton checks each one that has.
     whole = size.size == H
     full_rows, full_keys = T % tile.queries == 0, S % tile.keys == 0
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops.delta._scan import Chunk, delta_chunk_scan
+from verax.ops.delta._scan import Chunk, delta_chunk_scan, scan_kernel
 
 __all__: list[str] = []
 
@@ -28,20 +26,6 @@ def _accepts(chunks: Chunk, states: Any, owner: Any, **_: Any) -> bool:
     return sizes and float32 and chunks.value.size > 0 and states.size > 0
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _scan(chunks: Chunk, states: Array, owner: Array, keep_states: bool) -> tuple[Array, Array, Array | None]:
-    from verax.ops.tpu.delta_kernel import chunk_scan  # Pallas takes half a second to import
-
-    return chunk_scan(chunks, states, owner, keep_states=keep_states)
-
-
-@_scan.defjvp
-def _scan_jvp(keep_states: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    # Only where a gradient is differentiated again: the first one has the chunked recurrence's own backward pass.
-    reference = partial(delta_chunk_scan.reference, keep_states=keep_states)
-    return _scan(*primals, keep_states), jax.jvp(reference, primals, tangents)[1]
-
-
 @delta_chunk_scan.implementation("pallas", platforms=("tpu",), single_device=True, accepts=_accepts, experimental=True)
 def _delta_chunk_scan_pallas(
     chunks: Chunk,
@@ -50,4 +34,6 @@ def _delta_chunk_scan_pallas(
     *,
     keep_states: bool = False,
 ) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
-    return _scan(chunks, states, owner, keep_states)
+    from verax.ops.tpu.delta_kernel import chunk_scan  # Pallas takes half a second to import
+
+    return scan_kernel(chunk_scan, chunks, states, owner, keep_states)
