@@ -41,12 +41,25 @@ from verax.video.request import ResolvedRequest, VideoRequest
 from verax.video.settings import VideoSettings, read_settings
 from verax.video.stages import Stages
 
-__all__ = ["STEP", "Call", "Clip", "ClipProgram", "VideoModel", "components", "denoising", "programs", "read_model"]
+__all__ = [
+    "KEYS",
+    "STEP",
+    "Call",
+    "Clip",
+    "ClipProgram",
+    "VideoModel",
+    "components",
+    "denoising",
+    "programs",
+    "read_model",
+]
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """Function of arrays, and shapes of its arguments."""
 
+KEYS = "cross-attention keys"
 STEP = "denoising step, prompt and negative prompt"
+"""Names of two programs."""
 
 
 class VideoModel(NamedTuple):
@@ -229,7 +242,7 @@ def programs(clip: Clip, models: Components) -> list[ClipProgram]:
         found.append(_program("image condition", 1, stages.condition_call(clip.num_frames, clip.height, clip.width)))
     keys, step = denoising(transformers[0], clip)
     devices = 1 if clip.mesh is None else clip.mesh.size
-    found.append(ClipProgram("cross-attention keys", len(transformers), trace(keys[0], *keys[1]), devices))
+    found.append(ClipProgram(KEYS, len(transformers), trace(keys[0], *keys[1]), devices))
     found.append(ClipProgram(STEP, clip.inference_steps, trace(step[0], *step[1]), devices))
     return [*found, _program("VAE decode", 1, stages.decode_call(floats(*clip.latents)))]
 

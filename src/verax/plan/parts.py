@@ -15,7 +15,7 @@ from verax import ops
 from verax.nn.parallel import check_divisions, divisions
 from verax.ops.division import TENSOR_AXIS, partition
 
-__all__ = ["Part", "parts_of", "sharded_bytes", "tensor_mesh"]
+__all__ = ["Part", "nbytes_of", "parts_of", "sharded_bytes", "tensor_mesh"]
 
 # The first pattern that is found in a key decides.
 _PARTS = (
@@ -73,7 +73,7 @@ def parts_of(model: Any, devices: int = 1) -> list[Part]:
         part = next((name for name, pattern in _PARTS if re.search(pattern, key)), "other")
         if tied and key.endswith("embed_tokens.weight"):
             part = "embedding and head"
-        row = (math.prod(weight.shape), sum(map(_nbytes, arrays)), held)
+        row = (math.prod(weight.shape), sum(map(nbytes_of, arrays)), held)
         total = found.setdefault((part, _precision(weight)), [0, 0, 0])
         total[:] = (a + b for a, b in zip(total, row, strict=True))
     parts = [Part(*names, *numbers) for names, numbers in found.items()]
@@ -86,7 +86,8 @@ def sharded_bytes(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> 
     return sum(math.prod(shape) * array.dtype.itemsize for shape, array in zip(shapes, arrays, strict=True))
 
 
-def _nbytes(array: Any) -> int:
+def nbytes_of(array: Any) -> int:
+    """Bytes of an array, or of its shape and dtype."""
     return math.prod(array.shape) * array.dtype.itemsize
 
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from verax import ops
-from verax.plan.clip import STEP, Clip, ClipProgram, components, denoising, programs, read_model
+from verax.plan.clip import KEYS, STEP, Clip, ClipProgram, components, denoising, programs, read_model
 from verax.plan.devices import Device
 from verax.plan.model import Described
-from verax.plan.parts import Part
+from verax.plan.parts import Part, nbytes_of
 from verax.plan.roofline import bound, described
 from verax.plan.work import count
 from verax.video.load import Components
@@ -49,8 +48,10 @@ def plan_video(model: Described, device: Device, *, dtype: str = "bfloat16", **o
     devices = 1 if clip.mesh is None else clip.mesh.size
     with ops.use_target(device.platform, device.kind, device.memory, devices):
         models = components(clip)
-        rows = [_row(program, device) for program in programs(clip, models)]
-        work = _work(clip, models.transformers[0])
+        traced = programs(clip, models)
+    rows = [_row(program, device) for program in traced]
+    keys = next(program.traced.out_avals for program in traced if program.name == KEYS)
+    work = _work(clip, models.transformers[0], keys)
     step = next(row for row in rows if row["name"] == STEP)
     stages = _stages(clip, models, work)
     memory = add_residents((name, component, sum(held.values())) for name, component, held in stages)
@@ -118,26 +119,24 @@ def _stages(clip: Clip, models: Components, work: Mapping[str, int]) -> list[_St
     return [*found, ("decode", models.vae, {"frames": 3 * FLOAT32_BYTES * pixels})]
 
 
-def _work(clip: Clip, transformer: Component[Any]) -> dict[str, int]:
-    """Bytes on a device that denoising needs at least beside weights, by name.
+def _work(clip: Clip, transformer: Component[Any], keys: Sequence[Any]) -> dict[str, int]:
+    """Bytes on a device that denoising needs at least beside weights, by name, with the shapes of cross-attention keys.
 
     Guidance may run one row after the other, so that the activations of one row count.
     """
     config, size = clip.model.transformer, math.prod(clip.latents[:-1])
-    (keys, arguments), _ = denoising(transformer, clip)
-    context = jax.tree.leaves(jax.eval_shape(keys, *arguments))
     tokens = size // config.patch**2 // axis_size(clip.mesh, SEQUENCE)
     # Operands of self-attention, or of the second product of the feed-forward part.
     operands = max(3 * config.dim, config.ffn_dim) * jnp.dtype(clip.dtype).itemsize
     found = {
         "latents": FLOAT32_BYTES * size * (SOLVER_ARRAYS * clip.latents[-1] + clip.model.condition_channels),
-        "cross-attention keys": sum(map(_nbytes, context)) // axis_size(clip.mesh, GUIDANCE),
+        KEYS: sum(map(nbytes_of, keys)) // axis_size(clip.mesh, GUIDANCE),
         "residual stream": FLOAT32_BYTES * tokens * config.dim,
         "largest operands": tokens * operands,
     }
     if clip.shard_weights:
         leaves = zip(transformer.shapes, transformer.partition, strict=True)
-        stacks = [_nbytes(leaf) for leaf, spec in leaves if any(spec)]
+        stacks = [nbytes_of(leaf) for leaf, spec in leaves if any(spec)]
         found["largest gathered matrix"] = max(stacks) // config.num_layers
     return found
 
@@ -184,9 +183,5 @@ def _collectives(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any], dev
 def _part(component: Component[Any]) -> dict[str, Any]:
     dtypes = sorted({leaf.dtype.name for leaf in component.shapes})
     weights = sum(math.prod(leaf.shape) for leaf in component.shapes)
-    whole = sum(map(_nbytes, component.shapes))
+    whole = sum(map(nbytes_of, component.shapes))
     return Part(component.name, ", ".join(dtypes), weights, whole, component.size)._asdict()
-
-
-def _nbytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
