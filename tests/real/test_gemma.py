@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.real.texts import PAGE, PROMPTS
+from tests.real.texts import ALL_PROMPTS, PAGE, PROMPTS
 from tests.support.published import gemma_file
 from verax import LLM, SamplingParams
+from verax.ops.cpu import library
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -36,8 +37,10 @@ class Tolerance(NamedTuple):
 
 
 # Rounded inputs move the log-probabilities of prose by 0.032 in the root mean square, those of the HTML below by 0.12,
-# at every level alike. Of 2,000 tokens behind twenty prompts they decide one near tie for a token 0.7 below the best.
-TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4, 1e-4), "stored": Tolerance(1.0, 0.025, 5e-3, 0.05)}
+# at every level alike. This decides one near tie for a token 0.7 below the best one: of 400 tokens with the kernels for
+# AVX2, and of 2,000 behind all prompts with those for AVX-512.
+STORED_LOGIT = 1.0 if library.level() == "avx2" or PROMPTS == ALL_PROMPTS else 0.5
+TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4, 1e-4), "stored": Tolerance(STORED_LOGIT, 0.025, 5e-3, 0.05)}
 """By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp."""
 
 
