@@ -18,14 +18,13 @@ from verax.checkpoint import Checkpoint
 from verax.embed.buckets import Buckets, Job, PackedBuckets, PaddedBuckets, Tokens
 from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
 from verax.embed.dense import Dense, DenseConfig
-from verax.embed.packing import pack_linear_weights
 from verax.embed.pooling import cut, normalized, pool
 from verax.embed.quantization import check_quantization, round_linear_inputs
 from verax.embed.settings import EncoderSettings, open_folder
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
 from verax.loading import load_model
-from verax.nn import Sentences
+from verax.nn import Sentences, pack_linear_weights
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]

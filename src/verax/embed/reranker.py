@@ -15,13 +15,12 @@ from verax import models, progress
 from verax._compat import enable_compilation_cache
 from verax.embed.buckets import Job, PackedBuckets, Tokens
 from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
-from verax.embed.packing import pack_linear_weights
 from verax.embed.quantization import check_quantization, round_linear_inputs
 from verax.embed.scorers import scorer_of
 from verax.embed.settings import open_folder
 from verax.errors import InvalidParameterError
 from verax.loading import load_model
-from verax.nn import Sentences
+from verax.nn import Sentences, pack_linear_weights
 from verax.text.tokenizer import Tokenizer
 
 __all__ = ["RankedDocument", "Reranker"]

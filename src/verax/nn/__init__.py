@@ -11,6 +11,7 @@ from verax.nn.layers import (
     fused_linear,
 )
 from verax.nn.low_rank import LowRank
+from verax.nn.packing import pack_linear_weights
 from verax.nn.sentences import Sentences
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "Sentences",
     "fused_gelu_linear",
     "fused_linear",
+    "pack_linear_weights",
 ]

@@ -121,8 +121,9 @@ def fused_gelu_linear(x: Float[Array, "*B D"], layer: Linear) -> Float[Array, "*
 class Embedding(nnx.Module):
     """Rows of `weight [V, D]` by token, in float32; `attend` multiplies by its transpose (a tied output head).
 
-    The weight is an array or an `ops.BlockQuantizedWeight`, of which single rows are dequantised. With
-    `divided="vocabulary"` each of several devices holds the rows of a part of the tokens (`nn.parallel`).
+    The weight is an array, an `ops.BlockQuantizedWeight`, of which single rows are dequantised, or an
+    `ops.PackedWeight`. With `divided="vocabulary"` each of several devices holds the rows of a part of the tokens
+    (`nn.parallel`).
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Embedding(nnx.Module):
 
     def _rows(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         weight = self.weight.get_value()
-        if isinstance(weight, ops.BlockQuantizedWeight):
+        if isinstance(weight, ops.BlockQuantizedWeight | ops.PackedWeight):
             return weight.rows(tokens)
         return weight[tokens].astype(jnp.float32)
 

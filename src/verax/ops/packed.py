@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32
@@ -67,9 +67,21 @@ class PackedWeight:
         return self.size_out, self.size_in
 
     @property
+    def dtype(self) -> jnp.dtype[Any]:
+        """Dtype of the weight."""
+        return jnp.dtype(self.kind)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in jax.tree.leaves(self))
+
+    def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Single rows in float32: embeddings out of a table that is an output head as well."""
+        if self.scales is not None:
+            raise TypeError("rows: of floats only, got a weight of 8-bit integers")
+        cells = self.cells[indices // PANEL_ROWS, :, indices % PANEL_ROWS]
+        return cells.reshape(*indices.shape, -1).astype(jnp.float32)
 
     def unpacked(self) -> Float[Array, "F D"] | QuantizedWeight:
         """Weight that was packed."""
@@ -81,10 +93,13 @@ class PackedWeight:
 
 
 @operation
-def pack_weight(weight: W) -> W | PackedWeight:
+def pack_weight(weight: W, *, few_rows: bool = False) -> W | PackedWeight:
     """Weight `[F, D]` in the form in which `linear` multiplies many rows fastest on the target: here, as it is.
 
-    For models whose calls all have many rows, such as encoders: the products of few rows are faster without.
+    Args:
+        weight: array, or weight of another kind, which may stay as it is.
+        few_rows: True if few rows are multiplied as well, from one on. The weight then stays as it is where the
+            products of few rows would be slower.
     """
     return weight
 

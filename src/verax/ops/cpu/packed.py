@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from verax.ops.activations import gelu
+from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.cpu.gemm import DOT, MOST_INTEGERS, TILES, VECTORS, takes
 from verax.ops.linear import Weight, gelu_linear, linear, multi_linear
@@ -20,8 +21,10 @@ from verax.ops.quantized import QuantizedWeight
 __all__: list[str] = []
 
 
-def _accepts_weight(weight: Any) -> bool:
-    if isinstance(weight, PackedWeight) or len(weight.shape) != 2 or not takes(weight):
+def _accepts_weight(weight: Any, *, few_rows: bool = False) -> bool:
+    if isinstance(weight, PackedWeight | BlockQuantizedWeight) or len(weight.shape) != 2 or not takes(weight):
+        return False
+    if few_rows and not library.has(DOT):  # without AVX-512, the kernel reads a panel in three passes
         return False
     if isinstance(weight, QuantizedWeight):
         return weight.rounds_inputs and library.has(DOT) and weight.shape[1] <= MOST_INTEGERS
@@ -31,7 +34,7 @@ def _accepts_weight(weight: Any) -> bool:
 
 
 @pack_weight.implementation("native", **library.REQUIREMENTS, accepts=_accepts_weight)
-def _pack_weight_native(weight: Any) -> PackedWeight:
+def _pack_weight_native(weight: Any, *, few_rows: bool = False) -> PackedWeight:
     return PackedWeight.from_weight(weight)
 
 

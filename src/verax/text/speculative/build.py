@@ -10,6 +10,7 @@ from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.loading import load_causal_lm
 from verax.models import CausalLM
 from verax.models.causal_lm import has_recurrent_layers, sliding_windows
+from verax.nn import pack_linear_weights
 from verax.text.runner import ModelRunner
 from verax.text.speculative.config import SpeculativeConfig
 from verax.text.speculative.draft_model import DraftModel
@@ -69,6 +70,8 @@ def load_draft_model(
     opened = checkpoint.Checkpoint.open(config.model)
     with progress.bar("loading the draft model", enabled=use_tqdm, count=False) as report:
         draft = load_causal_lm(opened, dtype=model.dtype, mesh=mesh, progress=report)
+    if mesh is None:
+        pack_linear_weights(draft, few_rows=True)
     if has_recurrent_layers(draft.config):
         raise UnsupportedModelError(
             f"speculative_config: model: {config.model} has recurrent layers, whose state cannot go back behind a "
