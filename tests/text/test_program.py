@@ -13,6 +13,7 @@ from verax._compat import make_mesh
 from verax.models import causal_lm
 from verax.models.causal_lm import config_on_devices
 from verax.models.qwen3 import Qwen3Config
+from verax.nn import pack_linear_weights
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine_config import EngineConfig
 from verax.text.program import AbstractModel, cache_partitions, new_cache, step_program
@@ -87,7 +88,14 @@ def quantized_llm(tiny_folder):
 
 
 def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
-    model, _ = without_weights(tiny_config(), jnp.float32)
+    architecture, config = causal_lm(tiny_config())
+
+    def packed():
+        model = architecture(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        pack_linear_weights(model, few_rows=True)
+        return model
+
+    model = AbstractModel.from_module(nnx.eval_shape(packed))
     for shape in llm.engine.runner.config.shapes:
         planned = step_program(model, llm.engine.runner.config, shape)
         run = llm.engine.runner.program(shape)
@@ -179,3 +187,12 @@ def test_steps_are_exported_for_other_devices_as_operations_that_need_no_library
             assert described(read.in_avals) == described(leaves)
             assert described(read.out_avals) == described(program.lower().out_info)
             assert "custom_call" not in read.mlir_module()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu" or "0.11" <= jax.__version__, reason="XLA:CPU of JAX 0.10 only")
+def test_the_layers_share_sines_of_rotary_embeddings():
+    model, config = without_weights(tiny_config(num_hidden_layers=3), jnp.float32)
+    sizes = plan_sizes(config, jnp.float32, EngineConfig(max_num_seqs=2, max_model_len=64))
+    for shape in sizes.shapes:
+        text = step_program(model, sizes, shape).lower().compile().as_text()
+        assert text.count(" sine(") == text.count(" cosine(") == 1

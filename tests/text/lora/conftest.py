@@ -11,6 +11,7 @@ from tests.text.conftest import make_llm
 from verax import LoRARequest
 from verax.checkpoint import Checkpoint, save
 from verax.loading import load_causal_lm
+from verax.nn import pack_linear_weights
 
 RANKS = (4, 3, 1)
 """Ranks of the adapters: that of the slots, and smaller ones."""
@@ -50,6 +51,7 @@ def merged(adapters, tmp_path_factory):
         llm.engine.scheduler.blocks.reset_prefix_cache()
         if number:
             model = load_causal_lm(Checkpoint.open(folders[number - 1]), dtype=jnp.float32)
+            pack_linear_weights(model, few_rows=True)
             runner._weights = type(runner)(model, runner.config)._weights
         try:
             yield
