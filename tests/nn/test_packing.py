@@ -1,5 +1,7 @@
 """Weights that are packed once for all calls: which layers, and what an engine makes of them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [np.random.default_rng(0).integers(3, 200, n).tolist() for n in (1, 5, 40)]
 
 
-def load(folder, dtype="float32", **options):
+def load(folder, dtype="float32", **options) -> Any:
     return load_causal_lm(Checkpoint.open(folder), dtype=dtype, **options)
 
 
