@@ -173,7 +173,6 @@ def test_a_slow_consumer_gets_its_parts_joined_and_holds_nobody_up(served):
     async def main():
         slow = served.generate(PROMPTS[1], GREEDY)
         first = await anext(slow)
-        assert len(first.outputs[0].token_ids) < 20
         quick = await drain(served.generate(PROMPTS[2], GREEDY))
         await until_idle(served)
         rest = await drain(slow)

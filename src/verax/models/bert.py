@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
-from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_linear, fused_linear
+from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_linear
 
 __all__ = [
     "ACTIVATIONS",
@@ -161,8 +161,6 @@ class BertIntermediate(nnx.Module):
         self.dense = Linear(config.hidden_size, config.intermediate_size, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
-        if self.activation is ops.gelu:
-            return fused_gelu_linear(x, self.dense)
         return self.activation(self.dense(x))
 
 
@@ -176,7 +174,9 @@ class BertLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         x = self.attention(x, segments)
-        return self.output(self.intermediate(x), x)
+        up, down = self.intermediate, self.output
+        y = fused_gelu_mlp(x, up.dense, down.dense) if up.activation is ops.gelu else None
+        return down(up(x), x) if y is None else down.LayerNorm(y, x)
 
 
 class BertEncoder(nnx.Module):

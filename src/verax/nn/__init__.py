@@ -7,7 +7,7 @@ from verax.nn.layers import (
     LayerNorm,
     Linear,
     RMSNorm,
-    fused_gelu_linear,
+    fused_gelu_mlp,
     fused_linear,
 )
 from verax.nn.low_rank import LowRank
@@ -23,7 +23,7 @@ __all__ = [
     "LowRank",
     "RMSNorm",
     "Sentences",
-    "fused_gelu_linear",
+    "fused_gelu_mlp",
     "fused_linear",
     "pack_linear_weights",
 ]

@@ -18,7 +18,7 @@ from verax.nn.parallel import concatenate_parts, num_parts, part_index, sum_part
 from verax.ops.conv import Padding, Stride
 from verax.ops.division import Division
 
-__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_gelu_linear", "fused_linear"]
+__all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_gelu_mlp", "fused_linear"]
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
@@ -107,15 +107,17 @@ def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
     return tuple(y if layer.low_rank is None else y + next(changes) for layer, y in zip(layers, ys, strict=True))
 
 
-def fused_gelu_linear(x: Float[Array, "*B D"], layer: Linear) -> Float[Array, "*B F"]:
-    """Result `gelu(layer(x))`, in one operation where there is a fast implementation of it.
+def fused_gelu_mlp(x: Float[Array, "*B D"], up: Linear, down: Linear) -> Float[Array, "*B F"] | None:
+    """Result `down(gelu(up(x)))` where there is a fast implementation of it in one operation.
 
-    The layer must not be divided.
+    Elsewhere None: the caller then calls its modules, so that a trace of the model has the result of each. The layers
+    must not be divided.
     """
-    arguments = x, layer.weight.get_value(), None if layer.bias is None else layer.bias[...]
-    if layer.low_rank is not None or ops.gelu_linear.select(*arguments).is_reference:
-        return ops.gelu(layer(x))  # so that a trace of the model has the layer's result
-    return ops.gelu_linear(*arguments)
+    weights = up.weight.get_value(), down.weight.get_value()
+    biases = [None if layer.bias is None else layer.bias[...] for layer in (up, down)]
+    if up.low_rank is not None or down.low_rank is not None:
+        return None
+    return None if ops.gelu_mlp.select(x, *weights, *biases).is_reference else ops.gelu_mlp(x, *weights, *biases)
 
 
 class Embedding(nnx.Module):

@@ -19,7 +19,7 @@ from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.packed import PackedWeight
 from verax.ops.quantized import QuantizedWeight, round_inputs
 
-__all__ = ["gelu_linear", "linear", "multi_linear"]
+__all__ = ["gelu_mlp", "linear", "multi_linear"]
 
 
 Quantized = QuantizedWeight | BlockQuantizedWeight
@@ -83,14 +83,20 @@ def _multi_linear_examples() -> list[Example]:
 
 
 @operation(fused=True)
-def gelu_linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | None = None) -> Float[Array, "*B F"]:
-    """`gelu(x W^T + b)`, with the products of `linear`."""
-    return gelu(linear(x, weight, bias))
+def gelu_mlp(
+    x: Float[Array, "*B D"],
+    up: Weight,
+    down: Weight,
+    up_bias: Float[Array, "H"] | None = None,
+    down_bias: Float[Array, "F"] | None = None,
+) -> Float[Array, "*B F"]:
+    """`linear(gelu(linear(x, up, up_bias)), down, down_bias)`, with weights `[H, D]` and `[F, H]`."""
+    return linear(gelu(linear(x, up, up_bias)), down, down_bias)
 
 
-@gelu_linear.example
-def _gelu_linear_examples() -> list[Example]:
-    return [Example((float32(64, 384), float32(1536, 384), float32(1536)))]
+@gelu_mlp.example
+def _gelu_mlp_examples() -> list[Example]:
+    return [Example((float32(64, 384), float32(1536, 384), float32(384, 1536), float32(1536), float32(384)))]
 
 
 CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512

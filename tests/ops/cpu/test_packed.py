@@ -106,14 +106,21 @@ def test_more_rows_than_memory_holds_at_a_time_and_several_weights(level, kind):
 
 @for_each_level
 @pytest.mark.parametrize("kind", KINDS)
-def test_gelu_of_the_product_is_that_of_the_two_operations(level, kind):
-    x, w, bias = arrays(40, 1056, 80, kind)
-    packed = PackedWeight.from_weight(w)
+@pytest.mark.parametrize(
+    ("m", "d", "h", "f"), [(0, 32, 48, 16), (3, 64, 96, 48), (130, 1056, 80 * 32, 80), (777, 32, 96, 64)]
+)
+def test_an_mlp_is_two_products_with_a_gelu_between(level, kind, m, d, h, f):
+    x, up, up_bias = arrays(m, d, h, kind)
+    _, down, down_bias = arrays(m, h, f, kind)
+    weights = PackedWeight.from_weight(up), PackedWeight.from_weight(down)
     with library.use_level(level):
-        if runs_here(kind):
-            assert ops.gelu_linear.select(x, packed, bias).name == "native_packed"
-            got = jax.jit(ops.gelu_linear)(x, packed, bias)
-            np.testing.assert_array_equal(got, jax.jit(ops.gelu)(product(x, packed, bias)))
+        if not runs_here(kind):
+            return
+        assert ops.gelu_mlp.select(x, *weights, up_bias, down_bias).name == "native_packed"
+        got = jax.jit(ops.gelu_mlp)(x, *weights, up_bias, down_bias)
+        hidden = jax.jit(ops.gelu)(product(x, weights[0], up_bias))
+        np.testing.assert_array_equal(got, product(hidden, weights[1], down_bias))
+        np.testing.assert_array_equal(jax.jit(ops.gelu_mlp)(x, *weights).shape, (m, f))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,9 +151,11 @@ def test_it_can_be_differentiated(kind):
     if not runs_here(kind):
         pytest.skip("this machine has no bfloat16 dot products")
     x, w, bias = arrays(40, 64, 48, kind)
+    mlp = tuple(PackedWeight.from_weight(arrays(1, *shape, kind)[1]) for shape in ((32, 96), (96, 16)))
 
     def loss(w, x, bias):
-        return jnp.sum(jnp.tanh(ops.gelu_linear(x.reshape(2, 20, 64), w, bias)))
+        y = ops.linear(x.reshape(2, 20, 64), w, bias)
+        return jnp.sum(jnp.tanh(ops.gelu_mlp(y[..., :32], *mlp)))
 
     got = jax.jit(jax.grad(loss, (1, 2)))(PackedWeight.from_weight(w), x, bias)
     for one, wanted in zip(got, jax.jit(jax.grad(loss, (1, 2)))(w, x, bias), strict=True):

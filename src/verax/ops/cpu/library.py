@@ -39,6 +39,7 @@ HANDLERS = (
     "verax_gemm",
     "verax_gemm_int8",
     "verax_gemm_panels",
+    "verax_mlp_panels",
     "verax_grouped_linear",
     "verax_grouped_linear_quantized",
     "verax_hierarchical",

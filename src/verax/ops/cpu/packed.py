@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from verax.ops.activations import gelu
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.cpu.gemm import DOT, MOST_INTEGERS, TILES, VECTORS, takes
-from verax.ops.linear import Weight, gelu_linear, linear, multi_linear
+from verax.ops.linear import Weight, gelu_mlp, linear, multi_linear
 from verax.ops.packed import PackedWeight, pack_weight
 from verax.ops.quantized import QuantizedWeight
 
@@ -46,50 +45,74 @@ def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
     return all(isinstance(weight, PackedWeight) for weight in weights) and len({one.kind for one in weights}) == 1
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _products(
-    x: Float[Array, "M D"], weights: tuple[PackedWeight, ...], biases: tuple[Array | None, ...], has_gelu: bool
-) -> tuple[Array, ...]:
-    results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
+def _arrays(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> list[Array]:
+    """Panels, scales and bias of each weight, where an empty array stands for none."""
     arrays = list[Array]()
     for weight, bias in zip(weights, biases, strict=True):
         last = (jnp.zeros(0) if one is None else one.astype(jnp.float32) for one in (weight.scales, bias))
         arrays += [weight.cells, *last]
-    return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *arrays, gelu=has_gelu))
+    return arrays
+
+
+@jax.custom_jvp
+def _products(
+    x: Float[Array, "M D"], weights: tuple[PackedWeight, ...], biases: tuple[Array | None, ...]
+) -> tuple[Array, ...]:
+    results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
+    return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *_arrays(weights, biases)))
 
 
 @_products.defjvp
-def _products_jvp(has_gelu: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _products_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
     def reference(x: Array, weights: tuple[Weight, ...], biases: tuple[Array | None, ...]) -> tuple[Array, ...]:
-        ys = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
-        return tuple(gelu.reference(y) if has_gelu else y for y in ys)
+        return tuple(linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
 
-    return _products(*primals, has_gelu), jax.jvp(reference, primals, tangents)[1]
-
-
-def _multiply(
-    x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any], has_gelu: bool = False
-) -> tuple[Array, ...]:
-    rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights), tuple(biases), has_gelu)
-    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows)
+    return _products(*primals), jax.jvp(reference, primals, tangents)[1]
 
 
 @multi_linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_multi)
 def _multi_linear_native_packed(
     x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any] | None = None
 ) -> tuple[Array, ...]:
-    return _multiply(x, weights, biases or [None] * len(weights))
+    rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights), tuple(biases or [None] * len(weights)))
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows)
 
 
 @linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts)
 def _linear_native_packed(
     x: Float[Array, "*B D"], weight: PackedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    return _multiply(x, [weight], [bias])[0]
+    return _multi_linear_native_packed(x, [weight], [bias])[0]
 
 
-@gelu_linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts)
-def _gelu_linear_native_packed(
-    x: Float[Array, "*B D"], weight: PackedWeight, bias: Float[Array, "F"] | None = None
+@jax.custom_jvp
+def _mlp(
+    x: Float[Array, "M D"], weights: tuple[PackedWeight, PackedWeight], biases: tuple[Array | None, Array | None]
+) -> Float[Array, "M F"]:
+    shape = x.shape[0], weights[1].shape[0]
+    return library.call("verax_mlp_panels", shape, x.astype(jnp.float32), *_arrays(weights, biases))
+
+
+@_mlp.defjvp
+def _mlp_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    def reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
+        hidden = gelu.reference(linear.reference(x, weights[0], biases[0]))
+        return linear.reference(hidden, weights[1], biases[1])
+
+    return _mlp(*primals), jax.jvp(reference, primals, tangents)[1]
+
+
+def _accepts_mlp(x: Any, up: Any, down: Any, up_bias: Any = None, down_bias: Any = None) -> bool:
+    return isinstance(up, PackedWeight) and isinstance(down, PackedWeight) and up.kind == down.kind
+
+
+@gelu_mlp.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_mlp)
+def _gelu_mlp_native_packed(
+    x: Float[Array, "*B D"],
+    up: PackedWeight,
+    down: PackedWeight,
+    up_bias: Float[Array, "H"] | None = None,
+    down_bias: Float[Array, "F"] | None = None,
 ) -> Float[Array, "*B F"]:
-    return _multiply(x, [weight], [bias], has_gelu=True)[0]
+    y = _mlp(x.reshape(-1, x.shape[-1]), (up, down), (up_bias, down_bias))
+    return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -16,6 +16,11 @@ namespace verax {
 // Rows for each thread whose cells are in memory at a time.
 constexpr int64_t PANEL_ROWS_OF_THREAD = 512;
 
+// Bytes of memory that has place for M rows of K values as cells.
+inline int64_t cells_bytes(Weights kind, int64_t M, int64_t K) {
+  return M * (gemm_pieces(kind, K) * GEMM_PIECE * 4 + 8) + 128;
+}
+
 // Rows of x, float32 still, as cells in memory that has place for them. Those of f32 stay as they are.
 template <typename Pool>
 void make_cells(Pool& pool, GemmTask& task, char* memory) {
@@ -48,7 +53,7 @@ void run_panels(Pool& pool, const std::vector<GemmTask>& tasks) {
   const GemmTask& first = tasks.front();
   if (first.M == 0) return;
   const int64_t most = std::min(first.M, PANEL_ROWS_OF_THREAD * pool.num_threads());
-  const SharedScratch memory(most * (gemm_pieces(first.kind, first.K) * GEMM_PIECE * 4 + 8) + 128);
+  const SharedScratch memory(cells_bytes(first.kind, most, first.K));
   const auto multiply = VERAX_KERNEL(gemm_panels);
   for (int64_t m = 0; m < first.M; m += most) {
     GemmTask rows = first;
@@ -63,6 +68,52 @@ void run_panels(Pool& pool, const std::vector<GemmTask>& tasks) {
     }
     divide_gemms(pool, some, {GEMM_ROWS, 1, GEMM_STRIP}, multiply);
   }
+}
+
+// Bytes of a block's hidden values, which should stay in a second cache level of 1 MB beside their cells.
+constexpr int64_t HIDDEN_BYTES = 512 * 1024;
+constexpr int64_t LEAST_HIDDEN_ROWS = 16;
+
+// Rows for each thread below which threads share the columns of each product, so that each reads a part of the weights.
+constexpr int64_t FEW_MLP_ROWS = 48;
+
+// A pool without threads of its own.
+struct CallingThread {
+  int64_t num_threads() const { return 1; }
+  template <typename Task>
+  void Schedule(const Task&) const {}
+};
+
+// y = down(up(x)) of two products, where up has a GELU: each thread takes rows through both, so that hidden values never
+// leave its cache.
+template <typename Pool>
+void run_mlp(Pool& pool, GemmTask up, GemmTask down) {
+  const int64_t M = up.M, threads = std::max<int64_t>(1, pool.num_threads());
+  if (M < FEW_MLP_ROWS * threads) {
+    up.y = static_cast<float*>(thread_scratch(M * up.N * 4));
+    down.x = up.y;
+    run_panels(pool, {up});
+    return run_panels(pool, {down});
+  }
+  const auto pieces_of = [](int64_t size, int64_t most) { return (size + most - 1) / most; };
+  const int64_t most = std::max(LEAST_HIDDEN_ROWS, HIDDEN_BYTES / (4 * up.N));
+  const int64_t wanted = pieces_of(pieces_of(M, most), threads) * threads;  // as many for each thread
+  const int64_t pieces = std::max<int64_t>(1, std::min(wanted, M / LEAST_HIDDEN_ROWS)), grain = pieces_of(M, pieces);
+  const int64_t of_x = (cells_bytes(up.kind, grain, up.K) + 63) / 64 * 64;
+  const int64_t of_hidden = (cells_bytes(up.kind, grain, down.K) + 63) / 64 * 64;
+  const auto multiply = VERAX_KERNEL(gemm_panels);
+  parallel_for(pool, M, grain, [&](int64_t begin, int64_t end) {
+    auto* memory = static_cast<char*>(thread_scratch(of_x + of_hidden + grain * up.N * 4));
+    auto* hidden = reinterpret_cast<float*>(memory + of_x + of_hidden);
+    CallingThread alone;
+    const auto run = [&](GemmTask task, const float* x, float* y, char* cells) {
+      task.M = end - begin, task.x = x, task.y = y;
+      make_cells(alone, task, cells);
+      multiply(task, {0, task.M, 0, task.N});
+    };
+    run(up, static_cast<const float*>(up.x) + begin * up.K, hidden, memory);
+    run(down, hidden, down.y + begin * down.N, memory + of_x);
+  });
 }
 
 }  // namespace verax
