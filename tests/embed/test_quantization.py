@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import qwen_tokenizer, random_sentences, tiny_encoder, tiny_reranker
 from verax import Encoder, Reranker, ops
-from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.errors import InvalidParameterError
 
 SENTENCES = random_sentences(20, seed=1)
 
@@ -50,8 +50,18 @@ def test_the_rest_is_of_the_dtype(folder, vectors):
 def test_what_cannot_be_is_named(folder):
     with pytest.raises(InvalidParameterError, match="quantization: expected 'int8' or None, got 'int4'"):
         Encoder(folder, quantization="int4")
-    with pytest.raises(UnsupportedModelError, match="quantization: LamModel needs its weights as floats"):
-        Encoder(quantization="int8")
+
+
+@pytest.mark.parametrize("rule", ["hierarchical", "local", "gated"])
+def test_vectors_of_a_lam_are_close_to_those_of_float32(rule, tmp_path):
+    tiny_encoder(tmp_path, model_type="lam", lam_config={"rule": rule}, hidden_size=64, intermediate_size=96)
+    cosines = (Encoder(tmp_path).encode(SENTENCES) * Encoder(tmp_path, quantization="int8").encode(SENTENCES)).sum(1)
+    assert 0.999 < cosines.min() < 1 - 1e-6
+
+
+def test_vectors_of_the_built_in_encoder_are_close_to_those_of_float32():
+    cosines = (Encoder().encode(SENTENCES) * Encoder(quantization="int8").encode(SENTENCES)).sum(1)
+    assert 0.9999 < cosines.min() < 1 - 1e-6
 
 
 def cross_encoder(folder):

@@ -4,25 +4,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 torch = pytest.importorskip("torch")
 
 from tests.support.lam import lam_config, load_lam, random_weights, relative, run
 from verax import ops
 from verax.compare.references.lam import LamSentenceEncoder
+from verax.nn import Linear, pack_linear_weights
+from verax.ops.cpu import library
+from verax.ops.packed import PackedWeight
 
 VARIANTS = {"hierarchical": "B", "local": "C"}
 
 
-def pair(rule, folder, dtype=jnp.float32, **layer):
-    """Our model and theirs in float64, with the same weights."""
-    config = lam_config(rule=rule, **layer)
+def pair(rule, folder, dtype=jnp.float32, sizes=None, **layer):
+    """Our model and theirs in float64, with the same weights. `sizes` replaces entries of config.json."""
+    config = lam_config(rule=rule, **layer) | (sizes or {})
     theirs = LamSentenceEncoder(
         vocab_size=211,
-        d_model=48,
+        d_model=config["hidden_size"],
         num_heads=3,
         num_layers=2,
-        intermediate_size=80,
+        intermediate_size=config["intermediate_size"],
         max_positions=160,
         variant=VARIANTS[rule],
         allow_neg_eigval=layer.get("allow_neg_eigval", False),
@@ -53,9 +57,15 @@ def test_beta_may_go_up_to_two(rule, tmp_path):
     assert relative(run(ours, tokens), hidden(theirs, tokens)) < 2e-5
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["as stored", "packed"])
 @pytest.mark.parametrize("rule", VARIANTS)
-def test_pooled_and_normalised_embeddings_are_those_of_the_reference(rule, tmp_path):
-    ours, theirs = pair(rule, tmp_path)
+def test_pooled_and_normalised_embeddings_are_those_of_the_reference(rule, packs, tmp_path):
+    # Sizes whose weights every layout of a processor takes.
+    ours, theirs = pair(rule, tmp_path, sizes={"hidden_size": 96, "intermediate_size": 160} if packs else None)
+    if packs:
+        pack_linear_weights(ours)
+        weights = [layer.weight.get_value() for _, layer in nnx.iter_modules(ours) if isinstance(layer, Linear)]
+        assert any(isinstance(weight, PackedWeight) for weight in weights) == library.has("fma")
     tokens, lengths = np.random.default_rng(0).integers(0, 211, (3, 90)), np.array([90, 31, 64])
     mask = np.arange(90) < lengths[:, None]
     pooled = (run(ours, tokens, jnp.asarray(lengths)) * mask[..., None]).sum(1)

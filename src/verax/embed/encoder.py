@@ -70,7 +70,7 @@ class Encoder:
 
         Raises:
             CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
-            UnsupportedModelError: if verax has no such architecture or pooling, or the model cannot be quantised.
+            UnsupportedModelError: if verax has no such architecture or pooling.
             InvalidParameterError: if an argument makes no sense, with its name.
         """
         models.check_dtype(dtype)
@@ -78,7 +78,7 @@ class Encoder:
         begin = time.perf_counter()
         opened = open_folder(builtin.encoder() if model is None else model, revision)
         model_class, config = models.encoder(opened.config)
-        check_quantization(quantization, model_class)
+        check_quantization(quantization)
         self.model_config = config
         self.settings = EncoderSettings.from_folder(
             opened.folder, positions=config.max_position_embeddings, pooling=pooling, max_length=max_length

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.errors import InvalidParameterError
 from verax.nn import Linear
 from verax.ops import QuantizedWeight
 
@@ -17,22 +17,15 @@ QUANTIZATIONS = ("int8",)
 """Names that `Encoder` and `Reranker` take."""
 
 
-def check_quantization(quantization: str | None, model_class: type[Any]) -> None:
-    """Check that there is such a quantisation, and that a model's layers can have it.
+def check_quantization(quantization: str | None) -> None:
+    """Check that there is such a quantisation.
 
     Raises:
         InvalidParameterError: for another name.
-        UnsupportedModelError: for a model that needs its weights as floats.
     """
-    if quantization is None:
-        return
-    if quantization not in QUANTIZATIONS:
+    if quantization is not None and quantization not in QUANTIZATIONS:
         raise InvalidParameterError(
             f"quantization: expected {' or '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}"
-        )
-    if not getattr(model_class, "takes_quantized_weights", True):
-        raise UnsupportedModelError(
-            f"quantization: {model_class.__name__} needs its weights as floats; leave quantization out"
         )
 
 

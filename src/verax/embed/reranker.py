@@ -84,7 +84,7 @@ class Reranker:
         self._scorer, model_class, self.model_config = scorer_of(
             opened, Tokenizer.from_folder(opened.folder), max_length
         )
-        check_quantization(quantization, model_class)
+        check_quantization(quantization)
         with progress.bar("loading weights", enabled=show_progress, count=False) as report:
             loaded = load_model(
                 opened,

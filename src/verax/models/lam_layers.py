@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.fields import Count, Size
 from verax.nn import Linear, fused_linear
+from verax.nn.layers import INIT_STD
 from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
 
 __all__ = ["DeltaNetConfig", "EnhancedHierarchicalDeltaNet", "HierarchicalGatedDeltaNet", "LamState", "Rule"]
@@ -87,17 +88,25 @@ class ShortConvolution(nnx.Module):
         return jax.nn.silu(sum((x[:, j : j + T] * weight[:, 0, j] for j in range(TAPS)), start=bias))
 
 
+class PerceptronLayer(nnx.Module):
+    """Parameters of one layer of a perceptron. Not a `Linear`, whose weight may be packed: the rules take an array."""
+
+    def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (size_out, size_in), dtype))
+        self.bias = nnx.Param(jnp.zeros(size_out, dtype))
+
+
 class TwoLayers(nnx.Module):
     """Perceptron of two layers, under the keys 0 and 2: PyTorch's `Sequential` counts the activation between them."""
 
     def __init__(self, size_in: int, hidden: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         for key, sizes in (("0", (size_in, hidden)), ("2", (hidden, 1))):
-            setattr(self, key, Linear(*sizes, bias=True, dtype=dtype, rngs=rngs))
+            setattr(self, key, PerceptronLayer(*sizes, dtype=dtype, rngs=rngs))
 
     def weights(self) -> Perceptron:
         """Weights as arrays, for the delta rules of `ops`."""
-        layers: list[Linear] = [getattr(self, key) for key in ("0", "2")]
-        return Perceptron(*(w[...] for layer in layers for w in (layer.weight, layer.bias) if w is not None))
+        layers: list[PerceptronLayer] = [getattr(self, key) for key in ("0", "2")]
+        return Perceptron(*(w[...] for layer in layers for w in (layer.weight, layer.bias)))
 
 
 class FluxParameters(nnx.Module):

@@ -16,16 +16,13 @@ __all__ = ["pack_linear_weights"]
 def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
     """Replace the weights of linear layers by those that `ops.pack_weight` makes of them, in place.
 
-    Weights are packed one after the other, so that both forms are in memory of one weight only. A model that reads its
-    weights as arrays (`takes_quantized_weights`) stays as it is.
+    Weights are packed one after the other, so that both forms are in memory of one weight only.
 
     Args:
         model: module on one device.
         few_rows: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
             head too is packed as well.
     """
-    if not getattr(model, "takes_quantized_weights", True):
-        return
     pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, Linear) or (few_rows and isinstance(layer, Embedding) and _is_head(model, layer)):

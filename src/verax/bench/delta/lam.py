@@ -20,6 +20,7 @@ from verax.bench.delta.case import jax_side, torch_side
 from verax.bench.delta.flops import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
 from verax.models.lam import LamConfig, LamModel
 from verax.models.lam_layers import EnhancedHierarchicalDeltaNet
+from verax.nn import pack_linear_weights
 from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
 
 __all__ = ["encoder_cases", "layer_cases", "rule_cases"]
@@ -102,9 +103,10 @@ def _layer_case(name: str, shape: Shape, baselines: Baselines) -> Case:
         return lambda layer, x: layer(x)[::3], _layer(baselines, library, C), x
 
     config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
-    graph, weights = _loaded(
+    layer = _loaded(
         lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0)), _layer(baselines, baselines.reference, C)
     )
+    graph, weights = nnx.split(layer)
 
     def run(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, states = nnx.merge(graph, weights)(x)
@@ -129,7 +131,9 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
         return lambda encoder, *inputs: (encoder(*inputs),), _encoder(baselines, library, variant), *inputs
 
     config, reference = replace(LAM, rule=VARIANTS[variant]), _encoder(baselines, baselines.reference, variant)
-    graph, weights = _loaded(lambda: LamModel(config, rngs=nnx.Rngs(0)), reference)
+    model = _loaded(lambda: LamModel(config, rngs=nnx.Rngs(0)), reference)
+    pack_linear_weights(model)  # as `verax.Encoder` does
+    graph, weights = nnx.split(model)
 
     def run(weights: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
         x = nnx.merge(graph, weights)(tokens, jnp.sum(mask, axis=1))
@@ -211,12 +215,12 @@ def _encoder(baselines: Baselines, library: ModuleType, variant: str) -> Any:
     return encoder.eval().to(baselines.device)
 
 
-def _loaded(abstract: Callable[[], Any], module: Any) -> tuple[Any, Any]:
-    """Our module with the weights of a PyTorch one, through a checkpoint: its graph, and its state."""
+def _loaded(abstract: Callable[[], Any], module: Any) -> Any:
+    """Our module with the weights of a PyTorch one, through a checkpoint."""
     weights = {name: x.cpu().numpy() for name, x in module.state_dict().items()}
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
         saved = checkpoint.Checkpoint.open(checkpoint.save(weights, folder, config={}))
-        return nnx.split(checkpoint.load_module(nnx.eval_shape(abstract), saved, dtype=None))
+        return checkpoint.load_module(nnx.eval_shape(abstract), saved, dtype=None)
 
 
 def _flux(module: Any) -> ResonanceFlux:
