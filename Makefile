@@ -14,6 +14,10 @@ NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Containers often set it. Then each process compiles the modules that it imports: 12 s for one that runs tests.
 export PYTHONDONTWRITEBYTECODE :=
+# The tests' own choice of levels (tests/support/cpu.py) is not changed by it.
+ifdef LEVEL
+export VERAX_CPU_LEVEL := $(LEVEL)
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-examples test-devices test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench device-wheels docs clean
@@ -30,7 +34,7 @@ EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.p
 DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/hosts tests/video/test_mesh.py
 OTHERS := tests/parity tests/real tests/targets tests/ray/cluster
 
-test: $(VENV)/.installed-dev  ## Run the tests that need no GPU, but for those of the targets below.
+test: $(VENV)/.installed-dev  ## Run the tests that need no GPU, but for those of the targets below; LEVEL=avx2 at another level of the CPU kernels, as every verb.
 	$(PYTEST) -m "not gpu" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS) tests/serve)
 	$(PYTEST) tests/serve
 
