@@ -19,8 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.targets.resources import Resources, of_gpu, of_tpu
 from verax import ops
 from verax._compat import no_compilation_cache
+from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
 from verax.ops.pages import QuantizedPages, page_bytes
+from verax.plan.compiled.gpu_specs import GPU_SPECS
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 
@@ -157,6 +159,28 @@ def _delta(implementation: str, device: str, predicted: float, tokens: int = 409
     )
 
 
+def _delta_step(device: str, predicted: float, rows: int = 64) -> Kernel:
+    heads, K, V = 16, 128, 128
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, *shape), jnp.float32)
+
+    key, value, gate, state = array(1, heads, K), array(1, heads, V), array(1, heads), array(heads, K, V)
+    inputs = DeltaInputs(key, key, key, value, gate, gate)
+    return Kernel(
+        "delta_recurrence",
+        "triton",
+        "delta_step",
+        device,
+        f"1 token of {rows} sequences, {heads} heads of {K}, float32",
+        (inputs, state),
+        7 * state.size,
+        4 * (sum(x.size for x in inputs) - key.size + value.size + 2 * state.size),
+        predicted,
+        {"use_qk_l2norm": True},
+    )
+
+
 def _attention(implementation: str, device: str, predicted: float, tokens: int = 32760, heads: int = 12) -> Kernel:
     q, k = (jax.ShapeDtypeStruct((1, tokens, heads, SIZE), dtype) for dtype in (jnp.float32, jnp.bfloat16))
     return Kernel(
@@ -187,6 +211,8 @@ def _kernels() -> Iterator[Kernel]:
     yield _linear(1, 4, 128, 0.35)
     yield _linear(64, 4, 128, 0.3)
     yield _delta("triton", "h100", 0.15)
+    for device in ("h100", "a100", "l4", "rtx4090"):
+        yield _delta_step(device, 0.7)
     yield _attention("triton", "h100", 0.35)
 
 
@@ -199,7 +225,7 @@ def compiled_kernel(kernel: Kernel) -> Resources:
     if kernel.device == "v5e":  # in a process of its own, whose libtpu writes down what it does
         command = [sys.executable, "-m", "tests.targets.kernels", str(KERNELS.index(kernel))]
         return of_tpu(kernel.name, command)
-    return of_gpu(kernel.name, partial(_compile, kernel))
+    return of_gpu(kernel.name, GPU_SPECS[kernel.device].capability, partial(_compile, kernel))
 
 
 def _compile(kernel: Kernel, options: Mapping[str, str]) -> jax.stages.Compiled:

@@ -1,4 +1,4 @@
-"""The recurrence for one decode step: few tokens, unrolled, with a single read and a single write of the state each."""
+"""The recurrence for one decode step: few tokens, unrolled, with one product of both keys with the state each."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from jaxtyping import Array, Float, Int
 from verax.ops.delta._inputs import DeltaInputs
 from verax.ops.delta._recurrence import delta_recurrence
 
-__all__: list[str] = []
+__all__ = ["is_step"]
 
 STEP_TOKENS = 4
 """Most steps of a dense call that is unrolled: rules may take several steps a token."""
 
 
-def _is_step(x: DeltaInputs, initial_state: object, cu_seqlens: object = None, **_: object) -> bool:
+def is_step(x: DeltaInputs, initial_state: object, cu_seqlens: object = None, **_: object) -> bool:
+    """True for a dense call of few tokens."""
     return cu_seqlens is None and 1 <= x.read.shape[1] <= STEP_TOKENS
 
 
-@delta_recurrence.implementation("step", accepts=_is_step)
+@delta_recurrence.implementation("step", accepts=is_step)
 def _delta_step(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],

@@ -1,15 +1,19 @@
-"""The delta rule's scan over chunks by a kernel for NVIDIA GPUs, `delta_kernel.py`."""
+"""The delta rules by kernels for NVIDIA GPUs: their scan over chunks, `delta_kernel.py`, and their decode step,
+`delta_step_kernel.py`."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import AMPERE, has_compute_capability
+from verax.ops.delta import DeltaInputs, delta_recurrence
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, scan_kernel
+from verax.ops.delta._step import is_step
 
 __all__: list[str] = []
 
@@ -23,6 +27,11 @@ CHUNK_SIZES = (16, 32, 64)
 
 MAX_KEYS = 64 * 128
 """Numbers of a chunk's keys, for which there is shared memory."""
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+MAX_STEP_KEYS = 256
+"""Largest size of keys in a decode step, for which a program has registers."""
 
 
 def _accepts(chunks: Chunk, states: Any, owner: Any, **_: Any) -> bool:
@@ -43,3 +52,44 @@ def _delta_chunk_scan_triton(
     from verax.ops.gpu.delta_kernel import chunk_scan  # Pallas takes half a second to import
 
     return scan_kernel(partial(chunk_scan, columns=COLUMNS), chunks, states, owner, keep_states)
+
+
+class _StepOptions(NamedTuple):
+    scale: float
+    use_qk_l2norm: bool
+    erase_before_decay: bool
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _step(x: DeltaInputs, states: Array, options: _StepOptions) -> tuple[Array, Array]:
+    from verax.ops.gpu.delta_step_kernel import delta_step
+
+    return delta_step(x, states, **options._asdict())
+
+
+@_step.defjvp
+def _step_jvp(options: _StepOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    step = delta_recurrence.implementations["step"].function
+    return jax.jvp(lambda x, states: step(x, states, **options._asdict()), primals, tangents)
+
+
+def _accepts_step(x: DeltaInputs, initial_state: Any, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any) -> bool:
+    dtypes = all(a.dtype in FLOATS for a in x) and initial_state.dtype == jnp.float32
+    sizes = is_step(x, initial_state, cu_seqlens) and 0 < x.read.shape[3] <= MAX_STEP_KEYS and x.v.size > 0
+    return dtypes and sizes and not isinstance(scale, jax.Array) and has_compute_capability(AMPERE)
+
+
+@delta_recurrence.implementation(
+    "triton", platforms=("gpu",), single_device=True, accepts=_accepts_step, experimental=True
+)
+def _delta_step_triton(
+    x: DeltaInputs,
+    initial_state: Float[Array, "N HV K V"],
+    cu_seqlens: Int[Array, "M"] | None = None,
+    *,
+    scale: float = 1.0,
+    use_qk_l2norm: bool = False,
+    erase_before_decay: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
+    return _step(x, initial_state, _StepOptions(float(scale), use_qk_l2norm, erase_before_decay))

@@ -1,0 +1,102 @@
+"""Decode step of the delta rules for NVIDIA GPUs in Pallas, lowered to Triton.
+
+    for each sequence, value head and `columns` columns of its state, all at once:
+        for each of the few tokens:
+            S <- decay S;  Z = beta (v - erase^T S);  S <- S + write Z^T;  out = read^T S
+
+So a state is read once and written once, in place, and the keys are normalised where they are read. Columns of a state
+do not meet: programs share nothing but keys. Nothing is multiplied on tensor cores, so float32 stays float32.
+`gpu/paged_kernel.py` says why Triton compiles it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from verax.ops.delta._inputs import DeltaInputs, l2_normalize
+
+__all__ = ["columns_of_program", "delta_step"]
+
+MOST_COLUMNS, FEWEST_COLUMNS = 32, 8
+"""Columns of a state in a program: a cache line of float32, and a sector of it, which is the least that is read."""
+
+PROGRAMS = 528
+"""Programs that keep an H100's 132 multiprocessors busy, four on each."""
+
+PARAMETERS = {"num_warps": 4, "num_stages": 1}
+
+
+def columns_of_program(heads: int, V: int) -> int:
+    """Columns of a state in a program: the most that leave `PROGRAMS` to run, for `heads` states in all."""
+    columns = MOST_COLUMNS
+    while columns > FEWEST_COLUMNS and heads * pl.cdiv(V, columns) < PROGRAMS:
+        columns //= 2
+    return columns
+
+
+def delta_step(
+    x: DeltaInputs,
+    states: Float[Array, "B HV K V"],
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    erase_before_decay: bool,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
+    """`ops.delta.delta_recurrence` of few tokens, with `interpret` as `pallas_call` takes it."""
+    B, _, HV, V = x.v.shape
+    columns = columns_of_program(B * HV, V)
+    run = pl.pallas_call(
+        partial(
+            _kernel,
+            columns=columns,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            erase_before_decay=erase_before_decay,
+        ),
+        grid=(B, HV, pl.cdiv(V, columns)),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x.v.shape, states.shape)],
+        input_output_aliases={len(x): 1},
+        compiler_params=plgpu.CompilerParams(**PARAMETERS),
+        interpret=interpret,
+        name="delta_step",
+    )
+    beta, g = (a.reshape(*x.beta.shape, -1) for a in (x.beta, x.g))
+    out, states = run(*x._replace(beta=beta, g=g), states)
+    return out, states
+
+
+def _kernel(*refs: Any, columns: int, scale: float, use_qk_l2norm: bool, erase_before_decay: bool) -> None:
+    *inputs, initial, out, final = refs
+    x: Any = DeltaInputs(*inputs)
+    (_, T, H, K), (HV, V) = x.read.shape, x.v.shape[2:]
+    b, h = pl.program_id(0), pl.program_id(1)
+    k, v = jnp.arange(pl.next_power_of_2(K)), pl.program_id(2) * columns + jnp.arange(columns)
+    rows, columns_there = k < K, v < V
+    cells = rows[:, None] & columns_there[None]
+    only = jnp.arange(1)  # an index of numbers alone is not interpreted
+
+    def load(ref: Any, *at: Any, mask: Any = None) -> Array:
+        return plgpu.load(ref.at[b, *at], mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
+
+    def key(ref: Any, t: int) -> Array:
+        found = load(ref, t, h // (HV // H), k, mask=rows)
+        return l2_normalize(found) if use_qk_l2norm else found
+
+    state = load(initial, h, k[:, None], v[None], mask=cells)
+    for t in range(T):
+        g = load(x.g, t, h, only) if x.g.shape[3] == 1 else load(x.g, t, h, k, mask=rows)
+        decayed = jnp.exp(g)[:, None] * state
+        found = jnp.sum(key(x.erase, t)[:, None] * (state if erase_before_decay else decayed), axis=0)
+        written = load(x.beta, t, h, only) * (load(x.v, t, h, v, mask=columns_there) - found)
+        state = decayed + key(x.write, t)[:, None] * written[None]
+        read = scale * key(x.read, t)
+        plgpu.store(out.at[b, t, h, v], jnp.sum(read[:, None] * state, axis=0), mask=columns_there)
+    plgpu.store(final.at[b, h, k[:, None], v[None]], state, mask=cells)
