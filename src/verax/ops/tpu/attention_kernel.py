@@ -31,8 +31,9 @@ LANES = 128
 """Numbers side by side in a register."""
 
 QUERIES, KEYS = 512, 1024
-"""Queries of a tile, and keys of a block: of a v5e's cycles, its products need 2,048, the schedule has 2,356. Smaller
-blocks take up to 1.6 times as many for as much work, larger ones 0.95 times, but not with heads of 256 in float32."""
+"""Queries of a tile, and keys of a block: of a v5e's cycles, its products need 2,048, its schedule has 2,362,
+and 2,505 with a mask. Smaller blocks take up to 1.6 times as many for as much work, larger ones 0.95 times, but not
+with heads of 256 in float32."""
 
 
 class _Mask(NamedTuple):
