@@ -1,16 +1,16 @@
-"""The GPU's kernel of the delta rule's scan over chunks, interpreted."""
+"""The GPU's kernels of the delta rule's scan over chunks and of its gradient, interpreted."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.delta_scan import exact_scan, scan_problem
+from tests.support.delta_scan import cotangents, exact_scan, exact_scan_backward, scan_problem
 from verax import ops
 from verax.ops import delta
-from verax.ops.delta._scan import delta_chunk_scan
+from verax.ops.delta._scan import delta_chunk_scan, delta_chunk_scan_backward
 from verax.ops.gpu.delta import COLUMNS
-from verax.ops.gpu.delta_kernel import chunk_scan
+from verax.ops.gpu.delta_kernel import chunk_scan, chunk_scan_backward
 
 CASES = {
     "one chunk": ([0], {}),
@@ -33,6 +33,28 @@ def test_the_scan_is_that_in_float64(name):
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
     assert chunk_scan(*arguments, columns=COLUMNS, interpret=True)[2] is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_that_in_float64(name):
+    owner, sizes = CASES[name]
+    chunks, states, owner = scan_problem(len(name), owner, **sizes)
+    d_final, d_out = cotangents(1, chunks, states, owner)
+    expected = exact_scan_backward(chunks, d_final, owner, d_out)
+    kernel = chunk_scan_backward(chunks, d_final, owner, d_out, columns=COLUMNS, interpret=True)
+    for found in (kernel, delta_chunk_scan_backward.reference(chunks, d_final, owner, d_out)):
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_nan_stays_in_its_sequence_and_head_and_in_earlier_chunks():
+    chunks, states, owner = scan_problem(2, [0, 0, 1], N=2)
+    d_final, d_out = cotangents(1, chunks, states, owner)
+    d_out = d_out.at[0, 1, 0, 3, 5].set(jnp.nan)
+    d_initial, d_next = chunk_scan_backward(chunks, d_final, owner, d_out, columns=COLUMNS, interpret=True)
+    assert np.isnan(d_initial[0, 1]).any()
+    for finite in (d_initial[0, 0], d_initial[1], d_next):
+        assert np.isfinite(np.asarray(finite)).all()
 
 
 def test_the_reference_is_the_scan_in_float64():
@@ -58,8 +80,12 @@ def test_it_runs_where_it_is_named_and_lowers_for_nvidia():
         assert "triton_kernel_call" not in lowered(program, arguments)
         with ops.use_implementations(delta_recurrence="chunk", delta_chunk_scan="triton"):
             assert "delta_chunk_scan" in lowered(program, arguments)
-            loss = jax.grad(lambda *arrays: jnp.sum(jax.tree.leaves(program(*arrays))[0] ** 2), argnums=(0, 1, 2))
-            assert "delta_chunk_scan" in lowered(loss, arguments)
+        loss = jax.grad(lambda *arrays: jnp.sum(jax.tree.leaves(program(*arrays))[0] ** 2), argnums=(0, 1, 2))
+        named = {"delta_chunk_scan": "triton", "delta_chunk_scan_backward": "triton"}
+        with ops.use_implementations(delta_recurrence="chunk", **named):
+            text = lowered(loss, arguments)
+            assert text.count("delta_chunk_scan_backward") > 0
+            assert text.replace("delta_chunk_scan_backward", "").count("delta_chunk_scan") > 0
 
 
 def lowered(function, arguments):

@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.delta import RULES, extremes, inputs, options, oracle
 from verax import ops
 from verax.ops.delta._inverse import unit_lower_inverse
+from verax.ops.gpu import delta_kernel as triton
+from verax.ops.gpu.delta import COLUMNS
+from verax.ops.tpu import delta_kernel as pallas
 
 
 def loss_weights(rule, x):
@@ -64,6 +68,26 @@ def test_gradients_stay_finite_and_right_on_zero_rows_and_strong_decay(rule):
         scale = np.abs(exact).reshape(exact.shape[0], -1).max(-1).reshape(-1, *[1] * (exact.ndim - 1))
         # A zero row's gradient is 1,000 times the others' (the epsilon under its norm), hence row by row over T.
         assert np.abs((chunk[name] - exact) / np.maximum(scale, 1e-3)).max() < 2e-5, name
+
+
+INTERPRETED = {
+    "triton": partial(triton.chunk_scan_backward, columns=COLUMNS, interpret=True),
+    "pallas": partial(pallas.chunk_scan_backward, interpret=pltpu.InterpretParams(uninitialized_memory="nan")),
+}
+
+
+@pytest.mark.parametrize("kernel", INTERPRETED)
+@pytest.mark.parametrize("rule", ["delta_rule", "gated_delta_rule", "kda"])
+def test_gradients_through_the_kernels_are_those_of_the_recurrence(rule, kernel):
+    x = inputs(rule, B=1, T=39, K=32, V=48)
+    weights = [jnp.asarray(w, jnp.float32) for w in loss_weights(rule, x)]
+    x = {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
+    x["initial_state"] = jnp.asarray(np.random.default_rng(7).standard_normal(weights[1].shape), jnp.float32)
+    plain = gradients(rule, x, weights, mode="recurrent")
+    with ops.use_implementations(delta_chunk_scan_backward=INTERPRETED[kernel]):
+        found = gradients(rule, x, weights, mode="chunk", chunk_size=16)
+    for name, exact in plain.items():
+        np.testing.assert_allclose(found[name], exact, atol=2e-5 * np.abs(exact).max(), err_msg=name)
 
 
 def test_a_decay_of_minus_infinity_forgets_everything():

@@ -1,4 +1,4 @@
-"""Random problems of the delta rule's scan over chunks, and the scan in float64."""
+"""Random problems of the delta rule's scan over chunks, the scan and its gradient in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,3 +39,28 @@ def exact_scan(chunks, states, owner):
         out[i] = chunks.read[i] @ state + chunks.inner[i] @ written
         states[n] = chunks.keep[i][..., None] * state + chunks.write[i].swapaxes(-1, -2) @ written
     return out, states, np.stack(before)
+
+
+def cotangents(seed, chunks, states, owner):
+    """Random cotangents of the final states, and of the outputs, zeros where nobody owns a chunk."""
+    rng = np.random.default_rng(seed)
+    used = np.asarray(owner)[:, None, None, None, None] < len(states)
+    d_out = np.where(used, rng.standard_normal(chunks.value.shape), 0)
+    return jnp.asarray(rng.standard_normal(states.shape), jnp.float32), jnp.asarray(d_out, jnp.float32)
+
+
+def exact_scan_backward(chunks, d_final, owner, d_out):
+    """Cotangents of the initial states and of the state after each chunk, in float64."""
+    chunks = Chunk(*(np.asarray(x, np.float64) for x in chunks))
+    d_states, d_out = np.array(d_final, np.float64), np.asarray(d_out, np.float64)
+    d_next = np.zeros((len(owner), *d_states.shape[1:]))
+    for i in reversed(range(len(owner))):
+        n = min(int(owner[i]), len(d_states) - 1)
+        d_next[i] = d_states[n]
+        d_written = chunks.inner[i].swapaxes(-1, -2) @ d_out[i] + chunks.write[i] @ d_next[i]
+        d_states[n] = (
+            chunks.keep[i][..., None] * d_next[i]
+            + chunks.read[i].swapaxes(-1, -2) @ d_out[i]
+            - chunks.found[i].swapaxes(-1, -2) @ d_written
+        )
+    return d_states, d_next

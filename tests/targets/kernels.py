@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -159,6 +159,20 @@ def _delta(implementation: str, device: str, predicted: float, tokens: int = 409
     )
 
 
+def _delta_backward(implementation: str, device: str, predicted: float) -> Kernel:
+    """The gradient of `_delta`: as many products, states after chunks written in the place of outputs."""
+    forward = _delta(implementation, device, predicted)
+    chunks, state, owner = forward.args
+    value, states_of_chunks = chunks.value, owner.size * state.size
+    return replace(
+        forward,
+        operation="delta_chunk_scan_backward",
+        name="delta_chunk_scan_backward",
+        args=(chunks, state, owner, value),
+        bytes_moved=4 * (sum(x.size for x in chunks) + states_of_chunks + 2 * state.size),
+    )
+
+
 def _delta_step(device: str, predicted: float, rows: int = 64) -> Kernel:
     heads, K, V = 16, 128, 128
 
@@ -202,6 +216,7 @@ def _kernels() -> Iterator[Kernel]:
     yield _decode("pallas", "v5e", "int8", 0.55)
     yield _chunk("pallas", "v5e", 0.2)
     yield _delta("pallas", "v5e", 0.5)
+    yield _delta_backward("pallas", "v5e", 0.5)
     yield _attention("pallas", "v5e", 0.7)
     yield _decode("triton", "h100", "bfloat16", 0.6)
     yield _decode("triton", "h100", "int8", 0.4)
@@ -211,6 +226,7 @@ def _kernels() -> Iterator[Kernel]:
     yield _linear(1, 4, 128, 0.35)
     yield _linear(64, 4, 128, 0.3)
     yield _delta("triton", "h100", 0.15)
+    yield _delta_backward("triton", "h100", 0.15)
     for device in ("h100", "a100", "l4", "rtx4090"):
         yield _delta_step(device, 0.7)
     yield _attention("triton", "h100", 0.35)

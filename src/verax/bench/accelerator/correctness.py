@@ -47,6 +47,7 @@ def _permuted(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 _INTEGERS: Mapping[str, Draw] = {
     "delta_chunk_scan[2]": lambda rng, shape: np.zeros(shape),
+    "delta_chunk_scan_backward[2]": lambda rng, shape: np.zeros(shape),
     "paged_attention[3]": _permuted,
     "paged_attention[4]": lambda rng, shape: rng.integers(40, 128, shape),
     "paged_attention[5]": lambda rng, shape: 8 * np.arange(*shape),

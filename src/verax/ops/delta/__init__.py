@@ -17,13 +17,14 @@ from verax.ops.delta._rules import (
     gated_delta_rule,
     kda,
 )
-from verax.ops.delta._scan import delta_chunk_scan
+from verax.ops.delta._scan import delta_chunk_scan, delta_chunk_scan_backward
 
 __all__ = [
     "DeltaInputs",
     "DeltaOptions",
     "comba",
     "delta_chunk_scan",
+    "delta_chunk_scan_backward",
     "delta_recurrence",
     "delta_rule",
     "dplr_delta_rule",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import target
@@ -25,7 +24,7 @@ from verax.ops.delta._inputs import DeltaInputs
 from verax.ops.delta._inverse import unit_lower_inverse
 from verax.ops.delta._packing import Layout, align
 from verax.ops.delta._recurrence import delta_recurrence
-from verax.ops.delta._scan import Chunk, advance, delta_chunk_scan, matmul, matmul_tn, put, take
+from verax.ops.delta._scan import Chunk, advance, delta_chunk_scan, delta_chunk_scan_backward, matmul
 
 __all__ = ["SMALLEST_CHUNK", "chunk_backward", "chunk_forward", "chunk_layout"]
 
@@ -144,16 +143,7 @@ def _walk_backward(erase_before_decay: bool, residuals: tuple, cotangents: tuple
     x, owner, before = residuals
     d_out, d_final = cotangents
     chunks, pull_prepare = jax.vjp(lambda x: _prepare(x, erase_before_decay), x)
-    # The part that does not pass through the next state, all chunks at once: out = read S + inner (value - found S).
-    direct = matmul_tn(chunks.read, d_out) - matmul_tn(chunks.found, matmul_tn(chunks.inner, d_out))
-
-    def body(d_states: Array, step: tuple[Chunk, Array, Array]) -> tuple[Array, Array]:
-        chunk, direct, n = step
-        d_next = take(d_states, n)
-        d_state = direct + chunk.keep[..., None] * d_next - matmul_tn(chunk.found, matmul(chunk.write, d_next))
-        return put(d_states, d_state, n), d_next
-
-    d_initial, d_next = lax.scan(body, d_final, (chunks, direct, owner), reverse=True)
+    d_initial, d_next = delta_chunk_scan_backward(chunks, d_final, owner, d_out)
     _, pull_advance = jax.vjp(lambda chunks: advance(chunks, before), chunks)
     return *pull_prepare(*pull_advance((d_next, d_out))), d_initial, None
 

@@ -1,15 +1,12 @@
-"""The scan over chunks: the one part of the chunked recurrence that runs in sequence (`_chunk.py` has the rest).
+"""The scan over chunks and its gradient: what runs in sequence of the chunked recurrence (`_chunk.py` has the rest).
 
 Axes: `[n m R C D]` for n chunks, m = B H batches and key heads, R value heads of each key head, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -17,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32, int32
 
-__all__ = ["Chunk", "advance", "delta_chunk_scan", "matmul", "matmul_tn", "put", "scan_kernel", "take"]
+__all__ = ["Chunk", "advance", "delta_chunk_scan", "delta_chunk_scan_backward", "matmul", "matmul_tn"]
 
 
 class Chunk(NamedTuple):
@@ -57,20 +54,57 @@ def delta_chunk_scan(
     # uses takes the last sequence's and leaves it as it is, its inputs being zeros.
     def body(states: Array, step: tuple[Chunk, Array]) -> tuple[Array, tuple[Array, Array | None]]:
         chunk, n = step
-        before = take(states, n)
+        before = _take(states, n)
         state, out = advance(chunk, before)
-        return put(states, state, n), (out, before if keep_states else None)
+        return _put(states, state, n), (out, before if keep_states else None)
 
     final, (out, before) = lax.scan(body, states, (chunks, owner))
     return out, final, before
 
 
+@operation
+def delta_chunk_scan_backward(
+    chunks: Chunk, d_final: Float[Array, "N m R K V"], owner: Int[Array, "n"], d_out: Float[Array, "n m R C V"]
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    """Cotangents of the initial states, and of the state after each chunk: from the last chunk to the first
+
+        Y = inner^T d_out + write dS;  dS <- keep dS + read^T d_out - found^T Y
+
+    Args:
+        chunks: see `delta_chunk_scan`.
+        d_final: cotangent of each sequence's final state.
+        owner: see `delta_chunk_scan`.
+        d_out: cotangents of the outputs, zeros for an unused chunk.
+    """
+    # The part that does not pass through the next state, all chunks at once.
+    direct = matmul_tn(chunks.read, d_out) - matmul_tn(chunks.found, matmul_tn(chunks.inner, d_out))
+
+    def body(d_states: Array, step: tuple[Chunk, Array, Array]) -> tuple[Array, Array]:
+        chunk, direct, n = step
+        d_next = _take(d_states, n)
+        d_state = direct + chunk.keep[..., None] * d_next - matmul_tn(chunk.found, matmul(chunk.write, d_next))
+        return _put(d_states, d_state, n), d_next
+
+    return lax.scan(body, d_final, (chunks, direct, owner), reverse=True)
+
+
 @delta_chunk_scan.example
 def _examples() -> list[Example]:
+    chunks, states, owner, _ = _typical()
+    return [Example((chunks, states, owner), label="128 tokens")]
+
+
+@delta_chunk_scan_backward.example
+def _backward_examples() -> list[Example]:
+    return [Example(_typical(), label="128 tokens")]
+
+
+def _typical() -> tuple[Any, ...]:
+    """Chunks, states, owners and cotangents of the outputs, as shapes."""
     heads, C, K, V = (2, 16, 2), 64, 128, 128
-    key = float32(*heads, C, K)
-    chunks = Chunk(float32(*heads, C, V), key, key, float32(*heads, 1), key, float32(*heads, C, C))
-    return [Example((chunks, float32(1, *heads[1:], K, V), int32(2)), label="128 tokens")]
+    key, value = float32(*heads, C, K), float32(*heads, C, V)
+    chunks = Chunk(value, key, key, float32(*heads, 1), key, float32(*heads, C, C))
+    return chunks, float32(1, *heads[1:], K, V), int32(2), value
 
 
 def advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Float[Array, "*B K V"], Float[Array, "*B C V"]]:
@@ -80,12 +114,12 @@ def advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Float[Array, "
     return chunk.keep[..., None] * state + matmul_tn(chunk.write, written), out
 
 
-def take(states: Float[Array, "N *B"], n: Int[Array, ""]) -> Float[Array, "*B"]:
+def _take(states: Float[Array, "N *B"], n: Int[Array, ""]) -> Float[Array, "*B"]:
     """State of sequence n; of the last one, if there is no sequence n."""
     return lax.dynamic_index_in_dim(states, n, keepdims=False)
 
 
-def put(states: Float[Array, "N *B"], state: Float[Array, "*B"], n: Int[Array, ""]) -> Float[Array, "N *B"]:
+def _put(states: Float[Array, "N *B"], state: Float[Array, "*B"], n: Int[Array, ""]) -> Float[Array, "N *B"]:
     """States with that of sequence n replaced."""
     return lax.dynamic_update_index_in_dim(states, state, n, axis=0)
 
@@ -98,25 +132,3 @@ def matmul(a: Float[Array, "*B i j"], b: Float[Array, "*B j k"]) -> Float[Array,
 def matmul_tn(a: Float[Array, "*B j i"], b: Float[Array, "*B j k"]) -> Float[Array, "*B i k"]:
     """`a^T b`."""
     return jnp.einsum("...ji,...jk->...ik", a, b, precision=lax.Precision.HIGHEST)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 4))
-def scan_kernel(
-    kernel: Callable[..., Any], chunks: Chunk, states: Array, owner: Array, keep_states: bool
-) -> tuple[Array, Array, Array | None]:
-    """Result of a kernel that has no derivative; the reference has that.
-
-    Args:
-        kernel: function of the other arguments.
-        chunks, states, owner, keep_states: see `delta_chunk_scan`.
-    """
-    return kernel(chunks, states, owner, keep_states=keep_states)
-
-
-@scan_kernel.defjvp
-def _scan_kernel_jvp(
-    kernel: Callable[..., Any], keep_states: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    # Only where a gradient is differentiated again: the first one has the chunked recurrence's own backward pass.
-    reference = partial(delta_chunk_scan.reference, keep_states=keep_states)
-    return scan_kernel(kernel, *primals, keep_states), jax.jvp(reference, primals, tangents)[1]

@@ -1,18 +1,19 @@
-"""The delta rules by kernels for NVIDIA GPUs: their scan over chunks, `delta_kernel.py`, and their decode step,
-`delta_step_kernel.py`."""
+"""The delta rules by kernels for NVIDIA GPUs: their scan over chunks and its gradient, `delta_kernel.py`, and
+their decode step, `delta_step_kernel.py`."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from verax.ops._derivative import differentiated_as
 from verax.ops._target import AMPERE, has_compute_capability
 from verax.ops.delta import DeltaInputs, delta_recurrence
-from verax.ops.delta._scan import Chunk, delta_chunk_scan, scan_kernel
+from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
 from verax.ops.delta._step import is_step
 
 __all__: list[str] = []
@@ -34,7 +35,7 @@ MAX_STEP_KEYS = 256
 """Largest size of keys in a decode step, for which a program has registers."""
 
 
-def _accepts(chunks: Chunk, states: Any, owner: Any, **_: Any) -> bool:
+def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
     C, K, V = chunks.found.shape[-2], *states.shape[-2:]
     sizes = K in KEY_SIZES and V % COLUMNS == 0 and C in CHUNK_SIZES and C * K <= MAX_KEYS
     float32 = all(x.dtype == jnp.float32 for x in (*chunks, states))
@@ -51,26 +52,21 @@ def _delta_chunk_scan_triton(
 ) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
     from verax.ops.gpu.delta_kernel import chunk_scan  # Pallas takes half a second to import
 
-    return scan_kernel(partial(chunk_scan, columns=COLUMNS), chunks, states, owner, keep_states)
+    options = {"keep_states": keep_states}
+    reference = partial(delta_chunk_scan.reference, **options)
+    return differentiated_as(reference, partial(chunk_scan, columns=COLUMNS, **options), chunks, states, owner)
 
 
-class _StepOptions(NamedTuple):
-    scale: float
-    use_qk_l2norm: bool
-    erase_before_decay: bool
+@delta_chunk_scan_backward.implementation(
+    "triton", platforms=("gpu",), single_device=True, accepts=_accepts, experimental=True
+)
+def _delta_chunk_scan_backward_triton(
+    chunks: Chunk, d_final: Float[Array, "N m R K V"], owner: Int[Array, "n"], d_out: Float[Array, "n m R C V"]
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    from verax.ops.gpu.delta_kernel import chunk_scan_backward
 
-
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _step(x: DeltaInputs, states: Array, options: _StepOptions) -> tuple[Array, Array]:
-    from verax.ops.gpu.delta_step_kernel import delta_step
-
-    return delta_step(x, states, **options._asdict())
-
-
-@_step.defjvp
-def _step_jvp(options: _StepOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-    step = delta_recurrence.implementations["step"].function
-    return jax.jvp(lambda x, states: step(x, states, **options._asdict()), primals, tangents)
+    kernel = partial(chunk_scan_backward, columns=COLUMNS)
+    return differentiated_as(delta_chunk_scan_backward.reference, kernel, chunks, d_final, owner, d_out)
 
 
 def _accepts_step(x: DeltaInputs, initial_state: Any, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any) -> bool:
@@ -92,4 +88,12 @@ def _delta_step_triton(
     erase_before_decay: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
-    return _step(x, initial_state, _StepOptions(float(scale), use_qk_l2norm, erase_before_decay))
+    from verax.ops.gpu.delta_step_kernel import delta_step
+
+    options = {
+        "scale": float(scale),
+        "use_qk_l2norm": use_qk_l2norm,
+        "erase_before_decay": erase_before_decay,
+    }
+    reference = partial(delta_recurrence.implementations["step"].function, **options)
+    return differentiated_as(reference, partial(delta_step, **options), x, initial_state)

@@ -1,8 +1,10 @@
-"""The delta rule's scan over chunks for NVIDIA GPUs in Pallas, lowered to Triton.
+"""The delta rule's scan over chunks and its gradient for NVIDIA GPUs in Pallas, lowered to Triton.
 
     for each sequence, head and `columns` columns of the state, all at once:
         for each of the sequence's chunks:
             Z = value - found S;  out = read S + inner Z;  S <- keep S + write^T Z
+
+The gradient goes from the last chunk to the first, with a state's cotangent in the place of the state.
 
 So the state stays in registers from a sequence's first chunk to its last. Columns of a state do not meet: they are
 spread over programs, each of which reads the keys again. `gpu/paged_kernel.py` says why Triton compiles it.
@@ -22,13 +24,16 @@ from jaxtyping import Array, Float, Int
 
 from verax.ops.delta._scan import Chunk
 
-__all__ = ["chunk_scan"]
+__all__ = ["chunk_scan", "chunk_scan_backward"]
 
 EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 """float32 products on tensor cores, of two TF32 numbers for each float32: errors of 1e-6. No CPU has them."""
 
 ROWS = 32
 """Rows of a state that are multiplied at a time. More of them, more columns, or fewer warps spill registers."""
+
+BACKWARD_ROWS = 128
+"""Likewise for the gradient, where fewer spill registers."""
 
 PARAMETERS = {"num_warps": 8, "num_stages": 1}
 
@@ -62,14 +67,64 @@ def chunk_scan(
         interpret=interpret,
         name="delta_chunk_scan",
     )
-    owner = jnp.minimum(owner, N - 1)  # unused chunks leave the last sequence's state as it is
-    firsts = jnp.searchsorted(owner, jnp.arange(N + 1)).astype(jnp.int32)
-    out, final, *before = run(firsts, states.reshape(shapes[1]), *(x.reshape(n, m * R, *x.shape[3:]) for x in chunks))
+    out, final, *before = run(
+        _firsts(owner, N), states.reshape(shapes[1]), *(x.reshape(n, m * R, *x.shape[3:]) for x in chunks)
+    )
     return (
         out.reshape(n, m, R, C, V),
         final.reshape(states.shape),
         before[0].reshape(n, m, R, K, V) if keep_states else None,
     )
+
+
+def chunk_scan_backward(
+    chunks: Chunk,
+    d_final: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    d_out: Float[Array, "n m R C V"],
+    *,
+    columns: int,
+    interpret: bool = False,
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    """`ops.delta.delta_chunk_scan_backward`; with `columns` and `interpret` as in `chunk_scan`."""
+    (n, m, R, _, V), (N, *_, K, _) = d_out.shape, d_final.shape
+    shapes = (N, m * R, K, V), (n, m * R, K, V)
+    run = pl.pallas_call(
+        partial(_backward_kernel, columns=columns, precision=lax.Precision.HIGHEST if interpret else EXACT),
+        grid=(N, m * R, V // columns),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        compiler_params=plgpu.CompilerParams(**PARAMETERS),
+        interpret=interpret,
+        name="delta_chunk_scan_backward",
+    )
+    inputs = (x.reshape(n, m * R, *x.shape[3:]) for x in chunks._replace(value=d_out))
+    d_initial, d_next = run(_firsts(owner, N), d_final.reshape(shapes[0]), *inputs)
+    return d_initial.reshape(d_final.shape), d_next.reshape(n, m, R, K, V)
+
+
+def _firsts(owner: Int[Array, "n"], N: int) -> Int[Array, "M"]:
+    """First chunk of each sequence, and the number of chunks; unused ones leave the last sequence's state as it is."""
+    return jnp.searchsorted(jnp.minimum(owner, N - 1), jnp.arange(N + 1)).astype(jnp.int32)
+
+
+def _parts(K: int, size: int) -> list[Array]:
+    """Rows of each part of a state, so many or all."""
+    return [first + jnp.arange(min(K, size))[None] for first in range(0, K, size)]
+
+
+def _read(rows: list[Array], state: tuple[Array, ...], keys: Any, i: Any, h: Any, precision: Any) -> Array:
+    """Transposed product of a chunk's keys with the state, of which each part is transposed too."""
+    c = jnp.arange(keys.shape[2])[None]
+    products = (
+        plgpu.dot(part, plgpu.load(keys.at[i, h, c, k.T]), precision=precision)
+        for k, part in zip(rows, state, strict=True)
+    )
+    return reduce(jnp.add, products)
+
+
+def _keep(keep: Any, i: Any, h: Any, k: Array) -> Array:
+    """Decay of these rows over a chunk: one for all, or one for each."""
+    return plgpu.load(keep.at[i, h, k % keep.shape[2]])
 
 
 def _kernel(firsts: Any, initial: Any, *refs: Any, columns: int, precision: Any) -> None:
@@ -78,31 +133,52 @@ def _kernel(firsts: Any, initial: Any, *refs: Any, columns: int, precision: Any)
     C, K = chunks.found.shape[2:]
     b, h = pl.program_id(0), pl.program_id(1)
     c, v = jnp.arange(C)[None], (pl.program_id(2) * columns + jnp.arange(columns))[:, None]
-    rows = [first + jnp.arange(min(K, ROWS))[None] for first in range(0, K, ROWS)]
-
-    def dot(x: Array, y: Array) -> Array:
-        return plgpu.dot(x, y, precision=precision)
+    rows = _parts(K, ROWS)
+    dot = partial(plgpu.dot, precision=precision)
 
     def body(i: Any, state: tuple[Array, ...]) -> tuple[Array, ...]:
         for ref in before:
             for k, part in zip(rows, state, strict=True):
                 plgpu.store(ref.at[i, h, k, v], part)
-
-        def read(keys: Any) -> Array:
-            products = (dot(part, plgpu.load(keys.at[i, h, c, k.T])) for k, part in zip(rows, state, strict=True))
-            return reduce(jnp.add, products)
-
-        written = plgpu.load(chunks.value.at[i, h, c, v]) - read(chunks.found)
+        written = plgpu.load(chunks.value.at[i, h, c, v]) - _read(rows, state, chunks.found, i, h, precision)
         inner = plgpu.load(chunks.inner.at[i, h, c, c.T])
-        plgpu.store(out.at[i, h, c, v], read(chunks.read) + dot(written, inner))
-
-        def update(k: Array, part: Array) -> Array:
-            keep = plgpu.load(chunks.keep.at[i, h, k % chunks.keep.shape[2]])  # one for all keys, or one for each
-            return keep * part + dot(written, plgpu.load(chunks.write.at[i, h, c.T, k]))
-
-        return tuple(update(k, part) for k, part in zip(rows, state, strict=True))
+        plgpu.store(out.at[i, h, c, v], _read(rows, state, chunks.read, i, h, precision) + dot(written, inner))
+        return tuple(
+            _keep(chunks.keep, i, h, k) * part + dot(written, plgpu.load(chunks.write.at[i, h, c.T, k]))
+            for k, part in zip(rows, state, strict=True)
+        )
 
     state = tuple(plgpu.load(initial.at[b, h, k, v]) for k in rows)
     state = lax.fori_loop(firsts[b], firsts[b + 1], body, state)
     for k, part in zip(rows, state, strict=True):
         plgpu.store(final.at[b, h, k, v], part)
+
+
+def _backward_kernel(firsts: Any, d_final: Any, *refs: Any, columns: int, precision: Any) -> None:
+    *inputs, d_initial, d_next = refs
+    chunks: Any = Chunk(*inputs)  # with the cotangents of outputs in the place of values
+    C, K = chunks.found.shape[2:]
+    b, h = pl.program_id(0), pl.program_id(1)
+    c, v = jnp.arange(C)[None], (pl.program_id(2) * columns + jnp.arange(columns))[:, None]
+    rows = _parts(K, BACKWARD_ROWS)
+    dot = partial(plgpu.dot, precision=precision)
+    first, end = firsts[b], firsts[b + 1]
+
+    def body(turn: Any, d_state: tuple[Array, ...]) -> tuple[Array, ...]:
+        i = first + end - 1 - turn
+        for k, part in zip(rows, d_state, strict=True):
+            plgpu.store(d_next.at[i, h, k, v], part)
+        d_out = plgpu.load(chunks.value.at[i, h, c, v])
+        inner = plgpu.load(chunks.inner.at[i, h, c.T, c])
+        d_written = dot(d_out, inner) + _read(rows, d_state, chunks.write, i, h, precision)
+
+        def update(k: Array, part: Array) -> Array:
+            part = _keep(chunks.keep, i, h, k) * part - dot(d_written, plgpu.load(chunks.found.at[i, h, c.T, k]))
+            return part + dot(d_out, plgpu.load(chunks.read.at[i, h, c.T, k]))
+
+        return tuple(update(k, part) for k, part in zip(rows, d_state, strict=True))
+
+    d_state = tuple(plgpu.load(d_final.at[b, h, k, v]) for k in rows)
+    d_state = lax.fori_loop(first, end, body, d_state)
+    for k, part in zip(rows, d_state, strict=True):
+        plgpu.store(d_initial.at[b, h, k, v], part)

@@ -1,13 +1,15 @@
-"""The delta rule's scan over chunks by a Pallas kernel for TPUs, `delta_kernel.py`."""
+"""The delta rule's scan over chunks and its gradient by Pallas kernels for TPUs, `delta_kernel.py`."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops.delta._scan import Chunk, delta_chunk_scan, scan_kernel
+from verax.ops._derivative import differentiated_as
+from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
 
 __all__: list[str] = []
 
@@ -19,7 +21,7 @@ MAX_STATE, MAX_CHUNK = 256 * 256, 64
 """Numbers of a state, and tokens of a chunk, for which there is vector memory."""
 
 
-def _accepts(chunks: Chunk, states: Any, owner: Any, **_: Any) -> bool:
+def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
     C, K, V = chunks.found.shape[-2], *states.shape[-2:]
     sizes = K % LANES == 0 and V % LANES == 0 and C % SUBLANES == 0 and K * V <= MAX_STATE and C <= MAX_CHUNK
     float32 = all(x.dtype == jnp.float32 for x in (*chunks, states))
@@ -36,4 +38,18 @@ def _delta_chunk_scan_pallas(
 ) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
     from verax.ops.tpu.delta_kernel import chunk_scan  # Pallas takes half a second to import
 
-    return scan_kernel(chunk_scan, chunks, states, owner, keep_states)
+    options = {"keep_states": keep_states}
+    reference = partial(delta_chunk_scan.reference, **options)
+    return differentiated_as(reference, partial(chunk_scan, **options), chunks, states, owner)
+
+
+@delta_chunk_scan_backward.implementation(
+    "pallas", platforms=("tpu",), single_device=True, accepts=_accepts, experimental=True
+)
+def _delta_chunk_scan_backward_pallas(
+    chunks: Chunk, d_final: Float[Array, "N m R K V"], owner: Int[Array, "n"], d_out: Float[Array, "n m R C V"]
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    from verax.ops.tpu.delta_kernel import chunk_scan_backward
+
+    reference = delta_chunk_scan_backward.reference
+    return differentiated_as(reference, chunk_scan_backward, chunks, d_final, owner, d_out)

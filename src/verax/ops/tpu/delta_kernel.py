@@ -1,10 +1,12 @@
-"""The delta rule's scan over chunks for TPUs in Pallas.
+"""The delta rule's scan over chunks and its gradient for TPUs in Pallas.
 
     for each few heads:
         for each chunk:
             S <- the initial state, if the chunk is a sequence's first
             Z = value - found S;  out = read S + inner Z;  S <- keep S + write^T Z
             the final state <- S, if it is the sequence's last
+
+The gradient goes from the last chunk to the first, with a state's cotangent in the place of the state.
 
 So the state stays in vector memory from a sequence's first chunk to its last, and a chunk's inputs are copied while the
 chunk before it is multiplied. Products of one head wait for each other, those of several heads do not. The state lies
@@ -24,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from verax.ops.delta._scan import Chunk
 from verax.ops.tpu.products import product
 
-__all__ = ["chunk_scan", "heads_of_step"]
+__all__ = ["chunk_scan", "chunk_scan_backward", "heads_of_step"]
 
 MAX_HEADS = 8
 """Heads that are multiplied together."""
@@ -74,12 +76,56 @@ def chunk_scan(
     )
     owner = jnp.minimum(owner, N - 1).astype(jnp.int32)  # unused chunks leave the last sequence's state as it is
     out, final, *before = run(owner, states.reshape(shapes[1]), *inputs)
-    has_chunks = jnp.zeros(N, bool).at[owner].set(True)[:, None, None, None, None]
     return (
         out.reshape(chunks.value.shape),
-        jnp.where(has_chunks, final.reshape(states.shape), states),
+        _where_chunks(owner, final, states),
         before[0].reshape(n, m, R, K, V) if keep_states else None,
     )
+
+
+def chunk_scan_backward(
+    chunks: Chunk,
+    d_final: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    d_out: Float[Array, "n m R C V"],
+    *,
+    interpret: Any = False,
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    """`ops.delta.delta_chunk_scan_backward`, in float32; with `interpret` as `pallas_call` takes it."""
+    (n, m, R, C, V), (N, *_, K, _) = d_out.shape, d_final.shape
+    heads = m * R
+    together = heads_of_step(heads, C, K, V)
+
+    def of_chunk(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, together, *shape), lambda h, i, owner: (n - 1 - i, h, 0, 0))
+
+    of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[n - 1 - i], h, 0, 0))
+    shapes = (N, heads, K, V), (n, heads, K, V)
+    given = chunks._replace(value=d_out, keep=chunks.keep[..., None, :])
+    inputs = [x.reshape(n, heads, *x.shape[3:]) for x in given]
+    run = pl.pallas_call(
+        _backward_kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(heads, together), n),
+            in_specs=[of_sequence, *(of_chunk(*x.shape[2:]) for x in inputs)],
+            out_specs=[of_sequence, of_chunk(K, V)],
+            scratch_shapes=[pltpu.VMEM((together, V, K), jnp.float32)],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="delta_chunk_scan_backward",
+    )
+    owner = jnp.minimum(owner, N - 1).astype(jnp.int32)
+    d_initial, d_next = run(owner, d_final.reshape(shapes[0]), *inputs)
+    return _where_chunks(owner, d_initial, d_final), d_next.reshape(n, m, R, K, V)
+
+
+def _where_chunks(owner: Int[Array, "n"], after: Array, before: Float[Array, "N m R K V"]) -> Float[Array, "N m R K V"]:
+    """States that the kernel wrote, and those before for sequences without chunks."""
+    has_chunks = jnp.zeros(before.shape[0], bool).at[owner].set(True)[:, None, None, None, None]
+    return jnp.where(has_chunks, after.reshape(before.shape), before)
 
 
 def _kernel(owner: Any, initial: Any, *refs: Any) -> None:
@@ -106,3 +152,30 @@ def _kernel(owner: Any, initial: Any, *refs: Any) -> None:
     def _() -> None:
         for h in heads:
             final[0, h] = state[h].T
+
+
+def _backward_kernel(owner: Any, d_final: Any, *refs: Any) -> None:
+    *inputs, d_initial, d_next, d_state = refs
+    chunk: Any = Chunk(*inputs)  # with the cotangents of outputs in the place of values
+    n = owner.shape[0]
+    i = n - 1 - pl.program_id(1)
+    heads = range(d_state.shape[0])
+
+    @pl.when((i == n - 1) | (owner[jnp.minimum(i + 1, n - 1)] != owner[i]))
+    def _() -> None:
+        for h in heads:
+            d_state[h] = d_final[0, h].T
+
+    for h in heads:
+        d_next[0, h] = d_state[h].T
+
+    for h in heads:
+        d_out = chunk.value[0, h]
+        d_written = product(chunk.inner[0, h], d_out, (0, 0)) + product(chunk.write[0, h], d_state[h], (1, 1))
+        through = product(d_out, chunk.read[0, h], (0, 0)) - product(d_written, chunk.found[0, h], (0, 0))
+        d_state[h] = chunk.keep[0, h] * d_state[h] + through
+
+    @pl.when((i == 0) | (owner[jnp.maximum(i - 1, 0)] != owner[i]))
+    def _() -> None:
+        for h in heads:
+            d_initial[0, h] = d_state[h].T
