@@ -11,6 +11,7 @@ from tests.support.attention import exact_attention, float64
 from tests.support.cpu import for_each_level, needs_library
 from verax import ops
 from verax.ops.cpu import library
+from verax.ops.cpu.attention import IN_PLACE
 
 pytestmark = needs_library
 
@@ -216,6 +217,37 @@ def test_memory_is_linear_in_the_sequence():
     shapes = [jax.ShapeDtypeStruct((1, 16384, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
     compiled = native.lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def test_many_queries_give_their_memory_to_the_results():
+    q = jax.ShapeDtypeStruct((1, 32768, 2, 64), jnp.float32)
+    k = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.float32)
+
+    def attend(q, k, v):
+        # A loop, whose result is an array of its own: sums would be fused with the copy of a parameter.
+        q = jax.lax.fori_loop(0, 4, lambda i, q: q.at[:, i].add(1), q * 2)
+        return ops.attention(q, k, v, causal=False).sum()
+
+    assert q.size >= IN_PLACE
+    memory = jax.jit(attend).lower(q, k, k).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.1 * 4 * q.size
+
+
+def test_results_in_place_are_those_elsewhere_and_leave_queries_that_are_used_later():
+    q, _, _ = arrays(1, 32768, 1, 2, 2, 64)
+    k, v = q[:, :16], q[:, 16:32]
+    doubled, out = jax.jit(lambda q: (q * 2, native(q * 2, q[:, :16], q[:, 16:32], causal=False)))(q)
+    np.testing.assert_array_equal(doubled, q * 2)
+    parts = [native(2 * part, k, v, causal=False) for part in jnp.split(q, 4, axis=1)]  # each below IN_PLACE
+    np.testing.assert_array_equal(out, jnp.concatenate(parts, axis=1))
+
+
+def test_one_array_may_be_queries_keys_and_values():
+    q, _, _ = arrays(1, 32768, 1, 2, 2, 64)
+    window = dict(causal=True, window=16)
+    whole = jax.jit(lambda q: ops.attention(q + 0.5, q + 0.5, q + 0.5, **window))(q)
+    part = q[:, :4096] + 0.5
+    np.testing.assert_array_equal(whole[:, :4096], ops.attention(part, part, part, **window))
 
 
 def test_it_is_chosen_except_where_queries_see_nothing():

@@ -21,6 +21,10 @@ FLOATS = (jnp.float32, jnp.bfloat16)
 MAX_GROUP = 64
 """Query heads that may share a key/value head: they are rows of one tile (`ATTENTION_ROWS` in native/)."""
 
+IN_PLACE = 1 << 22
+"""Numbers of the queries from which the results take their memory. XLA copies queries that it cannot give away, or that
+were reshaped: of fewer, a copy takes longer than new memory is worth."""
+
 
 def takes(q: Any, k: Any, v: Any, num_kv_heads: int) -> bool:
     """True if the C++ kernels take arrays of these dtypes and head counts."""
@@ -63,7 +67,11 @@ def _attention(
 ) -> Float[Array, "B T N H"]:
     listed = jnp.zeros((0, 0), jnp.int32) if segments is None else segments.astype(jnp.int32)
     attributes = score_attributes(q, scale, window, soft_cap)
-    return library.call("verax_attention", q.shape, q, k, v, listed, causal=causal, **attributes)
+    # The kernel reads a tile's queries before it writes the tile's results, which may therefore take their place.
+    in_place = int(q.dtype == jnp.float32 and q.size >= IN_PLACE)
+    result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    arrays = q, k, v, listed
+    return library.call_many("verax_attention", [result], *arrays, changed=in_place, causal=causal, **attributes)[0]
 
 
 @_attention.defjvp
