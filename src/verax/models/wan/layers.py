@@ -129,8 +129,18 @@ class Float32Linear(Linear):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         """Map the last axis."""
-        bias = None if self.bias is None else self.bias[...]
-        return ops.linear(x, self.weight[...].astype(jnp.float32), bias)
+        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
+        if weight.dtype != jnp.bfloat16:
+            return ops.linear(x, weight.astype(jnp.float32), bias)
+        # Three bfloat16 numbers add up to a float32 exactly. In float32, the weight would take as much memory as the
+        # tokens of a short clip.
+        parts, rest = list[Array](), x.astype(jnp.float32)
+        for _ in range(3):
+            # Not by a cast and back, which XLA leaves out.
+            parts.append(lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+            rest = rest - parts[-1]
+        y = jnp.sum(ops.linear(jnp.stack(parts), weight), axis=0)
+        return y if bias is None else y + bias.astype(jnp.float32)
 
 
 class PatchEmbedding(nnx.Module):
