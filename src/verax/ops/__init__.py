@@ -30,6 +30,7 @@ from verax.ops.pages import Pages, QuantizedPages, new_pages
 from verax.ops.quantized import QuantizedWeight, quantize
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 from verax.ops.short_convolution import short_convolution
+from verax.ops.update_rows import update_rows
 
 # Fast implementations register themselves with the operations above.
 import verax.ops.cpu.activations  # isort: skip
@@ -100,6 +101,7 @@ __all__ = [
     "short_convolution",
     "target",
     "tracing_context",
+    "update_rows",
     "use_earlier_programs",
     "use_implementations",
     "use_target",

@@ -237,10 +237,17 @@ class SelfAttention(Projections):
     """Attention among all tokens, with queries and keys turned by their positions."""
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: AttentionFn) -> Float[Array, "B T D"]:
-        q = rotate(self.split(self.norm_q(self.q(x))), rotary)
-        k = rotate(self.split(self.norm_k(self.k(x))), rotary)
-        v = self.split(self.v(x))
-        return self.o(attend(q, k.astype(self.dtype), v.astype(self.dtype)).reshape(x.shape))
+        q, k, v = ops.update_rows(self._project, self.split(x), *(table[None] for table in rotary))
+        return ops.update_rows(self.o, attend(q, k, v).reshape(x.shape))
+
+    def _project(
+        self, x: Float[Array, "B T N H"], cos: Float[Array, "1 T H"], sin: Float[Array, "1 T H"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"], Float[Array, "B T N H"]]:
+        """Queries, keys and values of tokens whose numbers are divided among the heads."""
+        x = x.reshape(*x.shape[:2], -1)
+        q = rotate(self.split(self.norm_q(self.q(x))), (cos[0], sin[0]))
+        k = rotate(self.split(self.norm_k(self.k(x))), (cos[0], sin[0]))
+        return q, k.astype(self.dtype), self.split(self.v(x)).astype(self.dtype)
 
 
 class CrossAttention(Projections):
@@ -262,11 +269,14 @@ class CrossAttention(Projections):
         return CrossKeys(k.astype(self.dtype), v.astype(self.dtype), k_img, v_img)
 
     def __call__(self, x: Float[Array, "B T D"], keys: CrossKeys, attend: AttentionFn) -> Float[Array, "B T D"]:
-        q = self.split(self.norm_q(self.q(x)))
-        out = attend(q, keys.k, keys.v)
-        if keys.k_img is not None and keys.v_img is not None:
-            out += attend(q, keys.k_img, keys.v_img)
-        return self.o(out.reshape(x.shape))
+        def attend_rows(x: Array) -> Array:
+            q = self.split(self.norm_q(self.q(x)))
+            out = attend(q, keys.k, keys.v)
+            if keys.k_img is not None and keys.v_img is not None:
+                out += attend(q, keys.k_img, keys.v_img)
+            return self.o(out.reshape(x.shape))
+
+        return ops.update_rows(attend_rows, x)
 
 
 class Block(nnx.Module):
@@ -309,7 +319,8 @@ class Block(nnx.Module):
         tokens = normalize(x, shift, scale, self.eps).reshape(B, -1, D)
         x = x + _of_frames(gate) * self.self_attn(tokens, rotary, attend_self).reshape(x.shape)
         x = x + self.cross_attn(self.norm3(x).reshape(B, -1, D), keys, attend).reshape(x.shape)
-        return x + _of_frames(gate_ffn) * self.ffn(normalize(x, shift_ffn, scale_ffn, self.eps))
+        tokens = normalize(x, shift_ffn, scale_ffn, self.eps).reshape(B, -1, D)
+        return x + _of_frames(gate_ffn) * ops.update_rows(self.ffn, tokens).reshape(x.shape)
 
 
 class Head(nnx.Module):
