@@ -20,7 +20,7 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
 from verax.models.lam_layers import DeltaNetConfig, EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet, Rule
-from verax.nn import Embedding, LayerNorm, Linear, fused_gelu_linear
+from verax.nn import Embedding, LayerNorm, Linear
 
 __all__ = ["LamConfig", "LamModel"]
 
@@ -153,7 +153,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = self.attention.output(mixed, x)
-        inner = fused_gelu_linear(x, self.intermediate.dense)
+        inner = ops.gelu(self.intermediate.dense(x))
         # As published, GELU is applied twice: by MiniLM's module and again by LAM's.
         return self.output(ops.gelu(inner) if self.published else inner, x)
 
