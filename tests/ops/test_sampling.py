@@ -138,3 +138,23 @@ def test_logprobs_are_those_of_log_softmax_and_ranks_count_better_tokens():
     assert ranks.tolist() == [1 + (exact[0] > exact[0, 4]).sum(), 1 + (exact[1] > exact[1, 0]).sum(), 1, 0]
     assert not values[3].any()  # not wanted
     assert not ids[3].any()
+
+
+ADJUSTED = [{"presence": 0.5}, {"frequency": 0.3}, {"repetition": 1.3}, {"bias": {3: 4.0}}]
+HELD_BACK = {"banned": [5, 6], "min_length": 30}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("adjusted", [{}, *ADJUSTED, HELD_BACK], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_form_without_a_sort_adjusts_scores_as_the_sorting_form_does(adjusted, temperature, masked):
+    """In a batch whose other rows need nothing of it: their tokens stay those that they have alone."""
+    rng = np.random.default_rng(3)
+    V, logits = 40, rng.standard_normal((3, 40)).astype(np.float32)
+    how = [{"temperature": temperature, **options} for options in ({}, adjusted, {})]
+    mask = rng.integers(-(2**31), 2**31, (3, 2)) if masked else None
+    given = {"tokens": rng.integers(0, V, (3, 25)), "lengths": [20, 20, 20], "num_prompt": 4, "mask": mask}
+    got = np.asarray(bisecting(*sampling_arguments(logits, how, **given)))
+    np.testing.assert_array_equal(got, sorting(*sampling_arguments(logits, how, **given)))
+    plain = [{"temperature": temperature}] * 3
+    np.testing.assert_array_equal(got[::2], bisecting(*sampling_arguments(logits, plain, **given))[::2])

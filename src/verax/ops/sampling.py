@@ -96,34 +96,40 @@ def adjust(
 ) -> Float[Array, "B V"]:
     """Scores with penalties and bias; minus infinity where a token is held back or a grammar forbids it.
 
-    Parts that no row needs are skipped at run time. The arguments are those of `sample`, a row of each for each row.
+    The arguments are those of `sample`, a row of each for each row.
     """
-    penalties = {name: params.float(name) for name in ("presence", "frequency", "repetition")}
-    penalized = (penalties["presence"] != 0) | (penalties["frequency"] != 0) | (penalties["repetition"] != 1)
-    logits = lax.cond(
-        jnp.any(penalized),
-        lambda x: penalize(x, tokens, params.int("num_prompt"), lengths, **penalties),
-        lambda x: x,
-        logits,
+    penalties = {name: params.float(name) for name in _PENALTIES_OFF}
+    penalized = lax.cond(
+        jnp.any(_is_penalized(params)),
+        lambda: penalize(logits, tokens, params.int("num_prompt"), lengths, **penalties),
+        lambda: logits,
     )
     rows = jnp.arange(logits.shape[0])[:, None]
-    logits = lax.cond(
-        jnp.any(params.int("num_bias") > 0),
-        lambda x: x.at[rows, params.bias_ids].add(params.bias_values, mode="drop"),
-        lambda x: x,
-        logits,
-    )
+    biased = penalized.at[rows, params.bias_ids].add(params.bias_values, mode="drop")
     early = lengths < params.int("min_length")
+    held = biased.at[rows, params.banned].add(jnp.where(early, -jnp.inf, 0.0)[:, None], mode="drop")
+    if mask is None:
+        return held
+    # Where a grammar allows nothing but the end, `min_tokens` gives way.
+    possible = jnp.any(_allowed(mask, logits.shape[1]) & (held > -jnp.inf), axis=-1, keepdims=True)
+    return _masked(jnp.where(possible, held, biased), mask)
 
-    def hold_back(x: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        held = x.at[rows, params.banned].add(jnp.where(early, -jnp.inf, 0.0)[:, None], mode="drop")
-        if mask is None:
-            return held
-        # Where a grammar allows nothing but the end, `min_tokens` gives way.
-        possible = jnp.any(_allowed(mask, x.shape[1]) & (held > -jnp.inf), axis=-1, keepdims=True)
-        return jnp.where(possible, held, x)
 
-    logits = lax.cond(jnp.any(early), hold_back, lambda x: x, logits)
+_PENALTIES_OFF = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+"""Penalties that change nothing."""
+
+
+def _is_penalized(params: SamplingArrays) -> Bool[Array, "B"]:
+    return jnp.any(jnp.stack([params.float(name) != off for name, off in _PENALTIES_OFF.items()]), axis=0)
+
+
+def _is_adjusted(params: SamplingArrays, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
+    """True for rows in which `adjust` does more than a grammar's mask does."""
+    return _is_penalized(params) | (params.int("num_bias") > 0) | (lengths < params.int("min_length"))
+
+
+def _masked(logits: Float[Array, "B V"], mask: Int[Array, "B w"] | None) -> Float[Array, "B V"]:
+    """Scores, minus infinity where a grammar forbids a token."""
     return logits if mask is None else jnp.where(_allowed(mask, logits.shape[1]), logits, -jnp.inf)
 
 
@@ -174,7 +180,13 @@ def _sample_bisect(
     mask: Int[Array, "B w"] | None = None,
 ) -> Int[Array, "B"]:
     rows = params.rows(slots)
-    return _draw(adjust(logits, tokens[slots], lengths, rows, mask), rows, _uniform(rows, lengths))
+    u = _uniform(rows, lengths)
+    # Both branches end in a token. If the choice gave scores, XLA would copy them where nothing is adjusted.
+    return lax.cond(
+        jnp.any(_is_adjusted(rows, lengths)),
+        lambda: _draw(adjust(logits, tokens[slots], lengths, rows, mask), rows, u),
+        lambda: _draw(_masked(logits, mask), rows, u),
+    )
 
 
 def _uniform(params: SamplingArrays, lengths: Int[Array, "B"]) -> Float[Array, "B"]:
@@ -187,7 +199,7 @@ def _draw_sorted(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[A
     temperature, top_p, top_k = params.float("temperature"), params.float("top_p"), params.int("top_k")
     scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     V = scores.shape[-1]
-    scores = jnp.where(_min_p_keeps(scores, params.float("min_p")), scores, -jnp.inf)
+    scores = _cut(scores, _min_p_threshold(scores, params.float("min_p")))
     descending = -jnp.sort(-scores, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
     scores = jnp.where(scores >= jnp.take_along_axis(descending, k[:, None] - 1, axis=-1), scores, -jnp.inf)
@@ -211,38 +223,53 @@ def _draw(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "
         scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
         scores = scores - scores.max(-1, keepdims=True)
         truncated = (params.float("min_p") > 0) | (params.int("top_k") > 0) | (params.float("top_p") < 1)
-        scores = lax.cond(jnp.any(truncated), lambda: _truncate(scores, params), lambda: scores)
-        return jnp.where(temperature > 0, _invert_cdf(jnp.exp(scores), u), greedy)
+        drawn = lax.cond(
+            jnp.any(truncated),
+            lambda: _invert_cdf(jnp.exp(_cut(scores, _threshold(scores, params))), u),
+            lambda: _invert_cdf(jnp.exp(scores), u),
+        )
+        return jnp.where(temperature > 0, drawn, greedy)
 
     return lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
 
 
-def _min_p_keeps(scores: Float[Array, "B V"], min_p: Float[Array, "B"]) -> Bool[Array, "B V"]:
-    """Mask of the tokens whose probability is at least `min_p` times the largest."""
+def _optional(wanted: Bool[Array, ""], threshold: Callable[[], Float[Array, "B"]], shape: tuple[int, ...]) -> Array:
+    """A threshold if one is wanted, and otherwise minus infinity, [B]. A choice of scores would copy them."""
+    return lax.cond(wanted, threshold, lambda: jnp.full(shape, -jnp.inf, jnp.float32))
+
+
+def _cut(scores: Float[Array, "B V"], threshold: Float[Array, "B"]) -> Float[Array, "B V"]:
+    """Scores, minus infinity below the row's threshold."""
+    return jnp.where(scores < threshold[:, None], -jnp.inf, scores)
+
+
+def _min_p_threshold(scores: Float[Array, "B V"], min_p: Float[Array, "B"]) -> Float[Array, "B"]:
+    """Score of a token whose probability is `min_p` times the largest; minus infinity where that is 0."""
     floor = scores.max(-1) + jnp.log(jnp.maximum(min_p, jnp.finfo(jnp.float32).tiny))
-    return (scores >= floor[:, None]) | (min_p <= 0)[:, None]
+    return jnp.where(min_p > 0, floor, -jnp.inf)
 
 
-def _truncate(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B V"]:
-    """Scores (maximum 0) with what min-p, then top-k, then top-p cut set to minus infinity."""
+def _threshold(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B"]:
+    """Least of the scores (maximum 0) that min-p, then top-k, then top-p keep."""
     V = scores.shape[-1]
     top_k, top_p = params.int("top_k"), params.float("top_p")
-    scores = jnp.where(_min_p_keeps(scores, params.float("min_p")), scores, -jnp.inf)
+    least = _min_p_threshold(scores, params.float("min_p"))
     limits_k = (top_k > 0) & (top_k < V)
 
-    def cut_by_rank() -> Float[Array, "B V"]:
-        threshold = _largest_threshold(scores, lambda kept: jnp.sum(kept, axis=-1) >= jnp.where(limits_k, top_k, V))
-        return jnp.where(scores >= threshold[:, None], scores, -jnp.inf)
+    def by_rank() -> Float[Array, "B"]:
+        kept = _cut(scores, least)
+        return _largest_threshold(kept, lambda above: jnp.sum(above, axis=-1) >= jnp.where(limits_k, top_k, V))
 
-    scores = lax.cond(jnp.any(limits_k), cut_by_rank, lambda: scores)
+    least = jnp.maximum(least, _optional(jnp.any(limits_k), by_rank, top_p.shape))
 
-    def cut_by_probability() -> Float[Array, "B V"]:
-        weights = jnp.exp(scores)
+    def by_probability() -> Float[Array, "B"]:
+        kept = _cut(scores, least)
+        weights = jnp.exp(kept)
         needed = top_p * weights.sum(-1)
-        threshold = _largest_threshold(scores, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= needed)
-        return jnp.where((scores >= threshold[:, None]) | (top_p >= 1)[:, None], scores, -jnp.inf)
+        threshold = _largest_threshold(kept, lambda above: jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= needed)
+        return jnp.where(top_p < 1, threshold, -jnp.inf)
 
-    return lax.cond(jnp.any(top_p < 1), cut_by_probability, lambda: scores)
+    return jnp.maximum(least, _optional(jnp.any(top_p < 1), by_probability, top_p.shape))
 
 
 def _largest_threshold(
