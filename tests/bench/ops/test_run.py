@@ -49,7 +49,7 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others(tmp_p
 
 def test_attention_and_cache_writes_are_cases_too(monkeypatch):
     small = [
-        attention._dense(20, 2, 16, "bfloat16", None),
+        attention.whole_sequence_case(20, heads=2, size=16),
         attention.paged_decode_case(2, 20, None, heads=4, kv_heads=2, size=16),
         attention.ragged_case([5, 8], [1, 5], heads=4, kv_heads=2, size=16),
         attention._write(4, kv_heads=2, size=16),

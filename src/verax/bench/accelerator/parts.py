@@ -82,7 +82,7 @@ _ALL = (
     _text("qwen3", None),
     _video("57-97", "guided steps of 57 and 97 frames", "transformer", (57, 97)),
     Part("delta", "the gated delta rule: batch 4, 4096 tokens, 16 heads of 128, forward and backward", _delta),
-    Part("kernels", "experimental implementations beside those that are chosen", _kernels),
+    Part("kernels", "experimental implementations beside the others", _kernels),
     _text("qwen3", "int8"),
     _text("qwen3", "int4"),
     _text("qwen3-8b", None),

@@ -16,7 +16,7 @@ from verax.bench.case import Case
 from verax.bench.ops.sides import implementations, operation_case, random, torch_tensor
 from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
 
-__all__ = ["attention_cases", "paged_decode_case", "ragged_case"]
+__all__ = ["attention_cases", "paged_decode_case", "ragged_case", "whole_sequence_case"]
 
 PLAIN_LIMIT = 2**29
 """Scores that the reference may hold; it is left out of longer cases."""
@@ -31,7 +31,7 @@ def attention_cases(torch: Any = None) -> Iterator[Case]:
     Heads are those of Wan 1.3B for whole sequences (12 of 128), of Qwen3-0.6B for the cache (16 over 8, of 128).
     """
     for dtype, length in (("bfloat16", 2048), ("float32", 2048), ("bfloat16", 8192)):
-        yield _dense(length, 12, 128, dtype, torch)
+        yield whole_sequence_case(length, torch, dtype=dtype)
     for rows, length in ((4, 150), (4, 2048), (1, 8192), (16, 1024)):
         yield paged_decode_case(rows, length, torch)
     for rows, length in ((4, 2048), (1, 8192)):
@@ -42,20 +42,34 @@ def attention_cases(torch: Any = None) -> Iterator[Case]:
         yield _write(tokens)
 
 
-def _dense(length: int, heads: int, size: int, dtype: str, torch: Any) -> Case:
-    q, k, v = (random((1, length, heads, size), dtype, seed) for seed in range(3))
-    sides = implementations(ops.attention, q, k, v, causal=False)
+def whole_sequence_case(
+    length: int,
+    torch: Any = None,
+    *,
+    dtype: str = "bfloat16",
+    heads: int = 12,
+    kv_heads: int | None = None,
+    size: int = 128,
+    window: int | None = None,
+) -> Case:
+    """Attention over a whole sequence: all keys, or with a window those of it before a query; torch's only without."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    q, k, v = (random((1, length, n, size), dtype, seed) for seed, n in enumerate((heads, kv_heads, kv_heads)))
+    options = {"causal": window is not None, "window": window}
+    sides = implementations(ops.attention, q, k, v, **options)
     if heads * length**2 > PLAIN_LIMIT:
         sides.pop("reference", None)
-    if torch is not None:
+    if torch is not None and window is None:
         sides["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
+    over = "" if kv_heads == heads else f" over {kv_heads}"
+    products = length**2 if window is None else int(np.minimum(np.arange(1, length + 1), window).sum())
     return operation_case(
         "attention",
-        f"{dtype}, {length} tokens, {heads} heads of {size}",
+        f"{dtype}, {length} tokens, {heads} heads{over} of {size}{'' if window is None else f', window {window}'}",
         dtype,
-        3 * q.nbytes + 4 * q.size,
-        4 * heads * length**2 * size,
-        ops.attention.select(q, k, v, causal=False).name,
+        q.nbytes + k.nbytes + v.nbytes + 4 * q.size,
+        4 * heads * products * size,
+        ops.attention.select(q, k, v, **options).name,
         sides,
     )
 
