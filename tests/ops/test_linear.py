@@ -62,6 +62,13 @@ def test_small_weights_of_many_rows_are_joined():
     assert ops.multi_linear.select(x, [ops.quantize(jnp.zeros((32, 48)), 8)]).name != "concatenated"
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_weights_are_not_concatenated_on_accelerators(platform):
+    x, weights = jnp.zeros((300, 48)), [jnp.zeros((size, 48)) for size in (12, 40, 7)]
+    with ops.use_target(platform):
+        assert ops.multi_linear.select(x, weights).is_reference
+
+
 def check(shape, size_out, dtype, implementation):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal(shape), jnp.float32)

@@ -21,6 +21,9 @@ from verax.plan.model import describe
 from verax.text.program import StepProgram
 
 ATTENTION_LAYERS = {"qwen3": 2, "hybrid": 1}
+"""Layers with a cache of pages in each language model of the cases."""
+
+TEXT_CASES = [case for case in CASES if case.model in ATTENTION_LAYERS]
 
 
 def skip_without_compiler(name):
@@ -32,6 +35,12 @@ def skip_without_compiler(name):
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request):
+    skip_without_compiler(request.param.device)
+    return request.param
+
+
+@pytest.fixture(params=TEXT_CASES, ids=str)
+def text_case(request):
     skip_without_compiler(request.param.device)
     return request.param
 
@@ -53,48 +62,43 @@ def test_programs_move_nothing_to_or_from_the_host(case):
     assert [row["findings"]["host_transfers"] for row in found(case)] == [0] * len(found(case))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.devices == 1], ids=str)
 def test_programs_of_one_device_have_no_collectives(case):
-    if case.devices == 1:
-        assert [row["findings"]["collectives"] for row in found(case)] == [{}] * len(found(case))
+    skip_without_compiler(case.device)
+    assert [row["findings"]["collectives"] for row in found(case)] == [{}] * len(found(case))
 
 
-def test_the_cache_is_updated_in_place(case):
+def test_the_cache_is_updated_in_place(text_case):
     """All of it is aliased, and no page is copied."""
-    if case.model not in ATTENTION_LAYERS:
-        pytest.skip("it has no cache")
-    for row in found(case):
+    for row in found(text_case):
         assert row["aliased"] > 0.99 * row["results"], row["name"]
         assert row["findings"]["donated_copies"] == 0, row["name"]
 
 
-def test_a_decode_step_copies_no_weight(case):
+def test_no_step_copies_a_weight(text_case):
     """None is put beside another for one product of both, or moved to another layout: it is read once, and no more."""
-    if case.model not in ATTENTION_LAYERS:
-        pytest.skip("it has no decode step")
-    (decode,) = found(case, "decode step")
-    assert decode["findings"]["argument_copies"] == 0
+    for row in found(text_case):
+        assert row["findings"]["argument_copies"] == 0, row["name"]
 
 
-def test_a_decode_step_multiplies_in_loops_for_attention_only(case):
+def test_a_decode_step_multiplies_in_loops_for_attention_only(text_case):
     """Weights are multiplied outside of loops; attention reads its pages in one loop a layer."""
-    if case.model not in ATTENTION_LAYERS:
-        pytest.skip("it has no decode step")
-    (decode,) = found(case, "decode step")
-    assert decode["findings"]["loops_with_products"] <= ATTENTION_LAYERS[case.model]
+    (decode,) = found(text_case, "decode step")
+    assert decode["findings"]["loops_with_products"] <= ATTENTION_LAYERS[text_case.model]
 
 
+@pytest.mark.parametrize("case", [case for case in TEXT_CASES if case.devices > 1], ids=str)
 def test_a_decode_step_adds_up_over_devices_twice_a_layer(case):
     """After attention and after the feed-forward; once more for the embedding. The scores are gathered."""
-    if case.model not in ATTENTION_LAYERS or case.devices == 1:
-        pytest.skip("it is on one device, or has no decode step")
+    skip_without_compiler(case.device)
     (decode,) = found(case, "decode step")
     assert decode["findings"]["collectives"] == {"all-reduce": 2 * case.depth + 1, "all-gather": 1}
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.model == "t2v-1.3b"], ids=str)
 def test_the_blocks_of_a_video_model_keep_one_residual_stream(case):
     """Temporaries are a block's own, some twelve times the stream, and no sums of earlier blocks: two more for each."""
-    if case.model != "t2v-1.3b":
-        pytest.skip("it is no video model")
+    skip_without_compiler(case.device)
     tokens, dim = 2 * 21 * 30 * 52, 1536
     (step,) = found(case, "denoising step")
     assert step["temporaries"] < 16 * tokens * dim * 4

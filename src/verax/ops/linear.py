@@ -101,7 +101,7 @@ def _gelu_mlp_examples() -> list[Example]:
 
 CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512
 """Least rows of x, and most rows of each weight. Otherwise concatenating the weights takes longer than it saves.
-A LAM's layer is nearly twice as fast with it on a CPU."""
+A LAM's layer is nearly twice as fast with it on a CPU. An accelerator would write the weights again in every step."""
 
 
 def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
@@ -115,7 +115,7 @@ def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = Non
     )
 
 
-@multi_linear.implementation("concatenated", accepts=_is_worth_concatenating)
+@multi_linear.implementation("concatenated", platforms=("cpu",), accepts=_is_worth_concatenating)
 def _multi_linear_concatenated(
     x: Float[Array, "*B D"], weights: Sequence[Array], biases: Sequence[Array | None] | None = None
 ) -> tuple[Array, ...]:
