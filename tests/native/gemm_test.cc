@@ -109,32 +109,46 @@ std::vector<char> panels_of(const void* weight, int64_t N, int64_t K, int64_t va
   return to;
 }
 
+// A weight in panels, with scales if it is of integers, and a bias.
+struct Panels {
+  Panels(Weights kind, int64_t N, int64_t K, unsigned seed)
+      : weight(kind == Weights::int8_pairs ? Weights::int8 : kind, N * K, seed),
+        bias(check::normal(N, seed + 1)),
+        scales(check::normal(N, seed + 2)) {
+    const bool integers = kind == Weights::int8_pairs;
+    packed = panels_of(weight.data, N, K, verax::gemm_cell_values(kind), integers ? 1 : kind == Weights::f32 ? 4 : 2);
+    if (integers) {
+      for (char& byte : packed) byte = static_cast<char>(byte + 128);
+    }
+    task.kind = kind, task.N = N, task.K = K;
+    task.weight = packed.data(), task.bias = bias.data();
+    if (integers) task.scales = scales.data();
+  }
+  Panels(const Panels&) = delete;
+  Operand weight;
+  std::vector<float> bias, scales;
+  std::vector<char> packed;
+  verax::GemmTask task{};
+};
+
 // The same numbers as without panels, to the last bit.
 void panels(const char* level, Weights kind, int64_t M, int64_t K, int64_t N) {
   if (!verax::gemm_has_panels(kind)) return;
-  const bool integers = kind == Weights::int8_pairs;
-  const Operand weight(integers ? Weights::int8 : kind, N * K, 2);
-  const auto x = check::normal(M * K, 1), bias = check::normal(N, 3), scales = check::normal(N, 4);
+  const Panels weight(kind, N, K, 2);
+  const auto x = check::normal(M * K, 1);
   std::vector<uint16_t> rounded;
   for (float value : x) rounded.push_back(check::to_bf16(value));
   std::vector<float> expected(M * N, NAN), y(M * N, NAN);
-  verax::GemmTask task{};
-  task.kind = kind, task.M = M, task.N = N, task.K = K;
+  verax::GemmTask task = weight.task;
+  task.M = M, task.y = expected.data(), task.weight = weight.weight.data;
   task.x = kind == Weights::bf16 ? static_cast<const void*>(rounded.data()) : x.data();
-  task.weight = weight.data, task.y = expected.data(), task.bias = bias.data();
-  if (integers) task.scales = scales.data();
   check::Pool pool(3);
-  if (integers) {
+  if (kind == Weights::int8_pairs) {
     verax::run_rounded_gemm(pool, task);
   } else {
     verax::run_gemm(pool, task);
   }
-  const int64_t bytes = integers ? 1 : kind == Weights::f32 ? 4 : 2;
-  std::vector<char> packed = panels_of(weight.data, N, K, verax::gemm_cell_values(kind), bytes);
-  if (integers) {
-    for (char& byte : packed) byte = static_cast<char>(byte + 128);
-  }
-  task.x = x.data(), task.weight = packed.data(), task.y = y.data();
+  task.x = x.data(), task.weight = weight.packed.data(), task.y = y.data();
   verax::run_panels(pool, {task});
   pool.join();
   const double tolerance = verax::gemm_has_tiles(task) ? 1e-4 : 0;  // tiles add in another order
@@ -142,6 +156,28 @@ void panels(const char* level, Weights kind, int64_t M, int64_t K, int64_t N) {
     check::that(std::abs(y[i] - expected[i]) <= tolerance, "%s panels %ldx%ldx%ld at %ld: %g, not %g", level,
                 static_cast<long>(M), static_cast<long>(K), static_cast<long>(N), static_cast<long>(i), y[i],
                 expected[i]);
+  }
+}
+
+// The same numbers as of the two products, to the last bit.
+void mlp(const char* level, Weights kind, int64_t M, int64_t K, int64_t H, int64_t N) {
+  if (!verax::gemm_has_panels(kind)) return;
+  const Panels first(kind, H, K, 2), second(kind, N, H, 5);
+  const auto x = check::normal(M * K, 1);
+  std::vector<float> hidden(M * H, NAN), expected(M * N, NAN), y(M * N, NAN);
+  verax::GemmTask up = first.task, down = second.task;
+  up.M = down.M = M, up.gelu = true;
+  up.x = x.data(), up.y = hidden.data();
+  down.x = hidden.data(), down.y = expected.data();
+  check::Pool pool(3);
+  verax::run_panels(pool, {up});
+  verax::run_panels(pool, {down});
+  down.y = y.data();
+  verax::run_mlp(pool, up, down);
+  pool.join();
+  for (int64_t i = 0; i < M * N; ++i) {
+    check::that(y[i] == expected[i], "%s mlp %ldx%ldx%ldx%ld at %ld: %g, not %g", level, static_cast<long>(M),
+                static_cast<long>(K), static_cast<long>(H), static_cast<long>(N), static_cast<long>(i), y[i], expected[i]);
   }
 }
 
@@ -163,6 +199,10 @@ int main() {
       panels(level, kind, 13, 416, 80);
       panels(level, kind, 1600, 64, 48);
       panels(level, kind, 40, 1600, 96);
+      mlp(level, kind, 0, 32, 96, 16);
+      mlp(level, kind, 5, 64, 96, 48);
+      mlp(level, kind, 150, 416, 3200, 80);
+      mlp(level, kind, 700, 32, 96, 16);
     }
     integers(level, 1, 32, 16);
     integers(level, 13, 416, 80);

@@ -30,8 +30,9 @@ def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
     D, F, E = SIZES["num_attention_heads"] * SIZES["attention_head_dim"], SIZES["ffn_dim"], SIZES["freq_dim"]
     T, S = 3 * 2 * 3, 24  # tokens of 3 x 2 x 3 patches, words
     layer = 2 * T * (4 * D * D + 2 * D * F + 2 * D * D) + 4 * T * T * D + 4 * T * S * D
-    time = 2 * (E * D + D * D + D * 6 * D)
-    patches = 2 * T * (16 * 4 * D + D * 16 * 4)
+    parts = 3  # bfloat16 inputs in place of one of float32, for the times and the head
+    time = parts * 2 * (E * D + D * D + D * 6 * D)
+    patches = 2 * T * (16 * 4 * D + parts * D * 16 * 4)
     assert step["times"] == 7
     assert step["flops"] == 2 * (SIZES["num_layers"] * layer + time + patches)
     clip = sum(program["times"] * program["at_least_s"] for program in found["programs"])

@@ -377,4 +377,5 @@ def weight_bytes(model: CausalLM) -> int:
         if isinstance(module, Embedding)
     )
     unread = sum(table.nbytes for table in tables if not (tied and table.shape[0] == vocab_size))
-    return sum(weight.nbytes for weight in jax.tree.leaves(nnx.state(model))) - unread
+    weights = jax.tree.leaves(nnx.state(model), is_leaf=lambda value: isinstance(value, ops.PackedWeight))
+    return sum(weight.nbytes for weight in weights) - unread
