@@ -11,7 +11,7 @@ from verax.nn.layers import (
     fused_linear,
 )
 from verax.nn.low_rank import LowRank
-from verax.nn.packing import pack_linear_weights
+from verax.nn.packing import pack_linear_weights, packed_copy
 from verax.nn.sentences import Sentences
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "fused_gelu_mlp",
     "fused_linear",
     "pack_linear_weights",
+    "packed_copy",
 ]

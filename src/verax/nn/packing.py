@@ -10,7 +10,7 @@ from flax import nnx
 from verax import ops
 from verax.nn.layers import Embedding, Linear
 
-__all__ = ["pack_linear_weights"]
+__all__ = ["pack_linear_weights", "packed_copy"]
 
 
 def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
@@ -27,6 +27,16 @@ def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
     for _, layer in nnx.iter_modules(model):
         if isinstance(layer, Linear) or (few_rows and isinstance(layer, Embedding) and _is_head(model, layer)):
             layer.weight = nnx.Param[Any](pack(layer.weight.get_value(), few_rows=few_rows))
+
+
+def packed_copy(model: Any, *, few_rows: bool = False) -> Any:
+    """A model with packed weights in modules of its own. Those of `model` keep the arrays that they have.
+
+    The arguments are those of `pack_linear_weights`.
+    """
+    copy = nnx.merge(*nnx.split(model))
+    pack_linear_weights(copy, few_rows=few_rows)
+    return copy
 
 
 def _is_head(model: Any, table: Embedding) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
 from verax import builtin, checkpoint, progress
@@ -22,7 +21,7 @@ from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import divide_model, load_causal_lm
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
-from verax.nn import pack_linear_weights
+from verax.nn import pack_linear_weights, packed_copy
 from verax.text.build import new_engines, warm_up
 from verax.text.compiled_programs import check_supported, write_programs
 from verax.text.engine import Engine
@@ -144,7 +143,10 @@ class LLM:
                 "nnodes: a model in memory runs on one host; several load one from a checkpoint"
             )
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
-        models = [_packed(model) if mesh is None else divide_model(model, mesh) for mesh in map(placement_mesh, meshes)]
+        models = [
+            packed_copy(model, few_rows=True) if mesh is None else divide_model(model, mesh)
+            for mesh in map(placement_mesh, meshes)
+        ]
         heads = model.config.num_key_value_heads
         llm._start(models, config, meshes, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
         return llm
@@ -447,10 +449,3 @@ def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:
         return Tokenizer.from_checkpoint(opened)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; skip_tokenizer_init=True serves token ids without a tokenizer") from error
-
-
-def _packed(model: CausalLM) -> CausalLM:
-    """The model with packed weights, in modules of its own: the caller's keep the arrays that they have."""
-    copy = nnx.merge(*nnx.split(model))
-    pack_linear_weights(copy, few_rows=True)
-    return copy

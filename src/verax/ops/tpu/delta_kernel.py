@@ -128,13 +128,24 @@ def _where_chunks(owner: Int[Array, "n"], after: Array, before: Float[Array, "N 
     return jnp.where(has_chunks, after.reshape(before.shape), before)
 
 
+def _is_first(owner: Any, i: Any) -> Any:
+    """True for the first chunk of a sequence."""
+    return (i == 0) | (owner[jnp.maximum(i - 1, 0)] != owner[i])
+
+
+def _is_last(owner: Any, i: Any) -> Any:
+    """True for the last chunk of a sequence."""
+    end = owner.shape[0] - 1
+    return (i == end) | (owner[jnp.minimum(i + 1, end)] != owner[i])
+
+
 def _kernel(owner: Any, initial: Any, *refs: Any) -> None:
     chunk: Any = Chunk(*refs[:6])
     out, final, *before, state = refs[6:]
-    i, n = pl.program_id(1), owner.shape[0]
+    i = pl.program_id(1)
     heads = range(state.shape[0])
 
-    @pl.when((i == 0) | (owner[jnp.maximum(i - 1, 0)] != owner[i]))
+    @pl.when(_is_first(owner, i))
     def _() -> None:
         for h in heads:
             state[h] = initial[0, h].T
@@ -148,7 +159,7 @@ def _kernel(owner: Any, initial: Any, *refs: Any) -> None:
         out[0, h] = product(chunk.read[0, h], state[h], (1, 1)) + product(chunk.inner[0, h], written)
         state[h] = chunk.keep[0, h] * state[h] + product(written, chunk.write[0, h], (0, 0))
 
-    @pl.when((i == n - 1) | (owner[jnp.minimum(i + 1, n - 1)] != owner[i]))
+    @pl.when(_is_last(owner, i))
     def _() -> None:
         for h in heads:
             final[0, h] = state[h].T
@@ -157,11 +168,10 @@ def _kernel(owner: Any, initial: Any, *refs: Any) -> None:
 def _backward_kernel(owner: Any, d_final: Any, *refs: Any) -> None:
     *inputs, d_initial, d_next, d_state = refs
     chunk: Any = Chunk(*inputs)  # with the cotangents of outputs in the place of values
-    n = owner.shape[0]
-    i = n - 1 - pl.program_id(1)
+    i = owner.shape[0] - 1 - pl.program_id(1)
     heads = range(d_state.shape[0])
 
-    @pl.when((i == n - 1) | (owner[jnp.minimum(i + 1, n - 1)] != owner[i]))
+    @pl.when(_is_last(owner, i))
     def _() -> None:
         for h in heads:
             d_state[h] = d_final[0, h].T
@@ -175,7 +185,7 @@ def _backward_kernel(owner: Any, d_final: Any, *refs: Any) -> None:
         through = product(d_out, chunk.read[0, h], (0, 0)) - product(d_written, chunk.found[0, h], (0, 0))
         d_state[h] = chunk.keep[0, h] * d_state[h] + through
 
-    @pl.when((i == 0) | (owner[jnp.maximum(i - 1, 0)] != owner[i]))
+    @pl.when(_is_first(owner, i))
     def _() -> None:
         for h in heads:
             d_initial[0, h] = d_state[h].T
