@@ -39,8 +39,6 @@ class ConvRun {
   static constexpr int64_t PIXELS = 256, WIDTH = 32;
   static constexpr int64_t PIECES = 4;  // for each thread, at least
 
-  static int64_t pieces(int64_t size, int64_t most) { return (size + most - 1) / most; }
-
   void divide(int64_t threads) {
     const ConvTask& t = task_;
     const auto fits = [&] { return conv_patch_floats(t, height_, width_) <= PATCH_FLOATS; };
@@ -48,14 +46,14 @@ class ConvRun {
     height_ = std::min(t.H_out, std::max<int64_t>(1, PIXELS / width_));
     while (height_ > 1 && !fits()) height_ = (height_ + 1) / 2;
     while (width_ > 8 && !fits()) width_ = (width_ + 1) / 2;
-    rows_ = pieces(t.H_out, height_);
-    columns_ = pieces(t.W_out, width_);
+    rows_ = pieces_of(t.H_out, height_);
+    columns_ = pieces_of(t.W_out, width_);
     // Blocks of equal size, and if they are few, each once for several parts of the output channels.
-    height_ = pieces(t.H_out, rows_);
-    width_ = pieces(t.W_out, columns_);
-    rows_ = pieces(t.H_out, height_);
-    columns_ = pieces(t.W_out, width_);
-    parts_ = std::min(conv_groups(t), pieces(PIECES * threads, t.B * t.T_out * rows_ * columns_));
+    height_ = pieces_of(t.H_out, rows_);
+    width_ = pieces_of(t.W_out, columns_);
+    rows_ = pieces_of(t.H_out, height_);
+    columns_ = pieces_of(t.W_out, width_);
+    parts_ = std::min(conv_groups(t), pieces_of(PIECES * threads, t.B * t.T_out * rows_ * columns_));
   }
 
   ConvBlock block(int64_t i) const {

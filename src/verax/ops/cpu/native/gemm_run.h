@@ -44,17 +44,17 @@ struct GemmDivision {
 // Calls `multiply(task, block)` for blocks that make up all products, over the pool's threads.
 template <typename Pool, typename Multiply>
 void divide_gemms(Pool& pool, const std::vector<GemmTask>& tasks, const GemmDivision& by, const Multiply& multiply) {
-  const auto pieces = [](int64_t size, int64_t most) { return (size + most - 1) / most; };
-  const int64_t wanted = pieces(GEMM_PIECES * pool.num_threads(), static_cast<int64_t>(tasks.size()));
+  const int64_t wanted = pieces_of(GEMM_PIECES * pool.num_threads(), static_cast<int64_t>(tasks.size()));
   struct Piece {
     const GemmTask* task;
     GemmBlock block;
   };
   std::vector<Piece> work;
   for (const GemmTask& t : tasks) {
-    const int64_t rows = pieces(pieces(t.M, pieces(t.M, by.rows)), by.row_step) * by.row_step, down = pieces(t.M, rows);
-    const int64_t across = std::max(pieces(t.N, GEMM_COLUMNS), pieces(wanted, down));
-    const int64_t columns = pieces(pieces(t.N, across), by.column_step) * by.column_step;
+    const int64_t rows = pieces_of(pieces_of(t.M, pieces_of(t.M, by.rows)), by.row_step) * by.row_step;
+    const int64_t down = pieces_of(t.M, rows);
+    const int64_t across = std::max(pieces_of(t.N, GEMM_COLUMNS), pieces_of(wanted, down));
+    const int64_t columns = pieces_of(pieces_of(t.N, across), by.column_step) * by.column_step;
     // Blocks of the same columns follow each other: that part of W then comes from a cache.
     for (int64_t n = 0; n < t.N; n += columns) {
       for (int64_t m = 0; m < t.M; m += rows) {

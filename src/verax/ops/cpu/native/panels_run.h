@@ -95,7 +95,6 @@ void run_mlp(Pool& pool, GemmTask up, GemmTask down) {
     run_panels(pool, {up});
     return run_panels(pool, {down});
   }
-  const auto pieces_of = [](int64_t size, int64_t most) { return (size + most - 1) / most; };
   const int64_t most = std::max(LEAST_HIDDEN_ROWS, HIDDEN_BYTES / (4 * up.N));
   const int64_t wanted = pieces_of(pieces_of(M, most), threads) * threads;  // as many for each thread
   const int64_t pieces = std::max<int64_t>(1, std::min(wanted, M / LEAST_HIDDEN_ROWS)), grain = pieces_of(M, pieces);

@@ -9,6 +9,9 @@
 
 namespace verax {
 
+// Number of pieces of at most so much that make up a size.
+inline int64_t pieces_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
+
 // Bytes below which one thread is as quick alone: to wake another takes as long as reading so many from a cache.
 constexpr int64_t ALONE_BYTES = 512 * 1024;
 
@@ -29,7 +32,7 @@ inline int64_t rows_of_piece(int64_t elements) { return std::max<int64_t>(1, ELE
 // on. A helper that comes late finds nothing to claim, and touches nothing but the counters, which it keeps alive.
 template <typename Pool, typename Body>
 void parallel_for(Pool& pool, int64_t total, int64_t grain, const Body& body) {
-  const int64_t pieces = (total + grain - 1) / grain;
+  const int64_t pieces = pieces_of(total, grain);
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
   if (helpers <= 0) {
     if (total > 0) body(int64_t{0}, total);
