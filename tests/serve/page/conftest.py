@@ -10,6 +10,9 @@ from verax.serve.settings import ServerSettings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
+TIMEOUT = 20_000
+"""Milliseconds for which a test waits for the page, on a machine that runs other tests too."""
+
 
 @pytest.fixture(scope="module")
 def browser():
@@ -17,6 +20,7 @@ def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test]'")
     if CHROMIUM is None:
         pytest.skip("needs Chromium (Debian, Ubuntu: apt install chromium)")
+    sync_api.expect.set_options(timeout=TIMEOUT)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser
@@ -70,7 +74,7 @@ class Visit:
 def page(browser, fake):
     """The page, opened in a fresh browser profile. After the test, nothing may have gone wrong."""
     context = browser.new_context(viewport={"width": 1200, "height": 800})
-    context.set_default_timeout(8000)
+    context.set_default_timeout(TIMEOUT)
     visit = Visit(context.new_page(), fake.address)
     visit.page.goto(fake.address)
     yield visit.page

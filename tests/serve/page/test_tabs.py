@@ -67,15 +67,15 @@ def test_sentences_are_compared(page):
     assert [values[0], values[4], values[8]] == [1.0, 1.0, 1.0]
     assert values[1] > values[2]
     nearest = page.locator(".nearest > li").first.locator("li").first
-    assert "the cat is here" in nearest.inner_text()
+    expect(nearest).to_contain_text("the cat is here")
 
 
 def test_the_charts_show_the_metrics(page):
     open_tab(page, "Server")
     page.get_by_role("img", name="Requests: running 3, waiting 1").wait_for()
     page.get_by_role("img", name="Cache use: KV cache 25%").wait_for()
-    assert "80 ms" in page.locator(".tiles").inner_text()
-    assert "42" in page.locator(".tiles").inner_text()
+    expect(page.locator(".tiles")).to_contain_text("80 ms")
+    expect(page.locator(".tiles")).to_contain_text("42")
     expect(page.locator(".line.series-0").first).to_have_attribute("d", re.compile(r"^M[0-9]"))
 
 
