@@ -150,12 +150,17 @@ void panels(const char* level, Weights kind, int64_t M, int64_t K, int64_t N) {
   }
   task.x = x.data(), task.weight = weight.packed.data(), task.y = y.data();
   verax::run_panels(pool, {task});
+  std::vector<uint16_t> halves(M * N);
+  task.y = nullptr, task.rounded = halves.data();
+  verax::run_panels(pool, {task});
   pool.join();
   const double tolerance = verax::gemm_has_tiles(task) ? 1e-4 : 0;  // tiles add in another order
   for (int64_t i = 0; i < M * N; ++i) {
     check::that(std::abs(y[i] - expected[i]) <= tolerance, "%s panels %ldx%ldx%ld at %ld: %g, not %g", level,
                 static_cast<long>(M), static_cast<long>(K), static_cast<long>(N), static_cast<long>(i), y[i],
                 expected[i]);
+    check::that(halves[i] == check::to_bf16(y[i]), "%s panels %ldx%ldx%ld at %ld: %g is not rounded", level,
+                static_cast<long>(M), static_cast<long>(K), static_cast<long>(N), static_cast<long>(i), y[i]);
   }
 }
 

@@ -104,7 +104,7 @@ def test_the_compiled_program_is_compared_beside_the_layers(tmp_path, dtype):
 
 
 def test_a_wrong_fused_operation_is_found_only_in_the_compiled_program(tmp_path, monkeypatch):
-    def wrong(x, weights, biases=None):
+    def wrong(x, weights, biases=None, dtypes=None):
         return tuple(ops.linear(x, weight) * 1.01 for weight in weights)
 
     monkeypatch.setitem(ops.multi_linear.implementations, "wrong", ops.Implementation("wrong", wrong))

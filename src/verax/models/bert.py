@@ -126,8 +126,8 @@ class BertSelfAttention(nnx.Module):
         self.value = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in fused_linear(x, self.query, self.key, self.value))
-        k, v = k.astype(self.dtype), v.astype(self.dtype)
+        qkv = fused_linear(x, self.query, self.key, self.value, dtypes=(jnp.float32, self.dtype, self.dtype))
+        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in qkv)
         return ops.attention(q, k, v, causal=False, segments=segments).reshape(x.shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -17,6 +17,7 @@ from verax.nn.low_rank import LowRank, low_rank_changes
 from verax.nn.parallel import concatenate_parts, num_parts, part_index, sum_parts
 from verax.ops.conv import Padding, Stride
 from verax.ops.division import Division
+from verax.ops.linear import rounded_to
 
 __all__ = ["CausalConv3d", "Conv2d", "Embedding", "LayerNorm", "Linear", "RMSNorm", "fused_gelu_mlp", "fused_linear"]
 
@@ -91,20 +92,24 @@ class Linear(nnx.Module):
         return concatenate_parts(y) if self.divided == "vocabulary" else y
 
 
-def fused_linear(x: Float[Array, "*B D"], *layers: Linear) -> tuple[Array, ...]:
+def fused_linear(
+    x: Float[Array, "*B D"], *layers: Linear, dtypes: Sequence[DTypeLike] | None = None
+) -> tuple[Array, ...]:
     """Results `layer(x)`, `[*B, F]`, of several layers, in one operation where there is a fast implementation of it.
 
-    Layers that are divided must be divided by `"out"`.
+    They are rounded to `dtypes`, or stay float32. Layers that are divided must be divided by `"out"`.
     """
     weights = [layer.weight.get_value() for layer in layers]
     if ops.multi_linear.select(x, weights).is_reference:
-        return tuple(layer(x) for layer in layers)  # so that a trace of the model has each layer's result
-    ys = ops.multi_linear(x, weights, [None if layer.bias is None else layer.bias[...] for layer in layers])
+        # so that a trace of the model has each layer's result
+        return rounded_to((layer(x) for layer in layers), dtypes)
+    biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
     adapters = [layer.low_rank for layer in layers if layer.low_rank is not None]
     if not adapters:
-        return ys
+        return ops.multi_linear(x, weights, biases, dtypes)
+    ys = zip(layers, ops.multi_linear(x, weights, biases), strict=True)
     changes = iter(low_rank_changes(x, adapters))
-    return tuple(y if layer.low_rank is None else y + next(changes) for layer, y in zip(layers, ys, strict=True))
+    return rounded_to((y if layer.low_rank is None else y + next(changes) for layer, y in ys), dtypes)
 
 
 def fused_gelu_mlp(x: Float[Array, "*B D"], up: Linear, down: Linear) -> Float[Array, "*B F"] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import operation
@@ -68,13 +69,22 @@ def _linear_examples() -> list[Example]:
 
 @operation(fused=True)
 def multi_linear(
-    x: Float[Array, "*B D"], weights: Sequence[Weight], biases: Sequence[Array | None] | None = None
+    x: Float[Array, "*B D"],
+    weights: Sequence[Weight],
+    biases: Sequence[Array | None] | None = None,
+    dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
     """Results of `linear(x, W, b)`, `[*B, F]`, for several weights `[F, D]`, such as those of queries, keys and values.
 
-    Single biases `[F]`, or all of them, may be None.
+    Single biases `[F]`, or all of them, may be None. The results are rounded to `dtypes`, or stay float32.
     """
-    return tuple(linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True))
+    ys = (linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True))
+    return rounded_to(ys, dtypes)
+
+
+def rounded_to(ys: Iterable[Array], dtypes: Sequence[DTypeLike] | None) -> tuple[Array, ...]:
+    """Arrays in these dtypes, or as they are if there are none."""
+    return tuple(ys) if dtypes is None else tuple(y.astype(dtype) for y, dtype in zip(ys, dtypes, strict=True))
 
 
 @multi_linear.example
@@ -104,7 +114,7 @@ CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512
 A LAM's layer is nearly twice as fast with it on a CPU. An accelerator would write the weights again in every step."""
 
 
-def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None) -> bool:
+def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = None, dtypes: object = None) -> bool:
     if math.prod(x.shape[:-1]) < CONCATENATED_ROWS:
         return False
     if any(isinstance(weight, Quantized | PackedWeight) for weight in weights):
@@ -117,11 +127,14 @@ def _is_worth_concatenating(x: Any, weights: Sequence[Any], biases: object = Non
 
 @multi_linear.implementation("concatenated", platforms=("cpu",), accepts=_is_worth_concatenating)
 def _multi_linear_concatenated(
-    x: Float[Array, "*B D"], weights: Sequence[Array], biases: Sequence[Array | None] | None = None
+    x: Float[Array, "*B D"],
+    weights: Sequence[Array],
+    biases: Sequence[Array | None] | None = None,
+    dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
     ends = np.cumsum([weight.shape[0] for weight in weights])[:-1]
     ys = jnp.split(linear(x, jnp.concatenate(weights)), ends, axis=-1)
-    return tuple(map(_add, ys, biases or [None] * len(ys)))
+    return rounded_to(map(_add, ys, biases or [None] * len(ys)), dtypes)
 
 
 def _is_quantized(x: object, weight: object, bias: object = None) -> bool:

@@ -106,6 +106,23 @@ def test_more_rows_than_memory_holds_at_a_time_and_several_weights(level, kind):
 
 @for_each_level
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "d", "f"), [(0, 32, 48), (3, 1056, 80), (300, 1600, 400)])
+def test_results_are_rounded_to_the_dtypes_that_are_wanted(level, kind, m, d, f):
+    x, w, bias = arrays(m, d, f, kind)
+    packed, dtypes = [PackedWeight.from_weight(w)] * 2, (jnp.float32, jnp.bfloat16)
+    with library.use_level(level):
+        if not runs_here(kind):
+            return
+        assert ops.multi_linear.select(x, packed, [bias, None], dtypes).name == "native_packed"
+        exact, rounded = jax.jit(lambda x: ops.multi_linear(x, packed, [bias, None], dtypes))(x)
+        np.testing.assert_array_equal(exact, unpacked_product(x, w, bias))
+        np.testing.assert_array_equal(rounded, unpacked_product(x, w).astype(jnp.bfloat16))
+        half = jax.jit(lambda x: ops.multi_linear(x, packed, None, (jnp.float16, jnp.float16)))(x)
+        np.testing.assert_array_equal(half[0], unpacked_product(x, w).astype(jnp.float16))
+
+
+@for_each_level
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("m", "d", "h", "f"), [(0, 32, 48, 16), (3, 64, 96, 48), (130, 1056, 80 * 32, 80), (777, 32, 96, 64)]
 )

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.cpu import library
-from verax.ops.linear import Quantized, Weight, linear, multi_linear
+from verax.ops.linear import Quantized, Weight, linear, multi_linear, rounded_to
 from verax.ops.packed import PackedWeight
 from verax.ops.quantized import QuantizedWeight
 
@@ -46,7 +47,7 @@ def _has_kernel(weight: Quantized) -> bool:
     return weight.order is None and (weight.zeros is None or weight.bits == 4)
 
 
-def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
+def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None, dtypes: Any = None) -> bool:
     if any(isinstance(weight, PackedWeight) for weight in weights):
         return False
     return len({_kind(weight) for weight in weights}) == 1 and linear.select(x, weights[0]).function is _linear_native
@@ -86,12 +87,15 @@ def _products_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tu
 
 @multi_linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts_multi)
 def _multi_linear_native(
-    x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any] | None = None
+    x: Float[Array, "*B D"],
+    weights: Sequence[Any],
+    biases: Sequence[Any] | None = None,
+    dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
     rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights))
     ys = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows]
     pairs = zip(ys, biases or [None] * len(ys), strict=True)
-    return tuple(y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs)
+    return rounded_to((y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs), dtypes)
 
 
 @linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.ops.activations import gelu
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.cpu.gemm import DOT, MOST_INTEGERS, TILES, VECTORS, takes
-from verax.ops.linear import Weight, gelu_mlp, linear, multi_linear
+from verax.ops.linear import Weight, gelu_mlp, linear, multi_linear, rounded_to
 from verax.ops.packed import PackedWeight, pack_weight
 from verax.ops.quantized import QuantizedWeight
 
@@ -41,7 +43,9 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     return isinstance(weight, PackedWeight)
 
 
-def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None) -> bool:
+def _accepts_multi(x: Any, weights: Sequence[Any], biases: Any = None, dtypes: Sequence[Any] | None = None) -> bool:
+    if any(jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16) for dtype in dtypes or ()):
+        return False
     return all(isinstance(weight, PackedWeight) for weight in weights) and len({one.kind for one in weights}) == 1
 
 
@@ -54,27 +58,43 @@ def _arrays(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> 
     return arrays
 
 
-@jax.custom_jvp
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _products(
-    x: Float[Array, "M D"], weights: tuple[PackedWeight, ...], biases: tuple[Array | None, ...]
+    x: Float[Array, "M D"],
+    weights: tuple[PackedWeight, ...],
+    biases: tuple[Array | None, ...],
+    dtypes: tuple[DTypeLike, ...],
 ) -> tuple[Array, ...]:
-    results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
+    shapes = ((x.shape[0], weight.shape[0]) for weight in weights)
+    results = [jax.ShapeDtypeStruct(*result) for result in zip(shapes, dtypes, strict=True)]
     return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *_arrays(weights, biases)))
 
 
 @_products.defjvp
-def _products_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+def _products_jvp(
+    dtypes: tuple[DTypeLike, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, Any]:
     def reference(x: Array, weights: tuple[Weight, ...], biases: tuple[Array | None, ...]) -> tuple[Array, ...]:
-        return tuple(linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+        ys = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+        return rounded_to(ys, dtypes)
 
-    return _products(*primals), jax.jvp(reference, primals, tangents)[1]
+    return _products(*primals, dtypes), jax.jvp(reference, primals, tangents)[1]
 
 
 @multi_linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_multi)
 def _multi_linear_native_packed(
-    x: Float[Array, "*B D"], weights: Sequence[Any], biases: Sequence[Any] | None = None
+    x: Float[Array, "*B D"],
+    weights: Sequence[Any],
+    biases: Sequence[Any] | None = None,
+    dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
-    rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights), tuple(biases or [None] * len(weights)))
+    count = len(weights)
+    rows = _products(
+        x.reshape(-1, x.shape[-1]),
+        tuple(weights),
+        tuple(biases or [None] * count),
+        tuple(dtypes or [jnp.float32] * count),
+    )
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows)
 
 

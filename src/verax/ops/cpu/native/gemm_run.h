@@ -17,6 +17,7 @@ namespace verax {
 // the time at these sizes. What a block reads and writes at a time stays in a second cache level of 1 MB.
 constexpr int64_t GEMM_ROWS = 192, GEMM_COLUMNS = 384;
 constexpr int64_t GEMM_ROWS_OF_TILES = 512;  // a GGUF file's blocks take as long to unpack as a third of these
+constexpr int64_t GEMM_LEAST_ROWS = 64;  // of a block, where rows are divided evenly between threads
 constexpr int64_t GEMM_PIECES = 4;  // for each thread, at least
 
 // x of all products in tiles of 16 rows, shared over the threads; where each product finds its own is noted in it.
@@ -44,15 +45,19 @@ struct GemmDivision {
 // Calls `multiply(task, block)` for blocks that make up all products, over the pool's threads.
 template <typename Pool, typename Multiply>
 void divide_gemms(Pool& pool, const std::vector<GemmTask>& tasks, const GemmDivision& by, const Multiply& multiply) {
-  const int64_t wanted = pieces_of(GEMM_PIECES * pool.num_threads(), static_cast<int64_t>(tasks.size()));
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t wanted = pieces_of(GEMM_PIECES * threads, static_cast<int64_t>(tasks.size()));
   struct Piece {
     const GemmTask* task;
     GemmBlock block;
   };
   std::vector<Piece> work;
   for (const GemmTask& t : tasks) {
-    const int64_t rows = pieces_of(pieces_of(t.M, pieces_of(t.M, by.rows)), by.row_step) * by.row_step;
-    const int64_t down = pieces_of(t.M, rows);
+    // As many blocks of the same columns for each thread: with one more, all but one thread would wait for it.
+    int64_t down = pieces_of(t.M, by.rows);
+    if (t.M >= threads * GEMM_LEAST_ROWS) down = pieces_of(down, threads) * threads;
+    const int64_t rows = pieces_of(pieces_of(t.M, down), by.row_step) * by.row_step;
+    down = pieces_of(t.M, rows);
     const int64_t across = std::max(pieces_of(t.N, GEMM_COLUMNS), pieces_of(wanted, down));
     const int64_t columns = pieces_of(pieces_of(t.N, across), by.column_step) * by.column_step;
     // Blocks of the same columns follow each other: that part of W then comes from a cache.

@@ -57,7 +57,7 @@ ffi::Error gemm_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weight
   }
   std::vector<GemmTask> tasks;
   for (size_t i = 0; i < results.size(); ++i) {
-    auto result = results.get<Floats>(i);
+    auto result = results.get<ffi::AnyBuffer>(i);
     if (!result) return result.error();
     const auto out = (*result)->dimensions();
     GemmTask task{};
@@ -66,7 +66,12 @@ ffi::Error gemm_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weight
       return ffi::Error::InvalidArgument("gemm_panels: a weight [N, K] does not fit x [M, K] and y [M, N]");
     }
     if (i > 0 && task.kind != tasks[0].kind) return ffi::Error::InvalidArgument("gemm_panels: weights of two dtypes");
-    task.M = in[0], task.x = x.typed_data(), task.y = (*result)->typed_data();
+    task.M = in[0], task.x = x.typed_data();
+    switch ((*result)->element_type()) {
+      case ffi::F32: task.y = static_cast<float*>((*result)->untyped_data()); break;
+      case ffi::BF16: task.rounded = static_cast<uint16_t*>((*result)->untyped_data()); break;
+      default: return ffi::Error::InvalidArgument("gemm_panels: expected results of float32 or bfloat16");
+    }
     tasks.push_back(task);
   }
   run_panels(pool, tasks);

@@ -63,10 +63,13 @@ void run_panels(Pool& pool, const std::vector<GemmTask>& tasks) {
     std::vector<GemmTask> some;
     for (GemmTask task : tasks) {
       task.M = rows.M, task.x = rows.x, task.row_scales = rows.row_scales, task.row_sums = rows.row_sums;
-      task.y += m * task.N;
+      if (task.y) task.y += m * task.N;
+      if (task.rounded) task.rounded += m * task.N;
       some.push_back(task);
     }
-    divide_gemms(pool, some, {GEMM_ROWS, 1, GEMM_STRIP}, multiply);
+    divide_gemms(pool, some, {GEMM_ROWS, 1, GEMM_STRIP}, [&](const GemmTask& task, const GemmBlock& block) {
+      multiply(task, block, thread_scratch(gemm_panels_scratch_bytes(task, block)));
+    });
   }
 }
 
@@ -108,7 +111,7 @@ void run_mlp(Pool& pool, GemmTask up, GemmTask down) {
     const auto run = [&](GemmTask task, const float* x, float* y, char* cells) {
       task.M = end - begin, task.x = x, task.y = y;
       make_cells(alone, task, cells);
-      multiply(task, {0, task.M, 0, task.N});
+      multiply(task, {0, task.M, 0, task.N}, nullptr);
     };
     run(up, static_cast<const float*>(up.x) + begin * up.K, hidden, memory);
     run(down, hidden, down.y + begin * down.N, memory + of_x);

@@ -101,7 +101,8 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
     for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
       const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
       Packing<Kind>::strip({weight.at, weight.stride}, t, n, columns, k, values);
-      const auto tile = begin_tile(t, block, n, x, weight, k == 0, last);
+      const Matrix y{t.y + block.m * t.N + n, t.N};
+      const auto tile = begin_tile(t, block, n, x, weight, y, k == 0, last);
       multiply_columns<Cells>(block.rows, tile, columns, depth);
     }
   }

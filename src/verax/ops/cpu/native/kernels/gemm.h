@@ -26,6 +26,7 @@ struct GemmTask {
   void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
   BlockKind block;  // of blocks
   bool gelu;  // of panels: y = GELU(x . W^T + bias)
+  uint16_t* rounded;  // of panels: null, or where y goes, rounded to bfloat16
 };
 
 // Rows [m, m + rows) and columns [n, n + columns) of y.
@@ -106,7 +107,11 @@ struct CellsTask {
 
 // Rows [begin, end).
 VERAX_DECLARE_KERNEL(gemm_cells, const CellsTask& task, int64_t begin, int64_t end)
+// Bytes of the memory that a block of panels works in.
+inline int64_t gemm_panels_scratch_bytes(const GemmTask& t, const GemmBlock& block) {
+  return t.rounded ? block.rows * block.columns * 4 : 0;
+}
 // A block of y, of panels.
-VERAX_DECLARE_KERNEL(gemm_panels, const GemmTask& task, const GemmBlock& block)
+VERAX_DECLARE_KERNEL(gemm_panels, const GemmTask& task, const GemmBlock& block, void* scratch)
 
 }  // namespace verax

@@ -3,6 +3,7 @@
 //     for each tile of rows:
 //       y = y so far + x . W                                 (in registers; W and x where they lie)
 //   after the last piece: y * scale + bias, GELU
+// y rounded to bfloat16, if that is wanted
 //
 // It adds the same products in the same order as gemm.cc, which packs W in each call.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -29,8 +30,19 @@ auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
   }
 }
 
+// `count` values as bfloat16.
+void round_row(bf16* to, const float* from, int64_t count) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+  for (; i + CHUNK <= count; i += CHUNK) store_bf16_chunk(to + i, to_bf16_chunk(load_chunk(from + i)));
+#endif
+  for (; i < count; ++i) to[i] = narrow(from[i]);
+}
+
 template <class Cells>
-void multiply_panels(const GemmTask& t, const GemmBlock& block) {
+void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
+  const Matrix sums = t.rounded ? Matrix{static_cast<float*>(scratch), block.columns}
+                                : Matrix{t.y + block.m * t.N + block.n, t.N};
   const int64_t cells = t.K / Cells::depth;
   auto* w = const_cast<float*>(static_cast<const float*>(t.weight));
   for (int64_t k = 0; k < cells; k += GEMM_PIECE) {
@@ -40,13 +52,17 @@ void multiply_panels(const GemmTask& t, const GemmBlock& block) {
     for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
       const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
       const Strided<GEMM_STRIP> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
-      multiply_columns<Cells>(block.rows, begin_tile(t, block, n, rows, weight, k == 0, last), columns, depth);
+      const Matrix y{sums.at + (n - block.n), sums.stride};
+      multiply_columns<Cells>(block.rows, begin_tile(t, block, n, rows, weight, y, k == 0, last), columns, depth);
       if (!last || !t.gelu) continue;
-      for (int64_t m = block.m; m < block.m + block.rows; ++m) {
-        float* y = t.y + m * t.N + n;
-        for (int64_t i = 0; i < columns; i += F32::lanes) store(y + i, gelu_of(load(y + i)));
+      for (int64_t m = 0; m < block.rows; ++m) {
+        for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, gelu_of(load(y.row(m) + i)));
       }
     }
+  }
+  if (!t.rounded) return;
+  for (int64_t m = 0; m < block.rows; ++m) {
+    round_row(t.rounded + (block.m + m) * t.N + block.n, sums.row(m), block.columns);
   }
 }
 
@@ -64,10 +80,10 @@ void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
   }
 }
 
-void gemm_panels(const GemmTask& t, const GemmBlock& block) {
-  if (t.kind == Weights::f32) return multiply_panels<F32Cells>(t, block);
-  if (t.kind == Weights::bf16) return multiply_panels<Bf16Cells>(t, block);
-  multiply_panels<IntegerCells>(t, block);
+void gemm_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
+  if (t.kind == Weights::f32) return multiply_panels<F32Cells>(t, block, scratch);
+  if (t.kind == Weights::bf16) return multiply_panels<Bf16Cells>(t, block, scratch);
+  multiply_panels<IntegerCells>(t, block, scratch);
 }
 
 }  // namespace VERAX_LEVEL

@@ -34,10 +34,11 @@ struct Tile {
 };
 
 template <class X, class W>
-Tile<X, W> begin_tile(const GemmTask& t, const GemmBlock& block, int64_t n, X x, W weight, bool first, bool last) {
+Tile<X, W> begin_tile(const GemmTask& t, const GemmBlock& block, int64_t n, X x, W weight, Matrix y, bool first,
+                      bool last) {
   return {x,
           weight,
-          {t.y + block.m * t.N + n, t.N},
+          y,
           first,
           last,
           last && t.row_scales ? t.row_scales + block.m : nullptr,
