@@ -186,6 +186,30 @@ void mlp(const char* level, Weights kind, int64_t M, int64_t K, int64_t H, int64
   }
 }
 
+// The product of up, multiplied by the SiLU of gate's.
+void swiglu(const char* level, Weights kind, int64_t M, int64_t K, int64_t N) {
+  if (!verax::gemm_has_panels(kind)) return;
+  const Panels first(kind, N, K, 2), second(kind, N, K, 5);
+  const auto x = check::normal(M * K, 1);
+  std::vector<float> gated(M * N, NAN), y(M * N, NAN), got(M * N, NAN);
+  verax::GemmTask gate = first.task, up = second.task;
+  gate.M = up.M = M;
+  gate.x = up.x = x.data();
+  gate.y = gated.data(), up.y = y.data();
+  check::Pool pool(3);
+  verax::run_panels(pool, {gate});
+  verax::run_panels(pool, {up});
+  up.y = got.data(), up.gate = &gate;
+  verax::run_panels(pool, {up});
+  pool.join();
+  for (int64_t i = 0; i < M * N; ++i) {
+    const double expected = gated[i] / (1 + std::exp(-static_cast<double>(gated[i]))) * y[i];
+    check::that(std::abs(got[i] - expected) <= 1e-6 * (1 + std::abs(expected)), "%s swiglu %ldx%ldx%ld at %ld: %g, not %g",
+                level, static_cast<long>(M), static_cast<long>(K), static_cast<long>(N), static_cast<long>(i), got[i],
+                expected);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -208,6 +232,9 @@ int main() {
       mlp(level, kind, 5, 64, 96, 48);
       mlp(level, kind, 150, 416, 3200, 80);
       mlp(level, kind, 700, 32, 96, 16);
+      swiglu(level, kind, 0, 32, 48);
+      swiglu(level, kind, 5, 1056, 80);
+      swiglu(level, kind, 700, 64, 400);
     }
     integers(level, 1, 32, 16);
     integers(level, 13, 416, 80);

@@ -13,7 +13,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -23,7 +22,7 @@ from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.models.token_mixers import AttentionFn, causal_attention
-from verax.nn import Embedding, Linear, RMSNorm, fused_linear
+from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
 
@@ -189,8 +188,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(F, D, bias=bias, divided="in", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        gate, up = fused_linear(x, self.gate_proj, self.up_proj)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(fused_swiglu(x, self.gate_proj, self.up_proj))
 
 
 class DecoderLayer(nnx.Module):

@@ -9,6 +9,7 @@ from verax.nn.layers import (
     RMSNorm,
     fused_gelu_mlp,
     fused_linear,
+    fused_swiglu,
 )
 from verax.nn.low_rank import LowRank
 from verax.nn.packing import pack_linear_weights, packed_copy
@@ -25,6 +26,7 @@ __all__ = [
     "Sentences",
     "fused_gelu_mlp",
     "fused_linear",
+    "fused_swiglu",
     "pack_linear_weights",
     "packed_copy",
 ]

@@ -21,7 +21,7 @@ from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
 from verax.ops.grouped import grouped_linear
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
-from verax.ops.linear import gelu_mlp, linear, multi_linear
+from verax.ops.linear import gelu_mlp, linear, multi_linear, swiglu
 from verax.ops.materialize import materialize
 from verax.ops.norm import layer_norm, rms_norm
 from verax.ops.packed import PackedWeight, pack_weight
@@ -99,6 +99,7 @@ __all__ = [
     "rotary_tables",
     "sampling",
     "short_convolution",
+    "swiglu",
     "target",
     "tracing_context",
     "update_rows",

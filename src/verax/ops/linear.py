@@ -20,7 +20,7 @@ from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.packed import PackedWeight
 from verax.ops.quantized import QuantizedWeight, round_inputs
 
-__all__ = ["gelu_mlp", "linear", "multi_linear"]
+__all__ = ["gelu_mlp", "linear", "multi_linear", "swiglu"]
 
 
 Quantized = QuantizedWeight | BlockQuantizedWeight
@@ -107,6 +107,23 @@ def gelu_mlp(
 @gelu_mlp.example
 def _gelu_mlp_examples() -> list[Example]:
     return [Example((float32(64, 384), float32(1536, 384), float32(384, 1536), float32(1536), float32(384)))]
+
+
+@operation(fused=True)
+def swiglu(
+    x: Float[Array, "*B D"],
+    gate: Weight,
+    up: Weight,
+    gate_bias: Float[Array, "F"] | None = None,
+    up_bias: Float[Array, "F"] | None = None,
+) -> Float[Array, "*B F"]:
+    """`silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)`, with weights `[F, D]` (SwiGLU, arXiv:2002.05202)."""
+    return jax.nn.silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
+
+
+@swiglu.example
+def _swiglu_examples() -> list[Example]:
+    return [Example((float32(64, 1024), bfloat16(3072, 1024), bfloat16(3072, 1024)))]
 
 
 CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512

@@ -140,6 +140,23 @@ def test_an_mlp_is_two_products_with_a_gelu_between(level, kind, m, d, h, f):
         np.testing.assert_array_equal(jax.jit(ops.gelu_mlp)(x, *weights).shape, (m, f))
 
 
+@for_each_level
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("m", "d", "f"), [(0, 32, 48), (1, 64, 80), (130, 1056, 400), (3000, 32, 48)])
+def test_swiglu_is_two_products_with_a_silu_of_one(level, kind, m, d, f):
+    x, gate, gate_bias = arrays(m, d, f, kind)
+    _, up, up_bias = arrays(m + 1, d, f, kind)
+    weights = PackedWeight.from_weight(gate), PackedWeight.from_weight(up)
+    with library.use_level(level):
+        if not runs_here(kind):
+            return
+        assert ops.swiglu.select(x, *weights, gate_bias, up_bias).name == "native_packed"
+        got = jax.jit(ops.swiglu)(x, *weights, gate_bias, up_bias)
+        gated, y = product(x, weights[0], gate_bias), product(x, weights[1], up_bias)
+        np.testing.assert_allclose(got, jax.nn.silu(gated) * y, rtol=2e-6, atol=1e-6)
+        assert jax.jit(ops.swiglu)(x.reshape(1, m, d), *weights).shape == (1, m, f)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_and_another_platform_take_packed_weights(kind):
     x, w, bias = arrays(7, 64, 48, kind)
@@ -172,7 +189,7 @@ def test_it_can_be_differentiated(kind):
 
     def loss(w, x, bias):
         y = ops.linear(x.reshape(2, 20, 64), w, bias)
-        return jnp.sum(jnp.tanh(ops.gelu_mlp(y[..., :32], *mlp)))
+        return jnp.sum(jnp.tanh(ops.gelu_mlp(y[..., :32], *mlp))) + jnp.sum(ops.swiglu(y[..., :32], mlp[0], mlp[0]))
 
     got = jax.jit(jax.grad(loss, (1, 2)))(PackedWeight.from_weight(w), x, bias)
     for one, wanted in zip(got, jax.jit(jax.grad(loss, (1, 2)))(w, x, bias), strict=True):

@@ -52,6 +52,7 @@ HANDLERS = (
     "verax_paged_attention_quantized",
     "verax_rms_norm",
     "verax_sample",
+    "verax_swiglu_panels",
     "verax_token_logprobs",
     "verax_write_pages",
     "verax_write_pages_quantized",

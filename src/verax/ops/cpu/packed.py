@@ -15,7 +15,7 @@ from verax.ops.activations import gelu
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.cpu.gemm import DOT, MOST_INTEGERS, TILES, VECTORS, takes
-from verax.ops.linear import Weight, gelu_mlp, linear, multi_linear, rounded_to
+from verax.ops.linear import Weight, gelu_mlp, linear, multi_linear, rounded_to, swiglu
 from verax.ops.packed import PackedWeight, pack_weight
 from verax.ops.quantized import QuantizedWeight
 
@@ -122,11 +122,11 @@ def _mlp_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array
     return _mlp(*primals), jax.jvp(reference, primals, tangents)[1]
 
 
-def _accepts_mlp(x: Any, up: Any, down: Any, up_bias: Any = None, down_bias: Any = None) -> bool:
-    return isinstance(up, PackedWeight) and isinstance(down, PackedWeight) and up.kind == down.kind
+def _accepts_pair(x: Any, first: Any, second: Any, first_bias: Any = None, second_bias: Any = None) -> bool:
+    return _accepts_multi(x, [first, second])
 
 
-@gelu_mlp.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_mlp)
+@gelu_mlp.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_pair)
 def _gelu_mlp_native_packed(
     x: Float[Array, "*B D"],
     up: PackedWeight,
@@ -135,4 +135,33 @@ def _gelu_mlp_native_packed(
     down_bias: Float[Array, "F"] | None = None,
 ) -> Float[Array, "*B F"]:
     y = _mlp(x.reshape(-1, x.shape[-1]), (up, down), (up_bias, down_bias))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@jax.custom_jvp
+def _swiglu(
+    x: Float[Array, "M D"], weights: tuple[PackedWeight, PackedWeight], biases: tuple[Array | None, Array | None]
+) -> Float[Array, "M F"]:
+    shape = x.shape[0], weights[0].shape[0]
+    return library.call("verax_swiglu_panels", shape, x.astype(jnp.float32), *_arrays(weights, biases))
+
+
+@_swiglu.defjvp
+def _swiglu_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    def reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
+        gate, up = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+        return jax.nn.silu(gate) * up
+
+    return _swiglu(*primals), jax.jvp(reference, primals, tangents)[1]
+
+
+@swiglu.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_pair)
+def _swiglu_native_packed(
+    x: Float[Array, "*B D"],
+    gate: PackedWeight,
+    up: PackedWeight,
+    gate_bias: Float[Array, "F"] | None = None,
+    up_bias: Float[Array, "F"] | None = None,
+) -> Float[Array, "*B F"]:
+    y = _swiglu(x.reshape(-1, x.shape[-1]), (gate, up), (gate_bias, up_bias))
     return y.reshape(*x.shape[:-1], y.shape[-1])

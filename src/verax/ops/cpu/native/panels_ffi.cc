@@ -97,6 +97,23 @@ ffi::Error mlp_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights
   return ffi::Error::Success();
 }
 
+// y = SiLU(gate of x) * (up of x). `weights`: panels, scales and bias of gate, then of up.
+ffi::Error swiglu_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights, ffi::Result<Floats> y) {
+  const auto in = x.dimensions(), out = y->dimensions();
+  if (in.size() != 2 || out.size() != 2 || out[0] != in[0] || weights.size() != 6) {
+    return ffi::Error::InvalidArgument("swiglu_panels: expected x [M, K], panels, scales and a bias of two weights, and y [M, N]");
+  }
+  GemmTask gate{}, up{};
+  if (const auto error = read_weight(weights, 0, out[1], gate); error.failure()) return error;
+  if (const auto error = read_weight(weights, 3, out[1], up); error.failure()) return error;
+  if (gate.K != in[1] || up.K != in[1] || gate.kind != up.kind) {
+    return ffi::Error::InvalidArgument("swiglu_panels: weights [N, K] of one dtype do not fit x [M, K] and y [M, N]");
+  }
+  up.M = in[0], up.x = x.typed_data(), up.y = y->typed_data(), up.gate = &gate;
+  run_panels(pool, {up});
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace verax
 
@@ -106,6 +123,13 @@ VERAX_HANDLER(verax_gemm_panels, verax::gemm_panels,
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .RemainingArgs()
                   .RemainingRets());
+
+VERAX_HANDLER(verax_swiglu_panels, verax::swiglu_panels,
+              xla::ffi::Ffi::Bind()
+                  .Ctx<xla::ffi::ThreadPool>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .RemainingArgs()
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 VERAX_HANDLER(verax_mlp_panels, verax::mlp_panels,
               xla::ffi::Ffi::Bind()

@@ -27,6 +27,7 @@ struct GemmTask {
   BlockKind block;  // of blocks
   bool gelu;  // of panels: y = GELU(x . W^T + bias)
   uint16_t* rounded;  // of panels: null, or where y goes, rounded to bfloat16
+  const GemmTask* gate;  // of panels: null, or a product of the same x and sizes whose SiLU y is multiplied by
 };
 
 // Rows [m, m + rows) and columns [n, n + columns) of y.
@@ -109,7 +110,7 @@ struct CellsTask {
 VERAX_DECLARE_KERNEL(gemm_cells, const CellsTask& task, int64_t begin, int64_t end)
 // Bytes of the memory that a block of panels works in.
 inline int64_t gemm_panels_scratch_bytes(const GemmTask& t, const GemmBlock& block) {
-  return t.rounded ? block.rows * block.columns * 4 : 0;
+  return (t.rounded || t.gate) ? block.rows * block.columns * 4 : 0;
 }
 // A block of y, of panels.
 VERAX_DECLARE_KERNEL(gemm_panels, const GemmTask& task, const GemmBlock& block, void* scratch)

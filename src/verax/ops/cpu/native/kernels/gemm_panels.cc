@@ -3,7 +3,7 @@
 //     for each tile of rows:
 //       y = y so far + x . W                                 (in registers; W and x where they lie)
 //   after the last piece: y * scale + bias, GELU
-// y rounded to bfloat16, if that is wanted
+// if there is a gate: the same for it, and y * SiLU(gate); or y rounded to bfloat16
 //
 // It adds the same products in the same order as gemm.cc, which packs W in each call.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -14,6 +14,7 @@
 #include "gelu_lanes.h"
 #include "gemm.h"
 #include "gemm_strip.h"
+#include "silu_lanes.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -39,10 +40,9 @@ void round_row(bf16* to, const float* from, int64_t count) {
   for (; i < count; ++i) to[i] = narrow(from[i]);
 }
 
+// The block of t's product; its first number goes to sums.at.
 template <class Cells>
-void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
-  const Matrix sums = t.rounded ? Matrix{static_cast<float*>(scratch), block.columns}
-                                : Matrix{t.y + block.m * t.N + block.n, t.N};
+void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block) {
   const int64_t cells = t.K / Cells::depth;
   auto* w = const_cast<float*>(static_cast<const float*>(t.weight));
   for (int64_t k = 0; k < cells; k += GEMM_PIECE) {
@@ -60,9 +60,28 @@ void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
       }
     }
   }
-  if (!t.rounded) return;
+}
+
+template <class Cells>
+void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
+  const Matrix apart{static_cast<float*>(scratch), block.columns};
+  if (t.rounded) {
+    multiply_into<Cells>(apart, t, block);
+    for (int64_t m = 0; m < block.rows; ++m) {
+      round_row(t.rounded + (block.m + m) * t.N + block.n, apart.row(m), block.columns);
+    }
+    return;
+  }
+  const Matrix y{t.y + block.m * t.N + block.n, t.N};
+  multiply_into<Cells>(y, t, block);
+  if (!t.gate) return;
+  GemmTask gate = *t.gate;
+  gate.M = t.M, gate.x = t.x, gate.row_scales = t.row_scales, gate.row_sums = t.row_sums;
+  multiply_into<Cells>(apart, gate, block);
   for (int64_t m = 0; m < block.rows; ++m) {
-    round_row(t.rounded + (block.m + m) * t.N + block.n, sums.row(m), block.columns);
+    for (int64_t i = 0; i < block.columns; i += F32::lanes) {
+      store(y.row(m) + i, mul(load(y.row(m) + i), silu_of(load(apart.row(m) + i))));
+    }
   }
 }
 

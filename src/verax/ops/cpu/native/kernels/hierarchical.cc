@@ -10,6 +10,7 @@
 #include "hierarchical.h"
 
 #include "rows.h"
+#include "silu_lanes.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -66,12 +67,6 @@ void lower(Matrix x, Matrix y_columns, Matrix z, Matrix before, bool first, bool
   }
 }
 
-// 1 + e^-x, finite.
-inline F32 one_more(F32 x) {
-  const F32 y = max(mul(x, broadcast(LOG2_E)), broadcast(-126));
-  return add(broadcast(1), exp2(sub(zero(), y)));
-}
-
 inline float clipped(float flux) { return flux < 0.01f ? 0.01f : flux > 0.99f ? 0.99f : flux; }
 
 // phi of each row of x, [beta v | beta k]; it is padded to whole registers.
@@ -87,7 +82,7 @@ void token_flux(const HierarchicalTask& t, Matrix x, int64_t rows, Matrix hidden
     F32 all = zero();
     for (int64_t j = 0; j < width; j += L) {
       const F32 h = add(load(hidden.row(r) + j), load(b1 + j));
-      all = fma(div(h, one_more(h)), load(w2 + j), all);  // silu
+      all = fma(silu_of(h), load(w2 + j), all);
     }
     phi[r] = b2 + sum(all);
   }
