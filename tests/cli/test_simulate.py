@@ -25,6 +25,19 @@ def test_fleets_are_compared_as_json():
     assert "nothing was measured" in found["settings"]["times"]
 
 
+def test_overheads_are_options_and_none_is_the_default():
+    host = ["--overhead-ms", "1", "--overhead-per-token-us", "50", "--overhead-per-request-ms", "2"]
+    free, slower = (
+        json.loads(run(*QUICK, "--concurrency", "8", *overheads, "--json").stdout) for overheads in ([], host)
+    )
+    names = ["overhead_s", "overhead_per_token_s", "overhead_per_request_s", "contention"]
+    assert [free["settings"][name] for name in names] == [0, 0, 0, 0]
+    assert [slower["settings"][name] for name in names] == pytest.approx([1e-3, 5e-5, 2e-3, 0])
+    free, slower = free["fleets"][0], slower["fleets"][0]
+    assert slower["latency_ms"]["ttft"]["p50"] > free["latency_ms"]["ttft"]["p50"] + 2
+    assert slower["output_tokens_per_s"] < free["output_tokens_per_s"]
+
+
 def test_a_table_has_a_row_for_each_fleet():
     result = run(*QUICK, "--request-rate", "100", "--replicas", "1,100", "--mtbf", "0.0001", "--restart", "1")
     assert result.exit_code == 0, result.output

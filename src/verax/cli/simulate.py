@@ -33,7 +33,23 @@ def simulate(
     ] = 1.0,
     overhead_ms: Annotated[
         float,
-        typer.Option(help="Milliseconds of a step beside the device's work.", min=0, rich_help_panel=_REPLICA),
+        typer.Option(
+            help="Milliseconds of a step for which the device waits for the host.", min=0, rich_help_panel=_REPLICA
+        ),
+    ] = 0.0,
+    overhead_per_token_us: Annotated[
+        float,
+        typer.Option(
+            help="Microseconds of the host for each token: detokenisation and its event.",
+            min=0,
+            rich_help_panel=_REPLICA,
+        ),
+    ] = 0.0,
+    overhead_per_request_ms: Annotated[
+        float,
+        typer.Option(
+            help="Milliseconds of the host for each request: HTTP and tokenisation.", min=0, rich_help_panel=_REPLICA
+        ),
     ] = 0.0,
     dtype: options.Dtype = "bfloat16",
     quantization: options.Quantization = None,
@@ -93,19 +109,21 @@ def simulate(
     """Throughput and latencies of replicas that serve requests, on devices that need not be there.
 
     The engine's own scheduler and cache run, on a clock instead of a device. A step takes its least time on the device
-    over the efficiency, so that without one all numbers are bounds.
+    over the efficiency, so that without one all numbers are bounds. `verax bench serve --against simulated` measures
+    the overheads of a server, and prints these options.
 
     Examples:
 
         verax simulate qwen3-8b --device h100 --request-rate 20 --replicas 1,2,4
 
-        verax simulate qwen3-8b --device v5e --devices 8 --concurrency 256 --efficiency 0.6
+        verax simulate qwen3-8b --device v5e --devices 8 --concurrency 256 --efficiency 0.6 --overhead-per-token-us 40
 
         verax simulate qwen3 --device l4 --request-rate 500 --replicas 100 --mtbf 24 --restart 120 --num-requests 20000
     """
     from verax.bench.serve.summary import goodput_limits
     from verax.bench.serve.traffic import Traffic
     from verax.bench.simulate.fleet import Failures
+    from verax.bench.simulate.overheads import Overheads
     from verax.bench.simulate.page import show
     from verax.bench.simulate.run import simulate_model
     from verax.errors import InvalidParameterError, VeraxError
@@ -133,7 +151,7 @@ def simulate(
             traffic,
             sizes,
             efficiency=efficiency,
-            overhead=1e-3 * overhead_ms,
+            overheads=Overheads(1e-3 * overhead_ms, 1e-6 * overhead_per_token_us, 1e-3 * overhead_per_request_ms),
             replica={
                 "devices": devices,
                 "dtype": dtype,

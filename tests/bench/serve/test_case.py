@@ -49,6 +49,16 @@ def test_a_side_that_completed_nothing_has_no_ratio():
     assert module._ratios({"ours": [run(answer(0, 0, 0, 10))], "theirs": failed}, "ours")["ratios"] == {}
 
 
+def test_latencies_of_the_server_are_over_those_of_each_side():
+    spread = lambda p50, p99: {"mean": 0.0, "p50": p50, "p90": 0.0, "p99": p99}
+    ours = {"ttft": spread(3.0, 8.0), "tpot": spread(1.0, 1.0), "itl": spread(1.0, 2.0), "e2el": spread(9.0, 9.0)}
+    theirs = {"ttft": spread(2.0, 4.0), "tpot": None, "itl": spread(0.0, 1.0), "e2el": spread(9.0, 18.0)}
+    found = module._latency_ratios({"theirs": {"latency_ms": theirs}, "ours": {"latency_ms": ours}}, "ours")
+    assert found == {
+        "ours / theirs": {"ttft": {"p50": 1.5, "p99": 2.0}, "itl": {"p99": 2.0}, "e2el": {"p50": 1.0, "p99": 0.5}}
+    }
+
+
 def test_answers_within_a_turn_are_shown_now_and_then(monkeypatch):
     now = iter([1.0, 1.05, 1.1, 1.3])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))

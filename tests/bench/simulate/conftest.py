@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.tiny import tiny_config
 from verax.bench.simulate.engines import Engines
+from verax.bench.simulate.overheads import Overheads
 from verax.models import causal_lm
 from verax.text.engine_config import EngineConfig
 from verax.text.sizes import block_bytes, plan_sizes
@@ -25,11 +26,12 @@ class CountedTimes:
 
 @pytest.fixture
 def make_engines():
-    def make(per_token=0.0, *, blocks=200, **options):
+    def make(per_token=0.0, *, blocks=200, overheads=None, **options):
         _, config = causal_lm(tiny_config())
         sizes = {"max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, **options}
         memory = blocks * block_bytes(config, 4, "float32")
         planned = plan_sizes(config, "float32", EngineConfig(kv_cache_memory=memory, **sizes))
-        return Engines(planned, CountedTimes(per_token), config.vocab_size)
+        times = CountedTimes(per_token)
+        return Engines(planned, times, config.vocab_size, overheads=overheads or Overheads())
 
     return make

@@ -8,6 +8,7 @@ from verax.bench.serve.load import Load
 from verax.bench.serve.traffic import Request, Traffic
 from verax.bench.simulate import run as module
 from verax.bench.simulate.fleet import Failures, simulate
+from verax.bench.simulate.overheads import Overheads
 from verax.bench.simulate.run import simulate_fleets
 from verax.errors import InvalidParameterError
 
@@ -83,8 +84,8 @@ def test_the_prefix_router_spreads_what_is_too_much_for_one_replica(make_engines
     loads = []
     original = type(replicas[0]).submit
 
-    def submit(self, answer):
-        original(self, answer)
+    def submit(self, answer, now):
+        original(self, answer, now)
         loads.append([len(replica.answers) for replica in replicas])
 
     for replica in replicas:
@@ -126,6 +127,65 @@ def test_requests_wait_while_no_replica_serves(make_engines):
     assert failures
     assert run.answers[0].completion_tokens == 30
     assert run.seconds > 130
+
+
+def test_requests_are_read_one_after_another_before_they_are_queued(make_engines):
+    run, _ = simulate(
+        make_engines(overheads=Overheads(per_request=0.25)).new(1), at(0.0, 0.0, 5.0), requests((8, 2), (8, 2), (8, 2))
+    )
+    # The host has read the first at 0.25 and the second at 0.5, within a step that began without it.
+    assert [answer.events for answer in run.answers] == [[1.25, 2.25], [3.25, 4.25], [6.25, 7.25]]
+    assert run.answers[1].sent == 0.0
+
+
+def test_the_host_sends_tokens_while_a_device_of_its_own_works(make_engines):
+    run, _ = simulate(make_engines(overheads=Overheads(per_token=0.25)).new(1), closed(2, 2), requests((8, 3), (8, 3)))
+    assert [answer.events for answer in run.answers] == [[1.5, 2.5, 3.5]] * 2
+
+
+def test_tokens_come_late_where_the_host_takes_longer_than_a_step(make_engines):
+    run, _ = simulate(make_engines(overheads=Overheads(per_token=1.5)).new(1), closed(1, 1), requests((8, 4)))
+    assert run.answers[0].events == [2.5, 4.0, 5.5, 7.0]
+
+
+def test_steps_take_longer_by_what_the_host_takes_of_the_device(make_engines):
+    overheads = Overheads(per_token=0.25, contention=0.5)
+    run, _ = simulate(make_engines(overheads=overheads).new(1), closed(2, 2), requests((8, 3), (8, 3)))
+    # Half of the half second for two tokens, in each step but the first, beside which nothing was sent.
+    assert [answer.events for answer in run.answers] == [[1.5, 2.75, 4.0]] * 2
+    overheads = Overheads(per_request=0.5, contention=0.5)
+    run, _ = simulate(make_engines(overheads=overheads).new(1), at(0.0, 1.0), requests((8, 4), (8, 1)))
+    # The second request is read within the first step, and holds up the one behind it.
+    assert run.answers[0].events == [1.5, 2.75, 3.75, 4.75]
+
+
+def test_a_device_waits_for_the_overhead_of_a_step_and_does_not_count_as_busy(make_engines):
+    engines = make_engines(overheads=Overheads(per_step=0.5))
+    run, _ = simulate(engines.new(1), closed(1, 1), requests((8, 3)))
+    assert run.answers[0].events == [1.5, 3.0, 4.5]
+    (fleet,) = simulate_fleets(engines, Traffic(96, input_tokens=4, output_tokens=4), [1], concurrency=1)
+    assert fleet["busy"] == pytest.approx(2 / 3)
+
+
+def test_failures_lose_no_request_that_a_host_reads_or_sends(make_engines):
+    lengths = [(5 + number % 7, 1 + number % 9) for number in range(60)]
+    overheads = Overheads(per_step=0.1, per_token=0.2, per_request=0.7, contention=0.5)
+    run, failures = simulate(
+        make_engines(overheads=overheads).new(3),
+        closed(12, 60),
+        requests(*lengths),
+        failures=Failures(mean_time=6.0, restart=3.0, seed=1),
+    )
+    assert failures > 5
+    for answer, (_, length) in zip(run.answers, lengths, strict=True):
+        assert answer.completion_tokens == len(answer.events) == length
+        assert answer.events == sorted(answer.events)
+
+
+@pytest.mark.parametrize("name", ["per_step", "per_token", "per_request"])
+def test_overheads_are_not_negative(name):
+    with pytest.raises(InvalidParameterError, match=f"^overhead_{name}: "):
+        Overheads(**{name: -1.0})
 
 
 def test_a_full_cache_preempts_as_in_the_engine(make_engines):

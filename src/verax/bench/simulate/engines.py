@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from verax.bench.simulate.overheads import Overheads
 from verax.bench.simulate.replica import Replica
-from verax.bench.simulate.step_times import LeastTimes, StepTimes, measure_steps
+from verax.bench.simulate.step_times import LeastTimes, MeasuredTimes, StepTimes
 from verax.errors import InvalidParameterError
 from verax.models.causal_lm import has_recurrent_layers
 from verax.plan.text import TextPlan
@@ -25,6 +26,7 @@ class Engines:
         vocab_size: of the model.
         devices: devices of a replica.
         prefix_caching: True if the engine keeps full blocks for prompts that begin alike.
+        overheads: seconds of a replica's host.
     """
 
     config: RunnerConfig
@@ -32,17 +34,29 @@ class Engines:
     vocab_size: int
     devices: int = 1
     prefix_caching: bool = True
+    overheads: Overheads = field(default_factory=Overheads)
 
     def new(self, count: int) -> list[Replica]:
         """Replicas with nothing to do."""
         return [
-            Replica(self.config, self.times, vocab_size=self.vocab_size, prefix_caching=self.prefix_caching)
+            Replica(
+                self.config,
+                self.times,
+                self.overheads,
+                vocab_size=self.vocab_size,
+                prefix_caching=self.prefix_caching,
+            )
             for _ in range(count)
         ]
 
 
-def planned_engines(plan: TextPlan, *, efficiency: float = 1.0, overhead: float = 0.0) -> Engines:
-    """Engines on the plan's devices, with the cache that fits beside the weights. Arguments are those of `LeastTimes`.
+def planned_engines(plan: TextPlan, *, efficiency: float = 1.0, overheads: Overheads | None = None) -> Engines:
+    """Engines on the plan's devices, with the cache that fits beside the weights.
+
+    Args:
+        plan: the model on its devices.
+        efficiency: as in `LeastTimes`.
+        overheads: of the host; none if None.
 
     Raises:
         InvalidParameterError: if weights and one sequence do not fit, or a value is out of range.
@@ -60,18 +74,26 @@ def planned_engines(plan: TextPlan, *, efficiency: float = 1.0, overhead: float 
         config = plan_sizes(plan.config, plan.dtype, options)
     return Engines(
         config,
-        LeastTimes(plan, efficiency=efficiency, overhead=overhead),
+        LeastTimes(plan, efficiency=efficiency),
         plan.config.vocab_size,
         plan.devices,
         not has_recurrent_layers(plan.config),
+        overheads or Overheads(),
     )
 
 
-def measured_engines(llm: LLM) -> Engines:
-    """Engines like one that runs here, whose steps are measured now. Nothing else may use it meanwhile."""
+def measured_engines(llm: LLM, times: MeasuredTimes, overheads: Overheads | None = None) -> Engines:
+    """Engines like one that runs here.
+
+    Args:
+        llm: the engine.
+        times: of its steps, as `measure_steps` gives them.
+        overheads: of the host; none if None.
+    """
     return Engines(
         llm.engine.runner.config,
-        measure_steps(llm.engine),
+        times,
         llm.engine.vocab_size,
         prefix_caching=llm.engine.scheduler.blocks.enable_prefix_caching,
+        overheads=overheads or Overheads(),
     )

@@ -1,4 +1,4 @@
-"""Events of a simulated fleet: arrivals, turns of the engines' loops, failures."""
+"""Events of a simulated fleet: arrivals, turns of the engines' loops, tokens that are sent, failures."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ class _Kind(IntEnum):
 
     RESTART = 0
     ARRIVAL = 1
-    FAILURE = 2
-    TURN = 3
+    SUBMISSION = 2
+    FAILURE = 3
+    DELIVERY = 4
+    TURN = 5
 
 
 def simulate(
@@ -128,12 +130,15 @@ class _Fleet:
         while self._unfinished:
             now, kind, _, subject = heapq.heappop(self._events)
             if kind == _Kind.ARRIVAL:
-                self._submit(subject, now)
+                self._route(subject, now)
                 if self._arrivals is not None:
                     self._send_next(next(self._arrivals))
+            elif kind == _Kind.SUBMISSION:
+                self._submit(*subject, now)
             elif kind == _Kind.TURN:
-                replica, epoch, read = subject
-                self._turn(replica, epoch, read, now)
+                self._turn(*subject, now)
+            elif kind == _Kind.DELIVERY:
+                self._deliver(*subject, now)
             elif kind == _Kind.FAILURE:
                 self._fail(subject, now)
             else:
@@ -152,18 +157,37 @@ class _Fleet:
             self._answers.append(Answer(request, at, prompt_tokens=len(request.prompt)))
             self._push(at, _Kind.ARRIVAL, self._answers[-1])
 
-    def _submit(self, answer: Answer, now: float) -> None:
+    def _route(self, answer: Answer, now: float) -> None:
+        """Send a request to the host of a replica."""
         if not self._router.serving:
             self._waiting.append(answer)
             return
         replica = self._router.choose(answer.request.prompt)
-        replica.submit(answer)
+        self._push(replica.receive(answer, now), _Kind.SUBMISSION, (replica, replica.epoch, answer))
+
+    def _submit(self, replica: Replica, epoch: int, answer: Answer, now: float) -> None:
+        """Queue a request that a host has read."""
+        if epoch != replica.epoch:  # that engine failed since, and the request went on elsewhere
+            return
+        replica.submit(answer, now)
         if id(replica) not in self._turning:
             self._turning.add(id(replica))
-            self._push(now, _Kind.TURN, (replica, replica.epoch, ()))
+            self._push(now, _Kind.TURN, (replica, epoch, []))
 
-    def _turn(self, replica: Replica, epoch: int, read: Sequence[Progress], now: float) -> None:
-        """Deliver what the turn before has read, and begin the next one."""
+    def _turn(self, replica: Replica, epoch: int, read: list[Progress], now: float) -> None:
+        """Send what the turn before has read, and begin the next one."""
+        if epoch != replica.epoch:  # that engine failed since
+            return
+        if read:
+            self._push(replica.send(read, now), _Kind.DELIVERY, (replica, epoch, read))
+        if replica.has_work:
+            end, read = replica.step(now)
+            self._push(end, _Kind.TURN, (replica, epoch, read))
+        else:
+            self._turning.discard(id(replica))
+
+    def _deliver(self, replica: Replica, epoch: int, read: Sequence[Progress], now: float) -> None:
+        """Give clients the tokens that a host has sent; those of a closed loop send their next request."""
         if epoch != replica.epoch:  # that engine failed since
             return
         for progress in read:
@@ -174,11 +198,6 @@ class _Fleet:
                     self._on_answer()
                 if self._arrivals is None:
                     self._send_next(now)
-        if replica.has_work:
-            end, read = replica.step(now)
-            self._push(end, _Kind.TURN, (replica, epoch, read))
-        else:
-            self._turning.discard(id(replica))
 
     def _fail(self, replica: Replica, now: float) -> None:
         assert self._failures is not None
@@ -187,11 +206,11 @@ class _Fleet:
         self._turning.discard(id(replica))
         self._push(now + self._failures.restart, _Kind.RESTART, replica)
         for answer in replica.fail():
-            self._submit(answer, now)
+            self._route(answer, now)
 
     def _restart(self, replica: Replica, now: float) -> None:
         self._router.add(replica)
         self._push(now + self._lifetime(), _Kind.FAILURE, replica)
         waiting, self._waiting = self._waiting, deque()
         for answer in waiting:
-            self._submit(answer, now)
+            self._route(answer, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verax import progress
@@ -12,8 +13,10 @@ from verax.bench.serve.summary import summarise
 from verax.bench.serve.traffic import Traffic, arrival_times
 from verax.bench.simulate.engines import Engines, planned_engines
 from verax.bench.simulate.fleet import Failures, simulate
+from verax.bench.simulate.overheads import Overheads
 from verax.bench.simulate.replica import Replica
 from verax.errors import InvalidParameterError
+from verax.machine import num_cores
 from verax.plan.devices import find_device
 from verax.plan.model import describe
 from verax.plan.text import text_plan
@@ -147,7 +150,7 @@ def simulate_model(
     *,
     replica: Mapping[str, Any],
     efficiency: float = 1.0,
-    overhead: float = 0.0,
+    overheads: Overheads | None = None,
     **load: Any,
 ) -> dict[str, Any]:
     """Simulate fleets of a language model on a kind of device; a report as JSON holds it.
@@ -159,7 +162,7 @@ def simulate_model(
         sizes: numbers of replicas.
         replica: options of `plan.text.text_plan`. The context is that of the longest request if it is None.
         efficiency: as in `LeastTimes`.
-        overhead: as in `LeastTimes`.
+        overheads: of the host, whose contention follows from the device; none if None.
         load: options of `simulate_fleets`.
 
     Raises:
@@ -172,7 +175,8 @@ def simulate_model(
     longest = make_traffic(1 << 30).longest
     kind = find_device(device)
     plan = text_plan(found, kind, **{**replica, "context": replica.get("context") or longest})
-    engines = planned_engines(plan, efficiency=efficiency, overhead=overhead)
+    overheads = replace(overheads or Overheads(), contention=1 / num_cores() if kind.platform == "cpu" else 0.0)
+    engines = planned_engines(plan, efficiency=efficiency, overheads=overheads)
     traffic = make_traffic(engines.vocab_size)
     fleets = simulate_fleets(engines, traffic, sizes, **load)
     rate, streams = load.get("request_rate"), load.get("concurrency")
@@ -187,7 +191,10 @@ def simulate_model(
             **replica,
             "context": plan.context,
             "efficiency": efficiency,
-            "overhead_s": overhead,
+            "overhead_s": overheads.per_step,
+            "overhead_per_token_s": overheads.per_token,
+            "overhead_per_request_s": overheads.per_request,
+            "contention": overheads.contention,
             "router": load.get("router", "least-loaded"),
             "mtbf_s": failures and failures.mean_time,
             "restart_s": failures and failures.restart,

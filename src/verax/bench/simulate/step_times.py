@@ -33,10 +33,10 @@ LONG_ROWS = 4
 """Sequences with such a prompt."""
 
 DECODE_STEPS = 12
-"""Decode steps of a measurement. The median counts."""
+"""Decode steps of each shape in one pass. The median counts."""
 
-MIXED_STEPS = 3
-"""Steps with prompts of a measurement."""
+ENOUGH_SECONDS = 1.5
+"""Seconds after which steps are measured no further. Those of a small model are, many times, until then."""
 
 
 class StepTimes(Protocol):
@@ -90,18 +90,15 @@ class LeastTimes:
     Args:
         plan: the model on its device.
         efficiency: least time over real time of a step, above 0 up to 1.
-        overhead: seconds of a step beside the device's work.
 
     Raises:
-        InvalidParameterError: for a value out of range.
+        InvalidParameterError: for a share out of range.
     """
 
-    def __init__(self, plan: TextPlan, *, efficiency: float = 1.0, overhead: float = 0.0):
+    def __init__(self, plan: TextPlan, *, efficiency: float = 1.0):
         if not 0 < efficiency <= 1:
             raise InvalidParameterError(f"efficiency: expected above 0 up to 1, got {efficiency}")
-        if not 0 <= overhead < float("inf"):
-            raise InvalidParameterError(f"overhead: expected at least 0 seconds, got {overhead}")
-        self._plan, self._efficiency, self._overhead = plan, efficiency, overhead
+        self._plan, self._efficiency = plan, efficiency
         self._shapes: dict[StepShape, _LeastOfShape] = {}
 
     def seconds(self, shape: StepShape, spans: Sequence[Span]) -> float:
@@ -111,7 +108,7 @@ class LeastTimes:
             least = self._shapes[shape] = self._count(shape)
         compute = least.compute.at(sum(map(_scores, spans)))
         memory = least.memory.at(sum(span.before for span in spans))
-        return Bound(compute, memory, least.links).seconds / self._efficiency + self._overhead
+        return Bound(compute, memory, least.links).seconds / self._efficiency
 
     def _count(self, shape: StepShape) -> _LeastOfShape:
         longest = self._plan.context
@@ -141,6 +138,14 @@ class MeasuredTimes:
     def __init__(self, by_shape: dict[StepShape, float], per_cached_token: float):
         self.by_shape, self.per_cached_token = by_shape, per_cached_token
 
+    @classmethod
+    def median(cls, measured: Sequence[MeasuredTimes]) -> MeasuredTimes:
+        """Medians of several measurements of one engine."""
+        by_shape = {
+            shape: statistics.median(times.by_shape[shape] for times in measured) for shape in measured[0].by_shape
+        }
+        return cls(by_shape, statistics.median(times.per_cached_token for times in measured))
+
     def seconds(self, shape: StepShape, spans: Sequence[Span]) -> float:
         """Seconds of a step of this shape over these sequences.
 
@@ -152,20 +157,26 @@ class MeasuredTimes:
         return self.by_shape[shape] + self.per_cached_token * sum(span.before for span in spans)
 
 
-def measure_steps(engine: Engine, *, seed: int = 0) -> MeasuredTimes:
+def measure_steps(engine: Engine, rng: np.random.Generator) -> MeasuredTimes:
     """Measure the steps of an engine that nothing else uses, each shape in the loop that serving runs.
 
     Args:
         engine: with nothing to do.
-        seed: of the prompts.
+        rng: of the prompts. No prompt may come twice, because the engine's cache would have it.
     """
+    begin, measured = time.perf_counter(), []
+    while not measured or time.perf_counter() - begin < ENOUGH_SECONDS:
+        measured.append(_measure_once(engine, rng))
+    return MeasuredTimes.median(measured)
+
+
+def _measure_once(engine: Engine, rng: np.random.Generator) -> MeasuredTimes:
     config = engine.runner.config
     longest = config.max_model_len - DECODE_STEPS - 1
     if longest < 1:
         raise InvalidParameterError(
             f"max_model_len: expected at least {DECODE_STEPS + 2} tokens, to measure steps, got {config.max_model_len}"
         )
-    rng = np.random.default_rng(seed)
 
     def timed(rows: int, tokens: int, answer: int) -> dict[StepShape, list[tuple[int, float]]]:
         for _ in range(rows):
@@ -191,26 +202,26 @@ def measure_steps(engine: Engine, *, seed: int = 0) -> MeasuredTimes:
     for shape in config.shapes:
         if not (shape.decode or shape.verify or shape.adapters):
             each = max(1, min(shape.tokens // shape.rows, longest))
-            steps = [timed(max(1, shape.tokens // each), each, 1) for _ in range(MIXED_STEPS)]
-            found = [seconds for run in steps for _, seconds in run.get(shape, [])]
-            if found:
-                by_shape[shape] = statistics.median(found)
+            if found := timed(max(1, shape.tokens // each), each, 1).get(shape):
+                by_shape[shape] = statistics.median(seconds for _, seconds in found)
     return MeasuredTimes(_filled(by_shape, config.shapes), per_token)
 
 
 def _timed(engine: Engine) -> dict[StepShape, list[tuple[int, float]]]:
     """Tokens of the cache and seconds of each step until the engine has nothing to do.
 
-    The engine dispatches a step before it reads the one before. So the time between two reads is that of a step.
+    The engine dispatches a step before it reads the one before. So the time between two reads is that of a step. The
+    first one's begins when the engine begins to plan it.
     """
     times: dict[StepShape, list[tuple[int, float]]] = defaultdict(list)
+    last = time.perf_counter()
     while engine.has_unfinished_requests:
         running = engine.in_flight
-        begin = time.perf_counter()
         engine.step()
         if running is not None:
             cached = sum(span.before for span in spans_of(running))
-            times[engine.runner.shape_for(running)].append((cached, time.perf_counter() - begin))
+            times[engine.runner.shape_for(running)].append((cached, time.perf_counter() - last))
+            last = time.perf_counter()
     return times
 
 
