@@ -84,6 +84,7 @@ def test_the_median_of_measurements_is_that_of_each_step():
     times = MeasuredTimes.median([MeasuredTimes({one: a, two: b}, cached) for a, b, cached in seconds])
     assert times.by_shape == {one: 2.0, two: 3.0}
     assert times.seconds(one, [Span(4, 1)]) == 2.0 + 4 * 0.25
+    assert times.over(MeasuredTimes({one: 1.0, two: 1.0}, 0.0)) == 2.5
 
 
 class Recorded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verax.errors import InvalidParameterError
 
@@ -35,3 +35,12 @@ class Overheads:
                 raise InvalidParameterError(
                     f"overhead_{name}: expected a number of seconds from 0, got {getattr(self, name)}"
                 )
+
+    def scaled(self, factor: float) -> Overheads:
+        """The same on a host that takes so many times as long for everything."""
+        return replace(
+            self,
+            per_step=factor * self.per_step,
+            per_token=factor * self.per_token,
+            per_request=factor * self.per_request,
+        )

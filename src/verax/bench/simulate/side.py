@@ -28,7 +28,8 @@ CALIBRATION_ROUNDS = 3
 class SimulatedSide:
     """One simulated replica, with the steps of our engine on this machine and the overheads of a server.
 
-    Steps are measured anew before each run, because a machine's speed changes meanwhile.
+    Steps are measured anew before each run, because a machine's speed changes meanwhile. Where the host's cores compute
+    the steps too, the overheads change with them.
 
     Raises:
         InvalidParameterError: for clients that read slowly or leave, which are not simulated.
@@ -45,6 +46,8 @@ class SimulatedSide:
         contention = 1 / machine.num_cores() if jax.default_backend() == "cpu" else 0.0
         self._overheads = Overheads(contention=contention)
         self._calibrated_at: list[int] = []
+        self._calibrated_with: MeasuredTimes | None = None
+        """Steps at the time of the calibration; None before it."""
 
     async def calibrate(self, server: Side, loads: Sequence[Load], *, first: int) -> None:
         """Fit the overheads to a server, at other loads than those that are to be predicted.
@@ -76,6 +79,7 @@ class SimulatedSide:
         measured = [np.median(times, axis=0) for times in taken]
         step = float(measured[0][1]) / max(1, self._traffic.output_tokens - 1)
         self._overheads = fit_overheads(measured, simulated, step=step, contention=self._overheads.contention)
+        self._calibrated_with = times
         self._calibrated_at = [load.concurrency or 0 for load in known]
 
     def report(self) -> dict[str, Any]:
@@ -91,7 +95,10 @@ class SimulatedSide:
 
     async def run(self, load: Load, number: int, on_answer: Callable[[], None] | None = None) -> Run:
         """Measure the steps, and put a load on the simulation."""
-        engines = measured_engines(self._llm, measure_steps(self._llm.engine, self._rng), self._overheads)
+        times, overheads = measure_steps(self._llm.engine, self._rng), self._overheads
+        if self._calibrated_with is not None and overheads.contention:
+            overheads = overheads.scaled(times.over(self._calibrated_with))
+        engines = measured_engines(self._llm, times, overheads)
         return self._simulated(engines, load, number, on_answer)
 
     def _simulated(self, engines: Engines, load: Load, number: int, on_answer: Callable[[], None] | None = None) -> Run:

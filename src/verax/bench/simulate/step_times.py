@@ -146,6 +146,10 @@ class MeasuredTimes:
         }
         return cls(by_shape, statistics.median(times.per_cached_token for times in measured))
 
+    def over(self, other: MeasuredTimes) -> float:
+        """Times over those of another measurement of the engine: the median over the shapes."""
+        return statistics.median(seconds / other.by_shape[shape] for shape, seconds in self.by_shape.items())
+
     def seconds(self, shape: StepShape, spans: Sequence[Span]) -> float:
         """Seconds of a step of this shape over these sequences.
 
