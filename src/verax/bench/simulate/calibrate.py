@@ -38,7 +38,7 @@ def calibration_loads(loads: Sequence[Load], max_num_seqs: int) -> list[Load]:
     few = next(n for n in itertools.count(1) if n not in taken)
     fitting = (n for n in range(min(MOST_STREAMS, max_num_seqs), few, -1) if n not in taken)
     many = next(itertools.chain(fitting, (n for n in itertools.count(few + 1) if n not in taken)))
-    return [Load(f"calibration, {n} streams", concurrency=n, duration=SECONDS) for n in (few, many)]
+    return [Load(f"calibration at concurrency {n}", concurrency=n, duration=SECONDS) for n in (few, many)]
 
 
 def request_times(run: Run, load: Load) -> np.ndarray:

@@ -76,8 +76,8 @@ class SimulatedSide:
             engines = measured_engines(self._llm, times, overheads)
             return [request_times(self._simulated(engines, load, first + i), load) for i, load in enumerate(known)]
 
-        measured = [np.median(times, axis=0) for times in taken]
-        step = float(measured[0][1]) / max(1, self._traffic.output_tokens - 1)
+        measured = [np.median(found, axis=0) for found in taken]
+        step = float(measured[0][-1]) / self._traffic.output_tokens
         self._overheads = fit_overheads(measured, simulated, step=step, contention=self._overheads.contention)
         self._calibrated_with = times
         self._calibrated_at = [load.concurrency or 0 for load in known]

@@ -83,8 +83,8 @@ def serve(
     against: Annotated[
         str | None,
         typer.Option(
-            help="offline (LLM.generate), async (AsyncLLM), simulated (with steps measured here), llama.cpp, "
-            "or some with commas: run them too."
+            help="offline (LLM.generate), async (AsyncLLM), simulated (with steps and overheads "
+            "measured here), llama.cpp, or some with commas: run them too."
         ),
     ] = None,
     llama_server: Annotated[
