@@ -134,11 +134,11 @@ class _Fleet:
                 if self._arrivals is not None:
                     self._send_next(next(self._arrivals))
             elif kind == _Kind.SUBMISSION:
-                self._submit(*subject, now)
+                self._submit(now, *subject)
             elif kind == _Kind.TURN:
-                self._turn(*subject, now)
+                self._turn(now, *subject)
             elif kind == _Kind.DELIVERY:
-                self._deliver(*subject, now)
+                self._deliver(now, *subject)
             elif kind == _Kind.FAILURE:
                 self._fail(subject, now)
             else:
@@ -165,7 +165,7 @@ class _Fleet:
         replica = self._router.choose(answer.request.prompt)
         self._push(replica.receive(answer, now), _Kind.SUBMISSION, (replica, replica.epoch, answer))
 
-    def _submit(self, replica: Replica, epoch: int, answer: Answer, now: float) -> None:
+    def _submit(self, now: float, replica: Replica, epoch: int, answer: Answer) -> None:
         """Queue a request that a host has read."""
         if epoch != replica.epoch:  # that engine failed since, and the request went on elsewhere
             return
@@ -174,7 +174,7 @@ class _Fleet:
             self._turning.add(id(replica))
             self._push(now, _Kind.TURN, (replica, epoch, []))
 
-    def _turn(self, replica: Replica, epoch: int, read: list[Progress], now: float) -> None:
+    def _turn(self, now: float, replica: Replica, epoch: int, read: list[Progress]) -> None:
         """Send what the turn before has read, and begin the next one."""
         if epoch != replica.epoch:  # that engine failed since
             return
@@ -186,7 +186,7 @@ class _Fleet:
         else:
             self._turning.discard(id(replica))
 
-    def _deliver(self, replica: Replica, epoch: int, read: Sequence[Progress], now: float) -> None:
+    def _deliver(self, now: float, replica: Replica, epoch: int, read: Sequence[Progress]) -> None:
         """Give clients the tokens that a host has sent; those of a closed loop send their next request."""
         if epoch != replica.epoch:  # that engine failed since
             return
