@@ -1,8 +1,10 @@
 """The plan of a sentence encoder."""
 
+import jax
 import pytest
 
-from tests.support.tiny_encoder import SIZES
+from tests.support.tiny_encoder import SIZES, tiny_encoder
+from verax import Encoder
 from verax.errors import InvalidParameterError
 from verax.plan.devices import find_device
 from verax.plan.embed import plan_embed
@@ -21,6 +23,14 @@ def test_products_are_those_of_a_formula_by_hand():
     assert program["flops_by_dtype"] == {"float32": program["flops"]}
     assert found["fits"]
     assert {row["part"] for row in found["weights"]} == {"embedding", "attention", "feed-forward", "norms"}
+
+
+def test_weights_of_a_cpu_are_those_of_a_loaded_encoder_with_the_rows_that_fill_panels(tmp_path):
+    folder = tiny_encoder(tmp_path / "model", hidden_size=64)
+    encoder = Encoder(folder, show_progress=False)
+    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
+    found = plan(str(folder), cpu, max_num_seqs=3, context=20)
+    assert found["memory"]["weights"] == sum(array.nbytes for array in jax.tree.leaves(encoder._weights))
 
 
 def test_wrong_options_are_named():

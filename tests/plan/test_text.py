@@ -5,10 +5,12 @@ import pytest
 
 from tests.support import gguf
 from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint, tiny_config
+from verax import LLM, ops
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.files import write_json
 from verax.loading import load_causal_lm
+from verax.nn import pack_linear_weights
 from verax.plan.devices import find_device
 from verax.plan.model import describe
 from verax.plan.run import plan
@@ -18,6 +20,7 @@ from verax.text.runner import ModelRunner
 from verax.text.sizes import plan_sizes
 
 DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)
+CPU = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, tie_word_embeddings=False)
 
 
@@ -41,6 +44,7 @@ def nbytes(tree):
 def runner_of(path, *, quantization=None, **options):
     """The engine's runner with its arrays on the device. It compiles when it first runs, which it does not here."""
     model = load_causal_lm(Checkpoint.open(path), dtype="float32", quantization=quantization)
+    pack_linear_weights(model, few_rows=True)  # as `verax.LLM` does
     return ModelRunner(model, plan_sizes(model.config, "float32", EngineConfig(**options)))
 
 
@@ -59,12 +63,32 @@ def runner_of(path, *, quantization=None, **options):
 def test_bytes_are_those_of_the_arrays_that_an_engine_holds(tmp_path, family, changes, options):
     folder = tiny_checkpoint(tmp_path / "model", family=family, **changes)
     runner = runner_of(folder, max_num_seqs=4, max_model_len=64, **options)
-    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
-    found = plan(str(folder), cpu, dtype="float32", max_num_seqs=4, context=64, **options)
+    found = plan(str(folder), CPU, dtype="float32", max_num_seqs=4, context=64, **options)
     assert found["memory"]["weights"] == nbytes(runner._weights)
     assert found["memory"]["cache"] == runner.cache_bytes == nbytes(runner._cache)
     assert found["memory"]["slots"] == nbytes(runner._slots)
     assert sum(row["nbytes"] for row in found["weights"]) == found["memory"]["weights"]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_a_cpu_are_those_of_a_loaded_engine_with_the_rows_that_fill_panels(tmp_path, dtype, tied):
+    folder = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=tied)  # no matrix but one has panels that are full
+    sizes = {"max_num_seqs": 2, "max_model_len": 32, "max_num_batched_tokens": 32}
+    llm = LLM(folder, dtype=dtype, skip_tokenizer_init=True, use_tqdm=False, **sizes)
+    planned = text_plan(describe(str(folder)), CPU, dtype=dtype, max_num_seqs=2, context=32)
+    assert planned.weight_bytes == nbytes(llm.engine.runner._weights)
+    packs = any(weight.ndim == 4 for weight in llm.engine.runner._weights)
+    elsewhere = text_plan(describe(str(folder)), DEVICE, dtype=dtype, max_num_seqs=2, context=32)
+    assert (planned.weight_bytes > elsewhere.weight_bytes) == packs
+    assert [part.weights for part in planned.parts] == [part.weights for part in elsewhere.parts]
+
+
+def test_panels_do_not_change_what_a_step_reads(config_only):
+    folder = config_only(tie_word_embeddings=False)
+    with ops.use_implementations(pack_weight="reference"):
+        expected = plan(folder, CPU, max_num_seqs=3, context=200)["programs"]
+    assert plan(folder, CPU, max_num_seqs=3, context=200)["programs"] == expected
 
 
 def test_a_gguf_file_is_planned_in_its_own_formats(tmp_path):

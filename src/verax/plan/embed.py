@@ -16,7 +16,7 @@ from verax.loading import model_shapes
 from verax.nn import Sentences
 from verax.plan.devices import Device
 from verax.plan.model import Described
-from verax.plan.parts import parts_of
+from verax.plan.parts import packed_shapes, parts_of
 from verax.plan.roofline import bound, described
 from verax.plan.work import count, trace
 
@@ -78,7 +78,7 @@ def encoder_pass(
 def plan_embed(model: Described, device: Device, *, dtype: str = "float32", **options: Any) -> dict[str, Any]:
     """Plan of an encoder, as JSON holds it. Arguments and errors are those of `encoder_pass`."""
     encoder, shapes = encoder_pass(model, dtype=dtype, **options)
-    parts = parts_of(shapes)
+    parts = parts_of(packed_shapes(shapes, device))
     with ops.use_target(device.platform, device.kind, device.memory):
         work = count(trace(encoder.function, *encoder.arguments))
     least = bound(work, device)

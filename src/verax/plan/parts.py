@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from verax import ops
+from verax.nn import packed_copy
 from verax.nn.parallel import check_divisions, divisions
 from verax.ops.division import TENSOR_AXIS, partition
+from verax.plan.devices import Device
 
-__all__ = ["Part", "nbytes_of", "parts_of", "sharded_bytes", "tensor_mesh"]
+__all__ = ["Part", "nbytes_of", "packed_shapes", "parts_of", "sharded_bytes", "tensor_mesh"]
 
 # The first pattern that is found in a key decides.
 _PARTS = (
@@ -53,6 +56,15 @@ class Part(NamedTuple):
 def tensor_mesh(devices: int) -> AbstractMesh:
     """Devices that need not be there, for tensor parallelism."""
     return AbstractMesh((devices,), (TENSOR_AXIS,))
+
+
+def packed_shapes(model: Any, device: Device, *, few_rows: bool = False) -> Any:
+    """A module of shapes with those of the packed weights that an engine makes on one device of a kind.
+
+    The arguments are those of `nn.packed_copy`. A packed weight may have more rows than the weight that it stands for.
+    """
+    with ops.use_target(device.platform, device.kind, device.memory):
+        return nnx.eval_shape(partial(packed_copy, few_rows=few_rows), model)
 
 
 def parts_of(model: Any, devices: int = 1) -> list[Part]:

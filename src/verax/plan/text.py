@@ -25,7 +25,7 @@ from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
 from verax.plan.devices import Device
 from verax.plan.model import Described
-from verax.plan.parts import Part, parts_of, sharded_bytes, tensor_mesh
+from verax.plan.parts import Part, packed_shapes, parts_of, sharded_bytes, tensor_mesh
 from verax.plan.roofline import Bound, bound, described
 from verax.plan.stand_ins import Span
 from verax.plan.work import Work, count, trace
@@ -235,7 +235,8 @@ def text_plan(
     def shapes(devices: int) -> Any:
         """The model as so many devices hold it."""
         options: Any = {"dtype": DTYPES[dtype], "quantization": quantization, "opened": model.opened}
-        return model_shapes(architecture, config_on_devices(config, devices), **options)
+        found = model_shapes(architecture, config_on_devices(config, devices), **options)
+        return packed_shapes(found, device, few_rows=True) if devices == 1 else found
 
     longest = config.max_position_embeddings
     context = min(CONTEXT, longest) if context is None else context
