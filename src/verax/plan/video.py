@@ -182,6 +182,5 @@ def _collectives(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any], dev
 
 def _part(component: Component[Any]) -> dict[str, Any]:
     dtypes = sorted({leaf.dtype.name for leaf in component.shapes})
-    weights = sum(math.prod(leaf.shape) for leaf in component.shapes)
     whole = sum(map(nbytes_of, component.shapes))
-    return Part(component.name, ", ".join(dtypes), weights, whole, component.size)._asdict()
+    return Part(component.name, ", ".join(dtypes), component.parameters, whole, component.size)._asdict()

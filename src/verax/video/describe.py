@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 
 from verax.checkpoint.video.folder import VideoFolder
 from verax.video.load import load_components
-from verax.video.programs import Component
 from verax.video.settings import read_settings
 
 __all__ = ["describe_folder"]
@@ -40,9 +38,5 @@ def describe_folder(model: str | Path) -> dict[str, Any]:
         **({"boundary_ratio": settings.boundary_ratio} if experts else {}),
         "latents": f"{vae.z_dim} channels for {vae.frames_per_latent} frames of {vae.pixels_per_latent} x "
         f"{vae.pixels_per_latent} pixels",
-        "parameters": {one.name: _parameters(one) for one in components if one is not None},
+        "parameters": {one.name: one.parameters for one in components if one is not None},
     }
-
-
-def _parameters(component: Component[Any]) -> int:
-    return sum(math.prod(leaf.shape) for leaf in component.shapes)

@@ -71,7 +71,10 @@ def divided_component(
     place = mesh
     if mesh is not None and kind in (UMT5EncoderModel, CLIPVisionModel):
         place = tensor_mesh(mesh, nnx.eval_shape(make), what)
-    return Component(what, make, load, keep=keep, offload=offload, mesh=place)
+    # A clip calls a transformer many times, and an encoder once or twice: packing pays if the encoder stays for others.
+    # float32 stays as it is: without AVX-512, packed weights are slower beside so many rows.
+    pack = mesh is None and dtype == jnp.bfloat16 and (kind is WanModel or bool(keep))
+    return Component(what, make, load, keep=keep, offload=offload, pack=pack, mesh=place)
 
 
 def load_components(

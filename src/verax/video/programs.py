@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from verax import ops
 from verax._compat import compiler_options
+from verax.nn import pack_linear_weights, packed_copy
 from verax.nn.parallel import divisions
 from verax.ops.division import partition
 from verax.video.mesh import AnyMesh, Layout
@@ -40,6 +41,7 @@ class Component(Generic[M]):
 
     Attributes:
         name: name in messages.
+        parameters: number of parameters.
         shapes: shapes of the weights, whole.
         mesh: devices of the weights; None for the default device.
         partition: partition of each weight over the mesh.
@@ -54,6 +56,7 @@ class Component(Generic[M]):
         *,
         keep: bool | None = None,
         offload: bool = False,
+        pack: bool = False,
         mesh: AnyMesh | None = None,
     ):
         """Describe it.
@@ -64,24 +67,34 @@ class Component(Generic[M]):
             load: function that fills a module of shapes with weights.
             keep: True if weights stay on the device between uses; by their size (`KEEP_LIMIT`) if None.
             offload: True if they wait in the host's memory between uses instead.
+            pack: True to pack the weights of linear layers on their way to the device (`nn.pack_linear_weights`), which
+                takes as long as some five calls save.
             mesh: devices of the weights, each with its part of those that a module declares as divided
                 (`nn.parallel.divisions`), and with all of the others; None for the default device.
         """
         self.name = name
         self._abstract = nnx.eval_shape(make)
         self._load = load
-        self._graph, state = nnx.split(self._abstract)
-        leaves, self._treedef = jax.tree.flatten(state)
-        self.shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        declared = {} if mesh is None else divisions(self._abstract)
-        names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
-        self.partition = tuple(partition(leaf, declared.get(name)) for name, leaf in zip(names, leaves, strict=True))
         self.mesh = mesh
+        self._set_shapes(self._abstract)
+        self.parameters = sum(math.prod(leaf.shape) for leaf in self.shapes)
         self.keep = not offload and (self.size <= KEEP_LIMIT if keep is None else keep)
+        self._packs = pack
+        if pack:
+            self._set_shapes(nnx.eval_shape(packed_copy, self._abstract))
         self._offload = offload
         self._weights: Weights | None = None
         self._waiting: Weights | None = None
         self._uses = 0
+
+    def _set_shapes(self, held: M) -> None:
+        """Take the structure of a module of shapes, as the devices hold it."""
+        self._graph, state = nnx.split(held)
+        leaves, self._treedef = jax.tree.flatten(state)
+        self.shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        declared = {} if self.mesh is None else divisions(held)
+        names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
+        self.partition = tuple(partition(leaf, declared.get(name)) for name, leaf in zip(names, leaves, strict=True))
 
     @property
     def size(self) -> int:
@@ -106,8 +119,11 @@ class Component(Generic[M]):
         if self._weights is None and self._waiting is not None:
             self._weights = in_memory(self._waiting, "device")
         if self._weights is None:
+            loaded = self._load(self._abstract)
+            if self._packs:
+                pack_linear_weights(loaded)
             # A flat tuple is what programs take: the module exists only while tracing.
-            self._weights = tuple(jax.tree.leaves(nnx.state(self._load(self._abstract))))
+            self._weights = tuple(jax.tree.leaves(nnx.state(loaded)))
             if self._offload:
                 self._waiting = in_memory(self._weights, "pinned_host")
         self._uses += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
 from verax.plan.work import Work as CountedWork
 from verax.plan.work import count, trace
+from verax.video.load import divided_component
 from verax.video.programs import Component
 from verax.video.stages import latents_at_once
 
@@ -177,7 +178,7 @@ def _made(
         filled = [(path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, leaf in flat]
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
-    component = Component(stage, make, load, keep=True)
+    component = divided_component(stage, cast(Any, kind), config, dtype, load, keep=None)
     return Work(stage, component, weights, table, inputs, function, prepare, config)
 
 

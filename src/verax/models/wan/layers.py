@@ -125,13 +125,13 @@ class Sequential(nnx.List):
 
 
 class Float32Linear(Linear):
-    """Linear layer in float32 with a weight of any dtype, for the time embedding and the head."""
+    """Linear layer in float32 with a weight of float32 or bfloat16, for the time embedding and the head."""
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B F"]:
         """Map the last axis."""
-        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
-        if weight.dtype != jnp.bfloat16:
-            return ops.linear(x, weight.astype(jnp.float32), bias)
+        weight, bias = self.weight.get_value(), None if self.bias is None else self.bias[...]
+        if weight.dtype == jnp.float32:
+            return ops.linear(x, weight, bias)
         # Three bfloat16 numbers add up to a float32 exactly. In float32, the weight would take as much memory as the
         # tokens of a short clip.
         parts, rest = list[Array](), x.astype(jnp.float32)
