@@ -49,9 +49,24 @@ def test_results_are_those_in_float64(T, S, sizes, options):
     np.testing.assert_allclose(flash_attention(q, k, v, **options, **TILES), exact(q, k, v, **options), atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("H", "N", "K", "options"),
+    [
+        (64, 2, 2, {"causal": False}),
+        (64, 6, 3, {"window": 70}),
+        (64, 4, 1, {"soft_cap": 1.5}),
+        (32, 8, 4, {"scale": 0.3}),
+    ],
+)
+def test_small_heads_share_a_tile(H, N, K, options):
+    q, k, v = arrays(150, 170, N=N, K=K, H=H)
+    np.testing.assert_allclose(flash_attention(q, k, v, **options, **TILES), exact(q, k, v, **options), atol=2e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 30}])
-def test_packed_sequences_are_kept_apart(options):
-    q, k, v = arrays(300, 300, B=2)
+@pytest.mark.parametrize("H", [8, 64])
+def test_packed_sequences_are_kept_apart(options, H):
+    q, k, v = arrays(300, 300, B=2, H=H)
     segments = jnp.asarray(np.repeat([[7, 1, 2, 9], [3, 3, -1, 0]], [150, 1, 99, 50], axis=1))
     found = flash_attention(q, k, v, segments, **options, **TILES)
     np.testing.assert_allclose(found, exact(q, k, v, segments=segments, **options), atol=2e-5)
@@ -62,12 +77,24 @@ def test_blocks_are_no_longer_than_needed():
     np.testing.assert_allclose(flash_attention(q, k, v, interpret=INTERPRETED), exact(q, k, v), atol=2e-5)
 
 
-def test_bfloat16_loses_no_more_than_rounding_its_inputs():
-    q, k, v = arrays(300, 300, dtype="bfloat16")
+@pytest.mark.parametrize("sizes", [{}, {"K": 2, "H": 64}])
+def test_bfloat16_loses_no_more_than_rounding_its_inputs(sizes):
+    q, k, v = arrays(300, 300, dtype="bfloat16", **sizes)
     expected = exact(q, k, v)
     found = flash_attention(q, k, v, **TILES)
     assert found.dtype == jnp.float32
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 1e-2
+
+
+@pytest.mark.parametrize("place", ["query", "key", "value"])
+def test_nan_in_one_head_of_a_tile_leaves_the_other_as_it_is(place):
+    q, k, v = arrays(200, 200, K=2, H=64)
+    expected = exact(q, k, v)[:, :, 0]
+    changed = {"query": q, "key": k, "value": v}
+    changed[place] = changed[place].at[0, 5, 1, 3].set(jnp.nan)
+    found = np.asarray(flash_attention(*changed.values(), **TILES))
+    np.testing.assert_allclose(found[:, :, 0], expected, atol=2e-5)
+    assert np.isnan(found[0, 5, 1]).any()
 
 
 def test_nan_in_a_query_and_in_a_key_stays_where_it_is_seen():
@@ -94,12 +121,14 @@ def test_it_runs_where_it_is_named_and_takes_the_call():
                 {},
                 {"S": 77, "causal": False},
                 {"H": 256, "window": 512},
+                {"H": 64},
+                {"H": 32, "K": 3},
                 {"segments": segments},
                 {"soft_cap": 9.0},
             ]
             assert [chosen(**change) for change in taken] == ["pallas"] * len(taken)
             refused = [
-                {"H": 64},
+                {"H": 80},
                 {"H": 384},
                 {"K": 5},
                 {"dtype": "float16"},

@@ -195,16 +195,18 @@ def _delta_step(device: str, predicted: float, rows: int = 64) -> Kernel:
     )
 
 
-def _attention(implementation: str, device: str, predicted: float, tokens: int = 32760, heads: int = 12) -> Kernel:
-    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, SIZE), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+def _attention(
+    implementation: str, device: str, predicted: float, tokens: int = 32760, heads: int = 12, size: int = SIZE
+) -> Kernel:
+    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, size), dtype) for dtype in (jnp.float32, jnp.bfloat16))
     return Kernel(
         "attention",
         implementation,
         "flash_attention",
         device,
-        f"{tokens} tokens, {heads} heads of {SIZE}, without a mask, bfloat16",
+        f"{tokens} tokens, {heads} heads of {size}, without a mask, bfloat16",
         (q, k, k),
-        4 * heads * SIZE * tokens**2,
+        4 * heads * size * tokens**2,
         2 * (q.size * 4 + k.size * 2),
         predicted,
         {"causal": False},
@@ -218,6 +220,8 @@ def _kernels() -> Iterator[Kernel]:
     yield _delta("pallas", "v5e", 0.5)
     yield _delta_backward("pallas", "v5e", 0.5)
     yield _attention("pallas", "v5e", 0.7)
+    yield _attention("pallas", "v5e", 0.35, tokens=4096, size=64)
+    yield _attention("pallas", "v6e", 0.1, tokens=4096, size=64)
     yield _decode("triton", "h100", "bfloat16", 0.6)
     yield _decode("triton", "h100", "int8", 0.4)
     yield _chunk("triton", "h100", 0.2)
@@ -238,7 +242,7 @@ KERNELS = list(_kernels())
 @cache
 def compiled_kernel(kernel: Kernel) -> Resources:
     """Registers and memory of a kernel, compiled for its device."""
-    if kernel.device == "v5e":  # in a process of its own, whose libtpu writes down what it does
+    if find_device(kernel.device).platform == "tpu":  # in a process of its own, whose libtpu writes down what it does
         command = [sys.executable, "-m", "tests.targets.kernels", str(KERNELS.index(kernel))]
         return of_tpu(kernel.name, command)
     return of_gpu(kernel.name, GPU_SPECS[kernel.device].capability, partial(_compile, kernel))

@@ -1,5 +1,7 @@
 """Kernels compiled for TPU and NVIDIA without either: they compile, fit on the chip, and a GPU's spill nothing."""
 
+import json
+
 import pytest
 
 from tests.targets.kernels import KERNELS, compiled_kernel
@@ -45,3 +47,33 @@ def test_the_steps_of_an_engine_run_the_kernels_and_update_the_cache_in_place(de
         assert row["findings"]["donated_copies"] == 0, row["name"]
     decode, _ = found["programs"]
     assert decode["findings"]["loops_with_products"] == 0  # those of attention are in the kernel
+
+
+SMALL_HEADS = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+}
+"""Two layers of Llama-3.2-1B, whose heads are of 64."""
+
+
+@pytest.mark.parametrize("named", [{}, {"paged_attention": "pallas", "paged_decode_attention": "pallas"}])
+def test_pages_of_small_heads_are_read_where_they_lie(named, tmp_path):
+    """XLA would bring the 64 MiB of a layer's pages into another layout, and back: 326 MiB of a decode step."""
+    skip_without_compiler("v5e")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_HEADS))
+    with ops.use_implementations(**named):
+        found = compile_model(describe(str(tmp_path)), find_device("v5e"), devices=1, max_num_seqs=16, context=2048)
+    decode, mixed = found["programs"]
+    for row in (decode, mixed):
+        assert row["refused"] is None, row["name"]
+        assert row["findings"]["donated_copies"] == 0, row["name"]
+    assert decode["temporaries"] < 32 << 20

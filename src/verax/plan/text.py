@@ -111,6 +111,7 @@ class TextPlan:
                 "max_num_seqs": num_seqs or self.num_seqs,
                 "max_model_len": context or self.context,
                 "kv_cache_memory": BOUNDLESS,
+                "tensor_parallel_size": self.devices,
             }
         )
         with self.target():

@@ -240,7 +240,8 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
     num_blocks = {layer: group.num_blocks for group in sizes.groups for layer in group.layers}
 
     def new_pages(layer: int) -> ops.Pages:
-        shape = (num_blocks[layer], model.num_key_value_heads, sizes.block_size, model.head_dim)
+        joined = sizes.joined_heads
+        shape = (num_blocks[layer], model.num_key_value_heads // joined, sizes.block_size, joined * model.head_dim)
         return ops.new_pages(shape, sizes.cache_dtype)
 
     return tuple(

@@ -16,6 +16,7 @@ from verax._buckets import powers
 from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
 from verax.models.causal_lm import has_recurrent_layers, sliding_windows, state_axes
+from verax.ops.joined_heads import heads_to_join
 from verax.ops.pages import page_bytes
 from verax.text.cache_groups import CacheGroup, CachePlan
 from verax.text.engine_config import EngineConfig
@@ -73,6 +74,8 @@ class RunnerConfig:
     """Steps have programs of their own for sequences with an adapter."""
     padding_takes_time: bool = False
     """Steps with prompts are made to fill one of `mixed_tokens`, and large ones are not run at the start."""
+    joined_heads: int = 1
+    """Heads of keys and values that lie side by side in a page, as one (`ops.joined_heads`)."""
 
     @property
     def prompt_sizes(self) -> Sequence[int]:
@@ -189,7 +192,19 @@ def plan_sizes(
         verify_tokens=_verify_tokens(config, max_num_seqs, batched),
         adapters=config.enable_lora,
         padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
+        joined_heads=_joined_heads(model, cache_dtype, devices),
     )
+
+
+def _joined_heads(model: CausalLMConfig, cache_dtype: DTypeLike, devices: int) -> int:
+    """Heads of keys and values that lie side by side in a page: as many as fill a TPU's register, elsewhere 1.
+
+    XLA:TPU would put the number of the page last in the layout of smaller heads, and a page in as many places as it has
+    numbers. Heads in int8 stay apart, because each has scales of its own.
+    """
+    joined = heads_to_join(model.head_dim)
+    fills = model.num_key_value_heads % (devices * joined) == 0
+    return joined if fills and ops.target().platform == "tpu" and cache_dtype != jnp.int8 else 1
 
 
 def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, num_layers: int | None = None) -> int:

@@ -17,6 +17,7 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM, RecurrentLayer
 from verax.models.causal_lm import final_hidden_states
+from verax.ops.joined_heads import join_heads, own_results, spread_queries
 from verax.ops.paged import num_up_to
 from verax.text.cache_groups import CacheGroup
 from verax.text.sampler import Logprobs, no_logprobs, sample, score
@@ -133,8 +134,9 @@ def make_step(
         ) -> Float[Array, "T N H"]:
             k_pages, v_pages = layer_cache[layer]
             group = group_of[layer]
-            k_pages = ops.write_pages(k_pages, k, page[group], offset)
-            v_pages = ops.write_pages(v_pages, v, page[group], offset)
+            (K, H), joined = k.shape[1:], k_pages.shape[-1] // k.shape[-1]
+            k_pages = ops.write_pages(k_pages, join_heads(k, joined), page[group], offset)
+            v_pages = ops.write_pages(v_pages, join_heads(v, joined), page[group], offset)
             layer_cache[layer] = (k_pages, v_pages)
             kept, attended = groups[group].window, options.get("window")
             if kept is not None and attended != kept:
@@ -142,9 +144,15 @@ def make_step(
                     f"model: layer {layer} attends to a window of {attended}, but its configuration's sliding_windows "
                     f"has {kept}"
                 )
+            if joined > 1:
+                q = spread_queries(q, K, joined)
+                options = {**options, "scale": H**-0.5 if options.get("scale") is None else options["scale"]}
+            arguments = q, k_pages, v_pages, pages_by_row[group], lengths
             if shape.decode:
-                return ops.paged_decode_attention(q, k_pages, v_pages, pages_by_row[group], lengths, **options)
-            return ops.paged_attention(q, k_pages, v_pages, pages_by_row[group], lengths, starts, **options)
+                out = ops.paged_decode_attention(*arguments, **options)
+            else:
+                out = ops.paged_attention(*arguments, starts, **options)
+            return out if joined == 1 else own_results(out, K, joined)
 
         def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
             # A sequence's first tokens start from zeros, whatever the slot's last owner left in it. Rows of padding

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops.attention import attention, flash_kernel
+from verax.ops.joined_heads import heads_to_join
 
 __all__: list[str] = []
 
 LANES = 128
-"""Numbers side by side in a register. A head is a multiple of them."""
+"""Numbers side by side in a register. A head is a multiple of them, or shares them with others."""
 
 MAX_HEAD_DIM = 256
 """Largest head size, for whose blocks there is vector memory."""
@@ -20,7 +21,8 @@ MAX_HEAD_DIM = 256
 
 def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **_: Any) -> bool:
     H = q.shape[-1]
-    sizes = H % LANES == 0 and H <= MAX_HEAD_DIM and min(q.size, k.size) > 0 and q.shape[2] % k.shape[2] == 0
+    fills = heads_to_join(H) > 1 or (H % LANES == 0 and H <= MAX_HEAD_DIM)
+    sizes = fills and min(q.size, k.size) > 0 and q.shape[2] % k.shape[2] == 0
     dtypes = k.dtype in (jnp.float32, jnp.bfloat16) and v.dtype == k.dtype
     # Otherwise some queries see nothing, for which the reference has its own answer.
     visible = k.shape[1] >= q.shape[1] or not (causal or window is not None)

@@ -5,9 +5,11 @@
             online softmax of the tile's queries over the block
         the tile's result
 
-Heads lie side by side in memory, so that a tile of one head is a part of the columns and nothing is transposed. Neither
-queries nor keys are padded: numbers past the end of an array may be anything, their scores are masked, and their values
-cleared. Blocks whose keys are all seen by all queries are multiplied without a mask.
+Heads lie side by side in memory, so that a tile of one head is a part of the columns and nothing is transposed. Small
+heads share a tile: two of 64 fill the 128 lanes of a register, and each is multiplied with the lanes of the others
+cleared, which takes the matrix unit no longer than a head alone. Neither queries nor keys are padded to whole tiles:
+numbers past the end of an array may be anything, their scores are masked, and their values cleared. Blocks whose keys
+are all seen by all queries are multiplied without a mask.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from verax.ops.attention import MASKED, soft_capped
+from verax.ops.joined_heads import heads_to_join
 from verax.ops.tpu.products import product
 
 __all__ = ["flash_attention"]
@@ -103,7 +106,11 @@ def flash_attention(
         keys: keys of a block.
         interpret: as `pallas_call` takes it.
     """
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    B, T, N, H = q.shape
+    q = (q * (H**-0.5 if scale is None else scale)).astype(k.dtype)
+    together = heads_to_join(H)
+    q, k, v = _share_tiles(q, k, v, together)
+    S, K, G, W = k.shape[1], k.shape[2] // together, q.shape[2] // k.shape[2], together * H
     rows, columns = (min(most, pl.cdiv(size, LANES) * LANES) for most, size in ((queries, T), (keys, S)))
     mask = _Mask(S - T, T, S, causal, window)
     width = pl.cdiv(S, columns)
@@ -114,8 +121,8 @@ def flash_attention(
         first, last = mask.seen(i * rows, rows)
         return jnp.minimum(lax.div(first, columns) + j, lax.div(last, columns))
 
-    of_queries = pl.BlockSpec((1, rows, H), lambda b, n, i, j: (b, i, n))
-    of_keys = pl.BlockSpec((1, columns, H), lambda b, n, i, j: (b, block(i, j), lax.div(n, N // K)))
+    of_queries = pl.BlockSpec((1, rows, W), lambda b, n, i, j: (b, i, n))
+    of_keys = pl.BlockSpec((1, columns, W), lambda b, n, i, j: (b, block(i, j), lax.div(n, G)))
     in_specs, owners = [of_queries, of_keys, of_keys], []
     if segments is not None:
         owners = [segments.astype(jnp.int32)[:, :, None], segments.astype(jnp.int32)[:, None]]
@@ -124,22 +131,37 @@ def flash_attention(
             pl.BlockSpec((1, 1, columns), lambda b, n, i, j: (b, 0, block(i, j))),
         ]
     run = pl.pallas_call(
-        partial(_kernel, mask=mask, soft_cap=soft_cap),
-        out_shape=jax.ShapeDtypeStruct((B, T, N * H), jnp.float32),
-        grid=(B, N, pl.cdiv(T, rows), width),
+        partial(_kernel, mask=mask, together=together, soft_cap=soft_cap),
+        out_shape=jax.ShapeDtypeStruct((B, T, K * G * W), jnp.float32),
+        grid=(B, K * G, pl.cdiv(T, rows), width),
         in_specs=in_specs,
         out_specs=of_queries,
-        scratch_shapes=[*[pltpu.VMEM((rows, LANES), jnp.float32)] * 2, pltpu.VMEM((rows, H), jnp.float32)],
+        scratch_shapes=[*[pltpu.VMEM((together, rows, LANES), jnp.float32)] * 2, pltpu.VMEM((rows, W), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="flash_attention",
     )
-    scaled = (q * (H**-0.5 if scale is None else scale)).astype(k.dtype)
-    out = run(scaled.reshape(B, T, N * H), k.reshape(B, S, K * H), v.reshape(B, S, K * H), *owners)
-    return out.reshape(B, T, N, H)
+    out = run(q.reshape(B, T, K * G * W), k.reshape(B, S, K * W), v.reshape(B, S, K * W), *owners)
+    return jnp.swapaxes(out.reshape(B, T, K, G, together, H), 3, 4).reshape(B, T, -1, H)[:, :, :N]
 
 
-def _kernel(q: Any, k: Any, v: Any, *refs: Any, mask: _Mask, soft_cap: float | None) -> None:
+def _share_tiles(
+    q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], together: int
+) -> tuple[Float[Array, "B T M H"], Float[Array, "B S L H"], Float[Array, "B S L H"]]:
+    """Heads in the order of tiles: queries of `together` key/value heads, one of each. Heads of zeros fill the last.
+
+    Args:
+        q, k, v: queries, keys and values.
+        together: heads of a tile.
+    """
+    B, T, N, H = q.shape
+    K, G = k.shape[2], N // k.shape[2]
+    missing = -K % together
+    q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, n), (0, 0))) for x, n in ((q, missing * G), (k, missing), (v, missing)))
+    return jnp.swapaxes(q.reshape(B, T, -1, together, G, H), 3, 4).reshape(q.shape), k, v
+
+
+def _kernel(q: Any, k: Any, v: Any, *refs: Any, mask: _Mask, together: int, soft_cap: float | None) -> None:
     *owners, out, highest, weight_sums, sums = refs
     rows, columns = q.shape[1], k.shape[1]
     i, j = pl.program_id(2), pl.program_id(3)
@@ -152,26 +174,37 @@ def _kernel(q: Any, k: Any, v: Any, *refs: Any, mask: _Mask, soft_cap: float | N
         weight_sums[...] = jnp.zeros(weight_sums.shape, jnp.float32)
         sums[...] = jnp.zeros(sums.shape, jnp.float32)
 
+    def own(x: Array, h: int) -> Any:
+        """True for numbers that are head h's."""
+        return lax.div(lax.broadcasted_iota(jnp.int32, x.shape, 1), x.shape[1] // together) == h
+
+    def of_head(x: Array, h: int) -> Array:
+        """Numbers of head h, and zeros in the place of the others."""
+        return x if together == 1 else jnp.where(own(x, h), x.astype(jnp.float32), 0.0).astype(x.dtype)
+
     def step(masked: bool) -> None:
-        values = v[0]
-        scores = soft_capped(product(q[0], k[0], (1, 1)), soft_cap)
+        values, visible = v[0], None
         if masked:
-            at = begin + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            visible = mask.visible(i * rows + lax.broadcasted_iota(jnp.int32, scores.shape, 0), at)
+            at = begin + lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+            visible = mask.visible(i * rows + lax.broadcasted_iota(jnp.int32, (rows, columns), 0), at)
             if owners:
                 of_rows, of_columns = owners
                 visible &= of_rows[0] == of_columns[0]
-            scores = jnp.where(visible, scores, MASKED)
             if mask.num_keys % columns:
                 exists = begin + lax.broadcasted_iota(jnp.int32, values.shape, 0) < mask.num_keys
                 values = jnp.where(exists, values.astype(jnp.float32), 0.0).astype(values.dtype)
-        before = highest[:, :1]
-        now = jnp.maximum(before, scores.max(1, keepdims=True))
-        # Keys masked before the first visible one have a weight of 1 here, which its maximum then shrinks to 0.
-        weights, shrink = jnp.exp(scores - now), jnp.exp(before - now)
-        highest[...] = jnp.broadcast_to(now, highest.shape)
-        weight_sums[...] = weight_sums[...] * shrink + weights.sum(1, keepdims=True)
-        sums[...] = sums[...] * shrink + product(weights.astype(values.dtype), values)
+        for h in range(together):
+            scores = soft_capped(product(of_head(q[0], h), of_head(k[0], h), (1, 1)), soft_cap)
+            if visible is not None:
+                scores = jnp.where(visible, scores, MASKED)
+            before = highest[h, :, :1]
+            now = jnp.maximum(before, scores.max(1, keepdims=True))
+            # Keys masked before the first visible one have a weight of 1 here, which its maximum then shrinks to 0.
+            weights, shrink = jnp.exp(scores - now), jnp.exp(before - now)
+            highest[h] = jnp.broadcast_to(now, highest.shape[1:])
+            weight_sums[h] = weight_sums[h] * shrink + weights.sum(1, keepdims=True)
+            updated = sums[...] * shrink + product(weights.astype(values.dtype), values)
+            sums[...] = updated if together == 1 else jnp.where(own(updated, h), updated, sums[...])
 
     is_seen = begin <= last
     needs_no_mask = (not owners) & mask.sees_all(i * rows, rows, begin, begin + columns - 1)
@@ -180,4 +213,8 @@ def _kernel(q: Any, k: Any, v: Any, *refs: Any, mask: _Mask, soft_cap: float | N
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _() -> None:
-        out[0] = sums[...] / weight_sums[:, :1]
+        result = sums[...]
+        for h in range(together):
+            divided = sums[...] / weight_sums[h, :, :1]
+            result = divided if together == 1 else jnp.where(own(result, h), divided, result)
+        out[0] = result

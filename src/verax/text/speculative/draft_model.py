@@ -203,4 +203,4 @@ def _sizes(model: CausalLM, config: RunnerConfig) -> RunnerConfig:
     groups = tuple(
         CacheGroup(layers if i == full else (), None, group.num_blocks) for i, group in enumerate(config.groups)
     )
-    return replace(config, groups=groups, structured_outputs=False, verify_tokens=(), adapters=False)
+    return replace(config, groups=groups, structured_outputs=False, verify_tokens=(), adapters=False, joined_heads=1)
