@@ -49,6 +49,7 @@ class Kernel:
         bytes_moved: bytes that have to be read and written, each once.
         predicted: share of the limit.
         options: options of the call.
+        donated: places of the arguments that it may overwrite.
     """
 
     operation: str
@@ -61,6 +62,7 @@ class Kernel:
     bytes_moved: int
     predicted: float
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    donated: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.operation}-{self.device}-{self.case}"
@@ -173,25 +175,29 @@ def _delta_backward(implementation: str, device: str, predicted: float) -> Kerne
     )
 
 
-def _delta_step(device: str, predicted: float, rows: int = 64) -> Kernel:
+def _delta_step(device: str, predicted: float, rows: int = 64, slots: int = 80) -> Kernel:
     heads, K, V = 16, 128, 128
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((rows, *shape), jnp.float32)
 
-    key, value, gate, state = array(1, heads, K), array(1, heads, V), array(1, heads), array(heads, K, V)
+    key, value, gate = array(1, heads, K), array(1, heads, V), array(1, heads)
+    states = jax.ShapeDtypeStruct((slots, heads, K, V), jnp.float32)
     inputs = DeltaInputs(key, key, key, value, gate, gate)
+    size = rows * heads * K * V
+    where = ops.StateSlots(jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.bool_))
     return Kernel(
-        "delta_recurrence",
-        "triton",
+        "delta_slot_recurrence",
+        "pallas" if find_device(device).platform == "tpu" else "triton",
         "delta_step",
         device,
         f"1 token of {rows} sequences, {heads} heads of {K}, float32",
-        (inputs, state),
-        7 * state.size,
-        4 * (sum(x.size for x in inputs) - key.size + value.size + 2 * state.size),
+        (inputs, states, where),
+        7 * size,
+        4 * (sum(x.size for x in inputs) - key.size + value.size + 2 * size),
         predicted,
         {"use_qk_l2norm": True},
+        donated=(1,),
     )
 
 
@@ -219,6 +225,8 @@ def _kernels() -> Iterator[Kernel]:
     yield _chunk("pallas", "v5e", 0.2)
     yield _delta("pallas", "v5e", 0.5)
     yield _delta_backward("pallas", "v5e", 0.5)
+    for device in ("v5e", "v6e"):
+        yield _delta_step(device, 0.7)
     yield _attention("pallas", "v5e", 0.7)
     yield _attention("pallas", "v5e", 0.35, tokens=4096, size=64)
     yield _attention("pallas", "v6e", 0.1, tokens=4096, size=64)
@@ -257,7 +265,7 @@ def _compile(kernel: Kernel, options: Mapping[str, str]) -> jax.stages.Compiled:
     with ops.use_target(device.platform, device.kind, device.memory), ops.use_implementations(**named):
         assert operation.select(*kernel.args, **kernel.options).name == kernel.implementation
         call = partial(operation.__call__, **kernel.options)
-        lowered = jax.jit(call, in_shardings=whole).lower(*kernel.args)
+        lowered = jax.jit(call, in_shardings=whole, donate_argnums=kernel.donated).lower(*kernel.args)
     with no_compilation_cache():
         return lowered.compile(compiler_options={**compiler.options, **options})
 

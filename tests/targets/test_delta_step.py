@@ -1,20 +1,23 @@
-"""Decode step of the gated delta rule on an NVIDIA GPU: passes over the states, by XLA and by the kernel."""
+"""Decode step of an engine with a delta layer: passes over the layer's states, by XLA and by the kernels."""
 
 import math
 import re
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import pytest
 
 from tests.targets.test_targets import skip_without_compiler
 from verax import ops
 from verax._compat import no_compilation_cache
+from verax.plan.compiled.programs import programs_of
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
+from verax.plan.model import describe
 
-ROWS, HEADS, SIZE = 64, 16, 128
+STATES = 16 * 16 * 128 * 128
+"""Numbers of all slots' states, and of those of all rows: 16 sequences, 16 value heads of 128."""
+
+DELTA_LAYERS, DEPTH = 3, 4
 
 INSTRUCTION = re.compile(r"^  (?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\(([^)]*)\)", re.MULTILINE)
 """Label, type, name and operands of an instruction."""
@@ -23,55 +26,46 @@ MOVES_NOTHING = ("parameter", "bitcast", "get-tuple-element", "tuple")
 
 
 class Passes(NamedTuple):
-    """Number of readings and writings of all states."""
+    """Arrays of all states that instructions take, and that they result in."""
 
     reads: int
     writes: int
 
 
-def step(states, q, k, v, g, beta):
-    options = {"initial_state": states, "output_final_state": True, "use_qk_l2norm": True}
-    out, states = ops.gated_delta_rule(q, k, v, g, beta, **options)
-    return states, out
-
-
-def passes(implementation):
-    """Passes over the donated states of a decode step on an H100."""
-    skip_without_compiler("h100")
-    device = find_device("h100")
-    compiler = compiler_of(device)
-    state, key, gate = (
-        jax.ShapeDtypeStruct(shape, jnp.float32)
-        for shape in ((ROWS, HEADS, SIZE, SIZE), (ROWS, 1, HEADS, SIZE), (ROWS, 1, HEADS))
-    )
-    whole = NamedSharding(topology_mesh(device, 1), PartitionSpec())
+def passes(name, implementation):
+    """Passes over the states of all delta layers, in the engine's decode step of 16 sequences."""
+    skip_without_compiler(name)
+    device = find_device(name)
+    sizes = {"max_num_seqs": 16, "context": 2048, "devices": 1}
     with (
         ops.use_target(device.platform, device.kind, device.memory),
-        ops.use_implementations(delta_recurrence=implementation),
+        ops.use_implementations(delta_slot_recurrence=implementation),
     ):
-        lowered = jax.jit(step, in_shardings=whole, donate_argnums=0).lower(state, key, key, key, gate, gate)
+        decode, _ = programs_of(describe("hybrid"), device, topology_mesh(device, 1), depth=DEPTH, **sizes)
+        lowered = decode.lower()
     with no_compilation_cache():
-        text = lowered.compile(compiler_options=dict(compiler.options)).as_text()
-    return count_passes(text, state.size)
+        return count_passes(lowered.compile(compiler_options=dict(compiler_of(device).options)).as_text(), STATES)
 
 
 def count_passes(text, size):
-    """Instructions of a program's entry that take, and that result in, an array of so many elements."""
+    """Arrays of so many float32 numbers that the instructions of a program's entry take, and that they result in."""
     _, _, entry = text.partition("\nENTRY ")
     found, reads, writes = set(), 0, 0
     for label, result, name, rest in INSTRUCTION.findall(entry):
-        is_large = any(math.prod(map(int, shape.split(","))) == size for shape in re.findall(r"\[([\d,]+)\]", result))
-        if is_large:
+        large = sum(math.prod(map(int, shape.split(","))) == size for shape in re.findall(r"f32\[([\d,]+)\]", result))
+        if large:
             found.add(label)
         if name not in MOVES_NOTHING:
-            reads += not found.isdisjoint(re.findall(r"%([\w.\-]+)", rest))
-            writes += is_large
+            reads += len(found.intersection(re.findall(r"%([\w.\-]+)", rest)))
+            writes += large
     return Passes(reads, writes)
 
 
-def test_xla_reads_the_states_for_the_products_and_again_for_the_update():
-    assert passes("step") == Passes(2, 1)
+def test_xla_gathers_the_states_and_reads_them_twice_the_second_time_to_scatter_them():
+    """The scatter takes the states of all slots too, which it writes in place."""
+    assert passes("h100", "reference") == Passes(4 * DELTA_LAYERS, 2 * DELTA_LAYERS)
 
 
-def test_the_kernel_reads_them_once_and_writes_them_in_place():
-    assert passes("triton") == Passes(1, 1)
+@pytest.mark.parametrize(("device", "kernel"), [("h100", "triton"), ("v5e", "pallas")])
+def test_a_kernel_reads_the_states_in_their_slots_once_and_writes_them_there(device, kernel):
+    assert passes(device, kernel) == Passes(DELTA_LAYERS, DELTA_LAYERS)

@@ -196,11 +196,16 @@ class GatedDeltaNet(nnx.Module):
         return {"conv1d.weight": Division(unit=self.config.key_head_channels), "A_log": heads, "dt_bias": heads}
 
     def __call__(
-        self, x: Float[Array, "B T D"], state: DeltaState | None = None, cu_seqlens: Int[Array, "M"] | None = None
+        self,
+        x: Float[Array, "B T D"],
+        state: DeltaState | None = None,
+        cu_seqlens: Int[Array, "M"] | None = None,
+        slots: ops.StateSlots | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
         qkv, z, b, a = self._project(x)
         inputs, memory = state or (None, None)
-        qkv, inputs = ops.short_convolution(qkv, self.conv1d.weight[...], initial_state=inputs, cu_seqlens=cu_seqlens)
+        where: Any = {"cu_seqlens": cu_seqlens, "slots": slots}
+        qkv, inputs = ops.short_convolution(qkv, self.conv1d.weight[...], initial_state=inputs, **where)
         config = self.config
         keys = (qkv.shape[-1] - z.shape[-1]) // 2  # of the heads that this device has
         q, k, v = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
@@ -213,8 +218,8 @@ class GatedDeltaNet(nnx.Module):
             beta=jax.nn.sigmoid(b),
             initial_state=memory,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
             use_qk_l2norm=True,
+            **where,
         )
         out = self.norm(out) * jax.nn.silu(_heads(z, config.linear_value_head_dim))
         assert memory is not None

@@ -33,11 +33,14 @@ class AttentionFn(Protocol):
         ...
 
 
-RecurrentLayer = Callable[[Float[Array, "B T D"], Any, Int[Array, "M"] | None], tuple[Float[Array, "B T D"], Any]]
-"""A layer that goes through tokens in order: `recurrence(x, state, cu_seqlens)` gives outputs and the states after.
+RecurrentLayer = Callable[
+    [Float[Array, "B T D"], Any, Int[Array, "M"] | None, ops.StateSlots | None], tuple[Float[Array, "B T D"], Any]
+]
+"""A layer that goes through tokens in order: `recurrence(x, state, cu_seqlens, slots)` gives outputs and states after.
 
 `state` is made by the configuration's `new_state`, one entry for each of N sequences; None stands for zeros. N is B;
-or, packed, `len(cu_seqlens) - 1` sequences lie along T of a batch of one, as in `ops.delta`.
+or, packed, `len(cu_seqlens) - 1` sequences lie along T of a batch of one, as in `ops.delta`. With `slots` there is an
+entry for each slot instead, in `state` and in the states after.
 """
 
 RunRecurrent = Callable[[int, Float[Array, "*B T D"], RecurrentLayer], Float[Array, "*B T D"]]
@@ -68,6 +71,6 @@ def run_from_zeros(cu_seqlens: Int[Array, "M"] | None = None) -> RunRecurrent:
     """
 
     def run(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
-        return recurrence(x, None, cu_seqlens)[0]
+        return recurrence(x, None, cu_seqlens, None)[0]
 
     return run

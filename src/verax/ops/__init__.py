@@ -30,6 +30,7 @@ from verax.ops.pages import Pages, QuantizedPages, new_pages
 from verax.ops.quantized import QuantizedWeight, quantize
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 from verax.ops.short_convolution import short_convolution
+from verax.ops.state_slots import StateSlots
 from verax.ops.update_rows import update_rows
 
 # Fast implementations register themselves with the operations above.
@@ -64,6 +65,7 @@ __all__ = [
     "QuantizedPages",
     "QuantizedWeight",
     "RotaryConfig",
+    "StateSlots",
     "Target",
     "apply_rotary",
     "attention",

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Example", "bfloat16", "float32", "int32"]
+__all__ = ["Example", "bfloat16", "boolean", "float32", "int32"]
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,8 @@ def bfloat16(*shape: int) -> Any:
 def int32(*shape: int) -> Any:
     """An array's shape and dtype."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def boolean(*shape: int) -> Any:
+    """An array's shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, jnp.bool_)

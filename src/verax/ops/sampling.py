@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from verax.ops._dispatch import operation
-from verax.ops._example import Example, float32, int32
+from verax.ops._example import Example, boolean, float32, int32
 
 __all__ = ["FLOATS", "INTS", "SamplingArrays", "adjust", "penalize", "sample", "token_logprobs", "uniform"]
 
@@ -346,4 +346,4 @@ def token_logprobs(
 
 @token_logprobs.example
 def _logprob_examples() -> list[Example]:
-    return [Example((float32(4, 151936), int32(4), jax.ShapeDtypeStruct((4,), jnp.bool_)), {"num_top": 20})]
+    return [Example((float32(4, 151936), int32(4), boolean(4)), {"num_top": 20})]

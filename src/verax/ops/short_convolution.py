@@ -5,8 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from verax.errors import InvalidParameterError
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, float32
+from verax.ops.state_slots import StateSlots
 
 __all__ = ["short_convolution"]
 
@@ -18,6 +20,7 @@ def short_convolution(
     *,
     initial_state: Float[Array, "N w C"] | None = None,
     cu_seqlens: Int[Array, "M"] | None = None,
+    slots: StateSlots | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "N w C"]]:
     """`y[t] = sum_j weight[:, 0, j] x[t - (W - 1) + j]`, one filter a channel, in float32.
 
@@ -28,10 +31,17 @@ def short_convolution(
             `len(cu_seqlens) - 1`.
         cu_seqlens: `[N + 1]` ascending offsets from 0 of sequences packed along T of a batch of one. No sequence sees
             another. Tokens past the last offset belong to no sequence: their results mean nothing.
+        slots: where the sequences' inputs lie in an initial state `[slots, w, C]` of all slots, and in the result.
 
     Returns:
         Outputs, and the last W - 1 inputs of each sequence, its initial state included: the next call's initial state.
     """
+    if slots is not None:
+        if initial_state is None:
+            raise InvalidParameterError("slots: expected initial_state with them, the states of all slots")
+        before = slots.load(initial_state)
+        out, after = short_convolution.reference(x, weight, initial_state=before, cu_seqlens=cu_seqlens)
+        return out, slots.store(initial_state, after)
     B, T, C = x.shape
     w = weight.shape[-1] - 1
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -127,6 +126,8 @@ def make_step(
         ]
         page = [jnp.where(valid, pages[owner, position // block_size], 0) for pages in pages_by_row]
         offset = position % block_size
+        # A sequence's first tokens start from zeros. Rows of padding have a slot past the end.
+        state_slots = ops.StateSlots(slot, fresh=start == 0)
         layer_cache = list(cache)
 
         def attend(
@@ -155,20 +156,11 @@ def make_step(
             return out if joined == 1 else own_results(out, K, joined)
 
         def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
-            # A sequence's first tokens start from zeros, whatever the slot's last owner left in it. Rows of padding
-            # have a slot past the end, so that their states are dropped.
-            def initial(states: Float[Array, "S *D"]) -> Float[Array, "B *D"]:
-                fresh = (start == 0).reshape(-1, *[1] * (states.ndim - 1))
-                return jnp.where(fresh, 0.0, states.at[slot].get(mode="clip"))
-
-            state = jax.tree.map(initial, layer_cache[layer])
+            state = layer_cache[layer]
             if shape.decode:
-                out, state = recurrence(x[:, None], state, None)
+                out, layer_cache[layer] = recurrence(x[:, None], state, None, state_slots)
             else:
-                out, state = recurrence(x[None], state, starts)
-            layer_cache[layer] = jax.tree.map(
-                lambda old, new: old.at[slot].set(new, mode="drop"), layer_cache[layer], state
-            )
+                out, layer_cache[layer] = recurrence(x[None], state, starts, state_slots)
             return out.reshape(x.shape)
 
         if drafts is not None:

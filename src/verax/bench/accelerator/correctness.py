@@ -48,6 +48,8 @@ def _permuted(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 _INTEGERS: Mapping[str, Draw] = {
     "delta_chunk_scan[2]": lambda rng, shape: np.zeros(shape),
     "delta_chunk_scan_backward[2]": lambda rng, shape: np.zeros(shape),
+    "delta_slot_recurrence[2].slot": _permuted,
+    "delta_slot_recurrence[2].fresh": lambda rng, shape: rng.integers(0, 2, shape),
     "paged_attention[3]": _permuted,
     "paged_attention[4]": lambda rng, shape: rng.integers(40, 128, shape),
     "paged_attention[5]": lambda rng, shape: 8 * np.arange(*shape),
@@ -65,8 +67,8 @@ _INTEGERS: Mapping[str, Draw] = {
     "token_logprobs[1]": lambda rng, shape: rng.integers(0, 151936, shape),
     "token_logprobs[2]": lambda rng, shape: rng.integers(0, 2, shape),
 }
-"""Integers and flags of the examples, by operation and place: pages that are not shared, lengths that fit, different
-experts, tokens of the vocabulary."""
+"""Integers and flags of the examples, by operation and place: pages and slots that are not shared, lengths that fit,
+different experts, tokens of the vocabulary."""
 
 _INT_LIMITS = {
     "top_k": 50,

@@ -18,6 +18,7 @@ from verax.ops.delta._rules import (
     kda,
 )
 from verax.ops.delta._scan import delta_chunk_scan, delta_chunk_scan_backward
+from verax.ops.delta._slots import delta_slot_recurrence
 
 __all__ = [
     "DeltaInputs",
@@ -27,6 +28,7 @@ __all__ = [
     "delta_chunk_scan_backward",
     "delta_recurrence",
     "delta_rule",
+    "delta_slot_recurrence",
     "dplr_delta_rule",
     "gated_delta_product",
     "gated_delta_rule",

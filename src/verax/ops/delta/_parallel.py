@@ -36,6 +36,8 @@ def sequence_parallel(rule: Callable[..., Any], axis_name: str) -> Callable[...,
     ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"] | None]:
         if options.get("cu_seqlens") is not None:
             raise InvalidParameterError("cu_seqlens: packed sequences cannot be split over devices")
+        if options.get("slots") is not None:
+            raise InvalidParameterError("slots: expected none, a split sequence starts from a state of its own")
         (B, _, HV, V), K = v.shape, q.shape[-1]
         dtype = jnp.promote_types(q.dtype, jnp.float32)
         identity = jnp.broadcast_to(jnp.eye(K, V + K, V, dtype=dtype), (B, HV, K, V + K))

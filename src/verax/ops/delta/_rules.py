@@ -5,7 +5,7 @@ Arguments and conventions are those of flash-linear-attention (fla-org/flash-lin
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -14,6 +14,8 @@ from verax.errors import InvalidParameterError
 from verax.ops.delta._chunk import SMALLEST_CHUNK
 from verax.ops.delta._inputs import DeltaInputs, check_axes, check_shapes, interleave, l2_normalize
 from verax.ops.delta._recurrence import delta_recurrence
+from verax.ops.delta._slots import delta_slot_recurrence
+from verax.ops.state_slots import StateSlots
 
 __all__ = [
     "DeltaOptions",
@@ -34,6 +36,8 @@ class DeltaOptions(TypedDict, total=False):
     scale: factor on q; `K ** -0.5` if None.
     initial_state: `[N, HV, K, V]`, a state for each sequence; zeros if None. N is B, or `len(cu_seqlens) - 1`.
     output_final_state: whether to return the final states as well, in float32.
+    slots: where the sequences' states lie in an `initial_state` `[slots, HV, K, V]` of all slots. The final states are
+        those of all slots then. With `mode="auto"` only.
     cu_seqlens: `[N + 1]` ascending offsets from 0, for N sequences packed along T of a batch of one. An array, so one
         compiled call serves all packings; it is not checked. Tokens past the last offset give zeros.
     use_qk_l2norm: normalise q and k (and comba's p) first: `x / sqrt(sum(x^2) + 1e-6)`.
@@ -45,6 +49,7 @@ class DeltaOptions(TypedDict, total=False):
     scale: float | None
     initial_state: Float[Array, "N HV K V"] | None
     output_final_state: bool
+    slots: StateSlots | None
     cu_seqlens: Int[Array, "M"] | None
     use_qk_l2norm: bool
     mode: Literal["auto", "recurrent", "chunk", "step"]
@@ -229,6 +234,7 @@ def _run(
     scale: float | None = None,
     initial_state: Float[Array, "N HV K V"] | None = None,
     output_final_state: bool = False,
+    slots: StateSlots | None = None,
     cu_seqlens: Int[Array, "M"] | None = None,
     use_qk_l2norm: bool = False,
     mode: Literal["auto", "recurrent", "chunk", "step"] = "auto",
@@ -245,8 +251,15 @@ def _run(
             f"cu_seqlens: expected offsets [N + 1] into a batch of 1, got {list(cu_seqlens.shape)} and a batch of {B}"
         )
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if slots is not None and (initial_state is None or mode != "auto"):
+        raise InvalidParameterError("slots: expected initial_state with them, the states of all slots, and mode auto")
+    states = N if slots is None or initial_state is None else initial_state.shape[0]
     check_shapes(
-        k=(k, q.shape), v=(v, (B, T, HV, V)), beta=(beta, (B, T, HV)), initial_state=(initial_state, (N, HV, K, V))
+        k=(k, q.shape),
+        v=(v, (B, T, HV, V)),
+        beta=(beta, (B, T, HV)),
+        initial_state=(initial_state, (states, HV, K, V)),
+        **{} if slots is None else {"slots": (slots.slot, (N,)), "slots.fresh": (slots.fresh, (N,))},
     )
     if mode not in ("auto", *IMPLEMENTATIONS):
         raise InvalidParameterError(f"mode: expected auto, {', '.join(IMPLEMENTATIONS)}, got {mode!r}")
@@ -266,14 +279,15 @@ def _run(
     )
     state = jnp.zeros((N, HV, K, V), dtype) if initial_state is None else initial_state.astype(dtype)
     offsets = None if cu_seqlens is None else cu_seqlens * steps
-    run = delta_recurrence if mode == "auto" else delta_recurrence.implementations[IMPLEMENTATIONS[mode]].function
-    out, state = run(
-        x,
-        state,
-        offsets,
-        scale=K**-0.5 if scale is None else scale,
-        use_qk_l2norm=use_qk_l2norm,
-        erase_before_decay=erase_before_decay,
-        chunk_size=chunk_size,
-    )
+    options: dict[str, Any] = {
+        "scale": K**-0.5 if scale is None else scale,
+        "use_qk_l2norm": use_qk_l2norm,
+        "erase_before_decay": erase_before_decay,
+        "chunk_size": chunk_size,
+    }
+    if slots is not None:
+        out, state = delta_slot_recurrence(x, state, slots, offsets, **options)
+    else:
+        run = delta_recurrence if mode == "auto" else delta_recurrence.implementations[IMPLEMENTATIONS[mode]].function
+        out, state = run(x, state, offsets, **options)
     return out[:, steps - 1 :: steps], state if output_final_state else None

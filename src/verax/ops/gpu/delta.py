@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from verax.ops._derivative import differentiated_as
 from verax.ops._target import AMPERE, has_compute_capability
-from verax.ops.delta import DeltaInputs, delta_recurrence
+from verax.ops.delta import DeltaInputs, delta_slot_recurrence
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
 from verax.ops.delta._step import is_step
+from verax.ops.state_slots import StateSlots
 
 __all__: list[str] = []
 
@@ -33,6 +34,9 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 MAX_STEP_KEYS = 256
 """Largest size of keys in a decode step, for which a program has registers."""
+
+MAX_NUMBERS = 1 << 31
+"""Numbers of all states in a decode step: Triton counts them in 32 bits."""
 
 
 def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
@@ -69,25 +73,29 @@ def _delta_chunk_scan_backward_triton(
     return differentiated_as(delta_chunk_scan_backward.reference, kernel, chunks, d_final, owner, d_out)
 
 
-def _accepts_step(x: DeltaInputs, initial_state: Any, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any) -> bool:
-    dtypes = all(a.dtype in FLOATS for a in x) and initial_state.dtype == jnp.float32
-    sizes = is_step(x, initial_state, cu_seqlens) and 0 < x.read.shape[3] <= MAX_STEP_KEYS and x.v.size > 0
-    return dtypes and sizes and not isinstance(scale, jax.Array) and has_compute_capability(AMPERE)
+def _accepts_step(
+    x: DeltaInputs, states: Any, slots: StateSlots, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any
+) -> bool:
+    dtypes = all(a.dtype in FLOATS for a in x) and states.dtype == jnp.float32
+    sizes = is_step(x, states, cu_seqlens) and 0 < x.read.shape[3] <= MAX_STEP_KEYS and 0 < states.size < MAX_NUMBERS
+    constant = not isinstance(scale, jax.Array)
+    return dtypes and sizes and x.v.size > 0 and constant and has_compute_capability(AMPERE)
 
 
-@delta_recurrence.implementation(
+@delta_slot_recurrence.implementation(
     "triton", platforms=("gpu",), single_device=True, accepts=_accepts_step, experimental=True
 )
 def _delta_step_triton(
     x: DeltaInputs,
-    initial_state: Float[Array, "N HV K V"],
+    states: Float[Array, "S HV K V"],
+    slots: StateSlots,
     cu_seqlens: Int[Array, "M"] | None = None,
     *,
     scale: float = 1.0,
     use_qk_l2norm: bool = False,
     erase_before_decay: bool = False,
     chunk_size: int | None = None,
-) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
     from verax.ops.gpu.delta_step_kernel import delta_step
 
     options = {
@@ -95,5 +103,5 @@ def _delta_step_triton(
         "use_qk_l2norm": use_qk_l2norm,
         "erase_before_decay": erase_before_decay,
     }
-    reference = partial(delta_recurrence.implementations["step"].function, **options)
-    return differentiated_as(reference, partial(delta_step, **options), x, initial_state)
+    reference = partial(delta_slot_recurrence.reference, **options)
+    return differentiated_as(reference, partial(delta_step, **options), x, states, slots)

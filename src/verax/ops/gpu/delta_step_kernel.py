@@ -1,11 +1,13 @@
 """Decode step of the delta rules for NVIDIA GPUs in Pallas, lowered to Triton.
 
     for each sequence, value head and `columns` columns of its state, all at once:
+        S <- the state in the sequence's slot
         for each of the few tokens:
             S <- decay S;  Z = beta (v - erase^T S);  S <- S + write Z^T;  out = read^T S
+        the state in the slot <- S
 
-So a state is read once and written once, in place, and the keys are normalised where they are read. Columns of a state
-do not meet: programs share nothing but keys. Nothing is multiplied on tensor cores, so float32 stays float32.
+So a state is read once and written once, where it lies, and the keys are normalised where they are read. Columns of a
+state do not meet: programs share nothing but keys. Nothing is multiplied on tensor cores, so float32 stays float32.
 `gpu/paged_kernel.py` says why Triton compiles it.
 """
 
@@ -21,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from verax.ops.delta._inputs import DeltaInputs, l2_normalize
+from verax.ops.state_slots import StateSlots
 
 __all__ = ["columns_of_program", "delta_step"]
 
@@ -43,14 +46,15 @@ def columns_of_program(heads: int, V: int) -> int:
 
 def delta_step(
     x: DeltaInputs,
-    states: Float[Array, "B HV K V"],
+    states: Float[Array, "S HV K V"],
+    slots: StateSlots,
     *,
     scale: float,
     use_qk_l2norm: bool,
     erase_before_decay: bool,
     interpret: bool = False,
-) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-    """`ops.delta.delta_recurrence` of few tokens, with `interpret` as `pallas_call` takes it."""
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
+    """`ops.delta.delta_slot_recurrence` of few tokens, with `interpret` as `pallas_call` takes it."""
     B, _, HV, V = x.v.shape
     columns = columns_of_program(B * HV, V)
     run = pl.pallas_call(
@@ -63,20 +67,24 @@ def delta_step(
         ),
         grid=(B, HV, pl.cdiv(V, columns)),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x.v.shape, states.shape)],
-        input_output_aliases={len(x): 1},
+        input_output_aliases={2 + len(x): 1},
         compiler_params=plgpu.CompilerParams(**PARAMETERS),
         interpret=interpret,
         name="delta_step",
     )
+    written = slots.slot.astype(jnp.int32)
+    read = jnp.where(slots.fresh, states.shape[0], written)  # zeros lie past the last slot
     beta, g = (a.reshape(*x.beta.shape, -1) for a in (x.beta, x.g))
-    out, states = run(*x._replace(beta=beta, g=g), states)
+    out, states = run(read, written, *x._replace(beta=beta, g=g), states)
     return out, states
 
 
-def _kernel(*refs: Any, columns: int, scale: float, use_qk_l2norm: bool, erase_before_decay: bool) -> None:
-    *inputs, initial, out, final = refs
+def _kernel(
+    read: Any, written: Any, *refs: Any, columns: int, scale: float, use_qk_l2norm: bool, erase_before_decay: bool
+) -> None:
+    *inputs, before, out, after = refs
     x: Any = DeltaInputs(*inputs)
-    (_, T, H, K), (HV, V) = x.read.shape, x.v.shape[2:]
+    (_, T, H, K), (HV, V), S = x.read.shape, x.v.shape[2:], before.shape[0]
     b, h = pl.program_id(0), pl.program_id(1)
     k, v = jnp.arange(pl.next_power_of_2(K)), pl.program_id(2) * columns + jnp.arange(columns)
     rows, columns_there = k < K, v < V
@@ -84,19 +92,22 @@ def _kernel(*refs: Any, columns: int, scale: float, use_qk_l2norm: bool, erase_b
     only = jnp.arange(1)  # an index of numbers alone is not interpreted
 
     def load(ref: Any, *at: Any, mask: Any = None) -> Array:
-        return plgpu.load(ref.at[b, *at], mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
+        return plgpu.load(ref.at[at], mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
 
     def key(ref: Any, t: int) -> Array:
-        found = load(ref, t, h // (HV // H), k, mask=rows)
+        found = load(ref, b, t, h // (HV // H), k, mask=rows)
         return l2_normalize(found) if use_qk_l2norm else found
 
-    state = load(initial, h, k[:, None], v[None], mask=cells)
+    def state_of(slot: Any) -> tuple[Any, ...]:
+        return jnp.minimum(slot, S - 1), h, k[:, None], v[None]
+
+    state = load(before, *state_of(read[b]), mask=cells & (read[b] < S))
     for t in range(T):
-        g = load(x.g, t, h, only) if x.g.shape[3] == 1 else load(x.g, t, h, k, mask=rows)
+        g = load(x.g, b, t, h, only) if x.g.shape[3] == 1 else load(x.g, b, t, h, k, mask=rows)
         decayed = jnp.exp(g)[:, None] * state
         found = jnp.sum(key(x.erase, t)[:, None] * (state if erase_before_decay else decayed), axis=0)
-        written = load(x.beta, t, h, only) * (load(x.v, t, h, v, mask=columns_there) - found)
-        state = decayed + key(x.write, t)[:, None] * written[None]
-        read = scale * key(x.read, t)
-        plgpu.store(out.at[b, t, h, v], jnp.sum(read[:, None] * state, axis=0), mask=columns_there)
-    plgpu.store(final.at[b, h, k[:, None], v[None]], state, mask=cells)
+        new = load(x.beta, b, t, h, only) * (load(x.v, b, t, h, v, mask=columns_there) - found)
+        state = decayed + key(x.write, t)[:, None] * new[None]
+        out_key = scale * key(x.read, t)
+        plgpu.store(out.at[b, t, h, v], jnp.sum(out_key[:, None] * state, axis=0), mask=columns_there)
+    plgpu.store(after.at[state_of(written[b])], state, mask=cells & (written[b] < S))

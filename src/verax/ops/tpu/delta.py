@@ -1,15 +1,20 @@
-"""The delta rule's scan over chunks and its gradient by Pallas kernels for TPUs, `delta_kernel.py`."""
+"""The delta rules by Pallas kernels for TPUs: their scan over chunks and its gradient, `delta_kernel.py`, and their
+decode step, `delta_step_kernel.py`."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops._derivative import differentiated_as
+from verax.ops.delta import DeltaInputs, delta_slot_recurrence
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
+from verax.ops.delta._step import is_step
+from verax.ops.state_slots import StateSlots
 
 __all__: list[str] = []
 
@@ -19,6 +24,9 @@ chunk of the second."""
 
 MAX_STATE, MAX_CHUNK = 256 * 256, 64
 """Numbers of a state, and tokens of a chunk, for which there is vector memory."""
+
+MAX_STEP_STATES = 48 * 128 * 128
+"""Numbers of a sequence's states in a decode step, for which there is: it holds four times as many, or 12 MiB."""
 
 
 def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
@@ -53,3 +61,37 @@ def _delta_chunk_scan_backward_pallas(
 
     reference = delta_chunk_scan_backward.reference
     return differentiated_as(reference, chunk_scan_backward, chunks, d_final, owner, d_out)
+
+
+def _accepts_step(
+    x: DeltaInputs, states: Any, slots: StateSlots, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any
+) -> bool:
+    _, HV, K, V = states.shape
+    dtypes = all(a.dtype in (jnp.float32, jnp.bfloat16) for a in x) and states.dtype == jnp.float32
+    sizes = K % LANES == 0 and V % LANES == 0 and HV * K * V <= MAX_STEP_STATES and x.v.size > 0 and states.size > 0
+    return dtypes and sizes and is_step(x, states, cu_seqlens) and not isinstance(scale, jax.Array)
+
+
+@delta_slot_recurrence.implementation(
+    "pallas", platforms=("tpu",), single_device=True, accepts=_accepts_step, experimental=True
+)
+def _delta_step_pallas(
+    x: DeltaInputs,
+    states: Float[Array, "S HV K V"],
+    slots: StateSlots,
+    cu_seqlens: Int[Array, "M"] | None = None,
+    *,
+    scale: float = 1.0,
+    use_qk_l2norm: bool = False,
+    erase_before_decay: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
+    from verax.ops.tpu.delta_step_kernel import delta_step
+
+    options = {
+        "scale": float(scale),
+        "use_qk_l2norm": use_qk_l2norm,
+        "erase_before_decay": erase_before_decay,
+    }
+    reference = partial(delta_slot_recurrence.reference, **options)
+    return differentiated_as(reference, partial(delta_step, **options), x, states, slots)

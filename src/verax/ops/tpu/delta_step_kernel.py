@@ -1,0 +1,125 @@
+"""Decode step of the delta rules for TPUs in Pallas.
+
+    for each sequence:
+        for each value head:
+            S <- the state in the sequence's slot
+            for each of the few tokens:
+                S <- decay S;  Z = beta (v - erase^T S);  S <- S + write Z^T;  out = read^T S
+            the state in the slot <- S
+
+So a sequence's states are copied into vector memory once and back once, while those of the sequences before and after
+it are computed. A key is a column beside the state's rows: those of all heads are transposed together. Sums over rows
+are the vector unit's, in float32.
+
+A row of padding has the block of a neighbour, which is not copied again for it, and which it leaves alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from verax.ops.delta._inputs import DeltaInputs, l2_normalize
+from verax.ops.state_slots import StateSlots
+
+__all__ = ["delta_step"]
+
+
+def delta_step(
+    x: DeltaInputs,
+    states: Float[Array, "S HV K V"],
+    slots: StateSlots,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    erase_before_decay: bool,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
+    """`ops.delta.delta_slot_recurrence` of few tokens, with `interpret` as `pallas_call` takes it."""
+    S = states.shape[0]
+    inputs = x._replace(beta=x.beta[..., None], g=x.g.reshape(*x.beta.shape, -1))
+
+    def of_sequence(a: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((1, *a.shape[1:]), lambda b, *_: (b, 0, 0, 0))
+
+    in_slot = pl.BlockSpec((1, *states.shape[1:]), lambda b, block, *_: (block[b], 0, 0, 0))
+    has_slot = slots.slot < S
+    scalars = _blocks(slots.slot, has_slot, S), has_slot, slots.fresh
+    run = pl.pallas_call(
+        partial(_kernel, scale=scale, use_qk_l2norm=use_qk_l2norm, erase_before_decay=erase_before_decay),
+        # XLA would move the states of all slots into vector memory before the kernel, and back after it.
+        out_shape=[jax.ShapeDtypeStruct(x.v.shape, jnp.float32), pltpu.MemorySpace.HBM(states.shape, jnp.float32)],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(x.v.shape[0],),
+            in_specs=[*map(of_sequence, inputs), in_slot],
+            out_specs=[of_sequence(x.v), in_slot],
+        ),
+        input_output_aliases={len(scalars) + len(inputs): 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="delta_step",
+    )
+    out, states = run(*(a.astype(jnp.int32) for a in scalars), *inputs, states)
+    return out, states
+
+
+def _blocks(slot: Int[Array, "B"], has_slot: Bool[Array, "B"], S: int) -> Int[Array, "B"]:
+    """Slot of each row or, of padding, that of the last sequence before it, or else of the first after it."""
+    last = lax.cummax(jnp.where(has_slot, jnp.arange(slot.shape[0]), -1))
+    return jnp.minimum(slot[jnp.where(last < 0, jnp.argmax(has_slot), last)], S - 1)
+
+
+def _kernel(
+    block: Any, has_slot: Any, fresh: Any, *refs: Any, scale: float, use_qk_l2norm: bool, erase_before_decay: bool
+) -> None:
+    *inputs, before, out, after = refs
+    x: Any = DeltaInputs(*inputs)
+    (_, T, H, _), (HV, V) = x.read.shape, x.v.shape[2:]
+    b = pl.program_id(0)
+
+    @pl.when(has_slot[b] == 0)
+    def _() -> None:
+        out[...] = jnp.zeros_like(out)
+
+    @pl.when((b == 0) & (has_slot[0] == 0))
+    def _() -> None:
+        after[...] = before[...]  # it is copied back, and nothing else is written there if all rows are padding
+
+    def keys(ref: Any, t: int) -> list[Array]:
+        found = ref[0, t].astype(jnp.float32)
+        return _columns(l2_normalize(found) if use_qk_l2norm else found)
+
+    def by_head(rows: Float[Array, "HV D"]) -> list[Array]:
+        whole = jnp.broadcast_to(rows.astype(jnp.float32), (HV, V))
+        return [whole[h : h + 1] for h in range(HV)]
+
+    @pl.when(has_slot[b] == 1)
+    def _() -> None:
+        read, erase, write = ([keys(ref, t) for t in range(T)] for ref in (x.read, x.erase, x.write))
+        values, beta = ([by_head(ref[0, t]) for t in range(T)] for ref in (x.v, x.beta))
+        decays = [jnp.exp(x.g[0, t].astype(jnp.float32)) for t in range(T)]
+        decay = [by_head(rows) if rows.shape[1] == 1 else _columns(rows) for rows in decays]
+        for h in range(HV):
+            key = h // (HV // H)
+            state = jnp.where(fresh[b] == 1, 0.0, before[0, h])
+            for t in range(T):
+                decayed = decay[t][h] * state
+                erased = state if erase_before_decay else decayed
+                found = jnp.sum(erase[t][key] * erased, axis=0, keepdims=True)
+                state = decayed + write[t][key] * (beta[t][h] * (values[t][h] - found))
+                out[0, t, h] = scale * jnp.sum(read[t][key] * state, axis=0)
+            after[0, h] = state
+
+
+def _columns(rows: Float[Array, "h K"]) -> list[Array]:
+    """Each row as a column."""
+    whole = rows.T
+    return [whole[:, h : h + 1] for h in range(whole.shape[1])]
