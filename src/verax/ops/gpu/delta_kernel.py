@@ -12,6 +12,7 @@ spread over programs, each of which reads the keys again. `gpu/paged_kernel.py` 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -57,24 +58,9 @@ def chunk_scan(
         keep_states: see there.
         interpret: as `pallas_call` takes it.
     """
-    (n, m, R, C, V), (N, *_, K, _) = chunks.value.shape, states.shape
-    shapes = [(n, m * R, C, V), (N, m * R, K, V), (n, m * R, K, V)][: 3 if keep_states else 2]
-    run = pl.pallas_call(
-        partial(_kernel, columns=columns, precision=lax.Precision.HIGHEST if interpret else EXACT),
-        grid=(N, m * R, V // columns),
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        compiler_params=plgpu.CompilerParams(**PARAMETERS),
-        interpret=interpret,
-        name="delta_chunk_scan",
-    )
-    out, final, *before = run(
-        _firsts(owner, N), states.reshape(shapes[1]), *(x.reshape(n, m * R, *x.shape[3:]) for x in chunks)
-    )
-    return (
-        out.reshape(n, m, R, C, V),
-        final.reshape(states.shape),
-        before[0].reshape(n, m, R, K, V) if keep_states else None,
-    )
+    by_chunk = [chunks.value.shape[-2:], states.shape[-2:]][: 2 if keep_states else 1]
+    final, (out, *before) = _run(_kernel, "delta_chunk_scan", chunks, states, owner, by_chunk, columns, interpret)
+    return out, final, before[0] if keep_states else None
 
 
 def chunk_scan_backward(
@@ -87,19 +73,47 @@ def chunk_scan_backward(
     interpret: bool = False,
 ) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
     """`ops.delta.delta_chunk_scan_backward`; with `columns` and `interpret` as in `chunk_scan`."""
-    (n, m, R, _, V), (N, *_, K, _) = d_out.shape, d_final.shape
-    shapes = (N, m * R, K, V), (n, m * R, K, V)
+    given, name = chunks._replace(value=d_out), "delta_chunk_scan_backward"
+    by_chunk = [d_final.shape[-2:]]
+    d_initial, (d_next,) = _run(_backward_kernel, name, given, d_final, owner, by_chunk, columns, interpret)
+    return d_initial, d_next
+
+
+def _run(
+    kernel: Callable[..., None],
+    name: str,
+    chunks: Chunk,
+    states: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    by_chunk: Sequence[tuple[int, ...]],
+    columns: int,
+    interpret: bool,
+) -> tuple[Float[Array, "N m R K V"], list[Float[Array, "n m R _ V"]]]:
+    """Results of a kernel that walks over the chunks: one for each sequence, and those for each chunk.
+
+    Args:
+        kernel: the kernel.
+        name: its name in the compiled program.
+        chunks: inputs of the chunks.
+        states: a sequence's input, as large as its result.
+        owner: sequence of each chunk.
+        by_chunk: sizes of each result of a chunk, by head.
+        columns: columns of a state in a program.
+        interpret: as `pallas_call` takes it.
+    """
+    (n, m, R, _, V), (N, *_, K, _) = chunks.value.shape, states.shape
+    shapes = [(N, m * R, K, V), *((n, m * R, *size) for size in by_chunk)]
     run = pl.pallas_call(
-        partial(_backward_kernel, columns=columns, precision=lax.Precision.HIGHEST if interpret else EXACT),
+        partial(kernel, columns=columns, precision=lax.Precision.HIGHEST if interpret else EXACT),
         grid=(N, m * R, V // columns),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=plgpu.CompilerParams(**PARAMETERS),
         interpret=interpret,
-        name="delta_chunk_scan_backward",
+        name=name,
     )
-    inputs = (x.reshape(n, m * R, *x.shape[3:]) for x in chunks._replace(value=d_out))
-    d_initial, d_next = run(_firsts(owner, N), d_final.reshape(shapes[0]), *inputs)
-    return d_initial.reshape(d_final.shape), d_next.reshape(n, m, R, K, V)
+    inputs = (x.reshape(n, m * R, *x.shape[3:]) for x in chunks)
+    after, *results = run(_firsts(owner, N), states.reshape(shapes[0]), *inputs)
+    return after.reshape(states.shape), [a.reshape(n, m, R, *a.shape[2:]) for a in results]
 
 
 def _firsts(owner: Int[Array, "n"], N: int) -> Int[Array, "M"]:
@@ -129,7 +143,7 @@ def _keep(keep: Any, i: Any, h: Any, k: Array) -> Array:
 
 def _kernel(firsts: Any, initial: Any, *refs: Any, columns: int, precision: Any) -> None:
     chunks: Any = Chunk(*refs[:6])
-    out, final, *before = refs[6:]
+    final, out, *before = refs[6:]
     C, K = chunks.found.shape[2:]
     b, h = pl.program_id(0), pl.program_id(1)
     c, v = jnp.arange(C)[None], (pl.program_id(2) * columns + jnp.arange(columns))[:, None]

@@ -15,6 +15,7 @@ transposed, so that a decay by channel is a row of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,37 +51,9 @@ def chunk_scan(
     interpret: Any = False,
 ) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
     """`ops.delta.delta_chunk_scan`, in float32; with `interpret` as `pallas_call` takes it."""
-    (n, m, R, C, V), (N, *_, K, _) = chunks.value.shape, states.shape
-    heads = m * R
-    together = heads_of_step(heads, C, K, V)
-
-    def of_chunk(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, together, *shape), lambda h, i, owner: (i, h, 0, 0))
-
-    of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[i], h, 0, 0))
-    shapes = [(n, heads, C, V), (N, heads, K, V), (n, heads, K, V)][: 3 if keep_states else 2]
-    inputs = [x.reshape(n, heads, *x.shape[3:]) for x in chunks._replace(keep=chunks.keep[..., None, :])]
-    run = pl.pallas_call(
-        _kernel,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(pl.cdiv(heads, together), n),
-            in_specs=[of_sequence, *(of_chunk(*x.shape[2:]) for x in inputs)],
-            out_specs=[of_chunk(C, V), of_sequence, of_chunk(K, V)][: len(shapes)],
-            scratch_shapes=[pltpu.VMEM((together, V, K), jnp.float32)],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
-        name="delta_chunk_scan",
-    )
-    owner = jnp.minimum(owner, N - 1).astype(jnp.int32)  # unused chunks leave the last sequence's state as it is
-    out, final, *before = run(owner, states.reshape(shapes[1]), *inputs)
-    return (
-        out.reshape(chunks.value.shape),
-        _where_chunks(owner, final, states),
-        before[0].reshape(n, m, R, K, V) if keep_states else None,
-    )
+    by_chunk = [chunks.value.shape[-2:], states.shape[-2:]][: 2 if keep_states else 1]
+    final, (out, *before) = _run(_kernel, "delta_chunk_scan", chunks, states, owner, by_chunk, interpret=interpret)
+    return out, final, before[0] if keep_states else None
 
 
 def chunk_scan_backward(
@@ -92,34 +65,67 @@ def chunk_scan_backward(
     interpret: Any = False,
 ) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
     """`ops.delta.delta_chunk_scan_backward`, in float32; with `interpret` as `pallas_call` takes it."""
-    (n, m, R, C, V), (N, *_, K, _) = d_out.shape, d_final.shape
+    given, name = chunks._replace(value=d_out), "delta_chunk_scan_backward"
+    by_chunk = [d_final.shape[-2:]]
+    d_initial, (d_next,) = _run(
+        _backward_kernel, name, given, d_final, owner, by_chunk, backward=True, interpret=interpret
+    )
+    return d_initial, d_next
+
+
+def _run(
+    kernel: Callable[..., None],
+    name: str,
+    chunks: Chunk,
+    states: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    by_chunk: Sequence[tuple[int, ...]],
+    *,
+    backward: bool = False,
+    interpret: Any,
+) -> tuple[Float[Array, "N m R K V"], list[Float[Array, "n m R _ V"]]]:
+    """Results of a kernel that walks over the chunks: one for each sequence, and those for each chunk.
+
+    Args:
+        kernel: the kernel.
+        name: its name in the compiled program.
+        chunks: inputs of the chunks.
+        states: a sequence's input, as large as its result.
+        owner: sequence of each chunk.
+        by_chunk: sizes of each result of a chunk, by head.
+        backward: from the last chunk to the first.
+        interpret: as `pallas_call` takes it.
+    """
+    (n, m, R, C, V), (N, *_, K, _) = chunks.value.shape, states.shape
     heads = m * R
     together = heads_of_step(heads, C, K, V)
 
-    def of_chunk(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, together, *shape), lambda h, i, owner: (n - 1 - i, h, 0, 0))
+    def chunk_at(i: Any) -> Any:
+        return n - 1 - i if backward else i
 
-    of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[n - 1 - i], h, 0, 0))
-    shapes = (N, heads, K, V), (n, heads, K, V)
-    given = chunks._replace(value=d_out, keep=chunks.keep[..., None, :])
-    inputs = [x.reshape(n, heads, *x.shape[3:]) for x in given]
+    def of_chunk(*size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, together, *size), lambda h, i, owner: (chunk_at(i), h, 0, 0))
+
+    of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[chunk_at(i)], h, 0, 0))
+    shapes = [(N, heads, K, V), *((n, heads, *size) for size in by_chunk)]
+    inputs = [x.reshape(n, heads, *x.shape[3:]) for x in chunks._replace(keep=chunks.keep[..., None, :])]
     run = pl.pallas_call(
-        _backward_kernel,
+        kernel,
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(heads, together), n),
             in_specs=[of_sequence, *(of_chunk(*x.shape[2:]) for x in inputs)],
-            out_specs=[of_sequence, of_chunk(K, V)],
+            out_specs=[of_sequence, *(of_chunk(*size) for size in by_chunk)],
             scratch_shapes=[pltpu.VMEM((together, V, K), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
-        name="delta_chunk_scan_backward",
+        name=name,
     )
-    owner = jnp.minimum(owner, N - 1).astype(jnp.int32)
-    d_initial, d_next = run(owner, d_final.reshape(shapes[0]), *inputs)
-    return _where_chunks(owner, d_initial, d_final), d_next.reshape(n, m, R, K, V)
+    owner = jnp.minimum(owner, N - 1).astype(jnp.int32)  # unused chunks leave the last sequence's state as it is
+    after, *results = run(owner, states.reshape(shapes[0]), *inputs)
+    return _where_chunks(owner, after, states), [a.reshape(n, m, R, *a.shape[2:]) for a in results]
 
 
 def _where_chunks(owner: Int[Array, "n"], after: Array, before: Float[Array, "N m R K V"]) -> Float[Array, "N m R K V"]:
@@ -141,7 +147,7 @@ def _is_last(owner: Any, i: Any) -> Any:
 
 def _kernel(owner: Any, initial: Any, *refs: Any) -> None:
     chunk: Any = Chunk(*refs[:6])
-    out, final, *before, state = refs[6:]
+    final, out, *before, state = refs[6:]
     i = pl.program_id(1)
     heads = range(state.shape[0])
 
