@@ -17,7 +17,7 @@ class StateSlots(NamedTuple):
     """Slot of each sequence. A number past the last slot marks a row of padding: its state is dropped, and its outputs
     mean nothing, but are finite if its inputs are."""
     fresh: Bool[Array, "N"]
-    """Whether a sequence starts from zeros, whatever the last owner left in its slot."""
+    """True for a sequence that starts from zeros, whatever the last owner left in its slot."""
 
     def load(self, states: Float[Array, "S *D"]) -> Float[Array, "N *D"]:
         """States of the sequences, from those of all slots."""
