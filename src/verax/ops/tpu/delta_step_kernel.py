@@ -68,7 +68,8 @@ def delta_step(
         name="delta_step",
     )
     out, states = run(*(a.astype(jnp.int32) for a in scalars), *inputs, states)
-    return out, states
+    # Without it, XLA refuses a program whose donated states are its result as well: it places the two apart.
+    return out, lax.optimization_barrier(states)
 
 
 def _blocks(slot: Int[Array, "B"], has_slot: Bool[Array, "B"], S: int) -> Int[Array, "B"]:
