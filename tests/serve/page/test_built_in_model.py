@@ -1,6 +1,7 @@
 """A whole chat with the built-in model, over the real server: answer, stop, regenerate, reload, charts."""
 
 import re
+import time
 
 import pytest
 
@@ -8,18 +9,29 @@ from tests.serve.page.fake import running
 from verax.serve.app import create_app
 from verax.serve.server import Server
 from verax.text.async_llm import AsyncLLM
+from verax.text.runner import ModelRunner
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test]'").expect
 
 
 ENDLESS = 900
-"""Tokens of an answer that lasts for a second or two."""
+"""Tokens of an answer that lasts for some seconds."""
+
+STEP_SECONDS = 0.006
+"""Least seconds of a step: the model alone would end that answer before a busy browser presses Stop."""
 
 
 @pytest.fixture(scope="module")
 def address():
+    run = ModelRunner.run
+
+    def run_slowly(self, schedule):
+        time.sleep(STEP_SECONDS)
+        return run(self, schedule)
+
     llm = AsyncLLM(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=1024, use_tqdm=False)
-    with running(create_app(Server(llm))) as address:
+    with pytest.MonkeyPatch.context() as patch, running(create_app(Server(llm))) as address:
+        patch.setattr(ModelRunner, "run", run_slowly)
         yield address
 
 
