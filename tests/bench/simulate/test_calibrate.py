@@ -47,7 +47,7 @@ def test_overheads_are_found_in_what_they_lead_to(simulated, overheads):
         contention=overheads.contention,
     )
     assert found.contention == overheads.contention
-    # What is found at one stream and six predicts three and eight, of which the fit has seen nothing.
+    # Overheads found at one stream and six predict three and eight, of which the fit has seen nothing.
     for load in (closed(3), closed(8)):
         predicted, true = simulated(found, load)[0], simulated(overheads, load)[0]
         np.testing.assert_allclose(predicted, true, rtol=0.05)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from verax.ops._derivative import differentiated_as
 from verax.ops.activations import gelu
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.cpu import library
@@ -58,29 +58,6 @@ def _arrays(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> 
     return arrays
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _products(
-    x: Float[Array, "M D"],
-    weights: tuple[PackedWeight, ...],
-    biases: tuple[Array | None, ...],
-    dtypes: tuple[DTypeLike, ...],
-) -> tuple[Array, ...]:
-    shapes = ((x.shape[0], weight.shape[0]) for weight in weights)
-    results = [jax.ShapeDtypeStruct(*result) for result in zip(shapes, dtypes, strict=True)]
-    return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *_arrays(weights, biases)))
-
-
-@_products.defjvp
-def _products_jvp(
-    dtypes: tuple[DTypeLike, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    def reference(x: Array, weights: tuple[Weight, ...], biases: tuple[Array | None, ...]) -> tuple[Array, ...]:
-        ys = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
-        return rounded_to(ys, dtypes)
-
-    return _products(*primals, dtypes), jax.jvp(reference, primals, tangents)[1]
-
-
 @multi_linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_multi)
 def _multi_linear_native_packed(
     x: Float[Array, "*B D"],
@@ -88,14 +65,20 @@ def _multi_linear_native_packed(
     biases: Sequence[Any] | None = None,
     dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
-    count = len(weights)
-    rows = _products(
-        x.reshape(-1, x.shape[-1]),
-        tuple(weights),
-        tuple(biases or [None] * count),
-        tuple(dtypes or [jnp.float32] * count),
-    )
-    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows)
+    of_results = tuple(dtypes or [jnp.float32] * len(weights))
+
+    def reference(x: Array, weights: Sequence[Weight], biases: Sequence[Array | None]) -> tuple[Array, ...]:
+        ys = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+        return rounded_to(ys, of_results)
+
+    def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> tuple[Array, ...]:
+        shapes = ((x.shape[0], weight.shape[0]) for weight in weights)
+        results = [jax.ShapeDtypeStruct(*result) for result in zip(shapes, of_results, strict=True)]
+        return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *_arrays(weights, biases)))
+
+    rows = x.reshape(-1, x.shape[-1])
+    ys = differentiated_as(reference, kernel, rows, tuple(weights), tuple(biases or [None] * len(weights)))
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
 @linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts)
@@ -105,21 +88,37 @@ def _linear_native_packed(
     return _multi_linear_native_packed(x, [weight], [bias])[0]
 
 
-@jax.custom_jvp
-def _mlp(
-    x: Float[Array, "M D"], weights: tuple[PackedWeight, PackedWeight], biases: tuple[Array | None, Array | None]
-) -> Float[Array, "M F"]:
-    shape = x.shape[0], weights[1].shape[0]
-    return library.call("verax_mlp_panels", shape, x.astype(jnp.float32), *_arrays(weights, biases))
+def _of_pair(
+    handler: str,
+    reference: Callable[..., Array],
+    x: Float[Array, "*B D"],
+    weights: tuple[PackedWeight, PackedWeight],
+    biases: tuple[Array | None, Array | None],
+) -> Float[Array, "*B F"]:
+    """Result of a handler that takes two weights, `[*B, F]` with the second's F.
+
+    Args:
+        handler: its name.
+        reference: function of the rows of x, the weights and the biases, for the derivative.
+        x, weights, biases: arguments.
+    """
+
+    def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array:
+        shape = x.shape[0], weights[1].shape[0]
+        return library.call(handler, shape, x.astype(jnp.float32), *_arrays(weights, biases))
+
+    y = differentiated_as(reference, kernel, x.reshape(-1, x.shape[-1]), weights, biases)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-@_mlp.defjvp
-def _mlp_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    def reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
-        hidden = gelu.reference(linear.reference(x, weights[0], biases[0]))
-        return linear.reference(hidden, weights[1], biases[1])
+def _mlp_reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
+    hidden = gelu.reference(linear.reference(x, weights[0], biases[0]))
+    return linear.reference(hidden, weights[1], biases[1])
 
-    return _mlp(*primals), jax.jvp(reference, primals, tangents)[1]
+
+def _swiglu_reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
+    gate, up = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+    return jax.nn.silu(gate) * up
 
 
 def _accepts_pair(x: Any, first: Any, second: Any, first_bias: Any = None, second_bias: Any = None) -> bool:
@@ -134,25 +133,7 @@ def _gelu_mlp_native_packed(
     up_bias: Float[Array, "H"] | None = None,
     down_bias: Float[Array, "F"] | None = None,
 ) -> Float[Array, "*B F"]:
-    y = _mlp(x.reshape(-1, x.shape[-1]), (up, down), (up_bias, down_bias))
-    return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-@jax.custom_jvp
-def _swiglu(
-    x: Float[Array, "M D"], weights: tuple[PackedWeight, PackedWeight], biases: tuple[Array | None, Array | None]
-) -> Float[Array, "M F"]:
-    shape = x.shape[0], weights[0].shape[0]
-    return library.call("verax_swiglu_panels", shape, x.astype(jnp.float32), *_arrays(weights, biases))
-
-
-@_swiglu.defjvp
-def _swiglu_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    def reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
-        gate, up = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
-        return jax.nn.silu(gate) * up
-
-    return _swiglu(*primals), jax.jvp(reference, primals, tangents)[1]
+    return _of_pair("verax_mlp_panels", _mlp_reference, x, (up, down), (up_bias, down_bias))
 
 
 @swiglu.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_pair)
@@ -163,5 +144,4 @@ def _swiglu_native_packed(
     gate_bias: Float[Array, "F"] | None = None,
     up_bias: Float[Array, "F"] | None = None,
 ) -> Float[Array, "*B F"]:
-    y = _swiglu(x.reshape(-1, x.shape[-1]), (gate, up), (gate_bias, up_bias))
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return _of_pair("verax_swiglu_panels", _swiglu_reference, x, (gate, up), (gate_bias, up_bias))
