@@ -1,8 +1,9 @@
-// The convolution kernel without JAX, for the sanitisers: every level, odd shapes, buffers that end where the data ends.
+// The convolution kernels without JAX, for the sanitisers: every level, odd shapes, buffers that end where the data ends.
 #include <algorithm>
 
 #include "check.h"
 #include "conv_run.h"
+#include "conv_winograd_run.h"
 
 using verax::ConvTask;
 
@@ -41,7 +42,8 @@ float at(const ConvTask& t, const Numbers& x, const Numbers& before, int64_t b, 
                             : x.exact[offset(t.T, frame - t.T_before)];
 }
 
-void check_case(const char* level, ConvTask t, bool x_bf16, bool weight_bf16, bool biased) {
+// `size` of the tiles of minimal filtering; 0: the direct kernel.
+void check_case(const char* level, ConvTask t, int64_t size, bool x_bf16, bool weight_bf16, bool biased) {
   t.T_out = (t.T_zeros + t.T_before + t.T - t.KT) / t.stride_t + 1;
   t.x_bf16 = x_bf16, t.weight_bf16 = weight_bf16;
   const int64_t taps = t.KT * t.KH * t.KW, count = t.B * t.T_out * t.H_out * t.W_out * t.O;
@@ -57,7 +59,11 @@ void check_case(const char* level, ConvTask t, bool x_bf16, bool weight_bf16, bo
     t.y = x_bf16 ? static_cast<void*>(narrow.data()) : wide.data();
     {
       check::Pool pool(threads);
-      verax::ConvRun(t).run(pool);
+      if (size) {
+        verax::WinogradRun(t, size).run(pool);
+      } else {
+        verax::ConvRun(t).run(pool);
+      }
     }
     for (const uint16_t bits : narrow) wide.push_back(check::from_bf16(bits));
     results[threads > 1] = wide;
@@ -65,27 +71,33 @@ void check_case(const char* level, ConvTask t, bool x_bf16, bool weight_bf16, bo
   check::that(std::equal(results[0].begin(), results[0].end(), results[1].begin()),
               "%s C %d O %d: three threads give another result than one", level, int(t.C), int(t.O));
 
-  int64_t i = 0;
+  std::vector<double> exact, magnitudes;
   for (int64_t b = 0; b < t.B; ++b)
     for (int64_t f = 0; f < t.T_out; ++f)
       for (int64_t h = 0; h < t.H_out; ++h)
         for (int64_t w = 0; w < t.W_out; ++w)
-          for (int64_t o = 0; o < t.O; ++o, ++i) {
-            double exact = biased ? bias[o] : 0, size = 1;
+          for (int64_t o = 0; o < t.O; ++o) {
+            double sum = biased ? bias[o] : 0, magnitude = 1;
             for (int64_t c = 0; c < t.C; ++c)
               for (int64_t tap = 0; tap < taps; ++tap) {
                 float value = at(t, x, before, b, f * t.stride_t + tap / (t.KH * t.KW),
                                  h * t.stride_h - t.top + tap / t.KW % t.KH, w * t.stride_w - t.left + tap % t.KW, c);
                 if (weight_bf16) value = check::from_bf16(check::to_bf16(value));
                 const double product = double{value} * weight.exact[(o * t.C + c) * taps + tap];
-                exact += product;
-                size += std::fabs(product);
+                sum += product;
+                magnitude += std::fabs(product);
               }
-            const double tolerance = 1e-6 * size + (x_bf16 ? std::fabs(exact) / 256 : 0);
-            check::that(std::fabs(results[0][i] - exact) <= tolerance,
-                        "%s C %d O %d kernel %d %d %d bf16 %d %d: y[%d] = %g, expected %g", level, int(t.C), int(t.O),
-                        int(t.KT), int(t.KH), int(t.KW), int(x_bf16), int(weight_bf16), int(i), results[0][i], exact);
+            exact.push_back(sum), magnitudes.push_back(magnitude);
           }
+  // A tile's pixels share its error.
+  const double largest = exact.empty() ? 0 : *std::max_element(magnitudes.begin(), magnitudes.end());
+  for (size_t i = 0; i < exact.size(); ++i) {
+    const double tolerance = 1e-6 * (size ? largest : magnitudes[i]) + (x_bf16 ? std::fabs(exact[i]) / 256 : 0);
+    check::that(std::fabs(results[0][i] - exact[i]) <= tolerance,
+                "%s C %d O %d kernel %d %d %d tiles of %d, bf16 %d %d: y[%d] = %g, expected %g", level, int(t.C),
+                int(t.O), int(t.KT), int(t.KH), int(t.KW), int(size), int(x_bf16), int(weight_bf16), int(i),
+                results[0][i], exact[i]);
+  }
 }
 
 }  // namespace
@@ -93,14 +105,26 @@ void check_case(const char* level, ConvTask t, bool x_bf16, bool weight_bf16, bo
 int main() {
   check::each_level([&](const char* level) {
     for (const int kinds : {0, 1, 2, 3}) {
-      const auto check = [&](const ConvTask& t, bool biased) {
-        check_case(level, t, kinds & 1, kinds & 2, biased);
+      const auto check = [&](const ConvTask& t, bool biased, int64_t size = 0) {
+        check_case(level, t, size, kinds & 1, kinds & 2, biased);
       };
       ConvTask video = shape(2, 2, 5, 9, 3, 50, 3, 3, 3);
       video.T_zeros = 2, video.top = video.left = 1, video.H_out = 5, video.W_out = 9;
       check(video, true);
       video.T_zeros = 0, video.T_before = 3, video.C = 34, video.O = 3;
       check(video, false);
+      for (const int size : {2, 4}) {
+        ConvTask tiles = shape(2, 6, 7, 9, 19, 50, 3, 3, 3);  // blocks of three frames, and parts of a tile at the edges
+        tiles.T_zeros = 2, tiles.top = tiles.left = 1, tiles.H_out = 7, tiles.W_out = 9;
+        check(tiles, true, size);
+        tiles.T = 5, tiles.T_zeros = 0, tiles.T_before = 2, tiles.stride_t = 2;
+        tiles.top = 3, tiles.left = 0, tiles.H_out = 6, tiles.W_out = 11;  // reaches past the last column
+        check(tiles, false, size);
+        ConvTask blocks = shape(1, 1, 10, 34, 80, 20, 2, 3, 3);  // several blocks, and inputs in more than one part
+        blocks.top = blocks.left = 1, blocks.H_out = 10, blocks.W_out = 34;
+        blocks.T_zeros = 3;  // the first two frames see zeros only
+        check(blocks, true, size);
+      }
       ConvTask deep = shape(1, 1, 2, 3, 163, 17, 1, 2, 2);
       deep.H_out = 1, deep.W_out = 2;
       check(deep, true);

@@ -1,5 +1,6 @@
 // The FFI handler of kernels/conv.cc.
 #include "conv_run.h"
+#include "conv_winograd_run.h"
 #include "export.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -41,7 +42,11 @@ ffi::Error conv(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cache, ff
   t.x = x.untyped_data(), t.before = cache.untyped_data(), t.weight = weight.untyped_data();
   t.bias = bias_count ? bias.typed_data() : nullptr;
   t.y = y->untyped_data();
-  ConvRun(t).run(pool);
+  if (const int64_t size = WinogradRun::size_for(t)) {
+    WinogradRun(t, size).run(pool);
+  } else {
+    ConvRun(t).run(pool);
+  }
   return ffi::Error::Success();
 }
 

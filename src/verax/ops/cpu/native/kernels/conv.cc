@@ -1,17 +1,19 @@
 // copy the block's input as cells, with its zeros                 (x is converted once; taps need no bounds)
 // for each group of output channels:
-//   sums[pixel, channel] = bias
 //   for each piece of the kernel that fits the first cache level:  (rows of the kernel, or a part of one)
 //     for each tile of pixels, of channels:
-//       sums += x . w                                              (in registers)
+//       sums += x . w                                              (in registers; the first piece adds to the bias)
 //   y = sums, rounded
 //
 // In channels-last order, what one row of the kernel reads is a run of KW * C values, and the run of the next pixel
 // begins stride * C values later. So the patches of a row of pixels are a matrix without being written out: row r
 // begins at r * stride * C (implicit GEMM; Chetlur et al., 2014, arXiv:1410.0759).
 //
-// Frames of zeros before the first are skipped. Each sum takes the taps in order, whatever is computed beside it.
+// Frames of zeros before the first are skipped. Each sum takes the taps in order, whatever is computed beside it: those
+// of a piece by themselves, which keeps the error of long sums small.
 #include "conv.h"
+
+#include <algorithm>
 
 #include "cells.h"
 
@@ -122,6 +124,7 @@ struct Tile {
   int64_t stride;
   float* weights;
   float* sums;
+  const float* bias;  // null after the first piece
 };
 
 template <class Kind, int R, int C>
@@ -130,7 +133,7 @@ void multiply(const Piece& piece, Tile t) {
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
-    for (int c = 0; c < C; ++c) sums[r][c] = load(t.sums + r * CONV_GROUP + c * F32::lanes);
+    for (int c = 0; c < C; ++c) sums[r][c] = zero();
   for (int64_t i = piece.begin; i < piece.end; ++i) {
     const Matrix pixels{t.pixels + t.rows[i] + piece.offset, t.stride}, weights{t.weights, CONV_GROUP};
     add_products<Kind, R, C>(sums, pixels, weights, piece.depth);
@@ -139,7 +142,10 @@ void multiply(const Piece& piece, Tile t) {
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
-    for (int c = 0; c < C; ++c) store(t.sums + r * CONV_GROUP + c * F32::lanes, sums[r][c]);
+    for (int c = 0; c < C; ++c) {
+      float* at = t.sums + r * CONV_GROUP + c * F32::lanes;
+      store(at, add(load(t.bias ? t.bias + c * F32::lanes : at), sums[r][c]));
+    }
 }
 
 template <class Kind, int C, int R = PIXELS<C>>
@@ -151,11 +157,11 @@ void multiply_rows(int64_t rows, const Piece& piece, const Tile& t) {
 // C vectors of channels for all pixels of the block, in tiles of a row that are as even as can be.
 template <class Kind, int C>
 void add_columns(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, float* weights,
-                 float* sums) {
+                 float* sums, const float* bias) {
   const int64_t tiles = (block.width + PIXELS<C> - 1) / PIXELS<C>;
   const int64_t rows = block.width / tiles, more = block.width % tiles;
   for (int64_t h = 0; h < block.height; ++h) {
-    Tile tile{patch.rows, patch.at + h * t.stride_h * patch.row, t.stride_w * patch.pixel, weights, sums};
+    Tile tile{patch.rows, patch.at + h * t.stride_h * patch.row, t.stride_w * patch.pixel, weights, sums, bias};
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t here = rows + (i < more);
       multiply_rows<Kind, C>(here, piece, tile);
@@ -168,29 +174,19 @@ void add_columns(const ConvTask& t, const ConvBlock& block, const Patch& patch, 
 
 template <class Kind>
 void add_piece(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Piece& piece, float* weights,
-               int64_t vectors, float* sums) {
+               int64_t vectors, float* sums, const float* bias) {
   const auto advance = [&](int64_t by) {
     weights += by * F32::lanes;
     sums += by * F32::lanes;
+    if (bias) bias += by * F32::lanes;
     vectors -= by;
   };
-  for (; vectors >= VECTORS; advance(VECTORS)) add_columns<Kind, VECTORS>(t, block, patch, piece, weights, sums);
+  for (; vectors >= VECTORS; advance(VECTORS)) add_columns<Kind, VECTORS>(t, block, patch, piece, weights, sums, bias);
   if (VECTORS > 2 && vectors >= 2) {
-    add_columns<Kind, 2>(t, block, patch, piece, weights, sums);
+    add_columns<Kind, 2>(t, block, patch, piece, weights, sums, bias);
     advance(2);
   }
-  if (vectors) add_columns<Kind, 1>(t, block, patch, piece, weights, sums);
-}
-
-void fill_bias(const ConvTask& t, int64_t channel, int64_t count, int64_t pixels, float* sums) {
-  float bias[CONV_GROUP] = {};
-  if (t.bias) std::memcpy(bias, t.bias + channel, count * sizeof(float));
-  for (int64_t i = 0; i < pixels; ++i) std::memcpy(sums + i * CONV_GROUP, bias, sizeof bias);
-}
-
-inline void round(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
-inline void round(bf16* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i] = narrow(from[i]);
+  if (vectors) add_columns<Kind, 1>(t, block, patch, piece, weights, sums, bias);
 }
 
 template <class Element>
@@ -199,7 +195,7 @@ void finish(const ConvTask& t, const ConvBlock& block, int64_t channel, int64_t 
     const int64_t row = ((block.b * t.T_out + block.t) * t.H_out + block.h + h) * t.W_out + block.w;
     Element* to = static_cast<Element*>(t.y) + row * t.O + channel;
     for (int64_t w = 0; w < block.width; ++w) {
-      round(to, sums, count);
+      round_row(to, sums, count);
       to += t.O;
       sums += CONV_GROUP;
     }
@@ -222,12 +218,18 @@ void convolve(const ConvTask& t, const ConvBlock& block, void* scratch) {
     const int64_t channel = group * CONV_GROUP, count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
     const int64_t vectors = (count + F32::lanes - 1) / F32::lanes;
     float* weights = t.packed + group * CONV_GROUP * end * run;
-    fill_bias(t, channel, count, pixels, sums);
-    for (int64_t row = begin; row < end; row += at_once) {
+    float bias[CONV_GROUP] = {};
+    if (t.bias) std::memcpy(bias, t.bias + channel, count * sizeof(float));
+    if (begin == end) {
+      for (int64_t i = 0; i < pixels; ++i) std::memcpy(sums + i * CONV_GROUP, bias, sizeof bias);
+    }
+    // Pieces begin where they do without zero frames, so that sums are the same.
+    for (int64_t row = begin / at_once * at_once; row < end; row += at_once) {
       for (int64_t part = 0; part < parts; ++part) {
-        Piece piece{row, row + at_once < end ? row + at_once : end, run * part / parts, 0};
+        Piece piece{std::max(row, begin), std::min(row + at_once, end), run * part / parts, 0};
         piece.depth = run * (part + 1) / parts - piece.offset;
-        add_piece<Kind>(t, block, patch, piece, weights + (row * run + piece.offset) * CONV_GROUP, vectors, sums);
+        add_piece<Kind>(t, block, patch, piece, weights + (piece.begin * run + piece.offset) * CONV_GROUP, vectors, sums,
+                        piece.begin == begin && part == 0 ? bias : nullptr);
       }
     }
     finish<Element>(t, block, channel, count, sums);

@@ -31,15 +31,6 @@ auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
   }
 }
 
-// `count` values as bfloat16.
-void round_row(bf16* to, const float* from, int64_t count) {
-  int64_t i = 0;
-#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
-  for (; i + CHUNK <= count; i += CHUNK) store_bf16_chunk(to + i, to_bf16_chunk(load_chunk(from + i)));
-#endif
-  for (; i < count; ++i) to[i] = narrow(from[i]);
-}
-
 // The block of t's product; its first number goes to sums.at.
 template <class Cells>
 void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block) {

@@ -282,6 +282,19 @@ inline void store_bf16_chunk(float* p, const Bf16Chunk& chunk) { store_chunk(p, 
 
 #endif
 
+// `count` values as they are, or rounded to bfloat16.
+inline void round_row(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
+inline void round_row(bf16* to, const float* from, int64_t count) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+  for (; i + F32::lanes <= count; i += F32::lanes) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(load(from + i).v);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), reinterpret_cast<const __m256i&>(rounded));
+  }
+#endif
+  for (; i < count; ++i) to[i] = narrow(from[i]);
+}
+
 }  // namespace
 }  // namespace VERAX_LEVEL
 }  // namespace verax
