@@ -1,8 +1,8 @@
 """C++ kernels of `ops.conv3d` and `ops.conv2d`: patches are multiplied where they lie, frames of zeros skipped.
 
 Kernels of 3 x 3 without a stride in space are convolved by minimal filtering (Winograd; Lavin and Gray, 2016,
-arXiv:1509.09308): tiles of 4 x 4 pixels where the weight is bfloat16, which takes a quarter of the products, and of 2 x 2
-in float32, which takes four ninths. A value that is not finite reaches all pixels of its tiles.
+arXiv:1509.09308). Where the weight is bfloat16, tiles of 4 x 4 pixels take a quarter of the products. In float32, tiles
+of 2 x 2 take four ninths. A value that is not finite reaches all pixels of its tiles.
 """
 
 from __future__ import annotations
