@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -87,8 +88,13 @@ class ClipStore:
             self.path(clip, "spritesheet").write_bytes(jpeg(_sprites(frames)))
 
     def used(self) -> int:
-        """Bytes of all files."""
-        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
+        """Bytes of all files. One that another thread removes meanwhile may count or not."""
+        total = 0
+        for folder, _, names in os.walk(self.folder):  # which passes over folders that have gone
+            for name in names:
+                with suppress(FileNotFoundError):
+                    total += os.stat(os.path.join(folder, name)).st_size
+        return total
 
     def check_room(self) -> None:
         """Raise StorageFullError if there is no room for another clip."""
