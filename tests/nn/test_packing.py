@@ -1,5 +1,6 @@
 """Weights that are packed once for all calls: which layers, and what an engine makes of them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -46,6 +47,20 @@ def test_linear_layers_and_a_table_that_is_the_head_are_packed(folder, dtype):
     table = {("model", "embed_tokens")} if model.config.tie_word_embeddings else set()
     takes = library.has("bf16_dot") and not (dtype == "bfloat16" and library.has("bf16_tiles"))
     assert packed_layers(model) == (linear | table if takes else set())
+
+
+@pytest.mark.parametrize("config", [None, SimpleNamespace(vocab_size=96)], ids=["no config", "no field"])
+def test_a_table_is_no_head_unless_a_config_ties_it(config):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.table = Embedding(96, 64, dtype=jnp.float32, rngs=nnx.Rngs(0))
+            self.out = Linear(64, 96, dtype=jnp.float32, rngs=nnx.Rngs(0))
+            if config is not None:
+                self.config = config
+
+    model = Model()
+    pack_linear_weights(model, few_rows=True)
+    assert packed_layers(model) == ({("out",)} if library.has("bf16_dot") else set())
 
 
 def test_the_table_of_an_encoder_stays_an_array(folder):

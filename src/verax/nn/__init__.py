@@ -12,7 +12,7 @@ from verax.nn.layers import (
     fused_swiglu,
 )
 from verax.nn.low_rank import LowRank
-from verax.nn.packing import pack_linear_weights, packed_copy
+from verax.nn.packing import is_tied_head, pack_linear_weights, packed_copy
 from verax.nn.sentences import Sentences
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "fused_gelu_mlp",
     "fused_linear",
     "fused_swiglu",
+    "is_tied_head",
     "pack_linear_weights",
     "packed_copy",
 ]

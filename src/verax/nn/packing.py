@@ -10,7 +10,7 @@ from flax import nnx
 from verax import ops
 from verax.nn.layers import Embedding, Linear
 
-__all__ = ["pack_linear_weights", "packed_copy"]
+__all__ = ["is_tied_head", "pack_linear_weights", "packed_copy"]
 
 
 def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
@@ -21,11 +21,11 @@ def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
     Args:
         model: module on one device.
         few_rows: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
-            head too is packed as well.
+            head too (`is_tied_head`) is packed as well.
     """
     pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
     for _, layer in nnx.iter_modules(model):
-        if isinstance(layer, Linear) or (few_rows and isinstance(layer, Embedding) and _is_head(model, layer)):
+        if isinstance(layer, Linear) or (few_rows and isinstance(layer, Embedding) and is_tied_head(model, layer)):
             layer.weight = nnx.Param[Any](pack(layer.weight.get_value(), few_rows=few_rows))
 
 
@@ -39,6 +39,11 @@ def packed_copy(model: Any, *, few_rows: bool = False) -> Any:
     return copy
 
 
-def _is_head(model: Any, table: Embedding) -> bool:
-    config = model.config
-    return config.tie_word_embeddings and table.weight.get_value().shape[0] == config.vocab_size
+def is_tied_head(model: Any, table: Embedding) -> bool:
+    """True if a table of embeddings is the output head of its model too.
+
+    `model.config.tie_word_embeddings` says so. Without a configuration, or that field in it, no table is a head.
+    """
+    config: Any = getattr(model, "config", None)
+    tied = getattr(config, "tie_word_embeddings", False)
+    return tied and table.weight.get_value().shape[0] == config.vocab_size

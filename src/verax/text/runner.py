@@ -17,7 +17,7 @@ from verax._buckets import at_least
 from verax._compat import no_compilation_cache
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM
-from verax.nn import Embedding
+from verax.nn import Embedding, is_tied_head
 from verax.text.compiled_programs import CompiledPrograms
 from verax.text.engine_programs import (
     ADMIT,
@@ -370,12 +370,7 @@ class ModelRunner:
 
 def weight_bytes(model: CausalLM) -> int:
     """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
-    tied, vocab_size = model.config.tie_word_embeddings, model.config.vocab_size
-    tables = (
-        module.weight.get_value()
-        for _, module in nnx.iter_modules(cast(nnx.Module, model))
-        if isinstance(module, Embedding)
-    )
-    unread = sum(table.nbytes for table in tables if not (tied and table.shape[0] == vocab_size))
+    tables = (module for _, module in nnx.iter_modules(cast(nnx.Module, model)) if isinstance(module, Embedding))
+    unread = sum(table.weight.get_value().nbytes for table in tables if not is_tied_head(model, table))
     weights = jax.tree.leaves(nnx.state(model), is_leaf=lambda value: isinstance(value, ops.PackedWeight))
     return sum(weight.nbytes for weight in weights) - unread
