@@ -54,6 +54,15 @@ def test_a_scan_over_weights_reads_each_of_them():
     assert (found.total_flops, found.reads[1]) == (6 * 2 * 2 * 4 * 4, 6 * 4 * 4 * 4)
 
 
+@pytest.mark.parametrize("rows", [2, 9])
+def test_rows_that_are_looked_up_are_among_those_that_a_product_reads(rows):
+    def tied(table, tokens, x):
+        return jax.jit(lambda: table[tokens])(), x @ table[:7].T
+
+    found = work(tied, shape(10, 4), shape(rows, dtype=jnp.int32), shape(3, 4))
+    assert found.reads[0] == max(rows, 7) * 4 * 4
+
+
 def test_of_a_branch_the_cheapest_side_counts():
     def branch(flag, x, w):
         return lax.cond(flag, lambda: x @ w @ w, lambda: x @ w)

@@ -3,7 +3,8 @@
 Counted are products (matrices and convolutions, two operations for each number that is added up), those in a loop once
 for each turn, and none whose result nothing needs. Of a branch the cheapest side counts. Bytes are those of arguments
 that are read and of results that are written, each at most once: a lookup reads its rows, an update in place writes
-them, and what lies between is taken to stay on the chip. So both numbers are the least that any implementation needs.
+them, and what lies between is taken to stay on the chip. Rows looked up in a table that a product reads too are
+among those of the product. So both numbers are the least that any implementation needs.
 
 A program that is one `jax.shard_map` is counted as a device runs it: on shards, with the bytes that it sends.
 """
@@ -27,8 +28,8 @@ __all__ = ["Work", "count", "trace"]
 _VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "optimization_barrier"}
 """Equations whose result is their first operand in another form."""
 
-_LOOKUPS = {"gather", "dynamic_slice", "slice"}
-"""Equations that read as much of their first operand as their result holds."""
+_LOOKUPS = {"gather", "dynamic_slice"}
+"""Equations that read as much of their first operand as their result holds, at places that only values tell."""
 
 _UPDATES = {"scatter": 2, "scatter-add": 2, "dynamic_update_slice": 1}
 """Equations whose result is their first operand with changes, and the operand that holds the changes."""
@@ -113,7 +114,7 @@ def count(program: ClosedJaxpr, spans: Sequence[Span] = ()) -> Work:
     outputs = zip(jaxpr.outvars, found.roots, strict=True)
     return Work(
         dict(found.flops),
-        tuple(min(read, _nbytes(var)) for read, var in zip(found.reads, jaxpr.invars, strict=True)),
+        tuple(min(read, _nbytes(var)) for read, var in zip(found.least_reads, jaxpr.invars, strict=True)),
         tuple(found.writes),
         sum(_nbytes(var) for var, root in outputs if root is None),
         found.sent,
@@ -135,7 +136,9 @@ class _Found:
 
     flops: Counter[str]
     reads: list[int]
-    """Bytes read of each argument."""
+    """Bytes read of each argument, but for lookups."""
+    lookups: list[int]
+    """Bytes that are looked up in each argument. They may be among those that are read otherwise."""
     writes: list[int]
     """Bytes of changes to each argument."""
     sent: int = 0
@@ -147,11 +150,17 @@ class _Found:
     @property
     def cost(self) -> tuple[int, int]:
         """Order of the branches of a program."""
-        return sum(self.flops.values()), sum(self.reads)
+        return sum(self.flops.values()), sum(self.least_reads)
+
+    @property
+    def least_reads(self) -> list[int]:
+        """Bytes of each argument that have to be read."""
+        return list(map(max, self.reads, self.lookups))
 
     def behind(self, others: int) -> _Found:
         """The same for a caller that has so many other operands first."""
-        self.reads, self.writes = [0] * others + self.reads, [0] * others + self.writes
+        before = [0] * others
+        self.reads, self.lookups, self.writes = before + self.reads, before + self.lookups, before + self.writes
         self.roots = [None if root is None else root + others for root in self.roots]
         return self
 
@@ -166,7 +175,8 @@ class _Count:
     def program(self, jaxpr: Any) -> _Found:
         """Work of a program whose variables are those of one scope."""
         roots: dict[Any, int] = {var: i for i, var in enumerate(jaxpr.invars)}
-        found = _Found(Counter(), [0] * len(jaxpr.invars), [0] * len(jaxpr.invars))
+        none = [0] * len(jaxpr.invars)
+        found = _Found(Counter(), reads=[*none], lookups=[*none], writes=[*none])
         for equation in _used(jaxpr):
             self._equation(equation, roots, found)
         found.roots = [None if isinstance(var, Literal) else roots.get(var) for var in jaxpr.outvars]
@@ -175,7 +185,7 @@ class _Count:
     def _equation(self, equation: Any, roots: dict[Any, int], found: _Found) -> None:
         name, operands, results = equation.primitive.name, equation.invars, equation.outvars
         origins = [None if isinstance(var, Literal) else roots.get(var) for var in operands]
-        reads, writes = [_nbytes(var) for var in operands], [0] * len(operands)
+        reads, lookups, writes = [_nbytes(var) for var in operands], [0] * len(operands), [0] * len(operands)
         if name in _VIEWS or name in _UPDATES:
             reads[0] = 0
             for result, origin in zip(results, origins, strict=False):
@@ -186,6 +196,8 @@ class _Count:
         elif name in _VIEWS:
             reads = [0] * len(reads)
         elif name in _LOOKUPS:
+            reads[0], lookups[0] = 0, _nbytes(results[0])
+        elif name == "slice":
             reads[0] = _nbytes(results[0])
         elif equation.primitive is REGISTERED:
             reads = self._registered(equation.params["work"], operands, found.flops)
@@ -196,7 +208,7 @@ class _Count:
         elif name in _PRODUCTS:
             found.flops[operands[0].aval.dtype.name] += _PRODUCTS[name](equation)
         elif inner := self._called(equation):
-            reads, writes = inner.reads, inner.writes
+            reads, lookups, writes = inner.reads, inner.lookups, inner.writes
             found.flops += inner.flops
             found.sent += inner.sent
             found.uncounted += inner.uncounted
@@ -204,9 +216,10 @@ class _Count:
                 origin = None if root is None else origins[root]
                 if origin is not None:
                     roots[result] = origin
-        for origin, read, written in zip(origins, reads, writes, strict=True):
+        for origin, read, looked_up, written in zip(origins, reads, lookups, writes, strict=True):
             if origin is not None:
                 found.reads[origin] += read
+                found.lookups[origin] += looked_up
                 found.writes[origin] += written
 
     def _registered(self, work: CallWork | PagedWork, operands: Sequence[Any], flops: Counter[str]) -> list[int]:
@@ -249,7 +262,10 @@ class _Count:
         # An array that is carried on was read by the turn before.
         turns = [length] * consts + [1] * carries + [length] * (len(found.reads) - consts - carries)
         whole = [_nbytes(var) for var in equation.invars]
-        found.reads = [min(n * size, most) for n, size, most in zip(turns, found.reads, whole, strict=True)]
+        found.reads, found.lookups = (
+            [min(n * size, most) for n, size, most in zip(turns, sizes, whole, strict=True)]
+            for sizes in (found.reads, found.lookups)
+        )
         found.writes = [length * size for size in found.writes]
         found.sent *= length
         found.roots = [root if i < carries and root == consts + i else None for i, root in enumerate(found.roots)]
