@@ -14,6 +14,7 @@ from verax.ops._derivative import differentiated_as
 from verax.ops._target import AMPERE, has_compute_capability
 from verax.ops.delta import DeltaInputs, delta_slot_recurrence
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
+from verax.ops.delta._slots import step_by_kernel
 from verax.ops.delta._step import is_step
 from verax.ops.state_slots import StateSlots
 
@@ -86,22 +87,8 @@ def _accepts_step(
     "triton", platforms=("gpu",), single_device=True, accepts=_accepts_step, experimental=True
 )
 def _delta_step_triton(
-    x: DeltaInputs,
-    states: Float[Array, "S HV K V"],
-    slots: StateSlots,
-    cu_seqlens: Int[Array, "M"] | None = None,
-    *,
-    scale: float = 1.0,
-    use_qk_l2norm: bool = False,
-    erase_before_decay: bool = False,
-    chunk_size: int | None = None,
+    x: DeltaInputs, states: Float[Array, "S HV K V"], slots: StateSlots, cu_seqlens: None = None, **options: Any
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
     from verax.ops.gpu.delta_step_kernel import delta_step
 
-    options = {
-        "scale": float(scale),
-        "use_qk_l2norm": use_qk_l2norm,
-        "erase_before_decay": erase_before_decay,
-    }
-    reference = partial(delta_slot_recurrence.reference, **options)
-    return differentiated_as(reference, partial(delta_step, **options), x, states, slots)
+    return step_by_kernel(delta_step, x, states, slots, **options)
