@@ -31,6 +31,7 @@ from verax.ops.quantized import QuantizedWeight, quantize
 from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
 from verax.ops.short_convolution import short_convolution
 from verax.ops.state_slots import StateSlots
+from verax.ops.swap_pairs import swap_pairs
 from verax.ops.update_rows import update_rows
 
 # Fast implementations register themselves with the operations above.
@@ -102,6 +103,7 @@ __all__ = [
     "rotary_tables",
     "sampling",
     "short_convolution",
+    "swap_pairs",
     "swiglu",
     "target",
     "tracing_context",

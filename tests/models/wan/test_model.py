@@ -308,12 +308,16 @@ def test_on_tpu_the_residual_stream_is_kept_after_each_block():
     assert "optimization_barrier" not in program("gpu")
 
 
-def test_a_barrier_after_each_block_changes_no_value():
+@pytest.mark.parametrize(
+    ("operation", "name", "primitive"),
+    [("materialize", "barrier", "optimization_barrier"), ("swap_pairs", "product", "dot_general")],
+)
+def test_what_keeps_memory_small_on_a_tpu_changes_no_value(operation, name, primitive):
     latents, text, _ = inputs()
     times, model = jnp.array([7, 900]), build()
     expected = run(model, latents, times, text)
-    with ops.use_implementations(materialize="barrier"):
-        assert "optimization_barrier" in str(jax.make_jaxpr(ops.materialize)(latents))
+    with ops.use_implementations(**{operation: name}):
+        assert primitive in str(jax.make_jaxpr(getattr(ops, operation))(latents))
         jax.clear_caches()  # the choice is made while tracing
         actual = run(model, latents, times, text)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))

@@ -105,8 +105,7 @@ def rotary_tables(
 def rotate(x: Float[Array, "B T N H"], rotary: Rotary) -> Float[Array, "B T N H"]:
     """Turn each pair of neighbours `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the interleaved convention."""
     cos, sin = (table[:, None] for table in rotary)
-    swapped = x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
-    return x * cos + swapped * sin
+    return x * cos + ops.swap_pairs(x) * sin
 
 
 def gelu_tanh(x: Array) -> Array:
