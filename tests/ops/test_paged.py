@@ -1,13 +1,22 @@
 """Paged attention: every implementation against dense attention in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.attention import exact_paged_attention, paged_problem, quantized_problem, without_pages_behind
+from tests.support.attention import (
+    dequantized,
+    exact_paged_attention,
+    paged_problem,
+    quantized_problem,
+    quantized_tokens,
+    without_pages_behind,
+)
 from verax import ops
-from verax.ops.pages import page_bytes
+from verax.ops.pages import QuantizedPages, page_bytes
 
 STATIC = ("window", "scale", "soft_cap")
 attention = jax.jit(ops.paged_attention, static_argnames=STATIC)
@@ -118,7 +127,7 @@ def test_written_pages_hold_what_was_written_and_nothing_else_changes():
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_pages_written_by_head_are_those_of_the_reference(dtype):
     rng = np.random.default_rng(6)
     x = jnp.asarray(rng.standard_normal((5, 3, 24)), jnp.float32)
@@ -131,9 +140,9 @@ def test_pages_written_by_head_are_those_of_the_reference(dtype):
 
 
 @pytest.mark.parametrize("name", RAGGED)
-@pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3)])
-def test_int8_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, N, K):
-    pages, arrays, *rest = ragged(quantized_problem, 0, name, N=N, K=K)
+@pytest.mark.parametrize(("N", "K", "dtype"), [(4, 2, "int8"), (3, 3, "int8"), (4, 2, "float8_e4m3fn")])
+def test_quantised_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, N, K, dtype):
+    pages, arrays, *rest = ragged(partial(quantized_problem, cache_dtype=dtype), 0, name, N=N, K=K)
     exact = exact_paged_attention(arrays, *rest)
     with ops.use_implementations(paged_attention="reference"):
         np.testing.assert_allclose(attention(*pages, *rest), exact, atol=2e-5)
@@ -142,9 +151,10 @@ def test_int8_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, 
     assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2  # queries and weights are rounded to bfloat16
 
 
-@pytest.mark.parametrize("p", [16, 48])
-def test_int8_decode_attention_is_that_of_the_numbers(p):
-    (q, k, v), (_, *floats), table, kv, starts = quantized_problem(1, [1, 130, 16, 0, 257], [1] * 5, N=6, K=2, H=8, p=p)
+@pytest.mark.parametrize(("p", "dtype"), [(16, "int8"), (48, "int8"), (48, "float8_e4m3fn")])
+def test_quantised_decode_attention_is_that_of_the_numbers(p, dtype):
+    sizes = {"N": 6, "K": 2, "H": 8, "p": p, "cache_dtype": dtype}
+    (q, k, v), (_, *floats), table, kv, starts = quantized_problem(1, [1, 130, 16, 0, 257], [1] * 5, **sizes)
     expected = exact_paged_attention((q[:5], *floats), table, [1, 130, 16, 1, 257], starts)
     expected[3] = 0  # the padding row
     for implementation in ("reference", "chunked"):
@@ -170,5 +180,40 @@ def test_int8_pages_round_each_token_and_head_to_a_127th_of_its_largest():
     )
 
 
-def test_int8_pages_take_nearly_half_of_the_memory():
+@pytest.mark.parametrize(
+    ("outliers", "size", "bounds"),
+    [(1, 1, {"int8": 0.06, "float8_e4m3fn": 0.15}), (100, 1e-3, {"int8": 2, "float8_e4m3fn": 0.15})],
+    ids=["alike", "channels past 448 beside small ones"],
+)
+def test_errors_of_attention_over_quantised_pages(outliers, size, bounds):
+    """int8 is the more exact one for numbers of one size, float8 where a few channels are a hundred times larger."""
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((125, 1, 16, 128)) for _ in range(2))
+    q = 3 * rng.standard_normal((1, 8, 128))
+    k[..., :2], q[..., :2], v = k[..., :2] * 8 * outliers, q[..., :2] / (8 * outliers), v * size
+    table, lengths, starts = np.arange(125)[None], np.asarray([2000]), np.asarray([0, 1])
+    exact = exact_paged_attention((q, k, v), table, lengths, starts)
+    for dtype, bound in bounds.items():
+        held = [dequantized(QuantizedPages(*quantized_tokens(jnp.asarray(x), dtype=dtype))) for x in (k, v)]
+        out = exact_paged_attention((q, *held), table, lengths, starts)
+        error = np.linalg.norm(out - exact) / np.linalg.norm(exact)
+        assert bound / 4 < error < bound, dtype
+
+
+def test_float8_pages_hold_any_size_of_numbers_and_no_nan():
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((64, 24)) * np.logspace(-30, 30, 64)[:, None], jnp.float32)
+    x = x.at[3].set(0).at[7, 3].set(jnp.nan).at[9, 3].set(jnp.inf)
+    values, scales = quantized_tokens(x, dtype="float8_e4m3fn")
+    values, scales, x = (np.asarray(a).astype(np.float32) for a in (values, scales, x))
+    assert np.isfinite(values).all()  # a NaN in unread values would outlive a weight of 0
+    assert np.isfinite(scales).sum() == 62
+    kept = np.isfinite(scales)
+    largest = np.abs(x[kept]).max(-1, keepdims=True)
+    error = np.abs(values[kept] * scales[kept, None] - x[kept])
+    assert np.all(error <= np.maximum(np.abs(x[kept]) / 15.9, largest / 448 / 500))
+    np.testing.assert_array_equal(np.abs(values[kept]).max(-1), np.where(largest[:, 0] > 0, 448, 0))
+
+
+def test_quantised_pages_take_nearly_half_of_the_memory():
+    assert page_bytes((8, 16, 128), "float8_e4m3fn") == page_bytes((8, 16, 128), "int8")
     assert page_bytes((8, 16, 128), "int8") / page_bytes((8, 16, 128), "bfloat16") == pytest.approx(0.516, abs=1e-3)

@@ -6,7 +6,7 @@ import numpy as np
 
 from verax.ops.pages import QuantizedPages, quantize_tokens
 
-quantized_tokens = jax.jit(quantize_tokens)
+quantized_tokens = jax.jit(quantize_tokens, static_argnames="dtype")
 
 
 def float64(x):
@@ -61,7 +61,7 @@ def with_nan_in_page_0(pages):
     """Pages whose first one turns what reads it into NaN."""
 
     def changed(x):
-        if x.dtype == jnp.int8:
+        if x.dtype.itemsize == 1:  # values of quantised pages are never NaN, their scales may be
             return x
         x = np.array(x)
         x[0] = np.nan
@@ -79,18 +79,18 @@ def with_nan_where_no_query_sees(pages, table, lengths, starts, window=None):
         at = np.arange(0 if window is None else max(0, length - count - window + 1), length)
         seen[row[at // p], at % p] = True
     pick = {3: seen[:, None], 4: seen[:, None, :, None]}
-    return jax.tree.map(lambda x: x if x.dtype == jnp.int8 else jnp.where(pick[x.ndim], x, jnp.nan), pages)
+    return jax.tree.map(lambda x: x if x.dtype.itemsize == 1 else jnp.where(pick[x.ndim], x, jnp.nan), pages)
 
 
-def quantized_problem(*args, **options):
-    """`paged_problem` with int8 pages, as written by the reference, and the arrays that they stand for."""
+def quantized_problem(*args, cache_dtype="int8", **options):
+    """`paged_problem` with int8 or float8 pages, as written by the reference, and the arrays that they stand for."""
     (q, *caches), *rest = paged_problem(*args, **options)
-    pages = [QuantizedPages(*quantized_tokens(x)) for x in caches]
+    pages = [QuantizedPages(*quantized_tokens(x, dtype=cache_dtype)) for x in caches]
     return (q, *pages), (q, *map(dequantized, pages)), *rest
 
 
 def dequantized(pages):
-    """Numbers that int8 pages stand for."""
+    """Numbers that quantised pages stand for."""
     return np.asarray(pages.values).astype(np.float32) * np.asarray(pages.scales)[..., None]
 
 

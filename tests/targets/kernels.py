@@ -21,7 +21,7 @@ from verax import ops
 from verax._compat import no_compilation_cache
 from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
-from verax.ops.pages import QuantizedPages, page_bytes
+from verax.ops.pages import QuantizedPages, is_quantized, page_bytes
 from verax.plan.compiled.gpu_specs import GPU_SPECS
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
@@ -76,8 +76,8 @@ class Kernel:
 
 def _cache(rows: int, length: int, dtype: str) -> Any:
     shape = (1 + rows * length // PAGE, KV_HEADS, PAGE, SIZE)
-    if dtype == "int8":
-        return QuantizedPages(jax.ShapeDtypeStruct(shape, jnp.int8), jax.ShapeDtypeStruct(shape[:3], jnp.float32))
+    if is_quantized(dtype):
+        return QuantizedPages(jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32))
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -244,6 +244,7 @@ def _kernels() -> Iterator[Kernel]:
     yield _linear("v6e", 64, 8, 32, 0.3)
     yield _decode("triton", "h100", "bfloat16", 0.6)
     yield _decode("triton", "h100", "int8", 0.4)
+    yield _decode("triton", "h100", "float8_e4m3fn", 0.4)
     yield _chunk("triton", "h100", 0.2)
     yield _linear("h100", 1, 8, None, 0.55)
     yield _linear("h100", 64, 8, None, 0.45)

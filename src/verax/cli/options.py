@@ -69,7 +69,7 @@ EncoderQuantization = Annotated[
     typer.Option("--quantization", "-q", help="int8: matrix products of 8-bit integers.", show_default="none"),
 ]
 KvCacheDtype = Annotated[
-    str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32 or int8.")
+    str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32, int8 or fp8.")
 ]
 TensorParallelSize = Annotated[
     int, typer.Option(help="Devices that share the model: each holds a part of its weights and cache.", min=1)

@@ -61,7 +61,7 @@ def plan(
     quantization: options.Quantization = None,
     kv_cache_dtype: Annotated[
         str | None,
-        typer.Option(help="auto, bfloat16, float32 or int8.", rich_help_panel=_TEXT, show_default="auto"),
+        typer.Option(help="auto, bfloat16, float32, int8 or fp8.", rich_help_panel=_TEXT, show_default="auto"),
     ] = None,
     max_num_seqs: Annotated[
         int | None,

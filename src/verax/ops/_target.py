@@ -16,6 +16,7 @@ import psutil
 from verax.errors import InvalidParameterError
 
 __all__ = [
+    "ADA",
     "AMPERE",
     "PLATFORMS",
     "DeviceMemory",
@@ -57,6 +58,9 @@ _COMPUTE_CAPABILITIES = {
 
 AMPERE = 8
 """Major compute capability from which cuDNN's attention and products of bfloat16 run."""
+
+ADA = 8, 9
+"""Compute capability from which Triton converts 8-bit floats."""
 
 _chosen: contextvars.ContextVar[Target | None] = contextvars.ContextVar("verax_target", default=None)
 
@@ -115,10 +119,10 @@ def target() -> Target:
     return _chosen.get() or _local_target()
 
 
-def has_compute_capability(major: int) -> bool:
-    """True if the target is an NVIDIA GPU of at least this major compute capability; AMD's read `gfx...`."""
-    found = target().compute_capability.partition(".")[0]
-    return found.isdigit() and int(found) >= major
+def has_compute_capability(major: int, minor: int = 0) -> bool:
+    """True if the target is an NVIDIA GPU of at least this compute capability; AMD's read `gfx...`."""
+    found = target().compute_capability.split(".")
+    return all(part.isdigit() for part in found) and tuple(map(int, found)) >= (major, minor)
 
 
 @contextlib.contextmanager

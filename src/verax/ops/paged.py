@@ -2,7 +2,8 @@
 
 The cache of a layer is `[P, K, p, H]`: P pages of p tokens, head-major inside a page, so that one head's tokens lie
 together. Page 0 belongs to no sequence: padding is written there. A row of the page table lists a sequence's pages.
-Pages may be int8 (`ops/pages.py`): quantised as they are written, their scales applied to scores and softmax weights.
+Pages may be int8 or float8 (`ops/pages.py`): quantised as they are written, their scales applied to scores and softmax
+weights.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ QUERY_TILE = 32
 def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
     """Write token t's keys (or values) to `offsets[t]` in `pages[t]`, rounded to the cache's dtype. Donate `cache`."""
     if isinstance(cache, QuantizedPages):
-        values, scales = quantize_tokens(x)
+        values, scales = quantize_tokens(x, cache.dtype)
         return QuantizedPages(
             cache.values.at[pages, :, offsets].set(values), cache.scales.at[pages, :, offsets].set(scales)
         )
@@ -55,7 +56,7 @@ def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], 
 def _write_by_head(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
     places = (pages[:, None], jnp.arange(x.shape[1])[None], offsets[:, None])
     if isinstance(cache, QuantizedPages):
-        values, scales = quantize_tokens(x)
+        values, scales = quantize_tokens(x, cache.dtype)
         return QuantizedPages(cache.values.at[places].set(values), cache.scales.at[places].set(scales))
     return cache.at[places].set(x.astype(cache.dtype))
 
@@ -81,7 +82,7 @@ def paged_attention(
     Args:
         q: queries of all sequences, one after the other.
         k_cache, v_cache: the layer's pages, both of one dtype. Queries and softmax weights are rounded to it; beside
-            int8 pages, to bfloat16, or not at all where that is no faster.
+            quantised pages, to bfloat16, or not at all where that is no faster.
         page_table: pages of each sequence in order; entries past its length are never read as visible.
         kv_lengths: tokens of each sequence in the cache, 0 for a padding row.
         query_starts: `[B + 1]` ascending offsets into `q`.

@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES
 from verax.text.speculative.config import SpeculativeConfig
 
-__all__ = ["KV_CACHE_DTYPES", "EngineConfig", "EngineOptions"]
+__all__ = ["CACHE_DTYPES", "KV_CACHE_DTYPES", "EngineConfig", "EngineOptions"]
 
-KV_CACHE_DTYPES = ("auto", *DTYPES, "int8")
-"""`"auto"` is the dtype of the weights; `"int8"` has a scale for each token and head."""
+CACHE_DTYPES: dict[str, DTypeLike] = {**DTYPES, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+"""Dtypes of a cache by vLLM's names; `"int8"` and `"fp8"` have a scale for each token and head."""
+
+KV_CACHE_DTYPES = ("auto", *CACHE_DTYPES)
+"""`"auto"` is the dtype of the weights."""
 
 
 _COUNTS = (
@@ -74,8 +80,9 @@ class EngineConfig:
         kv_cache_memory: bytes for the cache on each device, recurrent states included. If None: as much as
             `max_num_seqs` full sequences need, but at most a quarter of the free memory of a CPU, or what 90% of an
             accelerator's leave beside the weights.
-        kv_cache_dtype: `"auto"` for that of the weights, or `"bfloat16"`, `"float32"`, `"int8"`. With int8 nearly twice
-            as many tokens as with bfloat16 fit into the same memory, and long contexts are read faster.
+        kv_cache_dtype: `"auto"` for that of the weights, or `"bfloat16"`, `"float32"`, `"int8"`, `"fp8"`
+            (float8_e4m3fn). With the last two nearly twice as many tokens as with bfloat16 fit into the same memory.
+            int8 is the more exact one in most models, and the one that a CPU has kernels for.
         enable_prefix_caching: keep full blocks of earlier requests for prompts that begin alike. If None: yes, but not
             in a model with recurrent layers, whose state after a prefix no block holds.
         seed: seeds requests that bring no seed of their own.

@@ -17,9 +17,9 @@ from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
 from verax.models.causal_lm import has_recurrent_layers, sliding_windows, state_axes
 from verax.ops.joined_heads import heads_to_join
-from verax.ops.pages import page_bytes
+from verax.ops.pages import is_quantized, page_bytes
 from verax.text.cache_groups import CacheGroup, CachePlan
-from verax.text.engine_config import EngineConfig
+from verax.text.engine_config import CACHE_DTYPES, EngineConfig
 from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
 
 __all__ = ["RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
@@ -144,7 +144,7 @@ def plan_sizes(
         raise InvalidParameterError(
             f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
         )
-    cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(CACHE_DTYPES[config.kv_cache_dtype])
     memory = config.kv_cache_memory or cache_memory(config.tensor_parallel_size * config.data_parallel_size)
     devices = config.tensor_parallel_size
     per_state = state_bytes(model, devices)
@@ -200,11 +200,11 @@ def _joined_heads(model: CausalLMConfig, cache_dtype: DTypeLike, devices: int) -
     """Heads of keys and values that lie side by side in a page: as many as fill a TPU's register, elsewhere 1.
 
     XLA:TPU would put the number of the page last in the layout of smaller heads, and a page in as many places as it has
-    numbers. Heads in int8 stay apart, because each has scales of its own.
+    numbers. Quantised heads stay apart, because each has scales of its own.
     """
     joined = heads_to_join(model.head_dim)
     fills = model.num_key_value_heads % (devices * joined) == 0
-    return joined if fills and ops.target().platform == "tpu" and cache_dtype != jnp.int8 else 1
+    return joined if fills and ops.target().platform == "tpu" and not is_quantized(cache_dtype) else 1
 
 
 def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, num_layers: int | None = None) -> int:

@@ -29,6 +29,7 @@ from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.machine import fingerprint
 from verax.models import CausalLM
 from verax.ops.pages import page_bytes
+from verax.text.engine_config import CACHE_DTYPES
 from verax.text.llm import LLM
 from verax.text.sampling_params import SamplingParams
 from verax.text.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ VARIANTS: dict[str, Variant] = {
     STORED: Variant("bfloat16"),
     "bfloat16": Variant("bfloat16"),
     "bfloat16, int8 cache": Variant("bfloat16", None, "int8"),
+    "bfloat16, fp8 cache": Variant("bfloat16", None, "fp8"),
     "int8": Variant("bfloat16", (8, None)),
     "int8, int8 cache": Variant("bfloat16", (8, None), "int8"),
     "int4-32": Variant("bfloat16", (4, 32)),
@@ -178,7 +180,8 @@ def _distance(
 
 
 def _cache_dtype(variant: Variant) -> str:
-    return variant.dtype if variant.kv_cache_dtype == "auto" else variant.kv_cache_dtype
+    name = variant.dtype if variant.kv_cache_dtype == "auto" else variant.kv_cache_dtype
+    return jnp.dtype(CACHE_DTYPES[name]).name
 
 
 def _additions(model: CausalLM, tokenizer: Tokenizer, variant: Variant, exam: Sequence[Any]) -> float | None:

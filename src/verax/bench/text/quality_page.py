@@ -19,8 +19,8 @@ def render(result: Mapping[str, Any]) -> list[str]:
         "",
         f"{settings['scored_tokens']:,} tokens of text ({settings['text']}; contexts of up to {settings['window']}) "
         f"and {settings['additions']} held-out additions. KL divergence and the share of equal best tokens are against "
-        "float32. The number after int4: inputs that share a scale; int8 weights have one a row, an int8 cache one a "
-        "token and head.",
+        "float32. The number after int4: inputs that share a scale; int8 weights have one a row, an int8 or fp8 cache "
+        "one a token and head.",
         "",
         "| precision | perplexity | KL, nats | same best token | additions | weights, MB | cache, bytes a token |",
         "|---|---|---|---|---|---|---|",

@@ -18,7 +18,13 @@ __all__: list[str] = []
 
 def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
     if isinstance(k_cache, QuantizedPages):  # its values in the place of an array that the kernels read
-        return isinstance(v_cache, QuantizedPages) and takes(q, q, q, k_cache.shape[1])
+        int8 = k_cache.dtype == jnp.int8
+        return (
+            int8
+            and isinstance(v_cache, QuantizedPages)
+            and v_cache.dtype == jnp.int8
+            and takes(q, q, q, k_cache.shape[1])
+        )
     return takes(q, k_cache, v_cache, k_cache.shape[1])
 
 
@@ -62,7 +68,7 @@ def _paged_decode_attention_native(
 
 
 def _accepts_cache(cache: Any, x: Any, *_: Any) -> bool:
-    known = isinstance(cache, QuantizedPages) or cache.dtype in FLOATS
+    known = cache.dtype == jnp.int8 if isinstance(cache, QuantizedPages) else cache.dtype in FLOATS
     return known and x.dtype in FLOATS
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops._target import AMPERE, has_compute_capability
+from verax.ops._target import ADA, AMPERE, has_compute_capability
 from verax.ops.paged import paged_attention, paged_decode_attention
 from verax.ops.pages import Pages
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 HEAD_SIZES = (64, 128, 256)
 """Head sizes: tiles of Triton are powers of two."""
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn)
 
 MOST_QUERIES = 64
 """Queries of a key/value head: a tile of a ragged batch holds those of one token at least."""
@@ -26,7 +26,8 @@ def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> boo
     alike = type(k_cache) is type(v_cache) and k_cache.dtype == v_cache.dtype and k_cache.shape == v_cache.shape
     _, K, _, H = k_cache.shape
     sizes = H in HEAD_SIZES and q.shape[1] // K <= MOST_QUERIES and q.size > 0
-    return alike and k_cache.dtype in DTYPES and sizes and has_compute_capability(AMPERE)
+    known = has_compute_capability(*ADA) if k_cache.dtype == jnp.float8_e4m3fn else has_compute_capability(AMPERE)
+    return alike and k_cache.dtype in DTYPES and sizes and known
 
 
 @paged_decode_attention.implementation(

@@ -213,7 +213,9 @@ def _attend(
 
         def load(cache: Any) -> Array:
             places = pages[:, None], h, offsets[:, None], jnp.arange(H)[None]
-            return plgpu.load(cache.at[places], mask=there[:, None], other=0).astype(queries.dtype)
+            return plgpu.load(cache.at[places], mask=there[:, None], other=jnp.zeros((), cache.dtype)).astype(
+                queries.dtype
+            )
 
         def load_scales(cache: Any) -> Array:
             return plgpu.load(cache.at[pages, h, offsets], mask=there, other=0.0)[None]
