@@ -1,19 +1,44 @@
-"""The other side of the video benchmark computes the same from the same weights."""
+"""The other sides of the video benchmark compute the same from the same weights."""
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from verax.bench.results import write
+from verax.bench.results import markdown, write
 from verax.bench.video import run as bench
 
 
-def test_every_stage_has_the_result_of_diffusers(monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def _no_measurement_of_the_machine(monkeypatch):
     monkeypatch.setattr(bench, "measure_machine", lambda: {"matmul_float32_gflop_per_s": 400})
+
+
+def bench_tiny(against, stages, **changes):
     settings = dict(frames=[5], height=16, width=16, dtype="float32", layers=1, runs=1, warmup=0)
-    result = bench.bench_video(size="tiny", stages=["transformer", "vae", "text"], against=["diffusers"], **settings)
+    return bench.bench_video(size="tiny", stages=stages, against=against, **{**settings, **changes})
+
+
+def test_every_stage_has_the_result_of_diffusers(tmp_path):
+    result = bench_tiny(["diffusers"], ["transformer", "vae", "text"])
     assert [set(case["sides"]) for case in result["cases"]] == [{"verax", "diffusers"}] * 3
-    assert max(case["difference"] for case in result["cases"]) < 1e-4
+    assert max(case["beside"]["diffusers"]["difference"] for case in result["cases"]) < 1e-4
     assert {"torch", "diffusers", "transformers"} <= set(result["machine"])
     assert "-video-tiny-1-layers-transformer-" in write(result, tmp_path).name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_openvino_has_the_result_of_the_stages_that_it_can_run(dtype, tmp_path, monkeypatch):
+    pytest.importorskip("openvino", reason="needs openvino: pip install 'verax[openvino]'")
+    monkeypatch.setattr(bench, "measure_machine", lambda: {f"matmul_{dtype}_gflop_per_s": 400})
+    result = bench_tiny(["openvino"], ["transformer", "vae", "text"], dtype=dtype)
+    assert [set(case["sides"]) for case in result["cases"]] == [{"verax", "openvino"}, {"verax"}, {"verax", "openvino"}]
+    bound = {"float32": 1e-4, "bfloat16": 0.5}[dtype]  # it rounds the angles of a timestep to bfloat16
+    assert all(side["difference"] < bound for case in result["cases"] for side in case["beside"].values())
+    assert "openvino" in result["machine"]
+    assert "| text encoder, 512 tokens | 5 | openvino |" in markdown(result)
+
+
+def test_pytorch_compiles_the_decoder(tmp_path):
+    result = bench_tiny(["torch.compile"], ["vae"])
+    assert result["cases"][0]["beside"]["torch.compile"]["difference"] < 1e-4

@@ -5,7 +5,13 @@ from verax.errors import VeraxError
 
 
 def test_a_guided_step_is_two_passes_and_a_failure_is_a_row(monkeypatch):
-    case = {"sides": {"verax": {"median_s": 0.4}}, "products": 10.0, "bytes_moved": 7, "ratio": 1.5, "compile_s": 30.2}
+    case = {
+        "sides": {"verax": {"median_s": 0.4}},
+        "products": 10.0,
+        "bytes_moved": 7,
+        "beside": {"diffusers": {"ratio": 1.5}},
+        "compile_s": 30.2,
+    }
     asked = []
 
     def bench(**options):
@@ -25,7 +31,7 @@ def test_a_guided_step_is_two_passes_and_a_failure_is_a_row(monkeypatch):
 
 
 def test_decoding_is_one_call(monkeypatch):
-    case = {"sides": {"verax": {"median_s": 0.4}}, "products": 10.0, "bytes_moved": 7, "compile_s": 1.0}
+    case = {"sides": {"verax": {"median_s": 0.4}}, "products": 10.0, "bytes_moved": 7, "beside": {}, "compile_s": 1.0}
     monkeypatch.setattr(video, "bench_video", lambda **_: {"cases": [case]})
     (measured,) = video.measure_video("vae", (57,), rehearse=False)
     assert (measured.rows[0].value, measured.rows[0].flops, measured.rows[0].target) == (0.4, 10.0, None)

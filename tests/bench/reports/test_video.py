@@ -23,10 +23,9 @@ def asked(monkeypatch):
                 "stage": stage,
                 "frames": frames,
                 "sides": {name: side(s) for name, s in SECONDS.items() if stage == "transformer" or "," not in name},
-                "ratio": 2.0,
                 "compile_s": 30.0,
                 "compile_cached_s": 3.0,
-                "diffusers_first_s": 3.0,
+                "beside": {"diffusers": {"first_s": 3.0, "ratio": 2.0}},
             }
             for stage in options.get("stages", ())
             for frames in options["frames"]

@@ -104,7 +104,7 @@ def test_calls_until_compiling_has_paid(compile_s, ours, first, theirs, calls):
         (dict(height=20), "divisible by 16, got 5, 20 x 32"),
         (dict(attention="fast"), "attention: expected one of auto"),
         (dict(memory=["fast"]), "memory: expected one of auto"),
-        (dict(against=["onnx"]), "against: expected one of diffusers"),
+        (dict(against=["onnx"]), "against: expected one of diffusers, torch.compile, openvino"),
     ],
 )
 def test_wrong_settings_are_refused(changes, message):

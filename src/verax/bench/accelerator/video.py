@@ -63,6 +63,6 @@ def _row(case: str, stage: str, frames: int, found: dict[str, Any]) -> Row:
         seconds=seconds,
         flops=passes * found["products"],
         bytes_moved=passes * found["bytes_moved"],
-        beside={"diffusers": found["ratio"]} if "ratio" in found else {},
+        beside={name: side["ratio"] for name, side in found["beside"].items()},
         note=f"compiled in {found['compile_s']:.0f} s",
     )

@@ -154,7 +154,7 @@ def _paying(cases: dict[tuple[str, int], Any], frames: tuple[int, ...]) -> Table
         case = cases["transformer", count]
         ours, theirs = (GUIDED * case["sides"][side]["median_s"] for side in ("verax", "diffusers"))
         for steps in STEPS:
-            warm = max(0.0, case["diffusers_first_s"] - case["sides"]["diffusers"]["median_s"])
+            warm = max(0.0, case["beside"]["diffusers"]["first_s"] - case["sides"]["diffusers"]["median_s"])
             totals = warm + steps * theirs, case["compile_s"] + steps * ours, case["compile_cached_s"] + steps * ours
             faster = (times(totals[0] / totals[1]), times(totals[0] / totals[2]))
             rows.append([str(count), str(steps), *(f"{total:.1f}" for total in totals), *faster])

@@ -11,14 +11,23 @@ from verax.bench.video.cases import Work
 from verax.errors import MissingDependencyError
 from verax.machine import num_cores, peak_growth
 
-__all__ = ["DiffusersSide"]
+__all__ = ["DiffusersSide", "in_our_layout"]
 
 
 class DiffusersSide:
     """The same stage in PyTorch on the CPU or its GPU, with all cores; transformers' UMT5 for the text."""
 
-    def __init__(self, work: Work, dtype: str):
-        """Make the model; weights on a CPU are those of `work` where they lie."""
+    def __init__(self, work: Work, dtype: str, *, compiled: bool = False):
+        """Make the model; weights on a CPU are those of `work` where they lie.
+
+        Args:
+            work: of the stage.
+            dtype: of weights and inputs.
+            compiled: `torch.compile` compiles the model, or the VAE's decoder, in its first call.
+
+        Raises:
+            MissingDependencyError: without diffusers, torch or transformers.
+        """
         try:
             import diffusers
             import torch
@@ -46,8 +55,12 @@ class DiffusersSide:
         for name, parameter in model.named_parameters():
             if set(name.split(".")) & set(kept):  # what from_pretrained leaves in float32
                 parameter.data = parameter.data.float()
-        self._model = model.to(self._device).eval().requires_grad_(False)
-        self._arguments = self._prepared()
+        self.model: Any = model.to(self._device).eval().requires_grad_(False)
+        if compiled and work.stage == "vae":  # decode() is a loop over latents around it
+            self.model.decoder = torch.compile(self.model.decoder)
+        elif compiled:
+            self.model = torch.compile(self.model)
+        self.arguments = self._prepared()
         self.versions: dict[str, Any] = {
             "torch": torch.__version__,
             "diffusers": diffusers.__version__,
@@ -60,16 +73,15 @@ class DiffusersSide:
         """Compute; a tensor, in diffusers' layout, whose values are there."""
         torch = self._torch
         with torch.inference_mode():
-            call = self._model.decode if self._work.stage == "vae" else self._model
-            result = call(**self._arguments)[0]
+            call = self.model.decode if self._work.stage == "vae" else self.model
+            result = call(**self.arguments)[0]
             if self._device == "cuda":
                 torch.cuda.synchronize()
         return result
 
     def result(self) -> np.ndarray:
         """Result of `run` in our layout, float32."""
-        values = self.run().float().cpu().numpy()
-        return values if self._work.stage == "text" else values.transpose(0, 2, 3, 4, 1)
+        return in_our_layout(self._work, self.run().float().cpu().numpy())
 
     def temporary(self) -> int | None:
         """Bytes that a call takes beyond what is there before it, measured; None where the system does not tell.
@@ -109,6 +121,11 @@ class DiffusersSide:
             **({"encoder_hidden_states_image": tensor(image[0])} if image else {}),
             "return_dict": False,
         }
+
+
+def in_our_layout(work: Work, values: np.ndarray) -> np.ndarray:
+    """A result with channels last, where diffusers has them behind the batch."""
+    return values if work.stage == "text" else values.transpose(0, 2, 3, 4, 1)
 
 
 def _translated(torch: Any, work: Work) -> Mapping[str, Any]:

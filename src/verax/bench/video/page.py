@@ -17,9 +17,10 @@ COLUMNS = (
     "P10-P90 s",
     "GFLOP/s",
     "of the limit",
-    "verax is",
     "compile s",
     "from cache s",
+    "verax is",
+    "first call s",
     "pays",
     "apart",
 )
@@ -37,11 +38,12 @@ def render(result: Mapping[str, Any]) -> list[str]:
     if result["cases"]:
         lines += [
             "",
-            f"Random weights, the same on both sides. {settings['runs']} rounds after {settings['warmup']} warm-up; "
+            f"Random weights, the same on all sides. {settings['runs']} rounds after {settings['warmup']} warm-up; "
             f"the sides take turns in a round. Attention: {settings['attention']}. CPU kernels: "
             f"{settings['cpu_level'] or 'none'}. A step with guidance is two forward passes. Compiling includes "
-            "tracing; 'pays' are the calls after which ours, compiling included, took less time. The limit is the "
-            "measured rate of matmuls. 'Apart' is the root mean square of the difference over that of diffusers'.",
+            "tracing. The limit is the measured rate of matmuls. In the rows of other sides: how many times faster "
+            "verax is, their first call, the calls after which ours, compiling included, took less time, and the root "
+            "mean square of the difference over that of their result.",
             "",
             "| " + " | ".join(COLUMNS) + " |",
             "|" + "---|" * len(COLUMNS),
@@ -80,15 +82,14 @@ def _row(case: dict[str, Any], name: str) -> str:
     cells += [f"{side['p10_s']:.2f}-{side['p90_s']:.2f}", f"{side['rate'] / 1e9:.0f}"]
     if name == "verax":
         cells += [f"{100 * case['fraction_of_limit']:.0f}%"]
-        cells += [f"{case['ratio']:.2f}x" if "ratio" in case else ""]
         cells += [f"{case['compile_s']:.1f}", f"{case['compile_cached_s']:.1f}"]
-        cells += [_calls(case), f"{case['difference']:.1e}" if "difference" in case else ""]
+        cells += [""] * 4
     else:
-        cells += [""] * 6
+        cells += [""] * 3
+        cells += _beside(case["beside"][name]) if name in case["beside"] else [""] * 4
     return "| " + " | ".join(cells) + " |"
 
 
-def _calls(case: dict[str, Any]) -> str:
-    if "break_even" not in case:
-        return ""
-    return "never" if case["break_even"] is None else f"after {case['break_even']}"
+def _beside(found: Mapping[str, Any]) -> list[str]:
+    calls = "never" if found["break_even"] is None else f"after {found['break_even']}"
+    return [f"{found['ratio']:.2f}x", f"{found['first_s']:.1f}", calls, f"{found['difference']:.1e}"]

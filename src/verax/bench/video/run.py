@@ -1,11 +1,11 @@
-"""Stages of a video pipeline beside diffusers: time of a call, of compiling, the calls until it pays, and memory."""
+"""Stages of a video pipeline beside other libraries: time of a call, of compiling, calls until it pays, and memory."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,7 +20,18 @@ from verax.models.wan.layers import ATTENTION
 from verax.ops.cpu import library
 from verax.video.programs import Program
 
-__all__ = ["bench_video", "break_even"]
+if TYPE_CHECKING:
+    from verax.bench.video.diffusers import DiffusersSide
+    from verax.bench.video.openvino import OpenVinoSide
+
+__all__ = ["OTHERS", "bench_video", "break_even"]
+
+OTHERS: Mapping[str, tuple[str, ...]] = {
+    "diffusers": STAGES,
+    "torch.compile": STAGES,
+    "openvino": ("transformer", "text"),  # it has no operation for the nearest-exact upsampling of the VAE
+}
+"""Sides beside ours, with the stages that each can run: diffusers as it is, compiled by PyTorch, and on OpenVINO."""
 
 
 def bench_video(
@@ -49,14 +60,14 @@ def bench_video(
         also: more implementations that it is timed with, as sides called `verax, IMPLEMENTATION`.
         memory: implementations whose memory is asked of the compiler too, which runs nothing.
         runs: counted rounds, with `warmup` before them; 0 times nothing.
-        against: `"diffusers"` runs interleaved with ours.
+        against: sides of `OTHERS` that run interleaved with ours.
 
     Raises:
         InvalidParameterError: naming what is wrong.
     """
     implementations = tuple(ATTENTION)
     for name, given, known in (
-        ("against", against, ("diffusers",)),
+        ("against", against, tuple(OTHERS)),
         ("also", also, implementations),
         ("memory", memory, implementations),
     ):
@@ -125,7 +136,7 @@ def _case(
     warmup: int,
     against: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A stage timed on all sides, and the versions of the other."""
+    """A stage timed on all sides, and the versions of the others."""
     component, prepare = todo.component, todo.prepare
     sides: dict[str, Callable[[], object]] = {}
     counted = products(todo)
@@ -142,24 +153,35 @@ def _case(
         for impl in also:
             sides[f"verax, {impl}"] = lambda impl=impl: jax.block_until_ready(program(weights, *inputs, attention=impl))
         versions: dict[str, Any] = {}
-        if "diffusers" in against:
-            from verax.bench.video.diffusers import DiffusersSide
-
-            other = DiffusersSide(todo, dtype)
-            versions = other.versions
+        result["beside"] = {}
+        for name in against:
+            if todo.stage not in OTHERS[name]:
+                continue
+            other = _other(name, todo, dtype)
+            versions |= other.versions
             begin = time.perf_counter()
             theirs = other.result()
-            result["diffusers_first_s"] = time.perf_counter() - begin
-            result["difference"] = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
-            sides["diffusers"] = other.run
+            first = time.perf_counter() - begin
+            apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+            result["beside"][name] = {"first_s": first, "difference": apart}
+            sides[name] = other.run
         with progress.bar(f"measuring: {todo.stage}") as report:
             samples = interleave(sides, runs=runs, warmup=warmup, report=report)
     result["sides"] = {name: side.to_dict(result["products"]) for name, side in samples.items()}
-    if "diffusers" in samples:
-        result["ratio"] = samples["verax"].ratio_to(samples["diffusers"])
-        medians = samples["verax"].median, samples["diffusers"].median
-        result["break_even"] = break_even(result["compile_s"], medians[0], result["diffusers_first_s"], medians[1])
+    for name, found in result["beside"].items():
+        found["ratio"] = samples["verax"].ratio_to(samples[name])
+        medians = samples["verax"].median, samples[name].median
+        found["break_even"] = break_even(result["compile_s"], medians[0], found["first_s"], medians[1])
     return result, versions
+
+
+def _other(name: str, todo: Work, dtype: str) -> DiffusersSide | OpenVinoSide:
+    from verax.bench.video.diffusers import DiffusersSide
+    from verax.bench.video.openvino import OpenVinoSide
+
+    if name == "openvino":
+        return OpenVinoSide(todo, dtype)
+    return DiffusersSide(todo, dtype, compiled=name == "torch.compile")
 
 
 def _program(todo: Work) -> Program:

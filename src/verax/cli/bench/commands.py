@@ -343,7 +343,10 @@ def video(
     layers: Annotated[int | None, typer.Option(help="Layers of transformer and text encoder; all.", min=1)] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds; 0 for memory only.", min=0)] = 3,
     warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
-    against: Annotated[str | None, typer.Option(help="diffusers: run it too, interleaved.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="diffusers, torch.compile, openvino or some with commas: run them too, interleaved."),
+    ] = None,
     dtype: options.Dtype = "bfloat16",
     output: Output = None,
     as_json: options.Json = False,
@@ -353,6 +356,8 @@ def video(
     Examples:
 
         verax bench video --against diffusers
+
+        verax bench video --stage transformer --against diffusers,torch.compile,openvino
 
         verax bench video --runs 0 --memory auto,chunked,standard --frames 57 --height 544 --width 960
     """
