@@ -1,4 +1,4 @@
-"""The GPU's kernels of products with weights of integers, interpreted."""
+"""The GPU's kernels of products with weights in 8 or 4 bits, interpreted."""
 
 from dataclasses import replace
 
@@ -6,19 +6,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from verax import ops
 from verax.ops.gpu.linear import _product
 from verax.ops.gpu.linear_kernel import product, tiles_of_part
 
-WEIGHTS = {"int8": (8, None), "int8-32": (8, 32), "int8-64": (8, 64), "int4-32": (4, 32), "int4-128": (4, 128)}
+WEIGHTS = {
+    "int8": (8, None),
+    "int8-32": (8, 32),
+    "int8-64": (8, 64),
+    "int4-32": (4, 32),
+    "int4-128": (4, 128),
+    "float8": (8, None),
+    "float8-32": (8, 32),
+    "float8-128": (8, 128),
+}
 
 
 def problem(kind, rows, F=70, D=384, zeros=False):
     """Inputs that bfloat16 holds, a weight, and its product as the operation has it with bfloat16 weights."""
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.standard_normal((rows, D)), jnp.bfloat16).astype(jnp.float32)
-    weight = ops.quantize(jnp.asarray(rng.standard_normal((F, D)), jnp.float32), *WEIGHTS[kind])
+    dense = jnp.asarray(rng.standard_normal((F, D)), jnp.float32)
+    weight = ops.quantize(dense, *WEIGHTS[kind])
+    if kind.startswith("float8"):
+        weight = replace(weight, values=dense.astype(jnp.float8_e4m3fn))
     if zeros:
         weight = replace(weight, zeros=jnp.asarray(rng.integers(-7, 7, weight.scales.shape), jnp.int8))
     rounded = weight.dequantize(jnp.float32 if weight.bits == 8 else jnp.bfloat16).astype(jnp.float32)
@@ -27,7 +40,16 @@ def problem(kind, rows, F=70, D=384, zeros=False):
 
 @pytest.mark.parametrize(
     ("kind", "rows", "zeros"),
-    [("int8", 1, True), ("int8-32", 3, False), ("int8-64", 17, True), ("int4-32", 3, True), ("int4-128", 1, False)],
+    [
+        ("int8", 1, True),
+        ("int8-32", 3, False),
+        ("int8-64", 17, True),
+        ("int4-32", 3, True),
+        ("int4-128", 1, False),
+        ("float8", 1, False),
+        ("float8-32", 17, False),
+        ("float8-128", 64, False),
+    ],
 )
 def test_products_are_those_of_the_weight(kind, rows, zeros):
     x, weight, expected = problem(kind, rows, zeros=zeros)
@@ -35,7 +57,7 @@ def test_products_are_those_of_the_weight(kind, rows, zeros):
     np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kind", ["int8-32", "int4-32"])
+@pytest.mark.parametrize("kind", ["int8-32", "int4-32", "float8", "float8-32"])
 def test_inputs_that_fill_no_tile_and_nan_in_one_row(kind):
     x, weight, expected = problem(kind, 5, F=33, D=160)
     out = np.asarray(product(x.at[2, 7].set(jnp.nan), weight, interpret=True))
@@ -48,8 +70,16 @@ def test_inputs_are_divided_where_the_weight_has_too_few_rows():
     assert [tiles_of_part(F, 32) for F in (64, 1024, 3072, 151936)] == [1, 2, 6, 32]
 
 
-def test_gradients_are_those_of_the_reference(monkeypatch):
-    x, weight, _ = problem("int8", 2)
+def test_every_float8_is_multiplied_as_it_is():
+    values = lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8).reshape(8, 32), jnp.float8_e4m3fn)
+    weight = ops.QuantizedWeight(values, jnp.full((8, 1), 2.0), 8, 32, None, 8)
+    found = product(jnp.eye(32), weight, interpret=True)
+    np.testing.assert_array_equal(found, ops.linear.reference(jnp.eye(32), weight))
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_gradients_are_those_of_the_reference(kind, monkeypatch):
+    x, weight, _ = problem(kind, 2)
     monkeypatch.setattr(
         "verax.ops.gpu.linear_kernel.product", lambda x, weight: jnp.zeros((x.shape[0], weight.size_out))
     )
@@ -68,9 +98,19 @@ def test_they_run_where_they_are_named_and_take_the_call():
         assert chosen() == "dequantized"
         with ops.use_implementations(linear="triton"):
             assert chosen() == chosen("int4-32", rows=64) == "triton"
-            assert (
-                chosen(rows=65) == chosen(values=jax.ShapeDtypeStruct((256, 128), jnp.float8_e4m3fn)) == "dequantized"
-            )
+            assert chosen(rows=65) == "dequantized"
             assert chosen(order=jax.ShapeDtypeStruct((128,), jnp.int32)) == "reordered"
     with ops.use_implementations(linear="triton"):
         assert chosen() != "triton"
+
+
+def test_float8_weights_are_taken_from_the_compute_capability_that_converts_them():
+    values = jax.ShapeDtypeStruct((256, 128), jnp.float8_e4m3fn)
+    for device, expected in (
+        ("NVIDIA A100-SXM4-80GB", "dequantized"),
+        ("NVIDIA L4", "triton"),
+        ("NVIDIA H200", "triton"),
+    ):
+        with ops.use_target("gpu", device), ops.use_implementations(linear="triton"):
+            assert chosen(values=values) == expected
+            assert chosen("int8-32") == "triton"

@@ -123,19 +123,21 @@ def _chunk(implementation: str, device: str, predicted: float, cached: int = 358
 def _linear(
     device: str,
     rows: int,
-    bits: int,
+    dtype: str,
     group: int | None,
     predicted: float,
     size_in: int = 4096,
     size_out: int = 12288,
 ) -> Kernel:
     dense = jax.ShapeDtypeStruct((size_out, size_in), jnp.float32)
-    weight = jax.eval_shape(lambda weight: ops.quantize(weight, bits, group), dense)
-    kind = f"int{bits}" if group is None else f"int{bits} in groups of {group}"
+    weight = jax.eval_shape(lambda weight: ops.quantize(weight, 4 if dtype == "int4" else 8, group), dense)
+    if is_float := dtype.startswith("float8"):
+        weight = replace(weight, values=jax.ShapeDtypeStruct(weight.values.shape, dtype))
+    kind = dtype if group is None else f"{dtype} in groups of {group}"
     return Kernel(
         "linear",
         "pallas" if find_device(device).platform == "tpu" else "triton",
-        f"linear_int{bits}",
+        "linear_float8" if is_float else f"linear_{dtype}",
         device,
         f"{'1 row' if rows == 1 else f'{rows} rows'}, {kind}, {size_in} to {size_out}",
         (jax.ShapeDtypeStruct((rows, size_in), jnp.float32), weight),
@@ -236,20 +238,22 @@ def _kernels() -> Iterator[Kernel]:
     yield _attention("pallas", "v5e", 0.7)
     yield _attention("pallas", "v5e", 0.35, tokens=4096, size=64)
     yield _attention("pallas", "v6e", 0.1, tokens=4096, size=64)
-    yield _linear("v5e", 1, 8, 128, 0.75)
-    yield _linear("v5e", 64, 8, 128, 0.65)
-    yield _linear("v5e", 1, 8, 32, 0.6)
-    yield _linear("v5e", 64, 8, 32, 0.4)
-    yield _linear("v6e", 1, 8, 128, 0.6)
-    yield _linear("v6e", 64, 8, 32, 0.3)
+    yield _linear("v5e", 1, "int8", 128, 0.75)
+    yield _linear("v5e", 64, "int8", 128, 0.65)
+    yield _linear("v5e", 1, "int8", 32, 0.6)
+    yield _linear("v5e", 64, "int8", 32, 0.4)
+    yield _linear("v6e", 1, "int8", 128, 0.6)
+    yield _linear("v6e", 64, "int8", 32, 0.3)
     yield _decode("triton", "h100", "bfloat16", 0.6)
     yield _decode("triton", "h100", "int8", 0.4)
     yield _decode("triton", "h100", "float8_e4m3fn", 0.4)
     yield _chunk("triton", "h100", 0.2)
-    yield _linear("h100", 1, 8, None, 0.55)
-    yield _linear("h100", 64, 8, None, 0.45)
-    yield _linear("h100", 1, 4, 128, 0.35)
-    yield _linear("h100", 64, 4, 128, 0.3)
+    yield _linear("h100", 1, "int8", None, 0.55)
+    yield _linear("h100", 64, "int8", None, 0.45)
+    yield _linear("h100", 1, "int4", 128, 0.35)
+    yield _linear("h100", 64, "int4", 128, 0.3)
+    for rows, group, predicted in ((1, None, 0.55), (64, None, 0.45), (1, 128, 0.5), (64, 128, 0.35)):
+        yield _linear("h100", rows, "float8_e4m3fn", group, predicted)
     yield _delta("triton", "h100", 0.15)
     yield _delta_backward("triton", "h100", 0.15)
     for device in ("h100", "a100", "l4", "rtx4090"):

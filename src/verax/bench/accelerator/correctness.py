@@ -35,7 +35,7 @@ TPU, by default) and where something is bfloat16."""
 LARGEST = 1 << 24
 """Elements of the arguments of an example beyond which a rehearsal leaves it out."""
 
-KINDS = ("bfloat16", "int8", "int4-32", "Q4_K")
+KINDS = ("bfloat16", "int8", "int4-32", "float8-128", "Q4_K")
 """Kinds of weight whose products are compared."""
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

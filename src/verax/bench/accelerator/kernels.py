@@ -46,7 +46,7 @@ def _cases(rehearse: bool) -> Iterator[Case]:
     yield ragged_case([1024] * 33, [1] * 32 + [480])
     yield whole_sequence_case(32760)
     yield whole_sequence_case(8192, heads=4, kv_heads=1, size=256, window=512)
-    yield from linear_cases(4096, 12288, (1, 16, 64), ("int8", "int4-128"), None)
+    yield from linear_cases(4096, 12288, (1, 16, 64), ("int8", "int4-128", "float8-128"), None)
 
 
 def _rows(case: Case) -> Iterator[Row]:

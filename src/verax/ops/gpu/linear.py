@@ -1,4 +1,4 @@
-"""`ops.linear` with few rows and a weight of integers by kernels for NVIDIA GPUs, `linear_kernel.py`."""
+"""`ops.linear` with few rows and a weight in 8 or 4 bits by kernels for NVIDIA GPUs, `linear_kernel.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from verax.ops._target import AMPERE, has_compute_capability
+from verax.ops._target import ADA, AMPERE, has_compute_capability
 from verax.ops.linear import linear
 from verax.ops.quantized import QuantizedWeight
 
@@ -22,9 +22,10 @@ MAX_ROWS = 64
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     if not isinstance(weight, QuantizedWeight) or len(weight.shape) != 2:
         return False
-    integers = not weight.is_float and weight.order is None
     rows = math.prod(x.shape[:-1])
-    return integers and 0 < rows <= MAX_ROWS and weight.size_in % 32 == 0 and has_compute_capability(AMPERE)
+    sizes = 0 < rows <= MAX_ROWS and weight.size_in % 32 == 0
+    known = has_compute_capability(*ADA) if weight.is_float else has_compute_capability(AMPERE)
+    return weight.order is None and sizes and known
 
 
 @jax.custom_jvp

@@ -1,11 +1,11 @@
-"""Products of few rows with a weight of 8- or 4-bit integers for NVIDIA GPUs in Pallas, lowered to Triton.
+"""Products of few rows with a weight in 8 or 4 bits for NVIDIA GPUs in Pallas, lowered to Triton.
 
     for each 64 rows of the weight and part of its inputs, all at once:
         for each tile of the part's inputs:
-            load the integers, make bfloat16 of them in registers, multiply on tensor cores
+            load the values, make bfloat16 of them in registers, multiply on tensor cores
     parts are added up in jnp
 
-So a weight is read once, as it is stored, and never written out. Scales multiply a tile's sum of 8-bit integers, and
+So a weight is read once, as it is stored, and never written out. Scales multiply a tile's sum of 8-bit values, and
 4-bit integers themselves, whose groups may be shorter than a tile. `gpu/paged_kernel.py` says why Triton compiles them.
 """
 
@@ -54,11 +54,11 @@ def tiles_of_part(size_out: int, tiles: int) -> int:
 
 
 def product(x: Float[Array, "M D"], weight: QuantizedWeight, *, interpret: bool = False) -> Float[Array, "M F"]:
-    """`x W^T` of a weight of integers whose columns are in order; with `interpret` as `pallas_call` takes it."""
+    """`x W^T` of a weight whose columns are in order; with `interpret` as `pallas_call` takes it."""
     (M, D), F = x.shape, weight.size_out
     x = x.astype(jnp.bfloat16)
     if weight.bits == 8:
-        kernel, tile = _int8_kernel, weight.group_size or INPUTS
+        kernel, tile = _eight_bit_kernel, weight.group_size or INPUTS
     else:
         kernel, tile = _int4_kernel, INPUTS
         # A plane for each place within an eighth, so that inputs that meet in a product lie together.
@@ -72,13 +72,13 @@ def product(x: Float[Array, "M D"], weight: QuantizedWeight, *, interpret: bool 
         out_shape=jax.ShapeDtypeStruct((parts, M, F), jnp.float32),
         compiler_params=plgpu.CompilerParams(**PARAMETERS),
         interpret=interpret,
-        name=f"linear_int{weight.bits}",
+        name=f"linear_{'float' if weight.is_float else 'int'}{weight.bits}",
     )
     zeros = [] if weight.zeros is None else [weight.zeros]
     return run(x, weight.values, weight.scales, *zeros).sum(0)
 
 
-def _int8_kernel(x: Any, values: Any, scales: Any, *refs: Any, tile: int, each: int, group: int | None) -> None:
+def _eight_bit_kernel(x: Any, values: Any, scales: Any, *refs: Any, tile: int, each: int, group: int | None) -> None:
     *zero_points, out = refs
     M, D = x.shape
     F = values.shape[0]
@@ -91,10 +91,13 @@ def _int8_kernel(x: Any, values: Any, scales: Any, *refs: Any, tile: int, each: 
     def body(i: Any, acc: Array) -> Array:
         d = i * tile + jnp.arange(tile)
         rows = plgpu.load(x.at[m[:, None], d[None]], mask=(m < M)[:, None] & (d < D)[None], other=0.0)
-        w = plgpu.load(values.at[f[:, None], d[None]], mask=(f < F)[:, None] & (d < D)[None], other=0)
+        there = (f < F)[:, None] & (d < D)[None]
+        w = plgpu.load(values.at[f[:, None], d[None]], mask=there, other=jnp.zeros((), values.dtype))
+        # By way of float32: 8-bit floats become float16 first, which Hopper turns into bfloat16 in a slower unit.
         w = w.astype(jnp.float32)
-        for ref in zero_points:  # bfloat16 holds the differences exactly
+        for ref in zero_points:
             w -= load_of_rows(ref, 0 if group is None else i)[:, None]
+        # bfloat16 holds the values exactly, and the differences of integers.
         update = plgpu.dot(rows, w.astype(jnp.bfloat16), trans_b=True)
         return acc + (update if group is None else update * load_of_rows(scales, i)[None])
 
