@@ -100,6 +100,7 @@ def test_they_run_where_they_are_named_and_take_the_call():
             assert chosen() == chosen("int4-32", rows=64) == "triton"
             assert chosen(rows=65) == "dequantized"
             assert chosen(order=jax.ShapeDtypeStruct((128,), jnp.int32)) == "reordered"
+            assert chosen(rounds_inputs=True) == "integers"
     with ops.use_implementations(linear="triton"):
         assert chosen() != "triton"
 

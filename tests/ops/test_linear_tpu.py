@@ -87,5 +87,6 @@ def test_it_runs_where_it_is_named_and_takes_the_call():
             ):
                 assert chosen(**other) == "dequantized"
             assert chosen(order=jax.ShapeDtypeStruct((128,), jnp.int32)) == "reordered"
+            assert chosen(rounds_inputs=True) == "integers"
     with ops.use_implementations(linear="pallas"):
         assert chosen() != "pallas"

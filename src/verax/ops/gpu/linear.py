@@ -25,7 +25,7 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     rows = math.prod(x.shape[:-1])
     sizes = 0 < rows <= MAX_ROWS and weight.size_in % 32 == 0
     known = has_compute_capability(*ADA) if weight.is_float else has_compute_capability(AMPERE)
-    return weight.order is None and sizes and known
+    return weight.order is None and not weight.rounds_inputs and sizes and known
 
 
 @jax.custom_jvp

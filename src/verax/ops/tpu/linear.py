@@ -25,8 +25,9 @@ which is there twice, 2 MiB."""
 def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     if not isinstance(weight, QuantizedWeight) or len(weight.shape) != 2:
         return False
-    grouped = weight.bits == 8 and weight.group_size is not None and not weight.is_float and weight.order is None
-    return grouped and 0 < math.prod(x.shape[:-1]) <= MAX_ROWS and weight.size_in <= MAX_SIZE_IN
+    grouped = weight.bits == 8 and weight.group_size is not None and not weight.is_float
+    plain = weight.order is None and not weight.rounds_inputs
+    return grouped and plain and 0 < math.prod(x.shape[:-1]) <= MAX_ROWS and weight.size_in <= MAX_SIZE_IN
 
 
 @linear.implementation("pallas", platforms=("tpu",), single_device=True, accepts=_accepts, experimental=True)
