@@ -19,7 +19,7 @@ from verax.bench.embed.torch_model import import_torch, pooled_model
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 
-__all__ = ["openvino_side"]
+__all__ = ["HINTS", "import_openvino", "openvino_side"]
 
 CALIBRATION_TEXTS = 128
 """Most texts from which int8 takes the ranges of activations; NNCF's own default is 300."""
@@ -46,9 +46,7 @@ def openvino_side(
     Raises:
         MissingDependencyError: without openvino, torch, or, for int8, nncf.
     """
-    # It would send usage statistics, from forks of this process. Both libraries do without it.
-    sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
-    openvino = require_optional("openvino")
+    openvino = import_openvino()
     torch, _ = import_torch()
     nncf = require_optional("nncf") if precision == "int8" else None
     source = pooled_model(folder, settings.pooling)
@@ -80,6 +78,17 @@ def openvino_side(
     if nncf is not None:
         versions["nncf"] = nncf.__version__
     return ExportedSide(f"openvino {precision}", batches, ways, versions)
+
+
+def import_openvino() -> Any:
+    """Import OpenVINO, which sends nothing.
+
+    Raises:
+        MissingDependencyError: if it is not installed.
+    """
+    # It would send usage statistics, from forks of this process. OpenVINO and NNCF do without it.
+    sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
+    return require_optional("openvino")
 
 
 def _quantized(nncf: Any, model: Any, batches: Iterable[Batch]) -> Any:

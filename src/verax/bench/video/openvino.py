@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
 import numpy as np
 
-from verax._optional import require_optional
+from verax.bench.embed.openvino import HINTS, import_openvino
 from verax.bench.video.cases import Work
 from verax.bench.video.diffusers import DiffusersSide, in_our_layout
 from verax.machine import num_cores
 
 __all__ = ["OpenVinoSide"]
-
-HINTS = {"float32": "f32", "bfloat16": "bf16"}
-"""INFERENCE_PRECISION_HINT by dtype."""
 
 
 class OpenVinoSide:
@@ -28,9 +24,7 @@ class OpenVinoSide:
         Raises:
             MissingDependencyError: without openvino, or what diffusers' side needs.
         """
-        # It would send usage statistics, from forks of this process. OpenVINO does without it.
-        sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
-        openvino = require_optional("openvino")
+        openvino = import_openvino()
         side = DiffusersSide(work, dtype)
         import torch
 
