@@ -115,6 +115,17 @@ def test_chunks_of_frames_have_the_bits_of_the_whole(level, dtype, out):
 
 @for_each_level
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("frames", [5, 6])  # pairs of frames begin after the first of an odd number
+def test_pairs_of_frames_see_no_later_frame(level, dtype, frames):
+    x, weight, bias = conv_arrays((1, frames, 20, 30, 16), (3, 3, 3), 32, dtype=dtype)
+    with library.use_level(level):
+        y, changed = (native(clip, weight, bias, padding=1) for clip in (x, x.at[:, 3:].set(jnp.nan)))
+    np.testing.assert_array_equal(changed[:, :3].astype(jnp.float32), y[:, :3].astype(jnp.float32))
+    assert np.isnan(changed[:, 3:]).all()
+
+
+@for_each_level
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_parts_of_images_have_the_bits_of_the_whole(level, dtype):
     x, weight, bias = conv_arrays((2, 5, 20, 40, 24), (3, 3, 3), 50, dtype=dtype)
     with library.use_level(level):

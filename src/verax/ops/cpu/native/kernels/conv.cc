@@ -84,25 +84,15 @@ void copy_row(float* to, const Element* from, int64_t pixels, int64_t C) {
   for (int64_t i = 0; i < pixels; ++i) copy<Kind>(to + i * cells<Kind>(C), from + i * C, C);
 }
 
-int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-
-// Frames of the kernel that read nothing but zero frames, for this output frame.
-int64_t skipped_frames(const ConvTask& t, int64_t frame) {
-  return clamp(t.T_zeros - frame * t.stride_t, 0, t.KT);
-}
-
 // In ascending order: a row's last chunk may overwrite what the next row then writes.
 template <class Kind, class Element>
 void fill(const Patch& patch, const ConvTask& t, const ConvBlock& block) {
-  const int64_t CC = cells<Kind>(t.C), image = t.H * t.W * t.C;
-  const int64_t left = clamp(t.left - block.w * t.stride_w, 0, patch.width);
-  const int64_t first = clamp(block.w * t.stride_w - t.left, 0, t.W);
-  const int64_t there = clamp(t.W - first, 0, patch.width - left);
-  for (int64_t kt = skipped_frames(t, block.t); kt < t.KT; ++kt) {
-    const int64_t at = block.t * t.stride_t + kt - t.T_zeros;
-    const Element* frame = at < t.T_before
-                               ? static_cast<const Element*>(t.before) + (block.b * t.T_before + at) * image
-                               : static_cast<const Element*>(t.x) + (block.b * t.T + at - t.T_before) * image;
+  const int64_t CC = cells<Kind>(t.C);
+  const int64_t left = std::clamp<int64_t>(t.left - block.w * t.stride_w, 0, patch.width);
+  const int64_t first = std::clamp<int64_t>(block.w * t.stride_w - t.left, 0, t.W);
+  const int64_t there = std::clamp<int64_t>(t.W - first, 0, patch.width - left);
+  for (int64_t kt = conv_zero_frames(t, block.t); kt < t.KT; ++kt) {
+    const Element* frame = conv_frame<Element>(t, block.b, block.t * t.stride_t + kt);
     for (int64_t r = 0; r < patch.height; ++r) {
       float* to = patch.at + (kt * patch.height + r) * patch.row;
       const int64_t h = block.h * t.stride_h + r - t.top;
@@ -213,7 +203,7 @@ void convolve(const ConvTask& t, const ConvBlock& block, void* scratch) {
   fill<Kind, Element>(patch, t, block);
 
   const int64_t run = t.KW * CC, parts = (run + DEPTH - 1) / DEPTH, at_once = run < DEPTH ? DEPTH / run : 1;
-  const int64_t begin = skipped_frames(t, block.t) * t.KH, end = t.KT * t.KH;
+  const int64_t begin = conv_zero_frames(t, block.t) * t.KH, end = t.KT * t.KH;
   for (int64_t group = block.group; group < block.group + block.groups; ++group) {
     const int64_t channel = group * CONV_GROUP, count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
     const int64_t vectors = (count + F32::lanes - 1) / F32::lanes;

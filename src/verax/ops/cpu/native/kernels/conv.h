@@ -1,6 +1,7 @@
 // Convolution of channels-last images over time, height and width, as a matrix product of patches with the weight.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../levels.h"
@@ -36,6 +37,21 @@ struct ConvBlock {
   int64_t h, height, w, width;
   int64_t group, groups;
 };
+
+// Frames of the kernel that read nothing but zero frames, for this output frame.
+static inline int64_t conv_zero_frames(const ConvTask& t, int64_t frame) {
+  return std::clamp<int64_t>(t.T_zeros - frame * t.stride_t, 0, t.KT);
+}
+
+// Frame `at`, counted from the first zero frame; null for those of zeros.
+template <class Element>
+const Element* conv_frame(const ConvTask& t, int64_t b, int64_t at) {
+  const int64_t image = t.H * t.W * t.C;
+  at -= t.T_zeros;
+  if (at < 0) return nullptr;
+  return at < t.T_before ? static_cast<const Element*>(t.before) + (b * t.T_before + at) * image
+                         : static_cast<const Element*>(t.x) + (b * t.T + at - t.T_before) * image;
+}
 
 // Enough at every level, as one channel a cell is.
 static inline int64_t conv_packed_bytes(const ConvTask& t) {

@@ -5,6 +5,12 @@
 //
 // weights[point] = G g G^T (`to_weights`) are computed once for a call. All is float32, also for bfloat16: the points'
 // inputs are sums of pixels, and would lose in rounding what the fewer products gain.
+//
+// Pairs of output frames take the filter of two outputs along time as well (`TwoPixels`). Of four frames d and three of
+// the kernel, g:
+//   m0 = (d0 - d2) g0,   m1 = (d2 + d1) (g0 + g1 + g2) / 2,   m2 = (d2 - d1) (g0 - g1 + g2) / 2,   m3 = (d3 - d1) g2
+//   first frame = m0 + m1 + m2,   second frame = m3 + m1 - m2
+// These are four products in place of six, and the first frame sees nothing of the last one, d3.
 #include "conv_winograd.h"
 
 #include <algorithm>
@@ -98,59 +104,75 @@ inline F32 load_pixels(const Element* from) {
   return load(rounded);
 }
 
-// The part of a frame that tiles read: `at` is the pixel above and left of the frame's first by the zeros there.
-template <class Element>
-struct Frame {
-  const Element* at;
-  int64_t H, W, C;
-};
-
+// The points of a tile of one frame, for a vector of channels. Its first pixel is at row h and column w.
 template <class Filter, class Element, class Weight>
-void fill_tile(const Frame<Element>& frame, int64_t h, int64_t w, float* to, int64_t point_stride) {
+void fill_points(const ConvTask& t, const Element* frame, int64_t h, int64_t w, int64_t c, float* to,
+                 int64_t point_stride) {
   constexpr int N = Filter::points;
-  const bool inside = h >= 0 && w >= 0 && h + N <= frame.H && w + N <= frame.W;
-  const Element* first = frame.at + (h * frame.W + w) * frame.C;
+  const bool inside = h >= 0 && w >= 0 && h + N <= t.H && w + N <= t.W;
+  const Element* first = frame + (h * t.W + w) * t.C + c;
   const auto to_points = [](const F32(&d)[N], F32(&v)[N]) { Filter::to_points(d, v); };
-  for (int64_t c = 0; c < frame.C; c += F32::lanes) {
-    const auto store_point = [&](int i, int j, F32 value) { store(to + (i * N + j) * point_stride + c, value); };
-    const auto pixel = [&](int i, int j) { return first + (i * frame.W + j) * frame.C + c; };
-    if (inside && c + F32::lanes <= frame.C) {
-      both_ways<N, N>(to_points, [&](int i, int j) { return load_pixels<Element, Weight>(pixel(i, j)); }, store_point);
-      continue;
+  const auto store_point = [&](int i, int j, F32 value) { store(to + (i * N + j) * point_stride, value); };
+  const auto pixel = [&](int i, int j) { return first + (i * t.W + j) * t.C; };
+  if (inside && c + F32::lanes <= t.C) {
+    both_ways<N, N>(to_points, [&](int i, int j) { return load_pixels<Element, Weight>(pixel(i, j)); }, store_point);
+    return;
+  }
+  const auto pixel_or_zero = [&](int i, int j) {
+    if (c >= t.C || h + i < 0 || h + i >= t.H || w + j < 0 || w + j >= t.W) return zero();
+    Element buffer[CHUNK];
+    return load_pixels<Element, Weight>(padded(pixel(i, j), t.C - c, buffer));
+  };
+  both_ways<N, N>(to_points, pixel_or_zero, store_point);
+}
+
+inline int64_t tile_top(const WinogradTask& t, int64_t tile) { return tile / t.tiles_w * t.size - t.top; }
+inline int64_t tile_left(const WinogradTask& t, int64_t tile) { return tile % t.tiles_w * t.size - t.left; }
+
+// Frames of zeros are not filled; the products leave them out.
+template <class Filter, class Element, class Weight>
+void fill_frames(const WinogradTask& t, const WinogradBlock& block, float* inputs) {
+  const int64_t channels = winograd_channels(t), depth = winograd_depth(t, block.frames);
+  const int64_t stride = winograd_inputs(t, block.tiles, block.frames);
+  for (int64_t i = 0; i < depth / channels; ++i) {
+    const Element* frame = conv_frame<Element>(t, block.b, block.t * t.stride_t + i);
+    if (!frame) continue;
+    float* to = inputs + i * channels;
+    for (int64_t tile = block.tile; tile < block.tile + block.tiles; ++tile, to += depth) {
+      for (int64_t c = 0; c < channels; c += F32::lanes) {
+        fill_points<Filter, Element, Weight>(t, frame, tile_top(t, tile), tile_left(t, tile), c, to + c, stride);
+      }
     }
-    const auto pixel_or_zero = [&](int i, int j) {
-      if (h + i < 0 || h + i >= frame.H || w + j < 0 || w + j >= frame.W) return zero();
-      Element buffer[F32::lanes];
-      return load_pixels<Element, Weight>(padded(pixel(i, j), frame.C - c, buffer));
-    };
-    both_ways<N, N>(to_points, pixel_or_zero, store_point);
   }
 }
 
-// Zero frames before the first frame that output frame `t` reads. They are left out.
-inline int64_t zero_frames(const WinogradTask& task, int64_t t) {
-  const int64_t zeros = task.T_zeros - t * task.stride_t;
-  return zeros < 0 ? 0 : zeros < task.KT ? zeros : task.KT;
-}
-
 template <class Filter, class Element, class Weight>
-void fill(const WinogradTask& t, const WinogradBlock& block, float* inputs) {
-  const int64_t channels = winograd_channels(t), depth = winograd_depth(t, block.frames), image = t.H * t.W * t.C;
-  const int64_t stride = winograd_inputs(t, block.tiles, block.frames), first = block.t * t.stride_t - t.T_zeros;
-  for (int64_t i = first < 0 ? -first : 0; i < depth / channels; ++i) {
-    const int64_t at = first + i;
-    const Frame<Element> frame{at < t.T_before
-                                   ? static_cast<const Element*>(t.before) + (block.b * t.T_before + at) * image
-                                   : static_cast<const Element*>(t.x) + (block.b * t.T + at - t.T_before) * image,
-                               t.H, t.W, t.C};
-    float* to = inputs + i * channels;
-    for (int64_t tile = block.tile; tile < block.tile + block.tiles; ++tile, to += depth) {
-      const int64_t h = tile / t.tiles_w * t.size - t.top, w = tile % t.tiles_w * t.size - t.left;
-      fill_tile<Filter, Element, Weight>(frame, h, w, to, stride);
-      // Levels' vectors differ: what they leave of the last sixteen channels.
-      const int64_t filled = (t.C + F32::lanes - 1) / F32::lanes * F32::lanes;
-      for (int64_t point = 0; filled < channels && point < winograd_points(t); ++point) {
-        std::memset(to + point * stride + filled, 0, (channels - filled) * sizeof(float));
+void fill_pairs(const WinogradTask& t, const WinogradBlock& block, float* inputs) {
+  constexpr int POINTS = Filter::points * Filter::points;
+  const int64_t channels = winograd_channels(t), depth = winograd_depth(t, block.frames);
+  const int64_t stride = winograd_inputs(t, block.tiles, block.frames), count = block.frames + 2;
+  const Element* frames[WINOGRAD_PAIRED + 2];
+  for (int64_t i = 0; i < count; ++i) frames[i] = conv_frame<Element>(t, block.b, block.t + i);
+  for (int64_t tile = block.tile; tile < block.tile + block.tiles; ++tile, inputs += depth) {
+    for (int64_t c = 0; c < channels; c += F32::lanes) {
+      float points[WINOGRAD_PAIRED + 2][POINTS * F32::lanes];
+      for (int64_t i = 0; i < count; ++i) {
+        if (frames[i]) {
+          fill_points<Filter, Element, Weight>(t, frames[i], tile_top(t, tile), tile_left(t, tile), c, points[i],
+                                               F32::lanes);
+        } else {
+          std::memset(points[i], 0, sizeof points[i]);
+        }
+      }
+      for (int64_t i = 0; i < block.frames; i += 2) {
+        for (int64_t point = 0; point < POINTS; ++point) {
+          const auto at = [&](int64_t frame) { return load(points[i + frame] + point * F32::lanes); };
+          const F32 d[4] = {at(0), at(1), at(2), at(3)};
+          F32 v[4];
+          TwoPixels::to_points(d, v);
+          VERAX_UNROLL
+          for (int64_t k = 0; k < 4; ++k) store(inputs + point * stride + (2 * i + k) * channels + c, v[k]);
+        }
       }
     }
   }
@@ -191,19 +213,22 @@ void multiply_rows(int64_t rows, Matrix inputs, Matrix weights, int64_t depth, M
   if constexpr (R > 1) multiply_rows<R - 1>(rows, inputs, weights, depth, to, first);
 }
 
-// to[frame and tile, channel] = inputs[tile, depth of the frame] . weights[depth, channel]: one point of a group.
-void multiply_point(const WinogradTask& t, const WinogradBlock& block, float* inputs, float* weights, float* to,
-                    int64_t vectors) {
-  const int64_t channels = winograd_channels(t), depth = t.KT * channels, stride = winograd_depth(t, block.frames);
+// to[frame and tile, channel] = inputs[tile, depth of the frame] . weights[depth, channel]: one point of a group, with a
+// matrix of weights for all frames. Of pairs, such frames are every fourth sum.
+void multiply_frames(const WinogradTask& t, const WinogradBlock& block, float* inputs, float* weights, float* to,
+                     int64_t vectors) {
+  const int64_t channels = winograd_channels(t), stride = winograd_depth(t, block.frames);
+  const int64_t depth = t.pairs ? channels : t.KT * channels, frames = t.pairs ? block.frames / 2 : block.frames;
+  const int64_t step = (t.pairs ? 4 : t.stride_t) * channels, sums_step = (t.pairs ? 4 : 1) * block.tiles * CONV_GROUP;
   const int64_t parts = (depth + DEPTH - 1) / DEPTH, blocks = (block.tiles + TILES - 1) / TILES;
   for (int64_t part = 0; part < parts; ++part) {
     for (int64_t column = 0; column < vectors * F32::lanes; column += VECTORS * F32::lanes) {
-      for (int64_t frame = 0; frame < block.frames; ++frame) {
-        const int64_t zeros = zero_frames(t, block.t + frame) * channels;
+      for (int64_t frame = 0; frame < frames; ++frame) {
+        const int64_t zeros = t.pairs ? 0 : conv_zero_frames(t, block.t + frame) * channels;
         const int64_t begin = std::max(depth * part / parts, zeros), end = std::max(depth * (part + 1) / parts, zeros);
-        const Matrix a{inputs + frame * t.stride_t * channels + begin, stride};
+        const Matrix a{inputs + frame * step + begin, stride};
         const Matrix b{weights + begin * CONV_GROUP + column, CONV_GROUP};
-        const Matrix sums{to + frame * block.tiles * CONV_GROUP + column, CONV_GROUP};
+        const Matrix sums{to + frame * sums_step + column, CONV_GROUP};
         for (int64_t i = 0; i < blocks; ++i) {
           const int64_t row = block.tiles * i / blocks, rows = block.tiles * (i + 1) / blocks - row;
           multiply_rows(rows, {a.row(row), a.stride}, b, end - begin, {sums.row(row), sums.stride}, part == 0);
@@ -213,23 +238,31 @@ void multiply_point(const WinogradTask& t, const WinogradBlock& block, float* in
   }
 }
 
+// The sums of one frame's points: of its own products, or of those of its pair.
 template <class Filter, class Element>
 void finish(const WinogradTask& t, const WinogradBlock& block, int64_t channel, int64_t count, const float* sums) {
   constexpr int N = Filter::points, M = Filter::size;
-  const int64_t stride = winograd_sums(block.tiles, block.frames);
+  const int64_t stride = winograd_sums(t, block.tiles, block.frames), products = block.tiles * CONV_GROUP;
   float bias[CONV_GROUP] = {};
   if (t.bias) std::memcpy(bias, t.bias + channel, count * sizeof(float));
   const auto to_pixels = [](const F32(&m)[N], F32(&y)[M]) { Filter::to_pixels(m, y); };
-  for (int64_t i = 0; i < block.frames * block.tiles; ++i, sums += CONV_GROUP) {
-    const int64_t frame = block.b * t.T_out + block.t + i / block.tiles, tile = block.tile + i % block.tiles;
+  for (int64_t i = 0; i < block.frames * block.tiles; ++i) {
+    const int64_t frame = i / block.tiles, tile = block.tile + i % block.tiles;
     const int64_t h = tile / t.tiles_w * M, w = tile % t.tiles_w * M;
+    const float* from = sums + (t.pairs ? frame / 2 * 4 : frame) * products + i % block.tiles * CONV_GROUP;
     float pixels[M][M][CONV_GROUP];
     for (int64_t c = 0; c < count; c += F32::lanes) {
-      both_ways<N, M>(
-          to_pixels, [&](int k, int l) { return load(sums + (k * N + l) * stride + c); },
-          [&](int k, int l, F32 value) { store(&pixels[k][l][c], add(value, load(bias + c))); });
+      const auto sum = [&](int k, int l) { return from + (k * N + l) * stride + c; };
+      const auto store_pixel = [&](int k, int l, F32 value) { store(&pixels[k][l][c], add(value, load(bias + c))); };
+      const auto product = [&](int k, int l, int m) { return load(sum(k, l) + m * products); };
+      const auto first = [&](int k, int l) { return add(product(k, l, 0), add(product(k, l, 1), product(k, l, 2))); };
+      const auto second = [&](int k, int l) { return add(product(k, l, 3), sub(product(k, l, 1), product(k, l, 2))); };
+      if (!t.pairs) both_ways<N, M>(to_pixels, [&](int k, int l) { return load(sum(k, l)); }, store_pixel);
+      else if (frame % 2 == 0) both_ways<N, M>(to_pixels, first, store_pixel);
+      else both_ways<N, M>(to_pixels, second, store_pixel);
     }
-    Element* to = static_cast<Element*>(t.y) + ((frame * t.H_out + h) * t.W_out + w) * t.O + channel;
+    const int64_t row = ((block.b * t.T_out + block.t + frame) * t.H_out + h) * t.W_out + w;
+    Element* to = static_cast<Element*>(t.y) + row * t.O + channel;
     for (int k = 0; k < M && h + k < t.H_out; ++k) {
       for (int l = 0; l < M && w + l < t.W_out; ++l) round_row(to + (k * t.W_out + l) * t.O, pixels[k][l], count);
     }
@@ -239,45 +272,77 @@ void finish(const WinogradTask& t, const WinogradBlock& block, int64_t channel, 
 template <class Filter, class Element, class Weight>
 void convolve(const WinogradTask& t, const WinogradBlock& block, void* scratch) {
   const int64_t points = winograd_points(t), input_stride = winograd_inputs(t, block.tiles, block.frames);
-  const int64_t weight_stride = winograd_depth(t, 1) * CONV_GROUP, sum_stride = winograd_sums(block.tiles, block.frames);
+  const int64_t sum_stride = winograd_sums(t, block.tiles, block.frames);
   float* inputs = static_cast<float*>(scratch);
   float* sums = inputs + points * input_stride;
-  fill<Filter, Element, Weight>(t, block, inputs);
+  t.pairs ? fill_pairs<Filter, Element, Weight>(t, block, inputs) : fill_frames<Filter, Element, Weight>(t, block, inputs);
   for (int64_t group = block.group; group < block.group + block.groups; ++group) {
     const int64_t channel = (t.group + group) * CONV_GROUP;
     const int64_t count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
+    const int64_t vectors = (count + F32::lanes - 1) / F32::lanes;
     for (int64_t point = 0; point < points; ++point) {
-      multiply_point(t, block, inputs + point * input_stride, t.packed + (group * points + point) * weight_stride,
-                     sums + point * sum_stride, (count + F32::lanes - 1) / F32::lanes);
+      float* weights = t.packed + (group * points + point) * winograd_weights(t) * CONV_GROUP;
+      for (int64_t product = 0; product < (t.pairs ? 4 : 1); ++product) {
+        const int64_t offset = product * winograd_channels(t);
+        multiply_frames(t, block, inputs + point * input_stride + offset, weights + offset * CONV_GROUP,
+                        sums + point * sum_stride + product * block.tiles * CONV_GROUP, vectors);
+      }
     }
     finish<Filter, Element>(t, block, channel, count, sums);
   }
 }
 
+// A frame of the kernel, for one channel of the input: taps by channels of the output.
+struct KernelFrame {
+  float taps[9][CONV_GROUP];
+};
+
+template <class Weight>
+void load_frame(const WinogradTask& t, int64_t channel, int64_t c, int64_t kt, KernelFrame& frame) {
+  const int64_t count = c >= t.C ? 0 : t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
+  if (count < CONV_GROUP) std::memset(&frame, 0, sizeof frame);
+  for (int64_t o = 0; o < count; ++o) {
+    const Weight* from = static_cast<const Weight*>(t.weight) + (((channel + o) * t.C + c) * t.KT + kt) * 9;
+    for (int tap = 0; tap < 9; ++tap) {
+      if constexpr (sizeof(Weight) == sizeof(float)) frame.taps[tap][o] = from[tap];
+      else frame.taps[tap][o] = widen(from[tap]);
+    }
+  }
+}
+
+// The points of a frame of the kernel.
+template <class Filter>
+void pack_frame(const KernelFrame& frame, float* to, int64_t point_stride) {
+  constexpr int N = Filter::points;
+  const auto to_weights = [](const F32(&g)[3], F32(&u)[N]) { Filter::to_weights(g, u); };
+  for (int64_t o = 0; o < CONV_GROUP; o += F32::lanes) {
+    both_ways<3, N>(
+        to_weights, [&](int k, int l) { return load(&frame.taps[k * 3 + l][o]); },
+        [&](int k, int l, F32 value) { store(to + (k * N + l) * point_stride + o, value); });
+  }
+}
+
 template <class Filter, class Weight>
 void pack(const WinogradTask& t, int64_t begin, int64_t end) {
-  constexpr int N = Filter::points;
-  const int64_t channels = winograd_channels(t), depth = winograd_depth(t, 1);
-  const auto to_weights = [](const F32(&g)[3], F32(&u)[N]) { Filter::to_weights(g, u); };
+  const int64_t channels = winograd_channels(t), point_stride = winograd_weights(t) * CONV_GROUP;
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t group = i / depth, kt = i % depth / channels, c = i % channels;
-    const int64_t channel = (t.group + group) * CONV_GROUP;
-    const int64_t count = c >= t.C ? 0 : t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
-    float taps[9][CONV_GROUP];
-    if (count < CONV_GROUP) std::memset(taps, 0, sizeof taps);
-    for (int64_t o = 0; o < count; ++o) {
-      const Weight* from = static_cast<const Weight*>(t.weight) + (((channel + o) * t.C + c) * t.KT + kt) * 9;
-      for (int tap = 0; tap < 9; ++tap) {
-        if constexpr (sizeof(Weight) == sizeof(float)) taps[tap][o] = from[tap];
-        else taps[tap][o] = widen(from[tap]);
-      }
+    const int64_t group = i / channels, c = i % channels, channel = (t.group + group) * CONV_GROUP;
+    float* to = t.packed + group * winograd_packed_floats(t) + c * CONV_GROUP;
+    KernelFrame frames[4];
+    for (int64_t kt = 0; !t.pairs && kt < t.KT; ++kt) {
+      load_frame<Weight>(t, channel, c, kt, frames[0]);
+      pack_frame<Filter>(frames[0], to + kt * channels * CONV_GROUP, point_stride);
     }
-    float* to = t.packed + group * winograd_packed_floats(t) + (kt * channels + c) * CONV_GROUP;
-    for (int64_t o = 0; o < CONV_GROUP; o += F32::lanes) {
-      both_ways<3, N>(
-          to_weights, [&](int k, int l) { return load(&taps[k * 3 + l][o]); },
-          [&](int k, int l, F32 value) { store(to + (k * N + l) * depth * CONV_GROUP + o, value); });
+    if (!t.pairs) continue;
+    for (int64_t kt = 0; kt < 3; ++kt) load_frame<Weight>(t, channel, c, kt, frames[kt]);
+    for (int64_t o = 0; o < 9 * CONV_GROUP; o += F32::lanes) {
+      const auto at = [&](int64_t frame) { return &frames[frame].taps[0][0] + o; };
+      const F32 g[3] = {load(at(0)), load(at(1)), load(at(2))};
+      F32 sums[4];
+      TwoPixels::to_weights(g, sums);
+      for (int64_t sum = 0; sum < 4; ++sum) store(at(sum), sums[sum]);
     }
+    for (int64_t sum = 0; sum < 4; ++sum) pack_frame<Filter>(frames[sum], to + sum * channels * CONV_GROUP, point_stride);
   }
 }
 
