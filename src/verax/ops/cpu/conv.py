@@ -3,8 +3,9 @@
 Kernels of 3 x 3 without a stride in space are convolved by minimal filtering (Winograd; Lavin and Gray, 2016,
 arXiv:1509.09308). Where the weight is bfloat16, tiles of 4 x 4 pixels take a quarter of the products. In float32, tiles
 of 2 x 2 take four ninths. With 3 frames and no stride in time, two output frames together take two thirds of that. A
-value that is not finite reaches all pixels of its tiles, but no earlier frame. In chunks of a clip, a frame has the bits
-of the whole if the chunks after the first have an even number of frames; otherwise sums are rounded in another order.
+value that is not finite reaches all pixels of its tiles, but no earlier frame. In chunks of a clip, a frame has the
+bits of the whole if the chunks after the first have an even number of frames. With others, sums are rounded in another
+order.
 """
 
 from __future__ import annotations

@@ -71,12 +71,15 @@ class WinogradRun {
     const int64_t unit = t.pairs ? 2 : 1, most_frames = std::min(frames, FRAMES);
     const int64_t spans = pieces_of(frames, most_frames);
     const int64_t fits = INPUT_FLOATS / winograd_points(t) / winograd_depth(t, most_frames);
-    const int64_t most = std::clamp<int64_t>(fits, 8, TILES / most_frames), pieces = pieces_of(tiles, most);
+    const int64_t most = std::clamp<int64_t>(fits, 8, TILES / most_frames), threads = pool.num_threads();
+    int64_t pieces = pieces_of(tiles, most);
+    // As much work for each thread.
+    if (t.B * spans * pieces > threads) pieces = std::min(tiles, pieces_of(pieces, threads) * threads);
     for (t.group = 0; t.group < all; t.group += at_once) {
       t.groups = std::min(at_once, all - t.group);
       parallel_for(pool, t.groups * channels, 8, [&](int64_t begin, int64_t end) { pack(t, begin, end); });
       // If blocks are few, each once for several parts of the output channels.
-      const int64_t parts = std::min(t.groups, pieces_of(PIECES * pool.num_threads(), t.B * spans * pieces));
+      const int64_t parts = std::min(t.groups, pieces_of(PIECES * threads, t.B * spans * pieces));
       parallel_for(pool, t.B * spans * pieces * parts, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t part = i % parts, piece = i / parts % pieces, span = i / parts / pieces % spans;

@@ -9,7 +9,7 @@
 // Pairs of output frames take the filter of two outputs along time as well (`TwoPixels`). Of four frames d and three of
 // the kernel, g:
 //   m0 = (d0 - d2) g0,   m1 = (d2 + d1) (g0 + g1 + g2) / 2,   m2 = (d2 - d1) (g0 - g1 + g2) / 2,   m3 = (d3 - d1) g2
-//   first frame = m0 + m1 + m2,   second frame = m3 + m1 - m2
+//   first frame = m0 + m1 + m2,   last frame = m3 + m1 - m2
 // These are four products in place of six, and the first frame sees nothing of the last one, d3.
 #include "conv_winograd.h"
 
@@ -213,7 +213,7 @@ void multiply_rows(int64_t rows, Matrix inputs, Matrix weights, int64_t depth, M
   if constexpr (R > 1) multiply_rows<R - 1>(rows, inputs, weights, depth, to, first);
 }
 
-// to[frame and tile, channel] = inputs[tile, depth of the frame] . weights[depth, channel]: one point of a group, with a
+// to[frame and tile, channel] = inputs[tile, depth of the frame] . weights[depth, channel]: one point of a group, and a
 // matrix of weights for all frames. Of pairs, such frames are every fourth sum.
 void multiply_frames(const WinogradTask& t, const WinogradBlock& block, float* inputs, float* weights, float* to,
                      int64_t vectors) {
@@ -256,10 +256,10 @@ void finish(const WinogradTask& t, const WinogradBlock& block, int64_t channel, 
       const auto store_pixel = [&](int k, int l, F32 value) { store(&pixels[k][l][c], add(value, load(bias + c))); };
       const auto product = [&](int k, int l, int m) { return load(sum(k, l) + m * products); };
       const auto first = [&](int k, int l) { return add(product(k, l, 0), add(product(k, l, 1), product(k, l, 2))); };
-      const auto second = [&](int k, int l) { return add(product(k, l, 3), sub(product(k, l, 1), product(k, l, 2))); };
+      const auto last = [&](int k, int l) { return add(product(k, l, 3), sub(product(k, l, 1), product(k, l, 2))); };
       if (!t.pairs) both_ways<N, M>(to_pixels, [&](int k, int l) { return load(sum(k, l)); }, store_pixel);
       else if (frame % 2 == 0) both_ways<N, M>(to_pixels, first, store_pixel);
-      else both_ways<N, M>(to_pixels, second, store_pixel);
+      else both_ways<N, M>(to_pixels, last, store_pixel);
     }
     const int64_t row = ((block.b * t.T_out + block.t + frame) * t.H_out + h) * t.W_out + w;
     Element* to = static_cast<Element*>(t.y) + row * t.O + channel;
@@ -275,7 +275,8 @@ void convolve(const WinogradTask& t, const WinogradBlock& block, void* scratch) 
   const int64_t sum_stride = winograd_sums(t, block.tiles, block.frames);
   float* inputs = static_cast<float*>(scratch);
   float* sums = inputs + points * input_stride;
-  t.pairs ? fill_pairs<Filter, Element, Weight>(t, block, inputs) : fill_frames<Filter, Element, Weight>(t, block, inputs);
+  const auto fill = t.pairs ? fill_pairs<Filter, Element, Weight> : fill_frames<Filter, Element, Weight>;
+  fill(t, block, inputs);
   for (int64_t group = block.group; group < block.group + block.groups; ++group) {
     const int64_t channel = (t.group + group) * CONV_GROUP;
     const int64_t count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
@@ -342,7 +343,9 @@ void pack(const WinogradTask& t, int64_t begin, int64_t end) {
       TwoPixels::to_weights(g, sums);
       for (int64_t sum = 0; sum < 4; ++sum) store(at(sum), sums[sum]);
     }
-    for (int64_t sum = 0; sum < 4; ++sum) pack_frame<Filter>(frames[sum], to + sum * channels * CONV_GROUP, point_stride);
+    for (int64_t sum = 0; sum < 4; ++sum) {
+      pack_frame<Filter>(frames[sum], to + sum * channels * CONV_GROUP, point_stride);
+    }
   }
 }
 
