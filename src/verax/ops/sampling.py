@@ -8,7 +8,8 @@ order is vLLM's: penalties and bias, temperature, min-p, top-k, top-p.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,18 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, boolean, float32, int32
 
-__all__ = ["FLOATS", "INTS", "SamplingArrays", "adjust", "penalize", "sample", "token_logprobs", "uniform"]
+__all__ = [
+    "FLOATS",
+    "INTS",
+    "SamplingArrays",
+    "Search",
+    "adjust",
+    "penalize",
+    "sample",
+    "sample_by_search",
+    "token_logprobs",
+    "uniform",
+]
 
 FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 """Columns of `SamplingArrays.floats`. The C++ kernel reads them in this order (native/sample_run.h)."""
@@ -170,6 +182,24 @@ def _examples() -> list[Example]:
     return [Example((float32(4, 151936), int32(5, 512), int32(4), int32(4), params))]
 
 
+@runtime_checkable
+class Search(Protocol):
+    """Search for a threshold, in which implementations without a sort differ."""
+
+    def __call__(
+        self, scores: Float[Array, "B V"], least: Float[Array, "B"], wanted: Float[Array, "B"], *, weighted: bool
+    ) -> Float[Array, "B"]:
+        """Largest threshold whose row keeps enough, [B]; minus infinity where even all scores are not enough.
+
+        Args:
+            scores: scores of each row, of which the largest is 0.
+            least: score below which nothing is kept, and nothing counts.
+            wanted: tokens that are enough; if `weighted`, their share of the weight. Infinity keeps everything.
+            weighted: tokens count with the exponential of their scores.
+        """
+        ...
+
+
 @sample.implementation("bisect")
 def _sample_bisect(
     logits: Float[Array, "B V"],
@@ -179,13 +209,26 @@ def _sample_bisect(
     params: SamplingArrays,
     mask: Int[Array, "B w"] | None = None,
 ) -> Int[Array, "B"]:
+    return sample_by_search(_bisect, logits, tokens, slots, lengths, params, mask)
+
+
+def sample_by_search(
+    search: Search,
+    logits: Float[Array, "B V"],
+    tokens: Int[Array, "S L"],
+    slots: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    params: SamplingArrays,
+    mask: Int[Array, "B w"] | None = None,
+) -> Int[Array, "B"]:
+    """`sample` without a sort: thresholds are those of `search`, and everything else is the same for each search."""
     rows = params.rows(slots)
     u = _uniform(rows, lengths)
     # Both branches end in a token. If the choice gave scores, XLA would copy them where nothing is adjusted.
     return lax.cond(
         jnp.any(_is_adjusted(rows, lengths)),
-        lambda: _draw(adjust(logits, tokens[slots], lengths, rows, mask), rows, u),
-        lambda: _draw(_masked(logits, mask), rows, u),
+        lambda: _draw(search, adjust(logits, tokens[slots], lengths, rows, mask), rows, u),
+        lambda: _draw(search, _masked(logits, mask), rows, u),
     )
 
 
@@ -215,7 +258,9 @@ def _draw_sorted(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[A
     return jnp.where(temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
 
 
-def _draw(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
+def _draw(
+    search: Search, logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]
+) -> Int[Array, "B"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     temperature = params.float("temperature")
 
@@ -225,7 +270,7 @@ def _draw(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "
         truncated = (params.float("min_p") > 0) | (params.int("top_k") > 0) | (params.float("top_p") < 1)
         drawn = lax.cond(
             jnp.any(truncated),
-            lambda: _invert_cdf(jnp.exp(_cut(scores, _threshold(scores, params))), u),
+            lambda: _invert_cdf(jnp.exp(_cut(scores, _threshold(search, scores, params))), u),
             lambda: _invert_cdf(jnp.exp(scores), u),
         )
         return jnp.where(temperature > 0, drawn, greedy)
@@ -249,27 +294,26 @@ def _min_p_threshold(scores: Float[Array, "B V"], min_p: Float[Array, "B"]) -> F
     return jnp.where(min_p > 0, floor, -jnp.inf)
 
 
-def _threshold(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B"]:
+def _threshold(search: Search, scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B"]:
     """Least of the scores (maximum 0) that min-p, then top-k, then top-p keep."""
-    V = scores.shape[-1]
     top_k, top_p = params.int("top_k"), params.float("top_p")
+    limits_k, limits_p = (top_k > 0) & (top_k < scores.shape[-1]), top_p < 1
     least = _min_p_threshold(scores, params.float("min_p"))
-    limits_k = (top_k > 0) & (top_k < V)
+    for limits, wanted, weighted in ((limits_k, top_k.astype(jnp.float32), False), (limits_p, top_p, True)):
+        found = partial(search, scores, least, jnp.where(limits, wanted, jnp.inf), weighted=weighted)
+        least = jnp.maximum(least, _optional(jnp.any(limits), found, top_p.shape))
+    return least
 
-    def by_rank() -> Float[Array, "B"]:
-        kept = _cut(scores, least)
-        return _largest_threshold(kept, lambda above: jnp.sum(above, axis=-1) >= jnp.where(limits_k, top_k, V))
 
-    least = jnp.maximum(least, _optional(jnp.any(limits_k), by_rank, top_p.shape))
-
-    def by_probability() -> Float[Array, "B"]:
-        kept = _cut(scores, least)
-        weights = jnp.exp(kept)
-        needed = top_p * weights.sum(-1)
-        threshold = _largest_threshold(kept, lambda above: jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= needed)
-        return jnp.where(top_p < 1, threshold, -jnp.inf)
-
-    return jnp.maximum(least, _optional(jnp.any(top_p < 1), by_probability, top_p.shape))
+def _bisect(
+    scores: Float[Array, "B V"], least: Float[Array, "B"], wanted: Float[Array, "B"], *, weighted: bool
+) -> Float[Array, "B"]:
+    kept = _cut(scores, least)
+    if not weighted:
+        return _largest_threshold(kept, lambda above: jnp.sum(above, axis=-1) >= wanted)
+    weights = jnp.exp(kept)
+    needed = wanted * weights.sum(-1)
+    return _largest_threshold(kept, lambda above: jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= needed)
 
 
 def _largest_threshold(
