@@ -51,6 +51,7 @@ import verax.ops.gpu.attention  # isort: skip
 import verax.ops.gpu.delta  # isort: skip
 import verax.ops.gpu.linear  # isort: skip
 import verax.ops.gpu.paged  # isort: skip
+import verax.ops.gpu.sampling  # isort: skip
 import verax.ops.tpu.attention  # isort: skip
 import verax.ops.tpu.delta  # isort: skip
 import verax.ops.tpu.linear  # isort: skip
