@@ -242,7 +242,7 @@ def _draw_sorted(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[A
     temperature, top_p, top_k = params.float("temperature"), params.float("top_p"), params.int("top_k")
     scores = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     V = scores.shape[-1]
-    scores = _cut(scores, _min_p_threshold(scores, params.float("min_p")))
+    scores = _cut(scores, _min_p_threshold(scores.max(-1), params.float("min_p")))
     descending = -jnp.sort(-scores, axis=-1)
     k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
     scores = jnp.where(scores >= jnp.take_along_axis(descending, k[:, None] - 1, axis=-1), scores, -jnp.inf)
@@ -288,9 +288,9 @@ def _cut(scores: Float[Array, "B V"], threshold: Float[Array, "B"]) -> Float[Arr
     return jnp.where(scores < threshold[:, None], -jnp.inf, scores)
 
 
-def _min_p_threshold(scores: Float[Array, "B V"], min_p: Float[Array, "B"]) -> Float[Array, "B"]:
-    """Score of a token whose probability is `min_p` times the largest; minus infinity where that is 0."""
-    floor = scores.max(-1) + jnp.log(jnp.maximum(min_p, jnp.finfo(jnp.float32).tiny))
+def _min_p_threshold(largest: Float[Array, "B"], min_p: Float[Array, "B"]) -> Float[Array, "B"]:
+    """Score of a token whose probability is `min_p` times that of the largest score; minus infinity where it is 0."""
+    floor = largest + jnp.log(jnp.maximum(min_p, jnp.finfo(jnp.float32).tiny))
     return jnp.where(min_p > 0, floor, -jnp.inf)
 
 
@@ -298,7 +298,7 @@ def _threshold(search: Search, scores: Float[Array, "B V"], params: SamplingArra
     """Least of the scores (maximum 0) that min-p, then top-k, then top-p keep."""
     top_k, top_p = params.int("top_k"), params.float("top_p")
     limits_k, limits_p = (top_k > 0) & (top_k < scores.shape[-1]), top_p < 1
-    least = _min_p_threshold(scores, params.float("min_p"))
+    least = _min_p_threshold(jnp.zeros_like(top_p), params.float("min_p"))
     for limits, wanted, weighted in ((limits_k, top_k.astype(jnp.float32), False), (limits_p, top_p, True)):
         found = partial(search, scores, least, jnp.where(limits, wanted, jnp.inf), weighted=weighted)
         least = jnp.maximum(least, _optional(jnp.any(limits), found, top_p.shape))
