@@ -1,4 +1,4 @@
-"""Arguments of `ops.sampling.sample`: a slot for each row, each with parameters and a seed of its own."""
+"""Arguments of `ops.sampling.sample`, a slot for each row with parameters and a seed of its own; its draws compared."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,3 +41,17 @@ def sampling_arguments(logits, options, *, seed=0, tokens=None, lengths=None, nu
         sampling_arrays(options, seed=seed, num_prompt=num_prompt),
         None if mask is None else jnp.asarray(mask, jnp.int32),
     )
+
+
+def assert_same_draws(logits, options, got, expected):
+    """Fails unless two forms of the sampler drew the same tokens of some scores.
+
+    They add in different orders: a draw that falls on a boundary may go to the neighbour. Then both are possible and the
+    cumulative weights up to them differ by rounding only.
+    """
+    got, expected = np.asarray(got), np.asarray(expected)
+    for row in np.flatnonzero(got != expected):
+        scores = np.asarray(logits[row], np.float64) / (options[row].get("temperature", 1.0) or 1)
+        weights = np.exp(scores - scores.max())
+        between = slice(min(got[row], expected[row]) + 1, max(got[row], expected[row]))
+        assert weights[between].sum() < 1e-4 * weights.sum()

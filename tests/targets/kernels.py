@@ -22,6 +22,7 @@ from verax._compat import no_compilation_cache
 from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
 from verax.ops.pages import QuantizedPages, is_quantized, page_bytes
+from verax.ops.sampling import FLOATS, INTS, SamplingArrays
 from verax.plan.compiled.gpu_specs import GPU_SPECS
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
@@ -209,6 +210,27 @@ def _delta_step(device: str, predicted: float, rows: int = 64, slots: int = 80) 
     )
 
 
+def _sample(device: str, predicted: float, rows: int = 16, vocab: int = 151936) -> Kernel:
+    def array(*shape: int, dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct((rows, *shape), dtype)
+
+    (tokens, slots, lengths, ints, bias_ids, banned) = _integers(
+        *((rows, *size) for size in ((2048,), (), (), (len(INTS),), (300,), (80,)))
+    )
+    params = SamplingArrays(array(len(FLOATS)), ints, bias_ids, array(300), banned)
+    return Kernel(
+        "sample",
+        "triton",
+        "sample_by_probability",
+        device,
+        f"{rows} sequences of {vocab} tokens, top-k and top-p",
+        (array(vocab), tokens, slots, lengths, params),
+        0,
+        4 * rows * vocab,
+        predicted,
+    )
+
+
 def _attention(
     implementation: str, device: str, predicted: float, tokens: int = 32760, heads: int = 12, size: int = SIZE
 ) -> Kernel:
@@ -259,6 +281,8 @@ def _kernels() -> Iterator[Kernel]:
     for device in ("h100", "a100", "l4", "rtx4090"):
         yield _delta_step(device, 0.7)
     yield _attention("triton", "h100", 0.35)
+    for device in ("h100", "a100", "l4", "rtx4090"):
+        yield _sample(device, 0.03)
 
 
 KERNELS = list(_kernels())
