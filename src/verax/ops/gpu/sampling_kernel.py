@@ -81,23 +81,50 @@ def search(
     interpret: bool = False,
 ) -> Float[Array, "B"]:
     """`ops.sampling.Search` for an NVIDIA GPU, with `interpret` as `pallas_call` takes it."""
-    B, V = scores.shape
-    chunk = chunk_of_program(B, V)
-    bracket = Bracket(*(jax.ShapeDtypeStruct((B, *size), dtype) for size, dtype in _FIELDS))
-    sums = jax.ShapeDtypeStruct((B, pl.cdiv(V, chunk), TRIALS), jnp.float32)
-    before: list[Array] = []
-    for i in range(PASSES):
-        run = pl.pallas_call(
-            partial(_kernel, first=i == 0, weighted=weighted, chunk=chunk),
-            grid=sums.shape[:2],
-            out_shape=[*bracket, sums],
-            compiler_params=plgpu.CompilerParams(**PARAMETERS),
-            interpret=interpret,
-            name=f"sample_by_{'probability' if weighted else 'rank'}{'_first' if i == 0 else ''}",
-        )
-        before = run(scores, least, wanted, *(before or [_patterns(jnp.asarray(FIRST_TRIALS))]))
-    narrowed, _ = jax.vmap(partial(_narrowed, weighted=weighted))(Bracket(*before[:-1]), before[-1], wanted)
+    settings = {"chunk": chunk_of_program(*scores.shape), "weighted": weighted, "interpret": interpret}
+    bracket, sums = _pass(scores, least, wanted, _patterns(jnp.asarray(FIRST_TRIALS)), first=True, **settings)
+    for _ in range(PASSES - 1):
+        bracket, sums = _pass(scores, least, wanted, *bracket, sums, first=False, **settings)
+    narrowed, _ = jax.vmap(partial(_narrowed, weighted=weighted))(bracket, sums, wanted)
     return -lax.bitcast_convert_type(narrowed.trials[:, -1], jnp.float32)
+
+
+@partial(jax.jit, static_argnames=("first", "chunk", "weighted", "interpret"))  # all but the first are lowered as one
+def _pass(
+    scores: Float[Array, "B V"],
+    least: Float[Array, "B"],
+    wanted: Float[Array, "B"],
+    *before: Array,
+    first: bool,
+    chunk: int,
+    weighted: bool,
+    interpret: bool,
+) -> tuple[Bracket, Float[Array, "B c t"]]:
+    """The bracket of a pass, and what each of its trials keeps of each chunk beside what `below` keeps.
+
+    Args:
+        scores, least, wanted: see `ops.sampling.Search`.
+        before: both of the pass before; the trials of the first one.
+        first: True for the first pass.
+        chunk: scores of a program.
+        weighted: see `ops.sampling.Search`.
+        interpret: as `pallas_call` takes it.
+    """
+    B, V = scores.shape
+    grid = B, pl.cdiv(V, chunk)
+    run = pl.pallas_call(
+        partial(_kernel, first=first, weighted=weighted, chunk=chunk),
+        grid=grid,
+        out_shape=[
+            *(jax.ShapeDtypeStruct((B, *size), dtype) for size, dtype in _FIELDS),
+            jax.ShapeDtypeStruct((*grid, TRIALS), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(**PARAMETERS),
+        interpret=interpret,
+        name=f"sample_by_{'probability' if weighted else 'rank'}{'_first' if first else ''}",
+    )
+    *bracket, sums = run(scores, least, wanted, *before)
+    return Bracket(*bracket), sums
 
 
 _FIELDS = (((TRIALS,), jnp.int32), ((), jnp.int32), ((), jnp.float32), ((), jnp.float32))
