@@ -46,8 +46,8 @@ def sampling_arguments(logits, options, *, seed=0, tokens=None, lengths=None, nu
 def assert_same_draws(logits, options, got, expected):
     """Fails unless two forms of the sampler drew the same tokens of some scores.
 
-    They add in different orders: a draw that falls on a boundary may go to the neighbour. Then both are possible and the
-    cumulative weights up to them differ by rounding only.
+    They add in different orders: a draw that falls on a boundary may go to the neighbour. Then both are possible and
+    the cumulative weights up to them differ by rounding only.
     """
     got, expected = np.asarray(got), np.asarray(expected)
     for row in np.flatnonzero(got != expected):

@@ -258,9 +258,7 @@ def _draw_sorted(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[A
     return jnp.where(temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
 
 
-def _draw(
-    search: Search, logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]
-) -> Int[Array, "B"]:
+def _draw(search: Search, logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     temperature = params.float("temperature")
 

@@ -10,6 +10,7 @@ from verax.bench.accelerator.row import Measured, Row
 from verax.bench.case import Case, time_case
 from verax.bench.ops.attention import paged_decode_case, ragged_case, whole_sequence_case
 from verax.bench.ops.linear import linear_cases
+from verax.bench.ops.sampling import sampling_case
 
 __all__ = ["measure_kernels"]
 
@@ -32,11 +33,13 @@ def _cases(rehearse: bool) -> Iterator[Case]:
     """Decode steps of Qwen3-0.6B and 8B, a prompt's chunk, a chunk beside decodes, and a feed-forward layer of 8B.
 
     Whole sequences are a layer of Wan 1.3B at 81 frames of 480 x 832, and one of Gemma 3 270M with a sliding window.
+    Tokens are drawn from Qwen3's vocabulary.
     """
     if rehearse:
         yield paged_decode_case(2, 40)
         yield whole_sequence_case(48, heads=2)
         yield whole_sequence_case(48, heads=2, kv_heads=1, window=16)
+        yield sampling_case(2, vocab=600, top_k=50, top_p=0.95)
         return
     for rows, length in ((1, 8192), (16, 1024), (64, 2048), (256, 512)):
         yield paged_decode_case(rows, length)
@@ -47,6 +50,13 @@ def _cases(rehearse: bool) -> Iterator[Case]:
     yield whole_sequence_case(32760)
     yield whole_sequence_case(8192, heads=4, kv_heads=1, size=256, window=512)
     yield from linear_cases(4096, 12288, (1, 16, 64), ("int8", "int4-128", "float8-128"), None)
+    for rows, limits in (
+        (1, {"top_k": 50}),
+        (16, {"top_k": 50}),
+        (16, {"top_p": 0.95}),
+        (64, {"top_k": 50, "top_p": 0.95}),
+    ):
+        yield sampling_case(rows, **limits)
 
 
 def _rows(case: Case) -> Iterator[Row]:

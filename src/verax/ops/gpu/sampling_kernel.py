@@ -6,10 +6,10 @@
             if one of the chunk's scores lies in the bracket:
                 sum up what each of 16 trials within the bracket keeps of the chunk
 
-So a pass divides the bracket, a range of bit patterns, by 16, where bisection halves it and needs 31 passes. The programs
-of a row cannot wait for each other, so that a pass is a launch, and XLA records the launches in a command buffer. Nothing
-is atomic, and sums are added in one order: equal calls have equal results. `gpu/paged_kernel.py` says why Triton compiles
-it.
+So a pass divides the bracket, a range of bit patterns, by 16, where bisection halves it and needs 31 passes. The
+programs of a row cannot wait for each other, so that a pass is a launch, and XLA records the launches in a command
+buffer. Nothing is atomic, and sums are added in one order: equal calls have equal results. `gpu/paged_kernel.py` says why
+Triton compiles it.
 """
 
 from __future__ import annotations
