@@ -8,8 +8,8 @@
 
 So a pass divides the bracket, a range of bit patterns, by 16, where bisection halves it and needs 31 passes. The
 programs of a row cannot wait for each other, so that a pass is a launch, and XLA records the launches in a command
-buffer. Nothing is atomic, and sums are added in one order: equal calls have equal results. `gpu/paged_kernel.py` says why
-Triton compiles it.
+buffer. Nothing is atomic, and sums are added in one order: equal calls have equal results. `gpu/paged_kernel.py` says
+why Triton compiles it.
 """
 
 from __future__ import annotations
