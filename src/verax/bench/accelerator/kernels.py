@@ -50,13 +50,8 @@ def _cases(rehearse: bool) -> Iterator[Case]:
     yield whole_sequence_case(32760)
     yield whole_sequence_case(8192, heads=4, kv_heads=1, size=256, window=512)
     yield from linear_cases(4096, 12288, (1, 16, 64), ("int8", "int4-128", "float8-128"), None)
-    for rows, limits in (
-        (1, {"top_k": 50}),
-        (16, {"top_k": 50}),
-        (16, {"top_p": 0.95}),
-        (64, {"top_k": 50, "top_p": 0.95}),
-    ):
-        yield sampling_case(rows, **limits)
+    for rows, top_k, top_p in ((1, 50, 1.0), (16, 50, 1.0), (16, 0, 0.95), (64, 50, 0.95)):
+        yield sampling_case(rows, top_k=top_k, top_p=top_p)
 
 
 def _rows(case: Case) -> Iterator[Row]:
