@@ -10,7 +10,7 @@ import pytest
 from tests.support.sampling import assert_same_draws, sampling_arguments
 from verax import ops
 from verax.ops import sampling
-from verax.ops.gpu.sampling_kernel import FIRST_TRIALS, PASSES, PROGRAMS, TRIALS, chunk_of_program, search
+from verax.ops.gpu.sampling_kernel import FIRST_TRIALS, PASSES, PROGRAMS, TRIALS, _pass, chunk_of_program, search
 
 by_kernel = partial(search, interpret=True)
 
@@ -113,6 +113,19 @@ def test_the_first_trials_leave_what_the_further_passes_can_divide():
     assert patterns.size == TRIALS
     assert patterns[-1] == np.float32(np.inf).view(np.int32)
     assert np.diff(np.concatenate([[-1], patterns]).astype(np.int64)).max() <= TRIALS ** (PASSES - 1)
+
+
+def test_scores_outside_of_the_bracket_are_not_read_again():
+    """Neither those of a row that keeps everything, nor chunks in which nothing can be the threshold."""
+    chunk = 1024
+    scores = jnp.zeros((2, 4 * chunk)).at[:, 1:].set(-100.0).at[:, 3 * chunk].set(-5.0)
+    limits = jnp.full(2, -jnp.inf), jnp.asarray([2.0, jnp.inf])
+    settings = {"chunk": chunk, "weighted": False, "interpret": True}
+    first = jnp.asarray(np.abs(FIRST_TRIALS).view(np.int32))
+    bracket, sums = _pass(scores, *limits, first, first=True, **settings)
+    assert np.asarray(sums[:, :, -1]).tolist() == [[1024] * 4, [0] * 4]
+    _, sums = _pass(scores, *limits, *bracket, sums, first=False, **settings)
+    assert np.asarray(sums[:, :, -1]).tolist() == [[0, 0, 0, 1], [0] * 4]
 
 
 def test_programs_fill_the_device_in_one_turn_where_the_rows_are_fewer():
