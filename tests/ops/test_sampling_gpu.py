@@ -164,6 +164,25 @@ def test_a_batch_of_any_truncation_has_the_tokens_of_the_sorting_form(V):
         assert_same_draws(logits, HOW, np.asarray(sampled_by_kernel(*arguments)), sampling.sample.reference(*arguments))
 
 
+@pytest.mark.parametrize(("u", "end"), [(0.0, 0), (1 - 2**-24, -1)])
+def test_the_least_and_the_largest_number_draw_the_first_and_the_last_token_that_is_kept(u, end, monkeypatch):
+    """Of those that a grammar allows, where half of the scores are minus infinity."""
+    rng = np.random.default_rng(5)
+    how = [{"top_k": 7}, {"top_k": 1}, {"top_k": 9, "min_p": 0.2}, {"top_p": 1e-6}, {}]
+    logits = np.where(rng.random((len(how), 96)) < 0.5, -np.inf, rng.standard_normal((len(how), 96)))
+    mask = rng.integers(-(2**31), 2**31, (len(how), 3)).astype(np.int32)
+    allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little").astype(bool)
+    monkeypatch.setattr(sampling, "_uniform", lambda params, lengths: jnp.full(lengths.shape, u, jnp.float32))
+    arguments = sampling_arguments(logits, how, mask=mask)
+    drawn = jax.jit(lambda *args: sampling.sample_by_search(by_kernel, *args))(*arguments)
+    for row, options in enumerate(how):
+        possible = np.flatnonzero(allowed[row] & np.isfinite(logits[row]))
+        order = possible[np.argsort(-logits[row, possible])]
+        near = logits[row, order] >= logits[row, order[0]] + np.log(options.get("min_p", 0) or 1e-30)
+        num_kept = 1 if "top_p" in options else options.get("top_k") or len(order)
+        assert drawn[row] == np.sort(order[near][:num_kept])[end]
+
+
 def chosen(vocab=1500, dtype="float32", rows=4):
     """Implementation that takes a call."""
     arguments = jax.eval_shape(lambda: sampling_arguments(jnp.zeros((rows, vocab)), [{}] * rows))
