@@ -72,6 +72,10 @@ class Bracket(NamedTuple):
     """Largest sum so far: after the first pass, that of all scores."""
 
 
+_FIELDS = (((TRIALS,), jnp.int32), ((), jnp.int32), ((), jnp.float32), ((), jnp.float32))
+"""Shape and dtype of a row's `Bracket`."""
+
+
 def search(
     scores: Float[Array, "B V"],
     least: Float[Array, "B"],
@@ -125,10 +129,6 @@ def _pass(
     )
     *bracket, sums = run(scores, least, wanted, *before)
     return Bracket(*bracket), sums
-
-
-_FIELDS = (((TRIALS,), jnp.int32), ((), jnp.int32), ((), jnp.float32), ((), jnp.float32))
-"""Shape and dtype of a row's `Bracket`."""
 
 
 def _patterns(scores: Float[Array, "*n"]) -> Int[Array, "*n"]:
