@@ -61,7 +61,7 @@ def with_nan_in_page_0(pages):
     """Pages whose first one turns what reads it into NaN."""
 
     def changed(x):
-        if x.dtype.itemsize == 1:  # values of quantised pages are never NaN, their scales may be
+        if x.dtype.itemsize == 1:  # nothing writes NaN into values of quantised pages, their scales may be
             return x
         x = np.array(x)
         x[0] = np.nan
@@ -79,7 +79,7 @@ def with_nan_where_no_query_sees(pages, table, lengths, starts, window=None):
         at = np.arange(0 if window is None else max(0, length - count - window + 1), length)
         seen[row[at // p], at % p] = True
     pick = {3: seen[:, None], 4: seen[:, None, :, None]}
-    return jax.tree.map(lambda x: x if x.dtype.itemsize == 1 else jnp.where(pick[x.ndim], x, jnp.nan), pages)
+    return jax.tree.map(lambda x: x if x.dtype == jnp.int8 else jnp.where(pick[x.ndim], x, jnp.nan), pages)
 
 
 def quantized_problem(*args, cache_dtype="int8", **options):

@@ -104,19 +104,21 @@ def _decode(
     )
 
 
-def _chunk(implementation: str, device: str, predicted: float, cached: int = 3584, tokens: int = 512) -> Kernel:
+def _chunk(
+    implementation: str, device: str, dtype: str, predicted: float, cached: int = 3584, tokens: int = 512
+) -> Kernel:
     length = cached + tokens
-    pages = _cache(1, length, "bfloat16")
+    pages = _cache(1, length, dtype)
     q = jax.ShapeDtypeStruct((tokens, HEADS, SIZE), jnp.float32)
     return Kernel(
         "paged_attention",
         implementation,
         "paged_attention",
         device,
-        f"{tokens} tokens after {cached}, bfloat16",
+        f"{tokens} tokens after {cached}, {dtype}",
         (q, pages, pages, *_integers((1, length // PAGE), (1,), (2,))),
         4 * HEADS * SIZE * (tokens * cached + tokens * (tokens + 1) // 2),
-        4 * KV_HEADS * SIZE * length + 8 * q.size,
+        2 * length * page_bytes((KV_HEADS, 1, SIZE), dtype) + 8 * q.size,
         predicted,
     )
 
@@ -252,7 +254,10 @@ def _attention(
 def _kernels() -> Iterator[Kernel]:
     yield _decode("pallas", "v5e", "bfloat16", 0.8)
     yield _decode("pallas", "v5e", "int8", 0.55)
-    yield _chunk("pallas", "v5e", 0.2)
+    yield _decode("pallas", "v5e", "float8_e4m3fn", 0.45)
+    yield _decode("pallas", "v6e", "float8_e4m3fn", 0.25)
+    yield _chunk("pallas", "v5e", "bfloat16", 0.2)
+    yield _chunk("pallas", "v5e", "float8_e4m3fn", 0.17)
     yield _delta("pallas", "v5e", 0.5)
     yield _delta_backward("pallas", "v5e", 0.5)
     for device in ("v5e", "v6e"):
@@ -269,7 +274,7 @@ def _kernels() -> Iterator[Kernel]:
     yield _decode("triton", "h100", "bfloat16", 0.6)
     yield _decode("triton", "h100", "int8", 0.4)
     yield _decode("triton", "h100", "float8_e4m3fn", 0.4)
-    yield _chunk("triton", "h100", 0.2)
+    yield _chunk("triton", "h100", "bfloat16", 0.2)
     yield _linear("h100", 1, "int8", None, 0.55)
     yield _linear("h100", 64, "int8", None, 0.45)
     yield _linear("h100", 1, "int4", 128, 0.35)

@@ -15,7 +15,7 @@ __all__: list[str] = []
 LANES = 128
 """Numbers side by side in a register. A head is a multiple of them."""
 
-SUBLANES = {"float32": 8, "bfloat16": 16, "int8": 16}
+SUBLANES = {"float32": 8, "bfloat16": 16, "int8": 16, "float8_e4m3fn": 16}
 """Tokens of a page are a multiple of them, by dtype of the pages, so that the tokens of several pages lie together."""
 
 MAX_TABLE = 1 << 17

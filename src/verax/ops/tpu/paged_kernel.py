@@ -9,7 +9,7 @@
 In a decode step a tile is a sequence's only query, in a ragged step up to `TILE` rows, queries times heads that share a
 key/value head. One page is one copy, all heads of it. The chunks of all tiles are one list (`_Work`), so that a tile's
 first chunk is copied while the last one of the tile before it is multiplied. Keys that no query of the tile sees may be
-anything: their scores are masked, and their values cleared.
+anything: their scores are masked, and their values cleared. Quantised pages become bfloat16 on their way to a product.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from verax.ops.attention import MASKED, soft_capped
 from verax.ops.paged import group_queries, num_up_to, operand_dtype, split_queries
 from verax.ops.pages import Pages, QuantizedPages, gather_scales
+from verax.ops.tpu.float8 import FACTOR, sixteenths
 from verax.ops.tpu.products import product
 
 __all__ = ["TILE", "decode_attention", "pages_of_chunk", "ragged_attention"]
@@ -160,7 +161,9 @@ def _attend(
     block = (1, *queries.shape[1:])
     caches, buffers = [k_cache, v_cache], [pltpu.VMEM((2, pages, K, p, H), k_cache.dtype)] * 2
     if isinstance(k_cache, QuantizedPages) and isinstance(v_cache, QuantizedPages):
-        caches = [k_cache.values, v_cache.values, *(gather_scales(x, table) for x in (k_cache, v_cache))]
+        factor = FACTOR if k_cache.dtype == jnp.float8_e4m3fn else 1
+        scales = (factor * gather_scales(x, table) for x in (k_cache, v_cache))
+        caches = [k_cache.values, v_cache.values, *scales]
         buffers += [pltpu.VMEM((2, K, pages * p), jnp.float32)] * 2
     integers = *work, *tiles, table.reshape(-1)
     run = pl.pallas_call(
@@ -213,6 +216,11 @@ def _list_work(tiles: _Tiles, width: int, chunk: int, window: int | None) -> _Wo
     return _Work(*(x.astype(jnp.int32) for x in (owners, chunks, ends)))
 
 
+def _bits_below(count: Array, tokens: int) -> Array:
+    """Words whose bits are set for their first `count` tokens, of `tokens` in a word."""
+    return jnp.where(count >= tokens, -1, (1 << 32 // tokens * jnp.clip(count, 0, tokens - 1)) - 1)
+
+
 def _kernel(*refs: Any, width: int, group: int, window: int | None, soft_cap: float | None) -> None:
     work, tiles, (table, q), rest = _Work(*refs[:3]), _Tiles(*refs[3:6]), refs[6:8], refs[8:]
     num_caches = (len(rest) - 4) // 2
@@ -220,6 +228,7 @@ def _kernel(*refs: Any, width: int, group: int, window: int | None, soft_cap: fl
     highest, weight_sums = softmax.at[0], softmax.at[1]
     (_, pages, K, p, H), R, dtype = buffers[0].shape, q.shape[2], q.dtype
     chunk, num_tiles = pages * p, work.ends.shape[0]
+    dtype_of_pages = buffers[0].dtype
     i = pl.program_id(0)
 
     def for_each_copy(t: Any, do: Any) -> None:
@@ -240,6 +249,9 @@ def _kernel(*refs: Any, width: int, group: int, window: int | None, soft_cap: fl
         for cache, buffer in zip(caches[2:], buffers[2:], strict=True):
             do(pltpu.make_async_copy(cache.at[b, :, pl.ds(begin, chunk)], buffer.at[slot], arrived.at[slot]))
 
+    def widened(x: Array) -> Array:
+        return sixteenths(x) if dtype_of_pages == jnp.float8_e4m3fn else x.astype(dtype)
+
     first, end = _seen(tiles, i, window)
     rows = lax.broadcasted_iota(jnp.int32, (R, chunk), 0)
     last = tiles.positions[i] + lax.div(rows, group)  # rows past the last query are cut off from the result
@@ -257,24 +269,26 @@ def _kernel(*refs: Any, width: int, group: int, window: int | None, soft_cap: fl
         for_each_copy(t, lambda copy: copy.wait())
         slot, begin = lax.rem(t, 2), work.chunks[t] * chunk
 
-        if num_caches == 2:  # integers are never NaN, which a weight of 0 would not remove
+        if dtype_of_pages != jnp.int8:  # integers are never NaN, which a weight of 0 would not remove
 
-            @pl.when((begin < first) | (begin + chunk > end))
-            def _() -> None:
-                def clear(j: Any, _: None) -> None:
-                    values = buffers[1].at[slot, j]
-                    at = begin + j * p + lax.broadcasted_iota(jnp.int32, values.shape, 1)
-                    kept = jnp.where((at >= first) & (at < end), values[...].astype(jnp.float32), 0.0)
-                    values[...] = kept.astype(values.dtype)
+            def clear(j: Any, _: None) -> None:
+                values = buffers[1].at[slot, j]
+                words = pltpu.bitcast(values[...], jnp.int32)
+                tokens = p // words.shape[1]
+                at = begin + j * p + tokens * lax.broadcasted_iota(jnp.int32, words.shape, 1)
+                seen = _bits_below(end - at, tokens) & ~_bits_below(first - at, tokens)
+                values[...] = pltpu.bitcast(words & seen, values.dtype)
 
-                lax.fori_loop(0, pages, clear, None)
+            # Pages up to the first key that is seen, and from the last one on: the rest is kept whole.
+            lax.fori_loop(0, pl.cdiv(jnp.maximum(first - begin, 0), p), clear, None)
+            lax.fori_loop(lax.div(end - begin, p), pages, clear, None)
 
         at = begin + lax.broadcasted_iota(jnp.int32, (R, chunk), 1)
         visible = (at <= last) & (at < end)
         if window is not None:
             visible &= at > last - window
         for h in range(K):
-            k, v = (x[slot, :, h].reshape(chunk, H).astype(dtype) for x in buffers[:2])
+            k, v = (widened(x[slot, :, h].reshape(chunk, H)) for x in buffers[:2])
             scales = [x[slot, pl.ds(h, 1)] for x in buffers[2:]]
             scores = product(q[0, h], k, (1, 1))
             if scales:
