@@ -53,6 +53,7 @@ def runner_of(path, *, quantization=None, **options):
     [
         ("qwen3", {}, {}),
         ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}, {"kv_cache_dtype": "int8"}),
+        ("qwen3", {"head_dim": 24}, {"kv_cache_dtype": "fp8"}),
         ("qwen3", {}, {"quantization": "int8"}),
         ("qwen3", {}, {"quantization": "int4"}),
         ("qwen3", WINDOWED, {}),

@@ -134,8 +134,9 @@ def test_attention_over_a_cache_reads_the_keys_before_the_step():
     assert attend(16).reads[1:3] == ((15 + 9) * token, (15 + 9) * token)
 
 
-def test_int8_pages_are_read_with_their_scales():
-    pages = ops.QuantizedPages(shape(40, 2, 16, 32, dtype=jnp.int8), shape(40, 2, 16))
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_pages_are_read_with_their_scales(dtype):
+    pages = ops.QuantizedPages(shape(40, 2, 16, 32, dtype=dtype), shape(40, 2, 16))
     table, lengths = shape(1, 8, dtype=jnp.int32), shape(1, dtype=jnp.int32)
     found = work(ops.paged_decode_attention, shape(1, 4, 32), pages, pages, table, lengths, spans=[Span(100, 1)])
     assert found.reads[1:5] == (100 * 2 * 32, 100 * 2 * 4) * 2

@@ -52,6 +52,7 @@ BATCHED = ("qwen3", "qwen3.5")
 
 FEATURES = {
     "int8": dict(quantization="int8", kv_cache_dtype="int8"),
+    "fp8-cache": dict(kv_cache_dtype="fp8"),
     "int4": dict(quantization="int4"),
     "moe-int4": dict(quantization="int4"),
     "gguf": {},

@@ -62,6 +62,7 @@ def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(checkpoi
     [
         (dict(max_num_seqs=4), r"max_num_seqs: the programs of .* were compiled for 2, got 4"),
         (dict(kv_cache_dtype="int8"), r"cache_dtype: .* were compiled for bfloat16, got int8"),
+        (dict(kv_cache_dtype="fp8"), r"cache_dtype: .* were compiled for bfloat16, got float8_e4m3fn"),
         (dict(kv_cache_memory=1 << 20, max_model_len=32), "kv_cache_memory: the cache of"),
         (dict(dtype="float32", kv_cache_dtype="bfloat16"), r"programs: .* was compiled for weights "),
         (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}), "speculative_config: programs"),

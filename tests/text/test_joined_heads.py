@@ -33,6 +33,7 @@ def joined(platform="tpu", H=64, K=4, **options):
         ({"tensor_parallel_size": 2}, (2, (2, 16, 128))),
         ({"tensor_parallel_size": 4}, (1, (4, 16, 64))),
         ({"kv_cache_dtype": "int8"}, (1, (4, 16, 64))),
+        ({"kv_cache_dtype": "fp8"}, (1, (4, 16, 64))),
         ({"platform": "gpu"}, (1, (4, 16, 64))),
     ],
 )

@@ -115,6 +115,16 @@ def test_sliding_windows_change_no_token(folder, windows, monkeypatch):
         assert accepted(llm) > 0
 
 
+def test_drafts_over_float8_pages_change_no_token(folder, monkeypatch):
+    llm = make_llm(folder, kv_cache_dtype="fp8", speculative_config=draft_config(folder))
+    monkeypatch.setattr(llm.engine.speculator._policy, "_draft_cost", 0.0)
+    for params in (GREEDY, SamplingParams(**LOOPING)):
+        assert samples(llm, PROMPTS, params) == expected(llm, PROMPTS, params)
+    assert accepted(llm) > 0
+    caches = (llm.engine.runner._cache, llm.engine.speculator.drafter._cache)
+    assert {pages.dtype.name for cache in caches for layer in cache for pages in layer} == {"float8_e4m3fn"}
+
+
 def test_the_cache_of_the_draft_model_is_part_of_the_memory(twin):
     memory = 2 * 32 * block_bytes(twin.model_config, 4, "float32")
     sizes = EngineConfig(max_model_len=96, max_num_seqs=3, block_size=4, kv_cache_memory=memory)
