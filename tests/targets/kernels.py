@@ -23,7 +23,6 @@ from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
 from verax.ops.pages import QuantizedPages, is_quantized, page_bytes
 from verax.ops.sampling import FLOATS, INTS, SamplingArrays
-from verax.plan.compiled.gpu_specs import GPU_SPECS
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 
@@ -271,12 +270,15 @@ def _kernels() -> Iterator[Kernel]:
     yield _linear("v5e", 64, "int8", 32, 0.4)
     yield _linear("v6e", 1, "int8", 128, 0.6)
     yield _linear("v6e", 64, "int8", 32, 0.3)
-    yield _decode("triton", "h100", "bfloat16", 0.6)
+    for device, predicted in (("h100", 0.6), ("b200", 0.4), ("rtx5090", 0.75)):
+        yield _decode("triton", device, "bfloat16", predicted)
     yield _decode("triton", "h100", "int8", 0.4)
     yield _decode("triton", "h100", "float8_e4m3fn", 0.4)
     yield _chunk("triton", "h100", "bfloat16", 0.2)
     yield _linear("h100", 1, "int8", None, 0.55)
     yield _linear("h100", 64, "int8", None, 0.45)
+    yield _linear("b200", 1, "int8", None, 0.35)
+    yield _linear("b200", 64, "int8", None, 0.3)
     yield _linear("h100", 1, "int4", 128, 0.35)
     yield _linear("h100", 64, "int4", 128, 0.3)
     for rows, group, predicted in ((1, None, 0.55), (64, None, 0.45), (1, 128, 0.5), (64, 128, 0.35)):
@@ -299,7 +301,7 @@ def compiled_kernel(kernel: Kernel) -> Resources:
     if find_device(kernel.device).platform == "tpu":  # in a process of its own, whose libtpu writes down what it does
         command = [sys.executable, "-m", "tests.targets.kernels", str(KERNELS.index(kernel))]
         return of_tpu(kernel.name, command)
-    return of_gpu(kernel.name, GPU_SPECS[kernel.device].capability, partial(_compile, kernel))
+    return of_gpu(kernel.name, partial(_compile, kernel))
 
 
 def _compile(kernel: Kernel, options: Mapping[str, str]) -> jax.stages.Compiled:

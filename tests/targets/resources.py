@@ -37,20 +37,20 @@ class Resources(NamedTuple):
     cycles: int | None = None
 
 
-def of_gpu(name: str, capability: tuple[int, int], compile_with: Compile) -> Resources:
+def of_gpu(name: str, compile_with: Compile) -> Resources:
     """Resources of the kernel `name`, which Triton compiles to PTX and ptxas to instructions.
 
     Args:
         name: name of the kernel in the compiled program.
-        capability: compute capability of the device, major and minor.
         compile_with: compilation of the program.
     """
-    arch = "sm_{}{}".format(*capability) + ("a" if capability == (9, 0) else "")
     with tempfile.TemporaryDirectory() as folder:
         compile_with({"xla_dump_to": folder})
         (program,) = (path for path in Path(folder).glob("*.ptx") if f".entry {name}(" in path.read_text())
         (thunks,) = Path(folder).glob("*.thunk_sequence.txt")
         memory = _number(rf" {name} grid: .*shared_memory: (\d+) bytes", thunks.read_text())
+        # PTX for one architecture alone (sm_90a, sm_100a) cannot be compiled for those like it (sm_90, sm_100).
+        (arch,) = re.findall(r"^\.target (\w+)", program.read_text(), re.MULTILINE)
         command = [str(_ptxas()), "-v", f"-arch={arch}", str(program), "-o", f"{folder}/out"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spills = (_number(words, said) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
