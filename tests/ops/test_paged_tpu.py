@@ -62,9 +62,7 @@ def test_a_ragged_step_is_attention_in_float64_and_reads_nothing_that_no_query_s
 def test_pages_of_fewer_bits_lose_no_more_than_rounding_their_inputs(dtype):
     sizes = {"N": 3, "K": 1, "H": 8, "p": 32}
     if dtype != "bfloat16":
-        (q, k, v), floats, table, lengths, starts = quantized_problem(
-            1, LENGTHS, [1] * 5, cache_dtype=dtype, **sizes
-        )
+        (q, k, v), floats, table, lengths, starts = quantized_problem(1, LENGTHS, [1] * 5, cache_dtype=dtype, **sizes)
         exact = expected((q[:5], *floats[1:]), table, starts)
     else:
         (q, k, v), table, lengths, starts = paged_problem(1, LENGTHS, [1] * 5, dtype=dtype, **sizes)
