@@ -42,8 +42,8 @@ float at(const ConvTask& t, const Numbers& x, const Numbers& before, int64_t b, 
                             : x.exact[offset(t.T, frame - t.T_before)];
 }
 
-// `size` of the tiles of minimal filtering, 0: the direct kernel; `pairs` of frames, which are filtered together.
-void check_case(const char* level, ConvTask t, int64_t size, bool pairs, bool x_bf16, bool weight_bf16, bool biased) {
+// `size` of the tiles of minimal filtering; 0: the direct kernel.
+void check_case(const char* level, ConvTask t, int64_t size, bool x_bf16, bool weight_bf16, bool biased) {
   t.T_out = (t.T_zeros + t.T_before + t.T - t.KT) / t.stride_t + 1;
   t.x_bf16 = x_bf16, t.weight_bf16 = weight_bf16;
   const int64_t taps = t.KT * t.KH * t.KW, count = t.B * t.T_out * t.H_out * t.W_out * t.O;
@@ -60,7 +60,7 @@ void check_case(const char* level, ConvTask t, int64_t size, bool pairs, bool x_
     {
       check::Pool pool(threads);
       if (size) {
-        verax::WinogradRun(t, size, pairs).run(pool);
+        verax::WinogradRun(t, size).run(pool);
       } else {
         verax::ConvRun(t).run(pool);
       }
@@ -94,9 +94,9 @@ void check_case(const char* level, ConvTask t, int64_t size, bool pairs, bool x_
   for (size_t i = 0; i < exact.size(); ++i) {
     const double tolerance = 1e-6 * (size ? largest : magnitudes[i]) + (x_bf16 ? std::fabs(exact[i]) / 256 : 0);
     check::that(std::fabs(results[0][i] - exact[i]) <= tolerance,
-                "%s C %d O %d kernel %d %d %d tiles of %d, pairs %d, bf16 %d %d: y[%d] = %g, expected %g", level,
-                int(t.C), int(t.O), int(t.KT), int(t.KH), int(t.KW), int(size), int(pairs), int(x_bf16),
-                int(weight_bf16), int(i), results[0][i], exact[i]);
+                "%s C %d O %d kernel %d %d %d tiles of %d, bf16 %d %d: y[%d] = %g, expected %g", level, int(t.C),
+                int(t.O), int(t.KT), int(t.KH), int(t.KW), int(size), int(x_bf16), int(weight_bf16), int(i),
+                results[0][i], exact[i]);
   }
 }
 
@@ -105,8 +105,8 @@ void check_case(const char* level, ConvTask t, int64_t size, bool pairs, bool x_
 int main() {
   check::each_level([&](const char* level) {
     for (const int kinds : {0, 1, 2, 3}) {
-      const auto check = [&](const ConvTask& t, bool biased, int64_t size = 0, bool pairs = false) {
-        check_case(level, t, size, pairs, kinds & 1, kinds & 2, biased);
+      const auto check = [&](const ConvTask& t, bool biased, int64_t size = 0) {
+        check_case(level, t, size, kinds & 1, kinds & 2, biased);
       };
       ConvTask video = shape(2, 2, 5, 9, 3, 50, 3, 3, 3);
       video.T_zeros = 2, video.top = video.left = 1, video.H_out = 5, video.W_out = 9;
@@ -114,14 +114,15 @@ int main() {
       video.T_zeros = 0, video.T_before = 3, video.C = 34, video.O = 3;
       check(video, false);
       for (const int size : {2, 4}) {
-        ConvTask tiles = shape(2, 6, 7, 9, 19, 50, 3, 3, 3);  // blocks of three frames, and parts of a tile at the edges
+        ConvTask tiles = shape(2, 6, 7, 9, 19, 50, 3, 3, 3);  // three pairs of frames, and parts of a tile at the edges
         tiles.T_zeros = 2, tiles.top = tiles.left = 1, tiles.H_out = 7, tiles.W_out = 9;
         check(tiles, true, size);
-        check(tiles, true, size, true);  // three pairs
-        tiles.T = 5, tiles.T_zeros = 1, tiles.T_before = 3;
-        check(tiles, false, size, true);  // a frame, then three pairs
+        tiles.T = 5, tiles.T_zeros = 1, tiles.T_before = 3;  // a frame, then three pairs
+        check(tiles, false, size);
         tiles.T = 5, tiles.T_zeros = 0, tiles.T_before = 2, tiles.stride_t = 2;
         tiles.top = 3, tiles.left = 0, tiles.H_out = 6, tiles.W_out = 11;  // reaches past the last column
+        check(tiles, false, size);
+        tiles.T = 4, tiles.T_before = 5, tiles.KT = 4, tiles.stride_t = 1;  // no pairs, blocks of three frames
         check(tiles, false, size);
         ConvTask blocks = shape(1, 1, 10, 34, 80, 20, 2, 3, 3);  // several blocks, and inputs in more than one part
         blocks.top = blocks.left = 1, blocks.H_out = 10, blocks.W_out = 34;

@@ -74,6 +74,7 @@ MINIMAL_FILTERING = {
     "parts of tiles": dict(x=(2, 3, 18, 15, 41), kernel=(3, 3, 3), out=33, padding=ONES),
     "many blocks": dict(x=(1, 6, 19, 50, 64), kernel=(3, 3, 3), out=100, padding=((0, 3), (2, 0))),
     "images": dict(x=(3, 1, 21, 16, 200), kernel=(1, 3, 3), out=64, padding=ONES),
+    "deep pairs": dict(x=(1, 2, 16, 16, 160), kernel=(3, 3, 3), out=33, padding=ONES),
     "stride in time": dict(x=(1, 7, 16, 16, 16), kernel=(2, 3, 3), out=32, stride=(2, 1, 1)),
 }
 

@@ -43,7 +43,7 @@ ffi::Error conv(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cache, ff
   t.bias = bias_count ? bias.typed_data() : nullptr;
   t.y = y->untyped_data();
   if (const int64_t size = WinogradRun::size_for(t)) {
-    WinogradRun(t, size, WinogradRun::pairs_for(t, size)).run(pool);
+    WinogradRun(t, size).run(pool);
   } else {
     ConvRun(t).run(pool);
   }

@@ -13,9 +13,8 @@ namespace verax {
 
 class WinogradRun {
  public:
-  // `size` of the tiles: 4 or 2. `pairs`: output frames are computed two at a time, which takes three frames of the
-  // kernel and no stride in time.
-  WinogradRun(const ConvTask& task, int64_t size, bool pairs) : task_{task, size, false, 0, 0, 0, 0}, pairs_(pairs) {
+  // `size` of the tiles: 4 or 2.
+  WinogradRun(const ConvTask& task, int64_t size) : task_{task, size, false, 0, 0, 0, 0} {
     task_.tiles_h = pieces_of(task.H_out, size), task_.tiles_w = pieces_of(task.W_out, size);
   }
 
@@ -27,19 +26,15 @@ class WinogradRun {
   static int64_t size_for(const ConvTask& t) {
     if (t.KH != 3 || t.KW != 3 || t.stride_h != 1 || t.stride_w != 1 || t.C < 16 || t.O < 32) return 0;
     const int64_t size = t.weight_bf16 ? 4 : 2;
-    return tiles_of(t, size) < LEAST_TILES ? 0 : size;
+    return pieces_of(t.H_out, size) * pieces_of(t.W_out, size) < LEAST_TILES ? 0 : size;
   }
 
-  // True if pairs are quicker, likewise.
-  static bool pairs_for(const ConvTask& t, int64_t size) {
-    return t.KT == 3 && t.stride_t == 1;
-  }
-
-  // An odd number of frames has its first one by itself. So pairs are those of the whole where a clip is convolved in
-  // chunks, if those after the first have an even number of frames.
+  // Of pairs, an odd number of frames has its first one by itself. So a clip in chunks has the pairs of the whole, if
+  // the chunks after the first have an even number of frames.
   template <typename Pool>
   void run(Pool& pool) {
-    const int64_t single = pairs_ ? task_.T_out % 2 : task_.T_out;
+    const bool has_pairs = task_.KT == 3 && task_.stride_t == 1;
+    const int64_t single = has_pairs ? task_.T_out % 2 : task_.T_out;
     task_.pairs = false;
     run(pool, 0, single);
     task_.pairs = true;
@@ -48,14 +43,10 @@ class WinogradRun {
 
  private:
   static constexpr int64_t LEAST_TILES = 16;
-  static constexpr int64_t PACKED_FLOATS = 24 * 1024 * 1024;   // of weights: groups of output channels that are packed
-  static constexpr int64_t INPUT_FLOATS = 2 * 1024 * 1024;    // of a block, which the third cache level keeps
-  static constexpr int64_t FRAMES = WINOGRAD_PAIRED, TILES = 64;            // of a block; tiles of all its frames
-  static constexpr int64_t PIECES = 2;                        // for each thread, at least
-
-  static int64_t tiles_of(const ConvTask& t, int64_t size) {
-    return pieces_of(t.H_out, size) * pieces_of(t.W_out, size);
-  }
+  static constexpr int64_t PACKED_FLOATS = 24 * 1024 * 1024;      // of weights: groups of output channels
+  static constexpr int64_t INPUT_FLOATS = 2 * 1024 * 1024;        // of a block, which the third cache level keeps
+  static constexpr int64_t FRAMES = WINOGRAD_PAIRED, TILES = 64;  // of a block; tiles of all its frames
+  static constexpr int64_t PIECES = 2;                            // for each thread, at least
 
   // Output frames [first, first + frames), all in pairs or none.
   template <typename Pool>
@@ -96,7 +87,6 @@ class WinogradRun {
   }
 
   WinogradTask task_;
-  bool pairs_;
 };
 
 }  // namespace verax
