@@ -1,5 +1,6 @@
 """The operations' benchmark: every implementation is there, numbers fit together, wrong names are refused."""
 
+import jax.numpy as jnp
 import pytest
 
 from verax import ops
@@ -34,7 +35,7 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others(tmp_p
     cases = {case["case"]: case for case in result["cases"]}
     assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]
     for case in cases.values():
-        assert {case["runs"], "reference"} <= set(case["sides"]) <= set(ops.linear.implementations)
+        assert {case["runs"], "reference"} <= set(case["sides"]) <= {*ops.linear.implementations, linear.PACKED}
         assert set(case["ratios"]) == set(case["sides"]) - {case["runs"]}
         assert case["fraction_of_limit"] > 0 < case["bandwidth_gb_per_s"]
     assert cases["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
@@ -45,6 +46,14 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others(tmp_p
     assert written.with_suffix(".md").read_text().count("| int4-32, ") == 2
     assert markdown(result).startswith("# Operations")
     assert cases["bfloat16, 1 rows"]["flops"] == 2 * 256 * 48
+
+
+def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
+    cases = {case["case"]: case for case in run(rows=[1, 64], weights=["float32", "int8"])["cases"]}
+    for name, few_rows in (("float32, 1 rows", True), ("float32, 64 rows", False)):
+        packs = isinstance(ops.pack_weight(jnp.ones((48, 256)), few_rows=few_rows), ops.PackedWeight)
+        assert (cases[name]["runs"] == linear.PACKED) == (linear.PACKED in cases[name]["sides"]) == packs
+    assert linear.PACKED not in cases["int8, 64 rows"]["sides"]  # its inputs would have to be rounded too
 
 
 def test_attention_and_cache_writes_are_cases_too(monkeypatch):

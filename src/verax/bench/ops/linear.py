@@ -38,6 +38,12 @@ WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
 """Kinds of weight by name; of quantised ones, bits and inputs that share a scale, or the format of blocks. With zero
 points, as AWQ has them, or of 8-bit floats, as FP8 checkpoints have them, where the name says so."""
 
+PACKED = "packed"
+"""The side of a packed weight, in which models have it where `ops.pack_weight` makes one."""
+
+FEW_ROWS = 16
+"""Rows below which a product is that of decode steps, whose models pack a weight only if these get no slower."""
+
 COLD = 256 << 20
 """Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
 
@@ -61,16 +67,19 @@ def linear_cases(
     for kind in weights:
         weight = quantized_as(dense, kind)
         held = [_as_loaded(weight) for _ in range(_num_copies(weight.nbytes))]
+        packed = {few: _packed(held, few) for few in {count < FEW_ROWS for count in rows}}
         dtype = "float32" if kind == "float32" else "bfloat16"
         theirs = [] if torch is None else [torch_tensor(torch, dense, dtype)]
         theirs += [tensor.clone() for tensor in theirs for _ in range(1, _num_copies(tensor.nbytes))]
         for count in rows:
             x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
             sides = _implementations(x, held)
+            chosen = ops.linear.select(x, weight).name
+            if layouts := packed[count < FEW_ROWS]:
+                chosen, sides[PACKED] = PACKED, _packed_side(x, layouts)
             if torch is not None:
                 sides["torch"] = in_turn(partial(torch.nn.functional.linear, torch_tensor(torch, x, dtype)), theirs)
             products = 2 * count * size_out * size_in
-            chosen = ops.linear.select(x, weight).name
             yield operation_case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
 
 
@@ -84,6 +93,19 @@ def _as_loaded(weight: Any) -> Any:
     """A copy that lies in memory as a checkpoint's weights do."""
     memory = HostMemory()
     return jax.tree.map(lambda array: jax.device_put(memory.copy(array, np.dtype(array.dtype))), weight)
+
+
+def _packed(weights: Sequence[Any], few_rows: bool) -> list[ops.PackedWeight]:
+    """The weights as `ops.pack_weight` lays them out; none if it leaves them as they are."""
+    pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
+    if not isinstance(jax.eval_shape(partial(pack, few_rows=few_rows), weights[0]), ops.PackedWeight):
+        return []
+    return [pack(weight, few_rows=few_rows) for weight in weights]
+
+
+def _packed_side(x: jax.Array, weights: Sequence[ops.PackedWeight]) -> Callable[[], object]:
+    run = partial(jax.jit(ops.linear), x)
+    return in_turn(lambda weight: jax.block_until_ready(run(weight)), weights)
 
 
 def _num_copies(nbytes: int) -> int:
