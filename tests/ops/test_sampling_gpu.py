@@ -166,7 +166,7 @@ def test_a_batch_of_any_truncation_has_the_tokens_of_the_sorting_form(V):
 
 @pytest.mark.parametrize(("u", "end"), [(0.0, 0), (1 - 2**-24, -1)])
 def test_the_least_and_the_largest_number_draw_the_first_and_the_last_token_that_is_kept(u, end, monkeypatch):
-    """Of those that a grammar allows, where half of the scores are minus infinity."""
+    """Scores of which half are minus infinity: draws go to those that a grammar allows."""
     rng = np.random.default_rng(5)
     how = [{"top_k": 7}, {"top_k": 1}, {"top_k": 9, "min_p": 0.2}, {"top_p": 1e-6}, {}]
     logits = np.where(rng.random((len(how), 96)) < 0.5, -np.inf, rng.standard_normal((len(how), 96)))

@@ -29,8 +29,8 @@ class WinogradRun {
     return pieces_of(t.H_out, size) * pieces_of(t.W_out, size) < LEAST_TILES ? 0 : size;
   }
 
-  // Of pairs, an odd number of frames has its first one by itself. So a clip in chunks has the pairs of the whole, if
-  // the chunks after the first have an even number of frames.
+  // The first of an odd number of frames is computed by itself, the others in pairs. So a clip in chunks has the pairs
+  // of the whole, if the chunks after the first have an even number of frames.
   template <typename Pool>
   void run(Pool& pool) {
     const bool has_pairs = task_.KT == 3 && task_.stride_t == 1;
