@@ -1,5 +1,6 @@
 """Arguments of `ops.sampling.sample`, a slot for each row with parameters and a seed of its own; its draws compared."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -55,3 +56,14 @@ def assert_same_draws(logits, options, got, expected):
         weights = np.exp(scores - scores.max())
         between = slice(min(got[row], expected[row]) + 1, max(got[row], expected[row]))
         assert weights[between].sum() < 1e-4 * weights.sum()
+
+
+def sampling_shapes(rows, vocab, context):
+    """Shapes of the arguments of `ops.sampling.sample` in an engine, for sequences of at most `context` tokens."""
+
+    def shapes(dtype, *sizes):
+        return [jax.ShapeDtypeStruct((rows, *size), dtype) for size in sizes]
+
+    logits, floats, bias_values = shapes(jnp.float32, (vocab,), (len(FLOATS),), (300,))
+    tokens, slots, lengths, ints, bias_ids, banned = shapes(jnp.int32, (context,), (), (), (len(INTS),), (300,), (80,))
+    return logits, tokens, slots, lengths, SamplingArrays(floats, ints, bias_ids, bias_values, banned)

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.support.sampling import sampling_shapes
 from tests.targets.resources import Resources, of_gpu, of_tpu
 from verax import ops
 from verax._compat import no_compilation_cache
 from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
 from verax.ops.pages import QuantizedPages, is_quantized, page_bytes
-from verax.ops.sampling import FLOATS, INTS, SamplingArrays
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 
@@ -212,20 +212,13 @@ def _delta_step(device: str, predicted: float, rows: int = 64, slots: int = 80) 
 
 
 def _sample(device: str, predicted: float, rows: int = 16, vocab: int = 151936) -> Kernel:
-    def array(*shape: int, dtype: Any = jnp.float32) -> Any:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype)
-
-    (tokens, slots, lengths, ints, bias_ids, banned) = _integers(
-        *((rows, *size) for size in ((2048,), (), (), (len(INTS),), (300,), (80,)))
-    )
-    params = SamplingArrays(array(len(FLOATS)), ints, bias_ids, array(300), banned)
     return Kernel(
         "sample",
         "triton",
         "sample_by_probability",
         device,
         f"{rows} sequences of {vocab} tokens, top-k and top-p",
-        (array(vocab), tokens, slots, lengths, params),
+        sampling_shapes(rows, vocab, 2048),
         0,
         4 * rows * vocab,
         predicted,

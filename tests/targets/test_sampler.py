@@ -4,15 +4,14 @@ import re
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.support.sampling import sampling_shapes
 from tests.targets.test_targets import skip_without_compiler
 from tests.targets.thunks import thunks
 from verax import ops
 from verax._compat import no_compilation_cache
-from verax.ops.sampling import FLOATS, INTS, SamplingArrays
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 
@@ -26,13 +25,6 @@ def compile_sampler(named, options=None):
     """`ops.sampling.sample` for an H100, by the named implementations and with further XLA options."""
     skip_without_compiler("h100")
     device = find_device("h100")
-
-    def shapes(dtype, *sizes):
-        return [jax.ShapeDtypeStruct((ROWS, *size), dtype) for size in sizes]
-
-    logits, floats, bias_values = shapes(jnp.float32, (VOCAB,), (len(FLOATS),), (300,))
-    tokens, slots, lengths, ints, bias_ids, banned = shapes(jnp.int32, (CONTEXT,), (), (), (len(INTS),), (300,), (80,))
-    params = SamplingArrays(floats, ints, bias_ids, bias_values, banned)
     on_device = NamedSharding(topology_mesh(device, 1), PartitionSpec())
     with (
         ops.use_target(device.platform, device.kind, device.memory),
@@ -40,7 +32,7 @@ def compile_sampler(named, options=None):
         no_compilation_cache(),
     ):
         lowered = jax.jit(ops.sampling.sample.__call__, in_shardings=on_device).lower(
-            logits, tokens, slots, lengths, params
+            *sampling_shapes(ROWS, VOCAB, CONTEXT)
         )
         return lowered.compile(compiler_options={**compiler_of(device).options, **(options or {})})
 
