@@ -46,13 +46,13 @@ HELPERS = (
 
 FLOWS: dict[str, list[tuple[str, str, str]]] = {
     "life-of-a-request": [
-        ("LLM.generate", "text/llm.py", "a prompt, SamplingParams"),
-        ("Engine.add_request", "text/engine.py", "Request with n Sequences"),
-        ("Scheduler.schedule, BlockManager", "text/scheduler.py, text/block_manager.py", "Schedule of Chunks"),
-        ("ModelRunner.run", "text/runner.py", "one packed int32 array"),
-        ("compiled step: model, cache, sampling", "text/step.py", "StepOutput, read one step later"),
-        ("Engine: stop conditions", "text/engine.py", "tokens"),
-        ("IncrementalDetokenizer", "text/detokenizer.py", "RequestOutput"),
+        ("LLM.generate", "text/engine/llm.py", "a prompt, SamplingParams"),
+        ("Engine.add_request", "text/engine/engine.py", "Request with n Sequences"),
+        ("Scheduler.schedule, BlockManager", "text/engine/scheduler.py, text/engine/block_manager.py", "Schedule of Chunks"),
+        ("ModelRunner.run", "text/step/runner.py", "one packed int32 array"),
+        ("compiled step: model, cache, sampling", "text/step/step.py", "StepOutput, read one step later"),
+        ("Engine: stop conditions", "text/engine/engine.py", "tokens"),
+        ("IncrementalDetokenizer", "text/tokens/detokenizer.py", "RequestOutput"),
     ],
     "life-of-a-clip": [
         ("VideoPipeline", "video/pipeline.py", "a prompt and an image"),

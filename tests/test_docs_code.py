@@ -11,7 +11,7 @@ from tests.support.markdown import Block, MarkdownError, blocks, inline_commands
 from tests.support.markdown_run import check_command, commands, run_block
 from verax import cli
 from verax.ops import operations
-from verax.text.llm import LLM
+from verax.text.engine.llm import LLM
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

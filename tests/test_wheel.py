@@ -30,10 +30,10 @@ def test_a_server_from_the_wheel_finds_the_files_of_its_page(unpacked):
     assert done.returncode == 0, done.stderr
     module, found = json.loads(done.stdout)
     assert Path(module).is_relative_to(unpacked)
-    static = ROOT / "src/verax/serve/static"
+    static = ROOT / "src/verax/serve/page/static"
     assert sorted(found) == sorted(path.name for path in static.iterdir())
     for name in found:
-        assert (unpacked / "verax/serve/static" / name).read_bytes() == (static / name).read_bytes()
+        assert (unpacked / "verax/serve/page/static" / name).read_bytes() == (static / name).read_bytes()
 
 
 def test_the_wheel_has_every_module(unpacked):

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import RankedDocument, Reranker
     from verax.models import register_causal_lm
-    from verax.text.async_llm import AsyncLLM
-    from verax.text.engine_config import EngineConfig
-    from verax.text.llm import LLM
-    from verax.text.lora.request import LoRARequest
-    from verax.text.outputs import CompletionOutput, Logprob, RequestOutput
-    from verax.text.sampling_params import SamplingParams
-    from verax.text.structured_outputs import StructuredOutputs
+    from verax.text.engine.async_llm import AsyncLLM
+    from verax.text.engine.engine_config import EngineConfig
+    from verax.text.engine.llm import LLM
+    from verax.text.features.lora.request import LoRARequest
+    from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from verax.text.engine.sampling_params import SamplingParams
+    from verax.text.features.structured_outputs import StructuredOutputs
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
     from verax.video.request import VideoRequest
@@ -51,18 +51,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "verax.text.llm",
-    "AsyncLLM": "verax.text.async_llm",
-    "CompletionOutput": "verax.text.outputs",
+    "LLM": "verax.text.engine.llm",
+    "AsyncLLM": "verax.text.engine.async_llm",
+    "CompletionOutput": "verax.text.engine.outputs",
     "Encoder": "verax.embed.encoder",
-    "EngineConfig": "verax.text.engine_config",
-    "LoRARequest": "verax.text.lora.request",
-    "Logprob": "verax.text.outputs",
+    "EngineConfig": "verax.text.engine.engine_config",
+    "LoRARequest": "verax.text.features.lora.request",
+    "Logprob": "verax.text.engine.outputs",
     "RankedDocument": "verax.embed.reranker",
-    "RequestOutput": "verax.text.outputs",
+    "RequestOutput": "verax.text.engine.outputs",
     "Reranker": "verax.embed.reranker",
-    "SamplingParams": "verax.text.sampling_params",
-    "StructuredOutputs": "verax.text.structured_outputs",
+    "SamplingParams": "verax.text.engine.sampling_params",
+    "StructuredOutputs": "verax.text.features.structured_outputs",
     "VideoOutput": "verax.video.outputs",
     "VideoPipeline": "verax.video.pipeline",
     "VideoProgress": "verax.video.outputs",

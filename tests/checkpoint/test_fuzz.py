@@ -26,9 +26,9 @@ from verax.models.clip import CLIPVisionConfig
 from verax.models.umt5 import UMT5Config
 from verax.models.wan.model import WanConfig
 from verax.models.wan.vae_config import WanVaeConfig
-from verax.text.gguf_tokenizer import read_gguf_tokenizer
-from verax.text.sampling_params import SamplingParams
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.tokens.tokenizer import Tokenizer
 from verax.video.settings import read_settings
 
 BUILTIN = Path(__file__).parents[2] / "src/verax/builtin"

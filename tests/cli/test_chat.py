@@ -9,8 +9,8 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax import cli
 from verax.cli.chat import Conversation
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
 QUICK = ("--dtype", "float32", "--max-tokens", "5", "--temperature", "0")
 

@@ -17,7 +17,7 @@ CONFIG = dict(max_position_embeddings=128)
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Prompts are short here: steps of 32 tokens are enough, and the engines start in half the time."""
-    monkeypatch.setattr("verax.text.sizes.MIN_BATCHED_TOKENS", {"cpu": 32})
+    monkeypatch.setattr("verax.text.step.sizes.MIN_BATCHED_TOKENS", {"cpu": 32})
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 import json
 
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -6,7 +6,7 @@ from scipy import special, stats
 
 from verax.compare.outputs import candidates, compare_logits, compare_vectors, first_difference
 from verax.errors import InvalidParameterError
-from verax.text.outputs import Logprob
+from verax.text.engine.outputs import Logprob
 
 
 def logits(rows=6, vocabulary=50, seed=0):

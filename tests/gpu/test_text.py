@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tests.support.tiny import tiny_tokenizer
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 QWEN3 = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}

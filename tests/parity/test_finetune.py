@@ -18,7 +18,7 @@ from verax import ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.peft import Adapter, merge
 from verax.loading import load_causal_lm
-from verax.text.program import AbstractModel
+from verax.text.step.program import AbstractModel
 from verax.train.finetune import LoraSettings, train_full, train_lora
 from verax.train.finetune.lora import TrainedAdapter
 from verax.train.finetune.recompute import recompute_layers

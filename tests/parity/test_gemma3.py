@@ -22,7 +22,7 @@ from tests.support.causal_lm import (
 )
 from verax.compare.cases.text import text_case
 from verax.compare.run import compare_case
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.sampling_params import SamplingParams
 
 SIZES = dict(
     vocab_size=301,

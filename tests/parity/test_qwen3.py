@@ -23,7 +23,7 @@ from verax._compat import make_mesh
 from verax.checkpoint import Checkpoint, load_module
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.sampling_params import SamplingParams
 
 SIZES = dict(
     vocab_size=301,

@@ -18,7 +18,7 @@ from tests.support.causal_lm import (
     save_reference,
 )
 from verax.checkpoint import Checkpoint
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.sampling_params import SamplingParams
 
 SIZES = dict(
     vocab_size=301,

@@ -21,7 +21,7 @@ from tests.support.causal_lm import (
 )
 from verax import checkpoint
 from verax.checkpoint import Checkpoint
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.sampling_params import SamplingParams
 
 SIZES = dict(
     vocab_size=301,

@@ -15,9 +15,9 @@ from verax.plan.devices import find_device
 from verax.plan.model import describe
 from verax.plan.run import plan
 from verax.plan.text import plan_text, text_plan
-from verax.text.engine_config import EngineConfig
-from verax.text.runner import ModelRunner
-from verax.text.sizes import plan_sizes
+from verax.text.engine.engine_config import EngineConfig
+from verax.text.step.runner import ModelRunner
+from verax.text.step.sizes import plan_sizes
 
 DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)
 CPU = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)

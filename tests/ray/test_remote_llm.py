@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from verax.errors import ContextLengthError, EngineDeadError, QueueFullError
-from verax.serve.server import Server
-from verax.text.async_llm import AsyncLLM
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
+from verax.serve.http.server import Server
+from verax.text.engine.async_llm import AsyncLLM
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`: make test-ray installs it")
 pytest.importorskip("ray.serve", reason="needs the extra `ray`: make test-ray installs it")

@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 
 from verax.serve import app as app_module
 from verax.serve.app import create_app
-from verax.serve.logs import JsonFormatter, TextFormatter
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
+from verax.serve.http.logs import JsonFormatter, TextFormatter
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
 
 
 class EchoModule:

@@ -8,8 +8,8 @@ from starlette.testclient import TestClient
 
 from tests.support.tiny_encoder import random_sentences
 from verax.serve.app import create_app
-from verax.serve.server import LazyModel, Server
-from verax.serve.settings import ServerSettings
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
 
 SENTENCES = random_sentences(5, seed=3, most=12)
 

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from tests.support.pictures import saved
-from verax.serve import middleware, run, videos
-from verax.serve.media import store as store_module
-from verax.serve.media.process import MediaDecoder
+from verax.serve import run
+from verax.serve.http import middleware
+from verax.serve.video import videos
+from verax.serve.video.media import store as store_module
+from verax.serve.video.media.process import MediaDecoder
 from verax.serve.run import bind
-from verax.serve.server import LazyModel, Server
-from verax.serve.settings import ServerSettings
-from verax.text.async_llm import AsyncLLM
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
+from verax.text.engine.async_llm import AsyncLLM
 from verax.video import files as video_files
 
 pytest.importorskip("av")

@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from tests.support.pictures import bomb
-from verax.serve.server import LazyModel, Server
-from verax.serve.settings import ServerSettings
-from verax.text import grammar
-from verax.text.async_llm import AsyncLLM
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
+from verax.text.features import grammar
+from verax.text.engine.async_llm import AsyncLLM
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("av")

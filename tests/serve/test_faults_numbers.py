@@ -16,12 +16,12 @@ from msgspec import inspect
 from tests.support.tiny_encoder import tiny_reranker
 from verax.embed.reranker import Reranker
 from verax.serve import app as app_module
-from verax.serve.embeddings import EmbeddingRequest
-from verax.serve.routing import ApiRoute
-from verax.serve.server import LazyModel, Server
-from verax.serve.settings import ServerSettings
-from verax.serve.video_fields import VideoCreate
-from verax.text.async_llm import AsyncLLM
+from verax.serve.text.embeddings import EmbeddingRequest
+from verax.serve.http.routing import ApiRoute
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
+from verax.serve.video.video_fields import VideoCreate
+from verax.text.engine.async_llm import AsyncLLM
 
 pytest.importorskip("av")
 pytest.importorskip("PIL.Image")

@@ -6,9 +6,9 @@ import time
 import msgspec
 import pytest
 
-from verax.serve import fields
-from verax.serve.errors import ApiError
-from verax.serve.fields import MAX_DEPTH, decode, parse_json
+from verax.serve.http import fields
+from verax.serve.http.errors import ApiError
+from verax.serve.http.fields import MAX_DEPTH, decode, parse_json
 
 
 class Item(msgspec.Struct):

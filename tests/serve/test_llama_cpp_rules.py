@@ -10,10 +10,10 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.support.tiny import CHAT_TEMPLATE, END
 from verax.serve.app import create_app
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
-from verax.serve.usage import Usage
-from verax.text.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
+from verax.serve.text.usage import Usage
+from verax.text.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

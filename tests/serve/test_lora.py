@@ -10,7 +10,7 @@ from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import LLM, AsyncLLM, LoRARequest
 from verax.errors import InvalidParameterError
 from verax.serve.app import create_app
-from verax.serve.server import Server
+from verax.serve.http.server import Server
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "abc"}], **GREEDY}

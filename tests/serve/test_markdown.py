@@ -3,8 +3,8 @@ import re
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.serve import markdown
-from verax.serve.markdown import render
+from verax.serve.page import markdown
+from verax.serve.page.markdown import render
 
 
 def test_code_has_classes_and_no_styles():

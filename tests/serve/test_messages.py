@@ -7,13 +7,13 @@ import pytest
 from tests.serve.conftest import Api
 from tests.support.chat_run import ScriptedRun, call, running
 from verax.errors import QueueFullError
-from verax.serve import messages
+from verax.serve.text import messages
 from verax.serve.app import create_app
-from verax.serve.errors import ApiError
-from verax.serve.fields import decode
-from verax.serve.messages_request import MessagesRequest, chat_of
-from verax.serve.server import Server
-from verax.text.parsing import Delta
+from verax.serve.http.errors import ApiError
+from verax.serve.http.fields import decode
+from verax.serve.text.messages_request import MessagesRequest, chat_of
+from verax.serve.http.server import Server
+from verax.text.features.parsing import Delta
 
 PATH = "/v1/messages"
 USER = [{"role": "user", "content": "once upon a time"}]

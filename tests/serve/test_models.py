@@ -2,7 +2,7 @@
 
 from tests.serve.conftest import Api
 from verax.serve.app import create_app
-from verax.serve.server import LazyModel, Server
+from verax.serve.http.server import LazyModel, Server
 
 
 def test_models_are_listed_under_each_name_and_found_by_it(api):

@@ -20,10 +20,10 @@ from starlette.routing import Route
 
 from tests.serve.page.fake import running
 from tests.support.markdown import blocks
-from verax.serve.security import Security
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
-from verax.serve.sse import DONE, EventStream, data_event
+from verax.serve.http.security import Security
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
+from verax.serve.http.sse import DONE, EventStream, data_event
 
 PAGE = Path(__file__).parents[2] / "docs/server.md"
 HOST = "llm.example.com"

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.replicas import as_replicas
-from verax.text.async_llm import AsyncLLM
+from verax.text.engine.async_llm import AsyncLLM
 
 ASKED = {"prompt": ["abc", "once upon a time", "a small fox", "the river"], "max_tokens": 8, "ignore_eos": True}
 

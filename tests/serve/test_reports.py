@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from verax.serve.reports import MAX_DEPTH, Reports
+from verax.serve.page.reports import MAX_DEPTH, Reports
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from starlette.testclient import TestClient
 from tests.support.tiny_encoder import random_sentences, tiny_reranker
 from verax import Reranker
 from verax.serve.app import create_app
-from verax.serve.server import LazyModel, Server
-from verax.serve.settings import ServerSettings
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
 
 QUERY = "who sat on the mat ?"
 DOCUMENTS = random_sentences(6, seed=3, most=8)

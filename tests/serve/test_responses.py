@@ -5,11 +5,11 @@ import json
 import pytest
 
 from tests.support.chat_run import ScriptedRun, call, running
-from verax.serve import responses
-from verax.serve.errors import ApiError
-from verax.serve.fields import decode
-from verax.serve.responses_request import ResponsesRequest, chat_of
-from verax.text.parsing import Delta
+from verax.serve.text import responses
+from verax.serve.http.errors import ApiError
+from verax.serve.http.fields import decode
+from verax.serve.text.responses_request import ResponsesRequest, chat_of
+from verax.text.features.parsing import Delta
 
 PATH = "/v1/responses"
 BODY = {"input": "once upon a time", "max_output_tokens": 8}

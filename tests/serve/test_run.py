@@ -14,11 +14,11 @@ import openai
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.serve.middleware import MAX_HEADER_BYTES
+from verax.serve.http.middleware import MAX_HEADER_BYTES
 from verax.serve.run import bind, run
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
-from verax.text.async_llm import AsyncLLM
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
+from verax.text.engine.async_llm import AsyncLLM
 
 LONG = {"messages": [{"role": "user", "content": "abc"}], "ignore_eos": True, "max_tokens": 100}
 SHORT = {**LONG, "max_tokens": 5}

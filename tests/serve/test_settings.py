@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from verax.cli import app
 from verax.errors import InvalidParameterError
-from verax.serve.settings import ServerSettings
+from verax.serve.http.settings import ServerSettings
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import make_llm
-from verax.text.async_llm import AsyncLLM
+from verax.text.engine.async_llm import AsyncLLM
 
 
 @pytest.fixture(scope="module")

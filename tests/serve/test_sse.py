@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from verax.serve.errors import ApiError
-from verax.serve.sse import DONE, PING, ClientDisconnectedError, EventStream, data_event, named_event
+from verax.serve.http.errors import ApiError
+from verax.serve.http.sse import DONE, PING, ClientDisconnectedError, EventStream, data_event, named_event
 
 
 class Client:
@@ -82,7 +82,7 @@ def test_an_error_before_the_first_event_is_raised_and_a_later_one_is_an_event()
 
 
 def test_a_silent_stream_begins_and_sends_pings(monkeypatch):
-    monkeypatch.setattr("verax.serve.sse.HEADERS_AFTER", 0.01)
+    monkeypatch.setattr("verax.serve.http.sse.HEADERS_AFTER", 0.01)
 
     async def main():
         client = Client()

@@ -11,9 +11,9 @@ import pytest
 from tests.serve.conftest import Api
 from tests.support.tiny import tiny_checkpoint
 from verax.serve.app import create_app
-from verax.serve.server import Server
-from verax.text.async_llm import AsyncLLM
-from verax.text.llm import LLM
+from verax.serve.http.server import Server
+from verax.text.engine.async_llm import AsyncLLM
+from verax.text.engine.llm import LLM
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Rain?"}]

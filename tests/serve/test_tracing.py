@@ -9,15 +9,15 @@ import httpx
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
-from verax.text.async_llm import AsyncLLM
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
+from verax.text.engine.async_llm import AsyncLLM
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from verax.serve.tracing import RequestTracer
+from verax.serve.http.tracing import RequestTracer
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

@@ -1,7 +1,7 @@
 """`Usage`: tokens are counted once, however many come at a time and of whichever sample."""
 
-from verax.serve.usage import Usage
-from verax.text.outputs import CompletionOutput, RequestOutput
+from verax.serve.text.usage import Usage
+from verax.text.engine.outputs import CompletionOutput, RequestOutput
 
 
 def output(*parts, prompt=4, cached=1):

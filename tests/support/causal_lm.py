@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.tiny import tiny_tokenizer
 from verax.checkpoint import Checkpoint
 from verax.loading import load_causal_lm
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
 GREEDY = dict(temperature=0, ignore_eos=True, logit_bias={1: -100.0})
 """Sampling options like those of `continuations`, where `min_new_tokens` forbids the end of text as this bias does."""

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from verax.serve.chat_run import ChatEvent
-from verax.serve.usage import Usage
-from verax.text.parsing import Delta, ToolCallDelta
+from verax.serve.text.chat_run import ChatEvent
+from verax.serve.text.usage import Usage
+from verax.text.features.parsing import Delta, ToolCallDelta
 
 
 def call(index, *arguments, name="weather"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verax import published
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 BUILD = Path(__file__).parents[2] / "build"
 

@@ -2,7 +2,7 @@
 
 import copy
 
-from verax.text.engine_group import EngineGroup
+from verax.text.engine.engine_group import EngineGroup
 
 
 def as_replicas(*llms):

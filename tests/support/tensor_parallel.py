@@ -199,7 +199,7 @@ def _cached(runner, kept):
     """Arrays of the cache in the layers of a kind."""
     import jax
 
-    from verax.text.sizes import layer_states
+    from verax.text.step.sizes import layer_states
 
     states = layer_states(runner.abstract_model.config, 1)
     layers = zip(runner._cache, states, strict=True)

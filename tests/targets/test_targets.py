@@ -18,7 +18,7 @@ from verax.plan.compiled.run import compile_model
 from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 from verax.plan.model import describe
-from verax.text.program import StepProgram
+from verax.text.step.program import StepProgram
 
 ATTENTION_LAYERS = {"qwen3": 2, "hybrid": 1}
 """Layers with a cache of pages in each language model of the cases."""

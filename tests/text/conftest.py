@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from verax.text.llm import LLM
+from verax.text.engine.llm import LLM
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def make_llm(folder, **options):
 @pytest.fixture(scope="session")
 def crowded_llm(tiny_folder, llm):
     """The same with a cache for 31 blocks of 4 tokens: a few long sequences at once must preempt each other."""
-    from verax.text.sizes import block_bytes
+    from verax.text.step.sizes import block_bytes
 
     memory = 32 * block_bytes(llm.model_config, 4, "float32")
     return make_llm(tiny_folder, kv_cache_memory=memory)

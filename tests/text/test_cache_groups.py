@@ -7,10 +7,10 @@ import pytest
 from tests.support.tiny import WINDOWED, tiny_config
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
-from verax.text.cache_groups import CachePlan, first_block, most_blocks
-from verax.text.engine_config import EngineConfig
-from verax.text.program import new_cache
-from verax.text.sizes import block_bytes, plan_sizes
+from verax.text.engine.cache_groups import CachePlan, first_block, most_blocks
+from verax.text.engine.engine_config import EngineConfig
+from verax.text.step.program import new_cache
+from verax.text.step.sizes import block_bytes, plan_sizes
 
 MIB = 1 << 20
 GEMMA = {

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from verax.errors import InvalidParameterError, TemplateError
-from verax.text.chat_template import render
+from verax.text.tokens.chat_template import render
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PREFILLED = [*HELLO, {"role": "assistant", "content": "The answer is "}]

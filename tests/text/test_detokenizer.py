@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tests.support.tiny import TEXT, tiny_tokenizer
-from verax.text.detokenizer import IncrementalDetokenizer
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.detokenizer import IncrementalDetokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 
 def byte_fallback_tokenizer():

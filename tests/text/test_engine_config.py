@@ -8,7 +8,7 @@ import pytest
 import verax
 from tests.text.conftest import make_llm
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.text.engine_config import EngineConfig, EngineOptions
+from verax.text.engine.engine_config import EngineConfig, EngineOptions
 
 GREEDY = verax.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

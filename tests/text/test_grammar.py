@@ -16,12 +16,12 @@ from tests.text.conftest import make_llm
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError, MissingDependencyError, StructuredOutputError
 from verax.models import causal_lm
-from verax.text import grammar
-from verax.text.grammar import GrammarCompiler
-from verax.text.sampling_params import SamplingParams
-from verax.text.sizes import block_bytes
-from verax.text.structured_outputs import StructuredOutputs
-from verax.text.tokenizer import Tokenizer
+from verax.text.features import grammar
+from verax.text.features.grammar import GrammarCompiler
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.sizes import block_bytes
+from verax.text.features.structured_outputs import StructuredOutputs
+from verax.text.tokens.tokenizer import Tokenizer
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 50, 7, 40, 12)]

@@ -5,8 +5,8 @@ import pytest
 
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
-from verax.text.sampling_params import SamplingParams
-from verax.text.sizes import block_bytes
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.sizes import block_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 RNG = np.random.default_rng(0)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from verax.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
 def make_output(**changes):

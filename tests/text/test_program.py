@@ -15,9 +15,9 @@ from verax.models.causal_lm import config_on_devices
 from verax.models.qwen3 import Qwen3Config
 from verax.nn import pack_linear_weights
 from verax.ops._target import DeviceMemory, Target
-from verax.text.engine_config import EngineConfig
-from verax.text.program import AbstractModel, cache_partitions, new_cache, step_program
-from verax.text.sizes import block_bytes, plan_sizes
+from verax.text.engine.engine_config import EngineConfig
+from verax.text.step.program import AbstractModel, cache_partitions, new_cache, step_program
+from verax.text.step.sizes import block_bytes, plan_sizes
 
 QWEN3_0_6B = dict(
     vocab_size=151936,

@@ -9,10 +9,10 @@ from tests.support.sequences import make_sequence
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
-from verax.text.engine_config import EngineConfig
-from verax.text.program import new_cache
-from verax.text.sampling_params import SamplingParams
-from verax.text.sizes import block_bytes, plan_sizes, state_bytes
+from verax.text.engine.engine_config import EngineConfig
+from verax.text.step.program import new_cache
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.sizes import block_bytes, plan_sizes, state_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=7, max_tokens=20, ignore_eos=True)

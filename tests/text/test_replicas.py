@@ -9,7 +9,7 @@ from tests.support.replicas import as_replicas
 from tests.text.conftest import make_llm
 from verax import AsyncLLM, SamplingParams
 from verax.errors import EngineDeadError, QueueFullError
-from verax.text.outputs import RequestOutput
+from verax.text.engine.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from verax.text import routing
-from verax.text.routing import SEQUENCE_TOKENS, Router, work
+from verax.text.engine import routing
+from verax.text.engine.routing import SEQUENCE_TOKENS, Router, work
 
 PREFIX = list(range(100, 164))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.text.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from verax.text.engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 BAD = [
     ("n", 0),

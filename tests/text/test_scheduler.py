@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.sequences import make_sequence
-from verax.text.block_manager import BlockManager
-from verax.text.cache_groups import most_blocks
-from verax.text.scheduler import Scheduler
-from verax.text.sequence import SequenceState
+from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.cache_groups import most_blocks
+from verax.text.engine.scheduler import Scheduler
+from verax.text.engine.sequence import SequenceState
 
 
 class PretendedDevice:

@@ -8,10 +8,10 @@ import pytest
 from tests.support.tiny import WINDOWED, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
-from verax.text.block_manager import BlockManager
-from verax.text.cache_groups import most_blocks
-from verax.text.sampling_params import SamplingParams
-from verax.text.scheduler import Scheduler
+from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.cache_groups import most_blocks
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.scheduler import Scheduler
 
 WINDOW = WINDOWED["sliding_window"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

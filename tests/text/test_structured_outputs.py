@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.text.sampling_params import SamplingParams
-from verax.text.structured_outputs import StructuredOutputs
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.features.structured_outputs import StructuredOutputs
 
 
 def nested(depth):

@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from verax.errors import TemplateError
-from verax.text import template_limits
-from verax.text.chat_template import render
+from verax.text.tokens import template_limits
+from verax.text.tokens.chat_template import render
 
 HELLO = [{"role": "user", "content": "Hello"}]
 GROW = "{% set n = namespace(x=@) %}{% for i in range(99) %}{% set n.x = # %}{% endfor %}"

@@ -8,8 +8,8 @@ import tokenizers
 from tests.support import tiny_encoder
 from tests.support.tiny import TURN_END, TURN_START, tiny_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError
-from verax.text.chat_template import render
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.chat_template import render
+from verax.text.tokens.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

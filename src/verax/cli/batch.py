@@ -15,7 +15,7 @@ from verax.batch.parquet import PARQUET, lines_path
 from verax.batch.results import ResultFile
 from verax.cli import options, serving
 from verax.cli.results import AGAIN, check_input, counted, open_results
-from verax.serve.settings import ServerSettings
+from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from verax.batch.parquet import ParquetLines
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from verax.serve.batch.lines import AnswerLine
     from verax.serve.batch.local import BatchServer
     from verax.serve.batch.run import BatchCounts, BatchRun
-    from verax.serve.server import Server
+    from verax.serve.http.server import Server
 
 __all__ = ["batch"]
 

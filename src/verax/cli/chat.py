@@ -15,10 +15,10 @@ import typer
 from verax.cli import options
 
 if TYPE_CHECKING:
-    from verax.text.llm import LLM
-    from verax.text.lora.request import LoRARequest
-    from verax.text.outputs import RequestOutput
-    from verax.text.sampling_params import SamplingParams
+    from verax.text.engine.llm import LLM
+    from verax.text.features.lora.request import LoRARequest
+    from verax.text.engine.outputs import RequestOutput
+    from verax.text.engine.sampling_params import SamplingParams
 
 __all__ = ["chat"]
 
@@ -61,7 +61,7 @@ def chat(
 
         verax chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence."
     """
-    from verax.text.llm import LLM
+    from verax.text.engine.llm import LLM
 
     llm = LLM(
         model,

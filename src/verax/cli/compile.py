@@ -43,7 +43,7 @@ def compile(
 
         verax compile Qwen/Qwen3-0.6B --device h100 -o qwen3-h100
     """
-    from verax.text.llm import LLM
+    from verax.text.engine.llm import LLM
 
     if device is not None:
         _check_device(device)

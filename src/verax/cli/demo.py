@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from verax.text.llm import LLM
-    from verax.text.sampling_params import SamplingParams
+    from verax.text.engine.llm import LLM
+    from verax.text.engine.sampling_params import SamplingParams
 
 __all__ = ["demo"]
 
@@ -49,7 +49,7 @@ def demo(
     Everything is saved to one folder. The clip needs the extra video, the comparison the extras parity and compare, and
     the published models, Gemma 3 270M and all-MiniLM-L6-v2, the extra real.
     """
-    from verax.text.llm import LLM
+    from verax.text.engine.llm import LLM
 
     output.mkdir(parents=True, exist_ok=True)
     llm = LLM(max_num_seqs=64, max_model_len=512, seed=seed)
@@ -172,8 +172,8 @@ def _proof(output: Path, say: _Transcript) -> None:
 def _published(say: _Transcript) -> dict[str, Any]:
     """Texts that the published models make, those that are installed."""
     from verax import published
-    from verax.text.llm import LLM
-    from verax.text.sampling_params import SamplingParams
+    from verax.text.engine.llm import LLM
+    from verax.text.engine.sampling_params import SamplingParams
 
     gemma, minilm = published.gemma(), published.minilm()
     made: dict[str, Any] = {}

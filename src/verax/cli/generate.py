@@ -14,10 +14,10 @@ from verax.cli import options
 from verax.cli.lines import checked, read_lines
 
 if TYPE_CHECKING:
-    from verax.text.llm import LLM
-    from verax.text.lora.request import LoRARequest
-    from verax.text.sampling_params import SamplingParams
-    from verax.text.structured_outputs import StructuredOutputs
+    from verax.text.engine.llm import LLM
+    from verax.text.features.lora.request import LoRARequest
+    from verax.text.engine.sampling_params import SamplingParams
+    from verax.text.features.structured_outputs import StructuredOutputs
 
 __all__ = ["generate"]
 
@@ -103,7 +103,7 @@ def generate(
     texts = _prompts(prompts, file)
     inputs = [_token_ids(text) for text in texts] if skip_tokenizer_init else texts
     form = _form(json_schema, regex, choice, grammar)
-    from verax.text.llm import LLM
+    from verax.text.engine.llm import LLM
 
     llm = LLM(
         model,
@@ -188,7 +188,7 @@ def _form(
     json_schema: str | None, regex: str | None, choice: list[str] | None, grammar: Path | None
 ) -> StructuredOutputs | None:
     """Form of the answer; None if it is free."""
-    from verax.text.structured_outputs import StructuredOutputs
+    from verax.text.features.structured_outputs import StructuredOutputs
 
     if json_schema is not None and not json_schema.lstrip().startswith("{"):
         json_schema = _read("--json-schema", Path(json_schema))

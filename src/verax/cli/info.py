@@ -101,7 +101,7 @@ def _describe(model: str) -> dict[str, Any]:
         return describe_folder(model)
     from verax.checkpoint import Checkpoint
     from verax.models import causal_lm
-    from verax.text.tokenizer import Tokenizer
+    from verax.text.tokens.tokenizer import Tokenizer
 
     opened = Checkpoint.open(model)
     config = causal_lm(opened.config)[1]

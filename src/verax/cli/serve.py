@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import options, serving
-from verax.serve.settings import ServerSettings
+from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from verax.serve.server import Server
+    from verax.serve.http.server import Server
 
 __all__ = ["serve"]
 
@@ -150,10 +150,10 @@ def serve(
         raise typer.BadParameter(f"--ray: replicas are of the text model; {given[0]} needs a server of its own")
     serving.check_one_process(ray, nnodes)
     serving.require_packages("uvicorn", "httptools")
-    from verax.serve.logs import configure_logs
+    from verax.serve.http.logs import configure_logs
     from verax.serve.run import bind, run
-    from verax.serve.server import Server
-    from verax.serve.tracing import RequestTracer
+    from verax.serve.http.server import Server
+    from verax.serve.http.tracing import RequestTracer
 
     settings = ServerSettings(
         host=host,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import options
-from verax.serve.settings import ServerSettings
+from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from verax.ray.replicas import RunningReplicas
-    from verax.serve.server import Server
-    from verax.serve.tracing import RequestTracer
-    from verax.text.lora.request import LoRARequest
+    from verax.serve.http.server import Server
+    from verax.serve.http.tracing import RequestTracer
+    from verax.text.features.lora.request import LoRARequest
 
 __all__ = [
     "LIMITS",
@@ -177,7 +177,7 @@ def open_adapters(modules: Sequence[str] | None, *, node_rank: int) -> dict[str,
         node_rank: number of this host. Host 0 reads the files, and checks them before the model is loaded.
     """
     from verax.checkpoint.peft import Adapter
-    from verax.text.lora.request import LoRARequest
+    from verax.text.features.lora.request import LoRARequest
 
     found: dict[str, LoRARequest] = {}
     for number, module in enumerate(modules or (), start=1):
@@ -268,8 +268,8 @@ def new_server(
         tracer: tracer of the requests.
         engine: further arguments of `AsyncLLM`.
     """
-    from verax.serve.server import LazyModel, Server
-    from verax.text.async_llm import AsyncLLM
+    from verax.serve.http.server import LazyModel, Server
+    from verax.text.engine.async_llm import AsyncLLM
 
     for_encoder = embedding_options if embedding_model else {}
     encoder = functools.cache(functools.partial(_encoder, embedding_model, **for_encoder))
@@ -336,7 +336,7 @@ def follow(
         enable_lora, max_loras, max_cpu_loras: as in `EngineConfig`.
         engine: further arguments of `LLM`.
     """
-    from verax.text.llm import LLM
+    from verax.text.engine.llm import LLM
 
     llm = LLM(model, **_lora_options(adapters, enable_lora, max_loras, max_cpu_loras), **engine)
     typer.echo(f"rank {engine['node_rank']} of {engine['nnodes']} follows rank 0")

@@ -25,7 +25,7 @@ from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
 from verax.loading import load_model
 from verax.nn import Sentences, pack_linear_weights
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
 

@@ -21,7 +21,7 @@ from verax.embed.settings import open_folder
 from verax.errors import InvalidParameterError
 from verax.loading import load_model
 from verax.nn import Sentences, pack_linear_weights
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["RankedDocument", "Reranker"]
 

@@ -18,7 +18,7 @@ from verax.fields import file_of, read_value
 from verax.files import JsonObject, read_json
 from verax.models import causal_lm, cross_encoder, hidden_states
 from verax.nn import Sentences
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Scorer", "scorer_of"]
 

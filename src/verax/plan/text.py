@@ -29,10 +29,10 @@ from verax.plan.parts import Part, packed_shapes, parts_of, sharded_bytes, tenso
 from verax.plan.roofline import Bound, bound, described
 from verax.plan.stand_ins import Span
 from verax.plan.work import Work, count, trace
-from verax.text.engine_config import EngineConfig
-from verax.text.program import AbstractModel, StepProgram, cache_partitions, named, new_cache, step_program
-from verax.text.sizes import RunnerConfig, cache_memory, plan_sizes
-from verax.text.step import PROMPT_LOGPROB_CHUNK, StepShape
+from verax.text.engine.engine_config import EngineConfig
+from verax.text.step.program import AbstractModel, StepProgram, cache_partitions, named, new_cache, step_program
+from verax.text.step.sizes import RunnerConfig, cache_memory, plan_sizes
+from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape
 
 __all__ = ["TextPlan", "plan_text", "text_plan"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from verax.text.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from verax.text.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from verax.ray.replica import Part

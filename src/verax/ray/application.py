@@ -9,9 +9,9 @@ from typing import Any, Unpack
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 from verax.ray.cluster import actor_environment, check_cpus, check_gpus
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
-from verax.text.engine_config import EngineOptions
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
+from verax.text.engine.engine_config import EngineOptions
 
 __all__ = ["check_replicas", "deployment", "replicas"]
 
@@ -155,6 +155,6 @@ def check_replicas(bounds: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _new_server(model: str | None, names: tuple[str, ...], **options: Any) -> Server:
-    from verax.text.async_llm import AsyncLLM
+    from verax.text.engine.async_llm import AsyncLLM
 
     return Server(llm=AsyncLLM(model, use_tqdm=False, **options), served_names=names)

@@ -33,7 +33,7 @@ class Generate:
 
     def __init__(self, model: str | None = None, *, sampling_params: Mapping[str, Any] | None = None, **options: Any):
         set_threads()
-        from verax.text.async_llm import AsyncLLM
+        from verax.text.engine.async_llm import AsyncLLM
 
         with one_compiles(model, options):
             # All rows of an actor's batches wait here: what is in flight is bounded by Ray.

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp
 from verax.ray.actor import keep_off_the_network
 from verax.ray.remote_llm import RemoteLLM
 from verax.serve.app import create_app
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
 
 __all__ = ["Ingress"]
 

@@ -16,11 +16,11 @@ from verax.ray.actor import end_actor, keep_off_the_network, one_compiles, set_t
 from verax.serve.batch.client import Answer
 from verax.serve.batch.lines import RequestLine
 from verax.serve.batch.local import LocalServer
-from verax.serve.server import Server
-from verax.text.lora.request import LoRARequest
-from verax.text.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from verax.text.sampling_params import SamplingParams
-from verax.text.stats import EngineStats
+from verax.serve.http.server import Server
+from verax.text.features.lora.request import LoRARequest
+from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.stats import EngineStats
 
 __all__ = ["Description", "Part", "Replica"]
 

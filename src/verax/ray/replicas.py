@@ -22,7 +22,7 @@ from verax.ray.remote_llm import MOST_MOVES, PAUSE, RemoteLLM
 from verax.ray.replica import Description
 from verax.serve.batch.client import Answer
 from verax.serve.batch.lines import RequestLine
-from verax.serve.server import Server
+from verax.serve.http.server import Server
 
 __all__ = ["ReplicaServer", "RunningReplicas", "running_replicas"]
 

@@ -6,25 +6,14 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from verax.serve import (
-    chat,
-    completions,
-    embeddings,
-    health,
-    messages,
-    metrics,
-    models,
-    openapi,
-    page,
-    rerank,
-    responses,
-    tokens,
-    videos,
-)
-from verax.serve.errors import EXCEPTION_HANDLERS
-from verax.serve.middleware import BodyLimit, RequestLog
-from verax.serve.security import Security
-from verax.serve.server import Server
+from verax.serve.http import health, metrics, openapi
+from verax.serve.page import page
+from verax.serve.text import chat, completions, embeddings, messages, models, rerank, responses, tokens
+from verax.serve.video import videos
+from verax.serve.http.errors import EXCEPTION_HANDLERS
+from verax.serve.http.middleware import BodyLimit, RequestLog
+from verax.serve.http.security import Security
+from verax.serve.http.server import Server
 
 __all__ = ["create_app"]
 

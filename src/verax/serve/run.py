@@ -15,9 +15,9 @@ import uvicorn
 
 from verax.errors import InvalidParameterError
 from verax.serve.app import create_app
-from verax.serve.protocol import HttpProtocol
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
+from verax.serve.http.protocol import HttpProtocol
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
 
 try:
     import uvloop

@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiny_encoder import random_sentences, tiny_encoder
 from verax.bench.embed.exported import Batches, ExportedSide, Way, one_by_one
 from verax.embed.settings import EncoderSettings
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 LONGEST = 20
 """Tokens that are read of a text: some of the random sentences are longer."""

@@ -8,7 +8,7 @@ from verax.bench.serve.models import served_model, write_tokenizer
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.shapes import QWEN3_0_6B, SHAPES
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 SMALL = {**QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64}
 

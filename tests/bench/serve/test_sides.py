@@ -9,7 +9,7 @@ from verax.bench.serve.load import Load
 from verax.bench.serve.sides import AsyncSide, EngineOptions, OfflineSide
 from verax.bench.serve.traffic import Traffic
 from verax.errors import InvalidParameterError
-from verax.text.async_llm import AsyncLLM
+from verax.text.engine.async_llm import AsyncLLM
 
 TRAFFIC = Traffic(90, input_tokens=5, output_tokens=6)
 

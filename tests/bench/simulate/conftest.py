@@ -8,8 +8,8 @@ from tests.support.tiny import tiny_config
 from verax.bench.simulate.engines import Engines
 from verax.bench.simulate.overheads import Overheads
 from verax.models import causal_lm
-from verax.text.engine_config import EngineConfig
-from verax.text.sizes import block_bytes, plan_sizes
+from verax.text.engine.engine_config import EngineConfig
+from verax.text.step.sizes import block_bytes, plan_sizes
 
 
 class CountedTimes:

@@ -17,7 +17,7 @@ from verax.plan.devices import find_device
 from verax.plan.model import Described
 from verax.plan.stand_ins import Span
 from verax.plan.text import text_plan
-from verax.text.step import StepShape
+from verax.text.step.step import StepShape
 
 
 @pytest.fixture(scope="module")

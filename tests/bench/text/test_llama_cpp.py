@@ -23,7 +23,7 @@ from verax.errors import (
     VeraxError,
 )
 from verax.models import causal_lm
-from verax.text.llm import LLM
+from verax.text.engine.llm import LLM
 
 ROPE = {
     "rope_type": "llama3",

@@ -13,9 +13,9 @@ from verax.errors import EngineDeadError
 from verax.serve.batch.lines import AnswerLine
 from verax.serve.batch.local import LocalServer
 from verax.serve.batch.run import BatchRun
-from verax.serve.server import LazyModel, Server
-from verax.serve.settings import ServerSettings
-from verax.text.async_llm import AsyncLLM
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
+from verax.text.engine.async_llm import AsyncLLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.pictures import PICTURE, saved
 from verax.errors import InvalidParameterError, QueueFullError
-from verax.serve.media import process
-from verax.serve.media.decode import MediaLimits
-from verax.serve.media.process import MediaDecoder
+from verax.serve.video.media import process
+from verax.serve.video.media.decode import MediaLimits
+from verax.serve.video.media.process import MediaDecoder
 
 pytest.importorskip("PIL.Image")
 

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from tests.serve.page.fake import Fake, running
-from verax.serve.server import LazyModel, Server
-from verax.serve.settings import ServerSettings
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -21,11 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from verax.serve import page
-from verax.serve.errors import EXCEPTION_HANDLERS
-from verax.serve.security import Security
-from verax.serve.server import Server
-from verax.serve.sse import DONE, EventStream, data_event
+from verax.serve.page import page
+from verax.serve.http.errors import EXCEPTION_HANDLERS
+from verax.serve.http.security import Security
+from verax.serve.http.server import Server
+from verax.serve.http.sse import DONE, EventStream, data_event
 
 RICH = """## Two sums
 

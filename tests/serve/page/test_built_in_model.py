@@ -7,9 +7,9 @@ import pytest
 
 from tests.serve.page.fake import running
 from verax.serve.app import create_app
-from verax.serve.server import Server
-from verax.text.async_llm import AsyncLLM
-from verax.text.runner import ModelRunner
+from verax.serve.http.server import Server
+from verax.text.engine.async_llm import AsyncLLM
+from verax.text.step.runner import ModelRunner
 
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test]'").expect
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.serve.page.conftest import NoEngine
 from tests.serve.page.fake import Fake, png, running
-from verax.serve.server import Server
-from verax.serve.settings import ServerSettings
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: pip install 'verax[test]'")
 expect = pytest.importorskip("playwright.sync_api").expect

@@ -9,9 +9,9 @@ from tokenizers import normalizers, pre_tokenizers, processors
 from tests.support import gguf as files
 from tests.support.tiny import END, TURN_END, TURN_START, tiny_checkpoint, tiny_tokenizer
 from verax.checkpoint import Checkpoint
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
-from verax.text.tokenizer import Tokenizer
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.tokens.tokenizer import Tokenizer
 
 TEXTS = [
     "once upon a time there was a small fox",

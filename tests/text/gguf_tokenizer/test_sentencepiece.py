@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verax.text.detokenizer import IncrementalDetokenizer
-from verax.text.gguf_tokenizer import read_gguf_tokenizer
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.detokenizer import IncrementalDetokenizer
+from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 WORDS = ["▁t", "in", "▁a", "on", "re", "▁the", "▁th", "th", "he", "ing", "▁in", "er", "tion", "ti", "ab", "aba", "bab"]

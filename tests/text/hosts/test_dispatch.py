@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from verax.text.hosts.dispatch import Dispatch
-from verax.text.step import StepShape
+from verax.text.step.step import StepShape
 
 
 @pytest.mark.parametrize("size", [5, 40_000])

@@ -125,8 +125,8 @@ def test_what_several_hosts_cannot_do_is_refused_before_anything_is_loaded():
 
 @pytest.mark.parametrize("which", ["the weights", "the draft model's weights"])
 def test_hosts_with_other_weights_are_refused_before_the_weights_are_read(groups, tmp_path, monkeypatch, which):
-    monkeypatch.setattr("verax.text.llm.load_causal_lm", lambda *a, **k: pytest.fail("they were read"))
-    monkeypatch.setattr("verax.text.llm.tensor_meshes", lambda *a: [None])
+    monkeypatch.setattr("verax.text.engine.llm.load_causal_lm", lambda *a, **k: pytest.fail("they were read"))
+    monkeypatch.setattr("verax.text.engine.llm.tensor_meshes", lambda *a: [None])
     monkeypatch.setattr(Group, "join", classmethod(lambda cls, config, options: groups[config.node_rank]))
     folders = [tiny_checkpoint(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     models, drafts = (folders, folders[:1] * 2) if which == "the weights" else (folders[:1] * 2, folders)

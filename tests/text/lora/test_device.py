@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from verax.text.hosts.dispatch import Dispatch
-from verax.text.lora.device import DeviceAdapters
-from verax.text.lora.layers import AdaptedLayers
-from verax.text.lora.loader import LoadedAdapter
-from verax.text.lora.request import LoRARequest
+from verax.text.features.lora.device import DeviceAdapters
+from verax.text.features.lora.layers import AdaptedLayers
+from verax.text.features.lora.loader import LoadedAdapter
+from verax.text.features.lora.request import LoRARequest
 
 
 class Leader:

@@ -2,7 +2,7 @@
 
 from tests.text.conftest import make_llm
 from tests.text.speculative.conftest import LOOPING, NGRAM, REPEATED, UNIQUE, expected, samples
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.sampling_params import SamplingParams
 
 PROMPTS = [REPEATED[0], UNIQUE[1], REPEATED[1], UNIQUE[3], REPEATED[2]]
 MIXED = (0, 1, 2, 0, 1)

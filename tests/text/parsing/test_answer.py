@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verax.text.parsing import ChatFormat, WholeAnswer, join, parser_for
+from verax.text.features.parsing import ChatFormat, WholeAnswer, join, parser_for
 
 WEATHER = {
     "type": "function",

@@ -3,8 +3,8 @@
 import pytest
 import tokenizers
 
-from verax.text.parsing import ChatFormat, chat_format
-from verax.text.tokenizer import Tokenizer
+from verax.text.features.parsing import ChatFormat, chat_format
+from verax.text.tokens.tokenizer import Tokenizer
 
 HERMES = """{%- if tools %}For each function call, return a json object within <tool_call></tool_call> XML tags:
 <tool_call>\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\n</tool_call>{%- endif %}<|im_start|>"""

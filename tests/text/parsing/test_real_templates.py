@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verax.text.parsing import chat_format, join, parser_for
-from verax.text.tokenizer import Tokenizer
+from verax.text.features.parsing import chat_format, join, parser_for
+from verax.text.tokens.tokenizer import Tokenizer
 
 TOKENIZERS = Path(__file__).parents[3] / "build" / "tokenizers"
 

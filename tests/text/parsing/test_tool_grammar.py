@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.text.parsing import ChatFormat, join, parser_for, read_functions, tool_grammar
+from verax.text.features.parsing import ChatFormat, join, parser_for, read_functions, tool_grammar
 
 llguidance = pytest.importorskip("llguidance")
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import make_llm as make_large_llm
-from verax.text.block_manager import BlockManager
-from verax.text.sampling_params import SamplingParams
-from verax.text.scheduler import Scheduler
+from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.scheduler import Scheduler
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 

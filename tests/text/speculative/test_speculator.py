@@ -25,8 +25,8 @@ from tests.text.speculative.conftest import (
     without_drafts,
 )
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.text.async_llm import AsyncLLM
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.async_llm import AsyncLLM
+from verax.text.engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["free", "repeating"])

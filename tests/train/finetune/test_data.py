@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verax.errors import InvalidParameterError
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune.data import read_examples
 
 USER = {"role": "user", "content": "a fox"}

@@ -14,8 +14,8 @@ from verax.checkpoint import Checkpoint, save
 from verax.checkpoint.peft import Adapter
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
-from verax.text.program import AbstractModel
-from verax.text.tokenizer import Tokenizer
+from verax.text.step.program import AbstractModel
+from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune import FinetuneSettings, LoraSettings, train_full, train_lora
 from verax.train.finetune.data import read_examples
 from verax.train.finetune.job import Job

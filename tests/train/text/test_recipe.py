@@ -3,7 +3,7 @@
 import pytest
 
 from verax import builtin
-from verax.text.llm import LLM
+from verax.text.engine.llm import LLM
 from verax.train.text import recipe
 from verax.train.text.evaluation import evaluate
 from verax.train.text.recipe import train_builtin

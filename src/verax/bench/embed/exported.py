@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int64
 
 from verax.bench.timing import interleave
 from verax.embed.settings import EncoderSettings
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Batch", "Batches", "Encode", "ExportedSide", "Way", "cosine_distance", "one_by_one"]
 

@@ -182,7 +182,7 @@ async def _named(target: Target) -> Target:
 
 
 async def _async_side(stack: contextlib.AsyncExitStack, engine: EngineOptions, traffic: Traffic) -> AsyncSide:
-    from verax.text.async_llm import AsyncLLM
+    from verax.text.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM(engine.model, **engine.keywords())
     stack.push_async_callback(llm.shutdown)

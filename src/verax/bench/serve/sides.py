@@ -18,7 +18,7 @@ from verax.bench.serve.traffic import Request, Traffic
 from verax.errors import InvalidParameterError
 
 if TYPE_CHECKING:
-    from verax.text.async_llm import AsyncLLM
+    from verax.text.engine.async_llm import AsyncLLM
 
 __all__ = ["AsyncSide", "EngineOptions", "OfflineSide", "ServerSide", "Side"]
 
@@ -81,7 +81,7 @@ class OfflineSide:
     """`LLM.generate` of the same prompts, as many at once as the load has in flight."""
 
     def __init__(self, engine: EngineOptions, traffic: Traffic):
-        from verax.text.llm import LLM
+        from verax.text.engine.llm import LLM
 
         self._traffic = traffic
         self._llm = LLM(engine.model, **engine.keywords())
@@ -151,6 +151,6 @@ class AsyncSide:
 
 
 def _params(request: Request) -> Any:
-    from verax.text.sampling_params import SamplingParams
+    from verax.text.engine.sampling_params import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)

@@ -10,8 +10,8 @@ from verax.bench.simulate.step_times import LeastTimes, MeasuredTimes, StepTimes
 from verax.errors import InvalidParameterError
 from verax.models.causal_lm import has_recurrent_layers
 from verax.plan.text import TextPlan
-from verax.text.llm import LLM
-from verax.text.sizes import RunnerConfig, plan_sizes
+from verax.text.engine.llm import LLM
+from verax.text.step.sizes import RunnerConfig, plan_sizes
 
 __all__ = ["Engines", "measured_engines", "planned_engines"]
 

@@ -17,7 +17,7 @@ from verax.bench.serve.load import Load, Run
 from verax.bench.serve.traffic import Request
 from verax.bench.simulate.replica import Progress, Replica
 from verax.errors import InvalidParameterError
-from verax.text.routing import Router
+from verax.text.engine.routing import Router
 
 __all__ = ["ROUTERS", "Failures", "simulate"]
 

@@ -9,15 +9,15 @@ import numpy as np
 from verax.bench.serve.client import Answer
 from verax.bench.simulate.overheads import Overheads
 from verax.bench.simulate.step_times import StepTimes, spans_of
-from verax.text.block_manager import BlockManager
-from verax.text.engine import Engine
-from verax.text.routing import work
-from verax.text.runner import ModelRunner, PendingStep
-from verax.text.sampler import no_logprobs
-from verax.text.sampling_params import SamplingParams
-from verax.text.scheduler import Schedule, Scheduler
-from verax.text.sizes import RunnerConfig
-from verax.text.step import StepOutput
+from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.engine import Engine
+from verax.text.engine.routing import work
+from verax.text.step.runner import ModelRunner, PendingStep
+from verax.text.step.sampler import no_logprobs
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.scheduler import Schedule, Scheduler
+from verax.text.step.sizes import RunnerConfig
+from verax.text.step.step import StepOutput
 
 __all__ = ["Progress", "Replica", "SimulatedRunner"]
 

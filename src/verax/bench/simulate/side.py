@@ -38,7 +38,7 @@ class SimulatedSide:
     def __init__(self, engine: EngineOptions, traffic: Traffic):
         if traffic.slow_readers or traffic.disconnect:
             raise InvalidParameterError("against: clients of a simulation neither read slowly nor leave")
-        from verax.text.llm import LLM
+        from verax.text.engine.llm import LLM
 
         self._traffic = traffic
         self._llm = LLM(engine.model, **engine.keywords())

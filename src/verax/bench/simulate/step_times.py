@@ -16,10 +16,10 @@ from verax.errors import InvalidParameterError
 from verax.plan.roofline import Bound
 from verax.plan.stand_ins import Span
 from verax.plan.text import TextPlan
-from verax.text.engine import Engine
-from verax.text.sampling_params import SamplingParams
-from verax.text.scheduler import Schedule
-from verax.text.step import StepShape
+from verax.text.engine.engine import Engine
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.scheduler import Schedule
+from verax.text.step.step import StepShape
 
 __all__ = ["LeastTimes", "MeasuredTimes", "StepTimes", "measure_steps", "spans_of"]
 

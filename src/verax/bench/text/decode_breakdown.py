@@ -15,9 +15,9 @@ from verax import ops
 from verax.bench.timing import interleave
 from verax.machine import measure_bandwidth
 from verax.ops.pages import QuantizedPages
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
-from verax.text.step import StepShape
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.step import StepShape
 
 __all__ = ["break_down_decode_step"]
 

@@ -27,7 +27,7 @@ from verax.loading import load_causal_lm
 from verax.machine import peak_growth
 from verax.models import causal_lm
 from verax.shapes import SHAPES
-from verax.text.llm import DTYPES, LLM
+from verax.text.engine.llm import DTYPES, LLM
 
 if TYPE_CHECKING:
     from verax.bench.text.llama_cpp import LlamaCppSide

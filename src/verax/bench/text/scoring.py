@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from verax import ops
 from verax.models import CausalLM
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = [
     "BATCH_TOKENS",

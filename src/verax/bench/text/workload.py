@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.sampling_params import SamplingParams
 
 __all__ = ["WORKLOADS", "Workload", "nano_vllm", "prompt", "repeat", "short_prompts"]
 

@@ -24,7 +24,7 @@ from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm, load_model
 from verax.models import CausalLM, causal_lm, encoder, hidden_states
 from verax.nn import Sentences
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["embed_case", "text_case", "transformers"]
 

@@ -15,7 +15,7 @@ from verax.plan.embed import encoder_pass
 from verax.plan.model import Described
 from verax.plan.text import text_plan
 from verax.plan.video import denoising_step
-from verax.text.program import StepProgram
+from verax.text.step.program import StepProgram
 
 __all__ = ["programs_of"]
 

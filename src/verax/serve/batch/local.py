@@ -11,7 +11,7 @@ from verax.serve.app import create_app
 from verax.serve.batch.client import Answer, call
 from verax.serve.batch.clips import make_clip
 from verax.serve.batch.lines import VIDEOS, RequestLine
-from verax.serve.server import Server
+from verax.serve.http.server import Server
 
 __all__ = ["BatchServer", "LocalServer"]
 

@@ -21,8 +21,8 @@ from verax.serve.batch.client import Answer
 from verax.serve.batch.lines import VIDEOS, AnswerLine, LineResponse, RequestLine, read_request
 from verax.serve.batch.local import BatchServer
 from verax.serve.batch.reader import read_lines
-from verax.serve.errors import RETRY_AFTER
-from verax.serve.settings import ServerSettings
+from verax.serve.http.errors import RETRY_AFTER
+from verax.serve.http.settings import ServerSettings
 
 __all__ = ["BatchCounts", "BatchRun"]
 

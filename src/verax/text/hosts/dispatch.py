@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from verax.text.step import StepShape
+from verax.text.step.step import StepShape
 
 __all__ = ["Dispatch", "ProgramName"]
 

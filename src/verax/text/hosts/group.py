@@ -21,7 +21,7 @@ import msgspec
 from verax import _compat
 from verax._optional import require_optional
 from verax.errors import HostsError
-from verax.text.engine_config import EngineConfig
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.hosts.dispatch import Dispatch
 from verax.text.hosts.link import Address, Link
 

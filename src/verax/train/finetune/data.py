@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from verax.errors import InvalidParameterError, TemplateError
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Example", "Examples", "read_examples"]
 

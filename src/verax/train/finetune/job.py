@@ -17,7 +17,7 @@ from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.models import CausalLM, causal_lm
-from verax.text.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune.batches import shuffled_batches, validation_batches
 from verax.train.finetune.data import Examples, read_examples
 from verax.train.finetune.settings import FinetuneSettings

@@ -18,8 +18,8 @@ from verax.checkpoint import Checkpoint
 from verax.checkpoint.peft import save_adapter
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM
-from verax.text.lora.layers import AdaptedLayers
-from verax.text.program import AbstractModel
+from verax.text.features.lora.layers import AdaptedLayers
+from verax.text.step.program import AbstractModel
 
 __all__ = ["ALL_LINEAR", "LoraSettings", "TrainedAdapter"]
 

@@ -17,7 +17,7 @@ from verax import checkpoint, ops
 from verax.errors import CheckpointError
 from verax.loading import model_shapes
 from verax.models import CausalLM, causal_lm
-from verax.text.program import AbstractModel
+from verax.text.step.program import AbstractModel
 from verax.train.finetune.job import Job
 from verax.train.finetune.lora import LoraSettings, TrainedAdapter
 from verax.train.finetune.recompute import recompute_layers

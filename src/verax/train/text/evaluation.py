@@ -12,8 +12,8 @@ import tokenizers
 
 from verax import checkpoint
 from verax.loading import load_causal_lm
-from verax.text.llm import LLM
-from verax.text.sampling_params import SamplingParams
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 from verax.train.text.arithmetic import addition_exam, leading_number
 from verax.train.text.recipe import held_out_loss
 from verax.train.text.records import record, record_request

@@ -1,0 +1,1 @@
+"""HTTP: app, errors, middleware, events."""

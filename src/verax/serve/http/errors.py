@@ -1,0 +1,186 @@
+"""Errors of the HTTP API in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+The paths of Anthropic's API have that one's: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ExceptionHandler, Scope
+
+from verax.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InvalidParameterError,
+    QueueFullError,
+    RequestRefusedError,
+    StructuredOutputError,
+    TemplateError,
+    VeraxError,
+)
+from verax.serve.http.json_response import JsonResponse
+from verax.serve.http.record import record_in
+
+__all__ = [
+    "EXCEPTION_HANDLERS",
+    "RETRY_AFTER",
+    "ApiError",
+    "anthropic_error",
+    "api_error",
+    "context_error",
+    "error_response",
+    "is_anthropic",
+]
+
+RETRY_AFTER = 1
+"""Seconds after which a client may try again, in the answers 429 and 503."""
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_implemented_error",
+    503: "unavailable_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_FIELDS = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "structured_outputs": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""Fields of Anthropic's API by their names in a chat."""
+
+_ANTHROPIC_PATH = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)
+_FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*): ")
+
+_log = logging.getLogger("verax.serve")
+
+
+class ApiError(Exception):
+    """Error with an HTTP status.
+
+    Args:
+        status: HTTP status, 400 to 599.
+        message: text for people. It begins with the name of the field that was wrong, if one was.
+        type: OpenAI's name of the kind of error; that of the status if None.
+        param: name of the field that was wrong.
+        code: OpenAI's name of the very error.
+        headers: further headers of the answer.
+        extra: further keys of the error object.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        **extra: Any,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        self.extra = extra
+        if status in (429, 503):
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER))
+
+    def body(self) -> dict[str, Any]:
+        """The error object as it is sent."""
+        shape = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**shape, **self.extra}}
+
+
+def api_error(error: BaseException) -> ApiError:
+    """The HTTP error of any exception. One that is no error of ours or of the client's is logged, and becomes a 500."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full")
+        case EngineDeadError():
+            return ApiError(500, str(error), code="engine_dead")
+        case ContextLengthError():
+            return context_error(error, "prompt")
+        case StructuredOutputError():
+            return ApiError(400, str(error), param="structured_outputs")
+        case InvalidParameterError() | RequestRefusedError():
+            found = _FIELD.match(str(error))
+            return ApiError(400, str(error), param=found[1] if found else None)
+        case TemplateError():
+            return ApiError(400, f"messages: {error}", param="messages")
+        case VeraxError():
+            return ApiError(500, str(error))
+    _log.error("unexpected error", exc_info=error)
+    return ApiError(500, "internal server error; the server's log has more")
+
+
+def context_error(error: ContextLengthError, param: str) -> ApiError:
+    """The HTTP error of a prompt that is too long.
+
+    Args:
+        error: the engine's.
+        param: field that the prompt was made of.
+    """
+    return ApiError(
+        400,
+        f"{param}: {str(error).removeprefix('prompt: ')}",
+        param=param,
+        code="context_length_exceeded",
+        n_prompt_tokens=error.num_tokens,
+        n_ctx=error.max_model_len,
+    )
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """True if a request is for a path of Anthropic's API."""
+    return _ANTHROPIC_PATH.fullmatch(scope["path"]) is not None
+
+
+def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The error object in Anthropic's shape. The message begins with the field's name in that API."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = error.message
+    if error.param in _ANTHROPIC_FIELDS:
+        message = message.replace(error.param, _ANTHROPIC_FIELDS[error.param], 1)
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def error_response(error: BaseException, scope: Scope) -> JsonResponse:
+    """Answer to a request that failed, in the shape of the API that the request is for."""
+    found = api_error(error)
+    body = anthropic_error(found, record_in(scope).request_id) if is_anthropic(scope) else found.body()
+    return JsonResponse(body, found.status, found.headers)
+
+
+async def _handle(request: Request, error: Exception) -> Response:
+    return error_response(error, request.scope)
+
+
+EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = dict.fromkeys((ApiError, VeraxError, HTTPException), _handle)
+"""Starlette's exception handlers: every error leaves in the shape of its API."""

@@ -1,0 +1,135 @@
+"""Request bodies to msgspec Structs. A wrong field is an error 400 that names it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+
+from verax.serve.http.errors import ApiError
+
+__all__ = ["MAX_DEPTH", "decode", "parse_json", "read_body"]
+
+MAX_DEPTH = 64
+"""Levels of lists and objects in a request."""
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string of JSON, or the rest of the text where one does not end, so that a search is linear in the text."""
+
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<where>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(\w+)`$")
+_LONGEST_NAME = 64
+_MOST_NAMES = 1000
+
+_log = logging.getLogger("verax.serve")
+_seen: set[str] = set()
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+async def read_body(request: Request, kind: type[T]) -> T:
+    """Read a request's JSON body as a Struct.
+
+    Raises:
+        ApiError: 415 for another content type, 400 for a body that is no such object.
+    """
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, f"content-type: expected application/json, got {content_type!r}", param="content-type")
+    return decode(kind, await request.body())
+
+
+def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
+    """Check a body against a Struct. Unknown fields are accepted, and logged once a name.
+
+    Args:
+        kind: the Struct.
+        body: JSON text in UTF-8, or an object that was read from one.
+
+    Raises:
+        ApiError: 400, with the field's name as `param`.
+    """
+    values = _parse(body, kind) if isinstance(body, bytes) else body
+    if not isinstance(values, Mapping):
+        raise ApiError(400, "body: expected a JSON object")
+    for name in values.keys() - kind.__struct_encode_fields__:
+        _report_unknown(name)
+    # A null is an absent field, for required ones too.
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error)) from error
+    except (OverflowError, RecursionError) as error:
+        raise ApiError(400, f"body: {error}") from error
+
+
+def parse_json(body: bytes) -> Any:
+    """Value of a JSON text.
+
+    Raises:
+        ApiError: 400 for invalid UTF-8, malformed JSON, or JSON nested deeper than `MAX_DEPTH`.
+    """
+    return _parse(body, None)
+
+
+def _parse(body: bytes, kind: type[msgspec.Struct] | None) -> Any:
+    if not body:
+        raise ApiError(400, "body: it is empty; expected a JSON object")
+    _check_depth(body)
+    try:
+        body.decode("utf-8")
+        return msgspec.json.decode(body)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"body: it is not UTF-8: invalid byte at {error.start}") from error
+    except msgspec.ValidationError as error:
+        raise _out_of_range(body, kind, error) from error
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ApiError(400, f"body: it is not valid JSON: {error}") from error
+
+
+def _check_depth(body: bytes) -> None:
+    """Check the depth in one pass, without recursion. Brackets that do not match are left to the parser."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = np.frombuffer(_STRING.sub(b"", body).translate(_ONE_KIND, _NO_BRACKETS), np.uint8)
+    steps = np.where(brackets == ord("["), np.int8(1), np.int8(-1))
+    if steps.cumsum(dtype=np.int32).max(initial=0) > MAX_DEPTH:
+        raise ApiError(400, f"body: JSON nested deeper than {MAX_DEPTH} levels")
+
+
+def _out_of_range(body: bytes, kind: type[msgspec.Struct] | None, error: Exception) -> ApiError:
+    """Error of a number that no float holds. Only decoding to a Struct tells the field's name."""
+    try:
+        msgspec.json.decode(body, type=kind or Any)
+    except msgspec.ValidationError as named:
+        error = named
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        pass
+    return _wrong_field(str(error).replace("$[...]", "$"))
+
+
+def _wrong_field(problem: str) -> ApiError:
+    found = _PATH.match(problem)
+    assert found is not None
+    what, path = found["what"], (found["path"] or "").lstrip(".")
+    if missing := _MISSING.match(what):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        what = "it is missing"
+    what = what.replace(" | null`", "`").replace("`", "")
+    param = path or "body"
+    return ApiError(400, f"{param}: {what[0].lower()}{what[1:]}", param=param)
+
+
+def _report_unknown(name: object) -> None:
+    shown = ascii(name)[:_LONGEST_NAME]
+    if shown not in _seen and len(_seen) < _MOST_NAMES:
+        _seen.add(shown)
+        _log.warning("unknown field %s in a request: ignored", shown)

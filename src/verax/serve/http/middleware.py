@@ -1,0 +1,146 @@
+"""Middleware around every request: its id, its log line, the end of the server, and the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from verax.serve.http.errors import ApiError, error_response, is_anthropic
+from verax.serve.http.logs import ACCESS
+from verax.serve.http.record import RequestRecord
+from verax.serve.http.sse import ClientDisconnectedError
+
+if TYPE_CHECKING:
+    from verax.serve.http.server import Server
+
+__all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog"]
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_VIDEO_PATHS = ("/v1/videos", "/videos")
+_ALWAYS_SERVED = ("/health", "/metrics")
+"""Paths that are answered while the server drains."""
+
+MAX_HEADER_BYTES = 16 << 10
+"""Bytes of a request's headers."""
+
+MIN_BODY_RATE = 10 << 10
+"""Bytes of a body that each second beyond the server's `slow_client_timeout` needs."""
+
+CLIENT_CLOSED = 499
+"""Status in the log of a request whose client went away before the answer, as in nginx."""
+
+_log = logging.getLogger(ACCESS)
+
+
+class RequestLog:
+    """Outermost layer: gives each request an id, counts it, turns every exception into an answer, and logs one line."""
+
+    def __init__(self, app: ASGIApp, server: Server):
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        record = RequestRecord(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        record.attach(scope)
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                if is_anthropic(scope):
+                    headers["request-id"] = record.request_id  # the name that Anthropic's clients read
+            await send(message)
+
+        counted = scope["path"] not in _ALWAYS_SERVED
+        self._server.num_requests += counted
+        try:
+            if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                raise ApiError(431, f"headers: longer than {MAX_HEADER_BYTES} bytes", headers={"Connection": "close"})
+            if counted and self._server.draining:
+                raise ApiError(503, "the server is shutting down; try again later", code="draining")
+            await self._app(scope, receive, send_with_id)
+        except (ClientDisconnectedError, ClientDisconnect):  # before the answer, or within the request's body
+            status = CLIENT_CLOSED
+        except Exception as error:
+            answer = error_response(error, scope)
+            if status:
+                raise  # the answer has begun: the connection is closed
+            await answer(scope, receive, send_with_id)
+        finally:
+            self._server.num_requests -= counted
+            self._write(scope, record, status or CLIENT_CLOSED)
+            if counted and self._server.tracer is not None:
+                self._server.tracer.record(scope, record, status or CLIENT_CLOSED)
+
+    def _write(self, scope: Scope, record: RequestRecord, status: int) -> None:
+        line: dict[str, Any] = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "duration": round(time.perf_counter() - record.begin, 4),
+            "request_id": record.request_id,
+        }
+        for name in ("model", "prompt_tokens", "completion_tokens", "prompt"):
+            if (value := getattr(record, name)) is not None:
+                line[name] = value
+        if record.ttft is not None:
+            line["ttft"] = round(record.ttft, 4)
+        _log.info("request", extra={"fields": line})
+
+
+class BodyLimit:
+    """Refuses bodies that are too long or come too slowly, without reading them to their end."""
+
+    def __init__(self, app: ASGIApp, server: Server):
+        self._app = app
+        self._settings = server.settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        video = any(scope["path"] == path or scope["path"].startswith(path + "/") for path in _VIDEO_PATHS)
+        limit = self._settings.max_video_body_bytes if video else self._settings.max_body_bytes
+        too_long = ApiError(413, f"body: longer than {limit} bytes", param="body", headers={"Connection": "close"})
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdigit() and int(length) > limit:
+            await error_response(too_long, scope)(scope, receive, send)
+            return
+        read, complete, begin = 0, False, asyncio.get_running_loop().time()
+        patience = self._settings.slow_client_timeout
+
+        async def receive_bounded() -> Message:
+            nonlocal read, complete
+            if complete:  # the client may wait for its answer as long as it likes
+                return await receive()
+            try:
+                async with asyncio.timeout_at(begin + patience + read / MIN_BODY_RATE):
+                    message = await receive()
+            except TimeoutError:
+                problem = f"body: {read} bytes came in {patience:g} s or more, which is too slow"
+                raise ApiError(408, problem, param="body", headers={"Connection": "close"}) from None
+            complete = message["type"] != "http.request" or not message.get("more_body")
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                if read > limit:
+                    raise too_long
+            return message
+
+        await self._app(scope, receive_bounded, send)

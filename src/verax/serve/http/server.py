@@ -1,0 +1,179 @@
+"""`Server`: the engines that are served, and the state of the server itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from verax.errors import InvalidParameterError
+from verax.serve.http.errors import ApiError
+from verax.serve.http.resume import RunningStreams
+from verax.serve.http.settings import ServerSettings
+from verax.serve.http.sse import EventStream
+
+if TYPE_CHECKING:
+    from verax.embed.encoder import Encoder
+    from verax.embed.reranker import Reranker
+    from verax.serve.text.engine import TextEngine
+    from verax.serve.http.tracing import RequestTracer
+    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.parsing.chat_format import ChatFormat
+    from verax.video.pipeline import VideoPipeline
+
+__all__ = ["LazyModel", "Server"]
+
+T = TypeVar("T")
+
+
+class LazyModel(Generic[T]):
+    """A model that is loaded in a thread when it is first needed.
+
+    Args:
+        name: its name in requests.
+        load: function that loads it.
+        root: the checkpoint, as `/v1/models` shows it; the name if None.
+    """
+
+    def __init__(self, name: str, load: Callable[[], T], *, root: str | None = None):
+        self.name = name
+        self.root = root or name
+        self._load = load
+        self._task: asyncio.Future[T] | None = None
+
+    @property
+    def loaded(self) -> T | None:
+        """The model, or None while it is not loaded."""
+        task = self._task
+        return task.result() if task is not None and task.done() and not task.exception() else None
+
+    async def get(self) -> T:
+        """The model. It is loaded once, for all who wait; a failure is raised, and the next call tries again."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().run_in_executor(None, self._load)
+            self._task.add_done_callback(self._forget_failure)
+        return await asyncio.shield(self._task)
+
+    def _forget_failure(self, task: asyncio.Future[Any]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._task = None
+
+
+@dataclass
+class Server:
+    """Engines, names and settings: everything that a handler of a request needs.
+
+    Attributes:
+        llm: the text engine, or None.
+        served_names: names of the text model in requests; answers have the first.
+        adapters: adapters of the text model by their names in requests.
+        encoder: the encoder, or None.
+        reranker: the reranker, or None.
+        videos: the video pipeline, or None.
+        settings: address, keys and limits.
+        root: the text checkpoint, as `/v1/models` shows it; the first name if None.
+        draining: True once the server is to end: new requests get 503.
+        num_requests: number of requests that are being served.
+        streams: answers that go on while their page is reloaded.
+        tracer: tracer of the requests, or None.
+    """
+
+    llm: TextEngine | None = None
+    served_names: tuple[str, ...] = ("verax-text",)
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
+    encoder: LazyModel[Encoder] | None = None
+    reranker: LazyModel[Reranker] | None = None
+    videos: LazyModel[VideoPipeline] | None = None
+    settings: ServerSettings = field(default_factory=ServerSettings)
+    root: str | None = None
+    draining: bool = False
+    num_requests: int = 0
+    streams: RunningStreams = field(default_factory=RunningStreams)
+    tracer: RequestTracer | None = None
+    contexts: list[Callable[[], AbstractAsyncContextManager[Any]]] = field(default_factory=list)
+    """Context managers that are open while the server runs. Route modules add theirs: workers, folders."""
+
+    def __post_init__(self) -> None:
+        if self.tracer is not None:
+            self.contexts.append(self.tracer.running)
+        if self.llm is not None and not self.served_names:
+            raise InvalidParameterError("served_names: at least one name is needed")
+        if taken := sorted(set(self.served_names) & set(self.adapters)):
+            raise InvalidParameterError(f"lora_modules: {', '.join(taken)} is the model's own name")
+
+    def text_model(self, name: str | None) -> str:
+        """Name of the text model for an answer, if a request's model is that one or an adapter of it.
+
+        Raises:
+            ApiError: 404 for another name.
+        """
+        if self.llm is None:
+            raise ApiError(404, "model: no text model is served here", param="model", code="model_not_found")
+        return self.check_model(name, self.text_names)
+
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        """Names of the text model, and of its adapters."""
+        return (*self.served_names, *self.adapters)
+
+    def check_model(self, name: str | None, served: tuple[str, ...]) -> str:
+        """Name of a model in an answer: the request's own, or the first of the served ones if it has none.
+
+        Raises:
+            ApiError: 404 for a name that is not among `served`.
+        """
+        if not name:
+            return served[0]
+        if name in served or self.settings.any_model_name:
+            return name
+        raise ApiError(
+            404,
+            f"model: {name[:200]!r} is not served here, but {', '.join(served)}; --any-model-name accepts every name",
+            param="model",
+            code="model_not_found",
+        )
+
+    @property
+    def engine(self) -> TextEngine:
+        """The text engine, of a server that has one."""
+        assert self.llm is not None
+        return self.llm
+
+    def stream(self, events: AsyncGenerator[bytes, None], **options: Any) -> EventStream:
+        """Answer of encoded events, with the server's times.
+
+        Args:
+            events: as `EventStream` takes them.
+            options: further arguments of `EventStream`.
+        """
+        settings = self.settings
+        return EventStream(
+            events,
+            ping_interval=settings.ping_interval,
+            slow_client_timeout=settings.slow_client_timeout,
+            **options,
+        )
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """Syntax of the text model's answers: tool calls and reasoning."""
+        from verax.text.features.parsing.chat_format import ChatFormat, chat_format
+
+        return ChatFormat() if self.engine.tokenizer is None else chat_format(self.engine.tokenizer)
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncIterator[None]:
+        """Context of the running application: the modules' contexts, and the end of the engine."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._stop_engine)
+            for context in self.contexts:
+                await stack.enter_async_context(context())
+            stack.push_async_callback(self.streams.close)
+            yield
+
+    async def _stop_engine(self) -> None:
+        if self.llm is not None and self.llm.is_running:
+            await self.llm.shutdown()

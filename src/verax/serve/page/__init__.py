@@ -1,0 +1,1 @@
+"""The page, and the files that it consists of."""

@@ -1,0 +1,1 @@
+"""Text, embeddings and rerankers over HTTP, in four dialects."""

@@ -1,0 +1,270 @@
+"""Fields of requests that say how an answer is sampled, and their translation to `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from verax.errors import InvalidParameterError, VeraxError
+from verax.serve.http.errors import ApiError, api_error
+from verax.serve.http.server import Server
+from verax.text.engine.sampling_params import SamplingParams
+
+__all__ = [
+    "GenerationRequest",
+    "Refused",
+    "ResponseFormat",
+    "StreamOptions",
+    "check_room",
+    "form_error",
+    "sampling_params",
+]
+
+MAX_INT = 2**31 - 1
+
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Text = Annotated[str, Meta(min_length=1)]
+Refused = Annotated[Any, Meta(description="Not supported: a value is refused.", extra_json_schema={"type": "null"})]
+"""Field that is known, and refused with an error that names it."""
+
+TokenKey = Annotated[str, Meta(extra_json_schema={"pattern": "^[0-9]{1,9}$"})]
+"""Token id as a key of a JSON object."""
+
+Form = Annotated[
+    dict[str, Any],
+    Meta(
+        extra_json_schema={
+            "properties": {
+                "json": {"type": ["object", "string", "null"]},
+                "regex": {"type": ["string", "null"]},
+                "choice": {"type": ["array", "null"], "items": {"type": "string"}},
+                "grammar": {"type": ["string", "null"]},
+                "json_object": {"type": ["boolean", "null"]},
+            }
+        }
+    ),
+]
+"""Fields of `StructuredOutputs`, which checks them."""
+
+FORM_ALIASES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""Other names of the forms of structured output: vLLM's old ones, and llama.cpp's."""
+
+REFUSED = ("bad_words", "allowed_token_ids", "thinking_token_budget", "chat_template", "functions", "function_call")
+"""Fields that would change the answer and that this server does not have."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    """A last chunk with the usage."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """JSON schema of an answer. The name has no meaning here."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """Form of an answer: any text, a JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """Schema of a JSON object, as llama.cpp's clients give it."""
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields that chats and completions share: OpenAI's, then vLLM's. An absent one has the checkpoint's default."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: Text | list[Text] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[Count] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(extra_json_schema={"const": 0})] | None = None
+    structured_outputs: Form | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
+    bad_words: Refused = None
+    allowed_token_ids: Refused = None
+    thinking_token_budget: Refused = None
+    chat_template: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+
+
+_SAME_NAME = (
+    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"),
+    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    "prompt_logprobs",
+)
+
+
+def sampling_params(
+    server: Server,
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    structured_outputs: dict[str, Any] | None = None,
+    after: str | None = None,
+    **overrides: Any,
+) -> SamplingParams:
+    """Sampling parameters of a request.
+
+    Args:
+        server: for its limits and the checkpoint's defaults.
+        request: the fields.
+        max_tokens: most tokens of an answer; None for as many as the context holds.
+        logprobs: number of the best tokens to report; None for no log-probabilities.
+        structured_outputs: form that tools demand, whole.
+        after: text behind which the form that the request itself gives begins.
+        overrides: further parameters, which replace the request's.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    check_room(server, request)
+    values = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.seed is not None:
+        values["seed"] = request.seed % 2**63
+    if request.logit_bias is not None:
+        values["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
+    form = structured_output(request, structured_outputs)
+    if form is not None:
+        values["structured_outputs"] = form if after is None else {"after": after, **form}
+    values |= {"max_tokens": max_tokens, "logprobs": logprobs, **overrides}
+    try:
+        return server.engine.default_sampling_params(**values)
+    except InvalidParameterError as error:
+        raise form_error(error, request) from error
+
+
+def check_room(server: Server, request: GenerationRequest) -> None:
+    """Check a request against the server's limits, and its fields against each other.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    for name in REFUSED:
+        if getattr(request, name) not in (None, [], ""):
+            raise ApiError(400, f"{name}: it is not supported here", param=name)
+    if request.priority:
+        raise ApiError(400, "priority: all requests have the same priority, 0", param="priority")
+    n, slots = request.n or 1, server.engine.max_num_seqs
+    if n > min(server.settings.max_n, slots):
+        most = min(server.settings.max_n, slots)
+        raise ApiError(400, f"n: expected at most {most}, got {n}", param="n")
+    stop, most = [request.stop] if isinstance(request.stop, str) else request.stop or [], server.settings.max_stop
+    if len(stop) > most:
+        raise ApiError(400, f"stop: expected at most {most}, got {len(stop)}", param="stop")
+    longest, most = max(map(len, stop), default=0), server.settings.max_stop_length
+    if longest > most:
+        raise ApiError(400, f"stop: expected at most {most} characters, got {longest}", param="stop")
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options: it is for streams; set stream to true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(400, "prompt_logprobs: a stream has none; set stream to false", param="prompt_logprobs")
+
+
+def structured_output(request: GenerationRequest, other: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Form of the answer, from the one field that gives it.
+
+    Args:
+        request: the fields.
+        other: form that tools demand.
+
+    Raises:
+        ApiError: 400 for several forms, or one that is not supported.
+    """
+    forms = {**({} if other is None else {"tool_choice": other}), **_forms(request)}
+    if len(forms) > 1:
+        first, second = list(forms)[:2]
+        raise ApiError(400, f"{second}: it cannot be combined with {first}", param=second)
+    return next(iter(forms.values()), None)
+
+
+def form_error(error: VeraxError, request: GenerationRequest) -> ApiError:
+    """The HTTP error of one of the engine's.
+
+    An error of the answer's form names the request's own field, which is "tools" if they have demanded the form.
+    """
+    found = api_error(error)
+    if (found.param or "").startswith("structured_outputs") and request.structured_outputs is None:
+        found.param = next(iter(_forms(request)), "tools")
+        found.message = f"{found.param}: {found.message.partition(': ')[2]}"
+    return found
+
+
+def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
+    """Forms that a request gives, by their fields.
+
+    Raises:
+        ApiError: 400 for one that is missing or not supported.
+    """
+    forms: dict[str, dict[str, Any]] = {}
+    if request.structured_outputs is not None:
+        given = {name: value for name, value in request.structured_outputs.items() if value is not None}
+        if "structural_tag" in given:
+            param = "structured_outputs.structural_tag"
+            raise ApiError(400, f"{param}: it is not supported here; use tools", param=param)
+        forms["structured_outputs"] = given
+    for old, name in FORM_ALIASES.items():
+        if (value := getattr(request, old)) is not None:
+            forms[old] = {name: value}
+    format = request.response_format
+    if format is not None and format.type == "json_schema":
+        if format.json_schema is None:
+            param = "response_format.json_schema"
+            raise ApiError(400, f"{param}: it is missing", param=param)
+        forms["response_format"] = {"json": format.json_schema.schema}
+    elif format is not None and format.type == "json_object":
+        forms["response_format"] = {"json_object": True} if format.schema is None else {"json": format.schema}
+    return forms
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise ApiError(400, f"logit_bias: expected token ids as keys, got {key[:50]!r}", param="logit_bias")
+    return int(key)

@@ -1,0 +1,1 @@
+"""Clips over HTTP: jobs, files, media."""

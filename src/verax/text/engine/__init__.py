@@ -1,0 +1,1 @@
+"""Engine: requests, scheduler, blocks, and the answers."""

@@ -1,0 +1,437 @@
+"""The loop around the device: requests in, one step at a time, outputs as they come. The host is one step ahead.
+
+While the device computes step n, the host plans and dispatches step n + 1, and only then reads step n. A plan never
+needs the tokens themselves, which stay on the device; what the host learns late is that a sequence has stopped, and
+then one token of step n + 1 is thrown away. A plan with drafts (`speculative/`) needs the tokens: where there may be
+some, step n is read first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import abc
+
+import numpy as np
+
+from verax import ops
+from verax.errors import InvalidParameterError, StructuredOutputError, VeraxError
+from verax.text.tokens.detokenizer import IncrementalDetokenizer
+from verax.text.features.grammar import Grammar, GrammarCompiler
+from verax.text.hosts.dispatch import Dispatch
+from verax.text.features.lora.loader import AdapterLoader, LoadedAdapter
+from verax.text.features.lora.request import LoRARequest
+from verax.text.engine.output_builder import OutputBuilder
+from verax.text.engine.outputs import FinishReason, RequestOutput
+from verax.text.engine.request_limits import NO_TOKENIZER, RequestLimits
+from verax.text.step.runner import ModelRunner, PendingStep
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.scheduler import Schedule, Scheduler
+from verax.text.engine.sequence import Request, Sequence
+from verax.text.features.speculative.speculator import Speculator
+from verax.text.engine.stats import EngineStats
+from verax.text.tokens.tokenizer import Tokenizer
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Scheduler, runner and tokenizer as one loop. Not thread-safe: one caller, or one lock around it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        seed: int | np.random.Generator = 0,
+        speculator: Speculator | None = None,
+        adapters: AdapterLoader | None = None,
+    ):
+        """Make an engine without requests.
+
+        Args:
+            runner, scheduler: its parts.
+            vocab_size: of the model.
+            tokenizer: of prompts and texts; None to serve token ids.
+            seed: seeds requests that bring no seed; engines that share a generator give each of them another seed.
+            speculator: of drafts; None for none.
+            adapters: loader of adapters, which engines of equal models can share; None to take none.
+        """
+        self.runner = runner
+        self.scheduler = scheduler
+        self.speculator = speculator
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(runner.eos_token_ids)
+        self.vocab_size = vocab_size
+        self.max_model_len = runner.config.max_model_len
+        self.limits = RequestLimits(self.max_model_len, vocab_size, self.eos_token_ids, tokenizer)
+        self.outputs = OutputBuilder(tokenizer)
+        self._compiler = tokenizer and GrammarCompiler(
+            tokenizer, vocab_size=vocab_size, eos_token_ids=runner.eos_token_ids
+        )
+        self._adapters = adapters
+        self._requests: dict[str, Request] = {}
+        self._ended: dict[Request, None] = {}
+        """Finished requests whose output was not popped yet."""
+        self._in_flight: PendingStep | None = None
+        self._seeds = np.random.default_rng(seed)
+        self._names = itertools.count()
+        self.num_prompt_tokens = 0
+        """Prompt tokens of the requests that got a first token."""
+        self.num_generated_tokens = 0
+        """Answer tokens that were sampled for unfinished sequences."""
+        self.num_computed_tokens = 0
+        """Tokens of all steps that were dispatched."""
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """True if `step` has anything to do."""
+        return bool(self._requests)
+
+    @property
+    def in_flight(self) -> Schedule | None:
+        """The step that was dispatched and not read yet; None if there is none."""
+        return None if self._in_flight is None else self._in_flight.schedule
+
+    def add_request(
+        self,
+        prompt: str | abc.Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+        stream: bool = False,
+        output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
+        grammar: Grammar | None = None,
+        adapter: LoadedAdapter | None = None,
+    ) -> str:
+        """Queue a prompt, a text or token ids; the id that `abort` takes and outputs have.
+
+        Args:
+            prompt: text or token ids.
+            params: sampling parameters; the defaults if None.
+            request_id: an id that no unfinished request has; a new one if None.
+            add_special_tokens: let the tokenizer add its special tokens to a text.
+            stream: decode the text token by token, in `Sequence.detokenizer`, so that it can be shown as it grows.
+            output_token_ids: an answer so far for each sample. The request goes on as if it had sampled these tokens
+                itself. They count for `max_tokens`, and have no log-probabilities. `Sequence.detokenizer` shows only
+                what they leave undecided.
+            grammar: what `compile_grammar` gave for `params`; compiled here if None.
+            adapter: what `load_adapter` gave; None for the base model.
+
+        Raises:
+            RequestRefusedError: if the request could never be served: an empty or too long prompt, a token outside of
+                the vocabulary. What is queued already is not affected.
+            InvalidParameterError: if the id is in use, or for a text, a stop string or a stream without a tokenizer, or
+                for answers that are not one for each sample or go on after their end.
+        """
+        params = params or SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self.tokenize(prompt, add_special_tokens=add_special_tokens)
+        answers = [()] * params.n if output_token_ids is None else [tuple(answer) for answer in output_token_ids]
+        self.limits.check(tokens, params, stream=stream, answers=answers)
+        grammar = grammar or self.compile_grammar(params)
+        if request_id is None:
+            request_id = f"request-{next(self._names)}"
+        if request_id in self._requests:
+            raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
+        room = self.max_model_len - len(tokens)
+        request = Request(
+            request_id,
+            text,
+            tokens,
+            params,
+            room if params.max_tokens is None else min(params.max_tokens, room),
+            stream,
+            adapter,
+        )
+        # Drawn for every request, so that giving one of them a seed does not change the others'.
+        drawn = int(self._seeds.integers(2**63))
+        seed = drawn if params.seed is None else params.seed
+        request.sequences = [
+            Sequence(request, i, _seed_of(seed, i), list(tokens), detokenizer=self._detokenizer(request))
+            for i in range(params.n)
+        ]
+        if grammar is not None:
+            for sequence in request.sequences:
+                sequence.matcher = grammar.matcher(sequence.output_tokens)
+        self._requests[request_id] = request
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+        for sequence, answer in zip(request.sequences, answers, strict=True):
+            self._replay(sequence, answer)
+        return request_id
+
+    def tokenize(self, prompt: str | abc.Sequence[int], *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, which may be token ids already. Any thread may call it.
+
+        Raises:
+            RequestRefusedError: for a text that is too long in any case.
+            InvalidParameterError: for a text without a tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return tuple(int(token) for token in prompt)
+        if self.tokenizer is None:
+            raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
+        self.limits.check_text(prompt)
+        return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request at once; its output so far, or None if there is no such unfinished request."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self.finish(request)
+        return self.pop_output(request)
+
+    def finish(self, request: Request) -> None:
+        """Stop what is unfinished of a request, which stays until `pop_output` or `remove`."""
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._finish(sequence, "abort", None)
+
+    def step(self) -> list[RequestOutput]:
+        """Dispatch one step and read the one before it: an output for each request that got a token, or ended."""
+        moved = dict.fromkeys([*self.advance(), *self._ended])
+        return [self.pop_output(request) if request.finished else self.outputs.of(request) for request in moved]
+
+    @ops.use_earlier_programs()  # those of the start, whatever the caller has chosen since
+    def advance(self) -> list[Request]:
+        """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
+        progressed: list[Request] = []
+        in_flight, speculator = self._in_flight, self.speculator
+        if (
+            speculator is not None
+            and in_flight is not None
+            and (in_flight.schedule.verifies or speculator.wants_tokens(self.scheduler.running))
+        ):
+            progressed, in_flight = self._collect(in_flight), None
+        schedule = self.scheduler.schedule()
+        if speculator is not None and in_flight is None:
+            speculator.add_drafts(schedule, self.scheduler)
+        self.num_computed_tokens += schedule.num_tokens
+        pending = self.runner.run(schedule) if schedule.chunks else None
+        if in_flight is not None:
+            progressed = self._collect(in_flight)
+        if pending is not None and pending.deferred is not None:
+            progressed = list(dict.fromkeys([*progressed, *self._sample_constrained(pending)]))
+        # Once nobody waits for it, what is still on its way belongs to sequences that have stopped.
+        self._in_flight = pending if self.scheduler.has_work else None
+        return progressed
+
+    @ops.use_earlier_programs()
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Make the dispatch of another host's engine, in whose order all of them are made."""
+        if dispatch.program in ("extend", "draft"):
+            assert self.speculator is not None  # the ranks have compared their options
+            self.speculator.drafter.repeat(dispatch)
+        else:
+            self.runner.repeat(dispatch)
+
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of a request with structured output; None for others. Any thread may call it.
+
+        Raises:
+            InvalidParameterError: if it is no valid grammar, takes too long to compile, or the engine takes none.
+        """
+        if params.form is None:
+            return None
+        if self._compiler is None:
+            raise InvalidParameterError(f"structured_outputs: {NO_TOKENIZER}")
+        if not self.runner.config.structured_outputs:
+            raise InvalidParameterError(
+                "structured_outputs: this engine was started without them; pass LLM(..., structured_outputs=True)"
+            )
+        return self._compiler.compile(params.form)
+
+    def load_adapter(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
+        """The adapter of a request, read from its folder if it is not loaded; None for None. Any thread may call it.
+
+        Raises:
+            CheckpointError: if it cannot be read or does not fit the model.
+            UnsupportedModelError: if it is not plain LoRA.
+            InvalidParameterError: if the engine takes no adapters, or none of its rank.
+        """
+        if lora_request is None:
+            return None
+        if self._adapters is None:
+            raise InvalidParameterError(
+                "lora_request: this engine was started without adapters; pass LLM(..., enable_lora=True)"
+            )
+        return self._adapters.load(lora_request)
+
+    def check(self) -> None:
+        """Assert the invariants of scheduler and blocks."""
+        self.scheduler.check()
+
+    def _replay(self, sequence: Sequence, answer: tuple[int, ...]) -> None:
+        """Append an answer so far as if it had been sampled and shown."""
+        for token in answer:
+            if sequence.finished:
+                self.abort(sequence.request.request_id)
+                raise InvalidParameterError(
+                    f"output_token_ids: the answer of sample {sequence.index} ends before its last token "
+                    f"({sequence.finish_reason})"
+                )
+            self._append(sequence, token)
+        if sequence.detokenizer is not None:
+            _ = sequence.detokenizer.finish() if sequence.finished else sequence.detokenizer.delta()
+
+    def _collect(self, pending: PendingStep) -> list[Request]:
+        tokens = self.runner.read(pending.output.tokens)
+        now = time.perf_counter()
+        progressed: dict[Request, None] = {}
+        for row, chunk in enumerate(pending.schedule.chunks):
+            sequence = chunk.sequence
+            if chunk.sequence.request.params.prompt_logprobs is not None and not sequence.finished:
+                self.outputs.add_prompt_logprobs(pending, row)
+            if not chunk.sample:
+                continue
+            sequence.num_pending -= 1
+            if sequence.finished:
+                continue
+            request = sequence.request
+            if request.first_token_time is None:
+                request.first_token_time = now
+                self.num_prompt_tokens += len(request.prompt_token_ids)
+            first = pending.token_offsets[row] if pending.schedule.verifies else row
+            accepted = 0
+            for at, draft in enumerate((*chunk.drafts, None), start=first):
+                token = int(tokens[at])
+                self._take(sequence, pending, at, token)
+                accepted += token == draft
+                if sequence.finished or token != draft:
+                    break
+                sequence.num_computed += 1
+            if chunk.drafts and self.speculator is not None:
+                self.speculator.record(sequence, len(chunk.drafts), accepted)
+            progressed[request] = None
+        return list(progressed)
+
+    def _take(self, sequence: Sequence, pending: PendingStep, row: int, token: int) -> None:
+        """Add a token that a step has sampled, with its log-probabilities."""
+        self.num_generated_tokens += 1
+        num_logprobs = sequence.request.params.logprobs
+        if num_logprobs is not None:
+            entry = self.outputs.logprobs(pending.output.logprobs, row, num_logprobs)
+            sequence.logprobs.append(entry)
+            sequence.cumulative_logprob += entry[token].logprob
+        self._append(sequence, token)
+
+    def _sample_constrained(self, pending: PendingStep) -> list[Request]:
+        """Fill the masks of a step while the device computes it, and dispatch its sampling; requests that failed."""
+        masks = self.runner.new_masks(pending)
+        failed: dict[Request, None] = {}
+        for row, chunk in enumerate(pending.schedule.chunks):
+            sequence = chunk.sequence
+            if not chunk.sample or sequence.matcher is None or sequence.finished:
+                continue
+            first = pending.token_offsets[row] if pending.schedule.verifies else row
+            try:
+                sequence.matcher.fill(masks[first : first + 1 + len(chunk.drafts)], chunk.drafts)
+            except StructuredOutputError as error:
+                self._fail(sequence.request, error)
+                failed[sequence.request] = None
+        self.runner.sample(pending, masks)
+        return list(failed)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """Add a token, and finish the sequence if it ends here."""
+        params = sequence.request.params
+        sequence.tokens.append(token)
+        if sequence.matcher is not None:
+            try:
+                sequence.matcher.append([token])
+            except StructuredOutputError as error:
+                return self._fail(sequence.request, error)
+        count = len(sequence.tokens) - sequence.num_prompt
+        # Before `min_tokens` no stop token arrives here: the device does not sample them.
+        is_eos = token in self.eos_token_ids and not params.ignore_eos
+        if is_eos or token in params.stop_tokens:
+            if sequence.detokenizer is not None and params.include_stop_str_in_output:
+                sequence.detokenizer.append(token)
+            self._finish(sequence, "stop", None if is_eos else token)
+        elif sequence.detokenizer is not None and (found := sequence.detokenizer.append(token)) is not None:
+            self._finish(sequence, "stop", found)
+        elif count >= sequence.request.max_tokens:
+            self._finish(sequence, "length", None)
+
+    def _fail(self, request: Request, error: VeraxError) -> None:
+        """End a request by an error, which is its own."""
+        request.error = error
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._finish(sequence, "error", None)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, stop: int | str | None) -> None:
+        self.scheduler.finish(sequence)
+        sequence.finish_reason, sequence.stop_reason = reason, stop
+        if sequence.request.finished:
+            sequence.request.finished_time = time.perf_counter()
+            self._ended[sequence.request] = None
+
+    def pop_output(self, request: Request) -> RequestOutput:
+        """Remove a finished request from the engine; its output."""
+        output = self.outputs.of(request)
+        self.remove(request)
+        return output
+
+    def remove(self, request: Request) -> None:
+        """Forget a finished request."""
+        del self._requests[request.request_id]
+        self._ended.pop(request, None)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def request(self, request_id: str) -> Request:
+        """An unfinished request by id."""
+        return self._requests[request_id]
+
+    @property
+    def prefix_block_size(self) -> int | None:
+        """Tokens of the blocks in which prefixes are cached; None if they are not."""
+        blocks = self.scheduler.blocks
+        return blocks.block_size if blocks.enable_prefix_caching else None
+
+    @property
+    def load(self) -> int:
+        """Work of the unfinished requests, in tokens."""
+        return self.scheduler.load
+
+    def stats(self) -> EngineStats:
+        """State and totals. Any thread may read them."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return EngineStats(
+            num_requests_running=len(scheduler.running),
+            num_requests_waiting=len(scheduler.waiting),
+            kv_cache_usage=blocks.usage,
+            prefix_cache_queries=blocks.num_queries,
+            prefix_cache_hits=blocks.num_hits,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=self.num_prompt_tokens,
+            generation_tokens=self.num_generated_tokens,
+            spec_decode=None if self.speculator is None else self.speculator.totals,
+        )
+
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        """Running text of a sequence whose request is streamed or has stop strings; None for others."""
+        params = request.params
+        if self.tokenizer is None or not (request.stream or params.stop):
+            return None
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop_texts,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """The seed of a request's sample: the first has the request's own, the others have independent ones."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,146 @@
+"""Records of a request and of each sequence that is sampled for it, on the host; they hold no arrays."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from verax.errors import VeraxError
+from verax.text.tokens.detokenizer import IncrementalDetokenizer
+from verax.text.features.grammar import GrammarMatcher
+from verax.text.features.lora.loader import LoadedAdapter
+from verax.text.engine.outputs import FinishReason, Logprob, RequestMetrics
+from verax.text.engine.prefix_tree import Prefix
+from verax.text.engine.sampling_params import SamplingParams
+
+__all__ = ["Request", "Sequence", "SequenceState"]
+
+
+class SequenceState(enum.Enum):
+    """State of a sequence: `WAITING` owns no blocks and no slot, `RUNNING` owns both, `FINISHED` gave them back."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One token sequence: a request has `n` of them, alike but for their seeds.
+
+    Invariants: `num_computed <= num_tokens`; a running sequence's tables cover `num_computed` tokens; `num_pending` is
+    the number of tokens that the device has sampled, or will, and the host has not read yet (0 or more, 2 at most).
+    """
+
+    request: Request
+    index: int
+    seed: int
+    tokens: list[int]
+    """Prompt and the sampled tokens that the host has seen."""
+    state: SequenceState = SequenceState.WAITING
+    slot: int | None = None
+    adapter_slot: int | None = None
+    """Place of its adapter on the device while it runs; None without an adapter."""
+    tables: list[list[int]] = field(default_factory=list)
+    """Block table of each cache group, 0 in the places of blocks that were given back. Empty while it waits."""
+    prefix: Prefix | None = None
+    """Its full blocks as far as they are registered in the prefix cache; None for none."""
+    num_computed: int = 0
+    """Tokens whose keys and values are in the cache once every dispatched step has run."""
+    num_pending: int = 0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    detokenizer: IncrementalDetokenizer | None = None
+    """Running text, in requests that are streamed or have stop strings."""
+    matcher: GrammarMatcher | None = None
+    """Place in the grammar of a request with structured output, behind the tokens that the host has seen."""
+
+    @property
+    def adapter_id(self) -> int | None:
+        """Number of the adapter that computes its keys and values; None for the base model."""
+        return None if self.request.adapter is None else self.request.adapter.id
+
+    @property
+    def num_tokens(self) -> int:
+        """Length with the tokens that are still on their way from the device."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that the next step could take: the rest of the prompt, or 1 in decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def exhausted(self) -> bool:
+        """True if every token that it may get is sampled or on its way, so that nothing is left to schedule."""
+        return self.num_tokens - self.num_prompt >= self.request.max_tokens
+
+    @property
+    def num_prompt(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """The sampled tokens that the host has seen."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing more will be appended."""
+        return self.state is SequenceState.FINISHED
+
+    def __repr__(self) -> str:
+        name, progress = f"{self.request.request_id}/{self.index}", f"{self.num_computed}/{self.num_tokens}"
+        return f"<sequence {name} {self.state.value} {progress}>"
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt with its sampling parameters, and the sequences sampled from it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    """Tokens that each sequence may get: the parameter, cut to what the context holds."""
+    stream: bool = False
+    """True if the text is decoded token by token, to be shown as it grows."""
+    adapter: LoadedAdapter | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    num_draft_tokens: int = 0
+    """Tokens that were drafted for it (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """Drafts that held."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    error: VeraxError | None = None
+    """Failure that ended the request, if one did."""
+
+    @property
+    def finished(self) -> bool:
+        """True if every sequence has finished."""
+        for sequence in self.sequences:  # noqa: SIM110  (it is read several times a step, and `all` takes twice as long)
+            if sequence.state is not SequenceState.FINISHED:
+                return False
+        return True
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times and drafts of the request so far."""
+        return RequestMetrics(
+            self.arrival_time,
+            self.first_token_time,
+            self.finished_time,
+            first_scheduled_time=self.first_scheduled_time,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+        )

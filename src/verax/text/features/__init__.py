@@ -1,0 +1,1 @@
+"""LoRA, speculative decoding, grammars, tools and reasoning."""

@@ -1,0 +1,272 @@
+"""Grammars of structured output: compiled once, a matcher for each sequence, a bit mask of tokens for each step.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses the answer so far and finds the tokens that may follow.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from verax._optional import require_optional
+from verax.errors import InvalidParameterError, StructuredOutputError
+from verax.text.features.structured_outputs import StructuredOutputs
+from verax.text.tokens.tokenizer import Tokenizer
+
+__all__ = ["Grammar", "GrammarCompiler", "GrammarMatcher", "mask_width"]
+
+COMPILE_SECONDS = 2.0
+"""Longest compilation: nearly every form takes milliseconds."""
+
+MASK_SECONDS = 0.5
+"""Processor time of a sequence in its grammar beyond `MASK_SECONDS_PER_TOKEN`: its first masks cost the most."""
+
+MASK_SECONDS_PER_TOKEN = 0.002
+"""Processor time of a token in the grammar. JSON takes 10 to 100 us; an ambiguous grammar takes longer each step."""
+
+COMPILE_STACK = 128 << 20
+"""Bytes of stack of a compiling thread: the library recurses into rules, and an overflow would end the process."""
+
+MAX_COMPILING = 2
+"""Compilations at a time: those that were given up go on until they end."""
+
+MAX_COMPILED = 64
+"""Compiled grammars that are kept: clients send the same schema again and again."""
+
+_LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+"""Work that llguidance may spend on a grammar, and on the lexer and the parser in a step; 1 to 2 KB are a state."""
+
+_JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
+"""No free whitespace, in which a model could go on for ever; `oneOf` is read as `anyOf`."""
+
+
+def mask_width(vocab_size: int) -> int:
+    """Number of 32-bit words that have a bit for each token."""
+    return -(-vocab_size // 32)
+
+
+class GrammarMatcher:
+    """Place of one sequence in its grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: Any, vocabulary: Any, after: str | None):
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._after = None if after is None else after.encode()
+        """Text that must be generated first; None once it was."""
+        self._text = b""
+        """End of the text so far, long enough to find `_after` in."""
+        self._seconds = MASK_SECONDS
+        """Processor time that is left. The thread that asks for masks serves all other sequences, too."""
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Go on by tokens of the answer.
+
+        Raises:
+            StructuredOutputError: if the grammar does not allow them, or the answer has taken too much work.
+        """
+        for token in tokens:
+            if self._after is None:
+                begin = time.thread_time()
+                self._matcher.consume_token(token)
+                self._check(begin, MASK_SECONDS_PER_TOKEN)
+                continue
+            self._text = self._text[-len(self._after) :] + self._vocabulary.decode_bytes([token])
+            if self._after in self._text:
+                self._after = None
+
+    def fill(self, masks: Int[np.ndarray, "B w"], drafts: Sequence[int] = ()) -> None:
+        """Set the bits of the tokens that may come next, and clear the others.
+
+        Args:
+            masks: a mask behind the answer so far, then one behind each draft.
+            drafts: guesses how the answer goes on, which the grammar allows. The matcher stays where it is.
+
+        Raises:
+            StructuredOutputError: if that takes more work than a step may, or the answer has taken too much.
+        """
+        text, after, consumed = self._text, self._after, 0
+        for mask, draft in zip(masks, (*drafts, None), strict=True):
+            if self._after is None:
+                begin = time.thread_time()
+                _fill(self._matcher, mask)
+                self._check(begin)
+            if draft is not None:
+                consumed += self._after is None
+                self.append([draft])
+        self._text, self._after = text, after
+        if consumed:
+            self._matcher.rollback(consumed)
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        """Number of tokens, from the first on, that the grammar allows next."""
+        text, after, free = self._text, self._after, 0
+        while self._after is not None and free < len(tokens):
+            self.append([tokens[free]])
+            free += 1
+        behind = self._after is None
+        self._text, self._after = text, after
+        return free + (self._matcher.validate_tokens(list(tokens[free:])) if behind else 0)
+
+    def _check(self, begin: float, earned: float = 0.0) -> None:
+        """Add `earned` to the time that is left, take off what has passed since `begin`, and look for errors."""
+        self._seconds = min(self._seconds + earned, MASK_SECONDS) - (time.thread_time() - begin)
+        reason = _reason(self._matcher.get_error()) if self._matcher.is_error() else None
+        if reason is None and self._seconds < 0:
+            reason = "the grammar is too ambiguous, or its masks take too long; give a simpler one"
+        if reason is not None:
+            raise StructuredOutputError(f"structured_outputs: the answer cannot go on: {reason}")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Compiled grammar. Requests share it, and each sequence has a matcher of its own."""
+
+    prototype: Any
+    vocabulary: Any
+    lock: threading.Lock
+    after: str | None
+
+    def matcher(self, tokens: Iterable[int] = ()) -> GrammarMatcher:
+        """A matcher behind `tokens`, with which the answer begins.
+
+        Raises:
+            InvalidParameterError: if the grammar does not allow them.
+        """
+        with self.lock:
+            copy = self.prototype.deep_copy()
+        matcher = GrammarMatcher(copy, self.vocabulary, self.after)
+        try:
+            matcher.append(tokens)
+        except StructuredOutputError as error:
+            raise InvalidParameterError(f"structured_outputs: the answer so far does not match: {error}") from error
+        return matcher
+
+
+class GrammarCompiler:
+    """Compiler of the grammars of one engine; any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Iterable[int]):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
+
+    def compile(self, wanted: StructuredOutputs) -> Grammar:
+        """The grammar of a form, compiled now or before.
+
+        Raises:
+            InvalidParameterError: if it is no valid grammar, or compiling it takes too long.
+            MissingDependencyError: without llguidance.
+        """
+        key = replace(wanted, after=None)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+            prototype = self._compiled.get(key)
+        if prototype is None:
+            prototype = self._within_time(key)
+        with self._lock:
+            self._compiled[key] = prototype
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return Grammar(prototype, self._vocabulary, self._lock, wanted.after)
+
+    def _read_vocabulary(self) -> Any:
+        if not self._eos_token_ids:
+            raise InvalidParameterError("structured_outputs: this model has no end of text, with which an answer ends")
+        try:
+            return require_optional("llguidance").LLTokenizer(
+                self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            )
+        except ValueError as error:
+            raise InvalidParameterError(
+                f"structured_outputs: llguidance does not support this tokenizer: {error}"
+            ) from error
+
+    def _within_time(self, wanted: StructuredOutputs) -> Any:
+        """Compile in a thread of its own. The library lets go of Python's lock, but cannot be interrupted."""
+        if not self._compiling.acquire(timeout=COMPILE_SECONDS):
+            raise InvalidParameterError("structured_outputs: other forms are being compiled; try again later")
+        compiled: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                compiled.set_result(_compile(wanted, self._vocabulary, self._vocab_size))
+            except BaseException as error:  # a panic of the library is no Exception
+                compiled.set_exception(error)
+            finally:
+                self._compiling.release()
+
+        with self._lock:
+            usual = threading.stack_size(COMPILE_STACK)
+            threading.Thread(target=run, name="compile-grammar", daemon=True).start()
+            threading.stack_size(usual)
+        try:
+            return compiled.result(COMPILE_SECONDS)
+        except TimeoutError:
+            raise _refused(wanted, f"it takes more than {COMPILE_SECONDS:g} s to compile; give a simpler one") from None
+
+
+def _compile(wanted: StructuredOutputs, vocabulary: Any, vocab_size: int) -> Any:
+    library = require_optional("llguidance")
+    try:
+        limits = library.LLParserLimits(**_LIMITS)
+        matcher = library.LLMatcher(vocabulary, _source(wanted), log_level=0, limits=limits)
+    except BaseException as error:  # the converter of GBNF raises errors of its own, and the library may panic
+        raise _refused(wanted, str(error)) from error
+    # The first mask is the slowest by far: the automaton of the tokens is built with it.
+    mask = np.zeros(mask_width(vocab_size), np.int32)
+    if not matcher.is_error():
+        _fill(matcher, mask)
+    if matcher.is_error():
+        raise _refused(wanted, _reason(matcher.get_error()))
+    if not mask.any():
+        raise _refused(wanted, "no answer matches it")
+    return matcher
+
+
+def _fill(matcher: Any, mask: Int[np.ndarray, "w"]) -> None:
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+
+def _source(wanted: StructuredOutputs) -> str:
+    """The form in llguidance's own notation."""
+    matcher = require_optional("llguidance").LLMatcher
+    if wanted.regex is not None:
+        return matcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
+    if wanted.grammar is not None:
+        return matcher.grammar_from_lark(require_optional("llguidance.gbnf_to_lark").any_to_lark(wanted.grammar))
+    schema = wanted.json if wanted.json is not None else '{"type": "object"}'
+    return matcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+
+
+def _refused(wanted: StructuredOutputs, reason: str) -> InvalidParameterError:
+    return InvalidParameterError(f"structured_outputs: {wanted.form}: {reason}")
+
+
+def _reason(error: str) -> str:
+    """One line of an error of llguidance: the parser's of regular expressions is further down."""
+    lines = error.strip().splitlines() or ["no reason given"]
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])[:300]
+    return reason if " " in reason else f"no answer matches it ({reason})"

@@ -1,0 +1,1 @@
+"""The compiled step: program, sizes, runner, sampler."""

@@ -1,0 +1,277 @@
+"""The compiled step as a record: function, abstract arguments and shardings, made without weights or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey
+from jaxtyping import Array, Int
+
+from verax import ops
+from verax._compat import compiler_options
+from verax.models import CausalLM, CausalLMConfig
+from verax.models.causal_lm import state_axes
+from verax.nn.parallel import divisions
+from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
+from verax.text.features.grammar import mask_width
+from verax.text.features.lora.layers import AdaptedLayers
+from verax.text.step.sampler import make_sampling
+from verax.text.step.sizes import RunnerConfig, layer_states
+from verax.text.step.slots import Slots, new_slots
+from verax.text.step.step import Cache, StepShape, make_step
+
+__all__ = [
+    "AbstractModel",
+    "StepProgram",
+    "cache_partitions",
+    "named",
+    "new_cache",
+    "placed",
+    "sampling_name",
+    "sampling_program",
+    "step_name",
+    "step_program",
+]
+
+T = TypeVar("T")
+
+CACHE_PARTITION = PartitionSpec(None, TENSOR_AXIS)
+"""Partition of pages `[P, K, p, H]`, by head."""
+
+WHOLE = PartitionSpec()
+
+LOWERING_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+"""JAX's name for lowering, by a target's platform."""
+
+
+def named(mesh: Mesh | AbstractMesh, partitions: Any) -> Any:
+    """The sharding over a mesh of each partition in a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partitions)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """One step, or the sampling of one, ready to be compiled or lowered.
+
+    Attributes:
+        name: such as `"decode_8x8"`.
+        function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or what `make_sampling` gives.
+        arguments: its arguments as `jax.ShapeDtypeStruct`s.
+        partitions: a `PartitionSpec` for each array of `arguments`.
+        results: the same for the results, or for whole parts of them.
+        mesh: devices that the arrays are divided over; None for JAX's default device.
+        donated: indices of the arguments whose buffers the results reuse.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    partitions: tuple[Any, ...]
+    results: Any
+    mesh: Mesh | AbstractMesh | None
+    donated: tuple[int, ...] = (1, 2)
+
+    @property
+    def shardings(self) -> tuple[Any, ...] | None:
+        """A `NamedSharding` for each array of `arguments`; None without a mesh."""
+        return None if self.mesh is None else named(self.mesh, self.partitions)
+
+    def jit(self) -> Any:
+        """The step as `jax.jit` gives it, on JAX's default device or on the mesh.
+
+        On a mesh each device runs the function on its own parts of the arrays (`jax.shard_map`). So native kernels,
+        which XLA's partitioner could not divide, run there too; the layers call the collectives.
+        """
+        function, placed = self.function, dict[str, Any]()
+        if self.mesh is not None:
+            function = jax.shard_map(
+                function, mesh=self.mesh, in_specs=self.partitions, out_specs=self.results, check_vma=False
+            )
+            function.__name__ = self.name
+            placed = {"in_shardings": self.shardings, "out_shardings": named(self.mesh, self.results)}
+        return jax.jit(
+            function,
+            donate_argnums=self.donated,
+            compiler_options=compiler_options(ops.target().platform),
+            **placed,
+        )
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered for `ops.target()`, which need not be attached."""
+        traced = self.jit().trace(*self.arguments)
+        return traced.lower(lowering_platforms=(LOWERING_PLATFORMS[ops.target().platform],))
+
+
+@dataclass(frozen=True)
+class AbstractModel:
+    """A language model without its weights.
+
+    Attributes:
+        config: its configuration.
+        graph: its structure.
+        tree: structure of its state, to make one of flat weights.
+        weights: shapes and dtypes of its weights, flat.
+        partitions: partition of each weight over a mesh, as the layers declare it.
+        adapted: layers that adapters can change; None if the engine takes no adapters.
+    """
+
+    config: CausalLMConfig
+    graph: nnx.GraphDef[Any]
+    tree: Any
+    weights: tuple[jax.ShapeDtypeStruct, ...]
+    partitions: tuple[PartitionSpec, ...]
+    adapted: AdaptedLayers | None = None
+
+    @classmethod
+    def from_module(cls, model: CausalLM) -> AbstractModel:
+        """The shapes of a module, whose weights may be shapes themselves (`nnx.eval_shape`)."""
+        graph, state = nnx.split(model)
+        leaves, tree = jax.tree.flatten(state)
+        divided = divisions(model)
+
+        def of_weight(path: tuple[Any, ...], weight: Any) -> Any:
+            key = ".".join(str(part.key) for part in path if isinstance(part, DictKey))
+            return partition(weight, divided.get(key))
+
+        return cls(
+            config=model.config,
+            graph=graph,
+            tree=tree,
+            weights=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
+            partitions=tuple(jax.tree.leaves(jax.tree_util.tree_map_with_path(of_weight, state, is_leaf=is_weight))),
+        )
+
+    def build(self, weights: tuple[Array, ...], adapters: Int[Array, "T"] | None = None) -> CausalLM:
+        """The model with these weights, or one device's part of it with parts of them.
+
+        With the slot of each token's adapter, the adapters' matrices are the last weights.
+        """
+        count = len(self.weights)
+        state = jax.tree.unflatten(self.tree, weights[:count])
+        model = nnx.merge(self.graph, jax.tree.map(resized, state, is_leaf=is_weight))
+        if adapters is not None and self.adapted is not None:
+            self.adapted.attach(model, weights[count:], adapters)
+        return model
+
+
+def step_name(shape: StepShape) -> str:
+    """Name of the program of a step."""
+    kind = "decode" if shape.decode else "verify" if shape.verify else "mixed"
+    return f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}"
+
+
+def sampling_name(rows: int) -> str:
+    """Name of the program that samples so many rows."""
+    return f"sample_{rows}"
+
+
+def step_program(
+    model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | AbstractMesh | None = None
+) -> StepProgram:
+    """The program of one step, as `ModelRunner` compiles it.
+
+    Args:
+        model: the model without its weights.
+        sizes: sizes of cache and slots.
+        shape: shape of the step, one of `sizes.shapes`.
+        mesh: devices of an axis `tensor` that weights (as the layers declare it) and cache (by heads) are divided over,
+            abstract ones for shapes alone.
+
+    Examples:
+        >>> module = nnx.eval_shape(lambda: architecture(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        >>> with ops.use_target("cpu", memory=8 << 30):
+        ...     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=8))
+        ...     lowered = step_program(AbstractModel.from_module(module), sizes, sizes.shapes[0]).lower()
+    """
+    step = make_step(model.build, shape, sizes.block_size, sizes.groups, structured_outputs=sizes.structured_outputs)
+    step.__name__ = name = step_name(shape)
+    adapted = model.adapted if shape.adapters else None
+    matrices, matrix_partitions = ((), ()) if adapted is None else (adapted.arrays, adapted.partitions)
+    arguments = (
+        model.weights + matrices,
+        _abstract_slots(sizes),
+        jax.eval_shape(lambda: new_cache(model.config, sizes)),
+        jax.ShapeDtypeStruct((shape.input_size(sizes.block_size, len(sizes.groups)),), jnp.int32),
+    )
+    cache = cache_partitions(model.config, arguments[2])
+    partitions = ((*model.partitions, *matrix_partitions), _whole(arguments[1]), cache, WHOLE)
+    return StepProgram(name, step, arguments, partitions, (WHOLE, cache, WHOLE), mesh)
+
+
+def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh: Mesh | None = None) -> StepProgram:
+    """The sampling of a step of `rows` sequences of which some have a grammar.
+
+    Args:
+        model: the model without its weights.
+        sizes: sizes of the slots.
+        rows: number of rows of the step.
+        mesh: devices that the weights are divided over; scores and slots are whole on each.
+    """
+    function = make_sampling()
+    function.__name__ = name = sampling_name(rows)
+    vocab_size = model.config.vocab_size
+    arguments = (
+        _abstract_slots(sizes),
+        jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32),
+        jax.ShapeDtypeStruct((rows, 4), jnp.int32),
+        jax.ShapeDtypeStruct((rows, mask_width(vocab_size)), jnp.int32),
+    )
+    return StepProgram(name, function, arguments, _whole(arguments), WHOLE, mesh, donated=(0,))
+
+
+def _whole(arrays: Any) -> Any:
+    return jax.tree.map(lambda _: WHOLE, arrays)
+
+
+def _abstract_slots(sizes: RunnerConfig) -> Slots:
+    return jax.eval_shape(
+        lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width, len(sizes.groups))
+    )
+
+
+def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
+    """Zeroed pages (what is masked out is multiplied too, so it must be finite), or a recurrent state for each slot."""
+    num_blocks = {layer: group.num_blocks for group in sizes.groups for layer in group.layers}
+
+    def new_pages(layer: int) -> ops.Pages:
+        joined = sizes.joined_heads
+        shape = (num_blocks[layer], model.num_key_value_heads // joined, sizes.block_size, joined * model.head_dim)
+        return ops.new_pages(shape, sizes.cache_dtype)
+
+    return tuple(
+        (new_pages(layer), new_pages(layer))
+        if state is None
+        else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+        for layer, state in enumerate(layer_states(model, sizes.max_num_seqs))
+    )
+
+
+def placed(make: Callable[[], T], shardings: Any) -> T:
+    """The arrays that a function makes, each device making its part of them; on JAX's default device without shardings.
+
+    Args:
+        make: the function.
+        shardings: sharding of each array, or None.
+    """
+    return make() if shardings is None else jax.jit(make, out_shardings=shardings)()
+
+
+def cache_partitions(config: CausalLMConfig, cache: Cache) -> Any:
+    """Partition of each array of a cache or of its shapes: pages by head, recurrent states as `state_axes` says."""
+
+    def of_layer(layer: int, arrays: Any, state: Any) -> Any:
+        if state is None:
+            return jax.tree.map(lambda _: CACHE_PARTITION, arrays)
+        axes = state_axes(config, layer)
+        if axes is None:
+            return _whole(arrays)
+        return jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, TENSOR_AXIS), axes)
+
+    states = layer_states(config, 1)
+    return tuple(of_layer(layer, *pair) for layer, pair in enumerate(zip(cache, states, strict=True)))

@@ -1,0 +1,376 @@
+"""Device state and compiled steps: turn a schedule into one device call, without waiting for its result."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from verax import ops
+from verax._buckets import at_least
+from verax._compat import no_compilation_cache
+from verax.errors import InvalidParameterError
+from verax.models import CausalLM
+from verax.nn import Embedding, is_tied_head
+from verax.text.step.compiled_programs import CompiledPrograms
+from verax.text.step.engine_programs import (
+    ADMIT,
+    JittedCall,
+    Programs,
+    compile_program,
+    jitted_programs,
+    loaded_programs,
+    new_programs,
+)
+from verax.text.features.grammar import mask_width
+from verax.text.hosts.dispatch import Dispatch, ProgramName
+from verax.text.hosts.group import Group
+from verax.text.features.lora.device import DeviceAdapters
+from verax.text.step.program import (
+    AbstractModel,
+    StepProgram,
+    new_cache,
+    placed,
+    sampling_name,
+    sampling_program,
+    step_name,
+    step_program,
+)
+from verax.text.step.sampler import DEFERRED, SAMPLED, Logprobs
+from verax.text.engine.scheduler import Schedule
+from verax.text.step.sizes import RunnerConfig
+from verax.text.step.slots import Slots, new_slots, pack_admission
+from verax.text.step.step import StepOutput, StepShape
+
+__all__ = ["ModelRunner", "PendingStep", "weight_bytes"]
+
+
+@dataclass
+class PendingStep:
+    """A dispatched step: its schedule, and arrays that will be ready later."""
+
+    schedule: Schedule
+    output: StepOutput
+    token_offsets: tuple[int, ...]
+    """Index of each chunk's first token in the step's ragged batch."""
+    deferred: np.ndarray | None = None
+    """Rows of the step's input if `sample` is still to be called, `[B, 4]`."""
+
+
+class ModelRunner:
+    """Weights, cache and slots on the device or the devices. The one place where programs are dispatched."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: RunnerConfig,
+        *,
+        eos_token_ids: abc.Sequence[int] = (),
+        adapters: DeviceAdapters | None = None,
+        mesh: Mesh | None = None,
+        compiled: CompiledPrograms | None = None,
+        group: Group | None = None,
+    ):
+        """Put weights, cache and slots on the device.
+
+        Args:
+            model: the model.
+            config: sizes of cache, slots and steps.
+            eos_token_ids: tokens that end a text.
+            adapters: adapters on the device; None without them.
+            mesh: devices that weights and cache are divided over; None for JAX's default device.
+            compiled: programs to load, of this model and these sizes; None to compile them.
+            group: hosts that share the model; None for one host.
+
+        Raises:
+            InvalidParameterError: if `compiled` is of something else.
+        """
+        self.config = config
+        self.group = group
+        """Hosts that share the model; None for one host."""
+        self.mesh = mesh
+        """Devices that weights and cache are divided over; None for JAX's default device."""
+        self.eos_token_ids = tuple(eos_token_ids)
+        # Flattened once: a step passes a flat tuple of arrays, and the module exists only while tracing.
+        self._weights = tuple(jax.tree.leaves(nnx.state(model)))
+        self._adapters = adapters
+        self.abstract_model = replace(AbstractModel.from_module(model), adapted=adapters and adapters.layers)
+        """The model without its weights."""
+        self.weight_bytes = weight_bytes(model)
+        """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
+        shardings = self.program(config.shapes[0]).shardings
+        _, on_slots, on_cache, _ = shardings or (None,) * 4
+        self._cache = placed(lambda: new_cache(model.config, config), on_cache)
+        self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
+        """Bytes of the key/value cache and the recurrent states, on all devices."""
+        sizes = config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups)
+        self._slots = placed(lambda: new_slots(*sizes), on_slots)
+        if compiled is None:
+            programs = jitted_programs(self.abstract_model, config, mesh)
+        else:
+            compiled.check(self.abstract_model)
+            programs = loaded_programs(compiled, config)
+        self._is_compiled = compiled is not None
+        self._admit, self._steps, self._samplers = programs
+        self._logits: jax.Array | None = None
+        """Scores of the last step that a follower has repeated, until they are sampled from."""
+
+    def program(self, shape: StepShape) -> StepProgram:
+        """The program of one step on this runner's state."""
+        return step_program(self.abstract_model, self.config, shape, self.mesh)
+
+    def sampling_program(self, rows: int) -> StepProgram:
+        """The program that samples the rows of a step by itself."""
+        return sampling_program(self.abstract_model, self.config, rows, self.mesh)
+
+    def uncompiled(self) -> list[JittedCall]:
+        """The programs of the steps and of their sampling with arguments, to compile; none if they were loaded."""
+        own = Programs(self._admit, self._steps, self._samplers)
+        return [] if self._is_compiled else list(self._with_arguments(own).values())
+
+    def warm_up(self) -> None:
+        """Run every bucket on padding, once it is compiled. Nothing compiles after this.
+
+        Where padding takes time, only small steps are run.
+        """
+        for shape in self.config.shapes:
+            # What the first run of a program takes beside its work is a few milliseconds.
+            if not self.config.padding_takes_time or shape.tokens <= self.config.mixed_tokens[0]:
+                jax.block_until_ready(self._run_padding(shape))
+        # No sequence owns slot 0 yet, and the first to get it writes all of it.
+        self._fill_slot(self._no_admission())
+        if self._adapters is not None:
+            self._adapters.warm_up()
+
+    def _with_arguments(self, programs: Programs) -> dict[str, JittedCall]:
+        """Programs of the steps and of their sampling by name, each with its arguments."""
+        steps = {step_name(shape): (step, self._arguments(shape)) for shape, step in programs.steps.items()}
+        return steps | {
+            sampling_name(rows): (sampler, self.sampling_program(rows).arguments)
+            for rows, sampler in programs.samplers.items()
+        }
+
+    def compiled_programs(self) -> Iterator[tuple[str, jax.stages.Compiled]]:
+        """Every program by name, compiled anew for `write_programs`.
+
+        A program that XLA:CPU has read from the compilation cache cannot be written again: functions are missing in it.
+        """
+        new = new_programs(self.abstract_model, self.config, self.mesh)
+        programs = self._with_arguments(new) | {ADMIT: (new.admit, (self._slots, self._no_admission()))}
+        with no_compilation_cache():
+            for name, each in programs.items():
+                yield name, compile_program(*each)
+
+    def _no_admission(self) -> np.ndarray:
+        width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
+        return np.zeros(1 + width, np.int32)
+
+    def _run_padding(self, shape: StepShape) -> StepOutput:
+        packed = self._padding(shape)
+        pending = PendingStep(Schedule(), self._dispatch(shape, packed), ())
+        if shape.num_sampled in self._samplers:
+            pending.deferred = self._sampled_rows(shape, packed)
+            self.sample(pending, self.new_masks(pending))
+        return pending.output
+
+    def admit(self, schedule: Schedule) -> None:
+        """Fill the slots of sequences that the schedule admitted."""
+        for sequence in schedule.admitted:
+            adapter, slot = sequence.request.adapter, sequence.adapter_slot
+            if self._adapters is not None and adapter is not None and slot is not None:
+                self._adapters.place(adapter, slot)
+            packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
+            self._fill_slot(packed)
+
+    def run(self, schedule: Schedule) -> PendingStep:
+        """Dispatch a step. Returns at once; reading the result's arrays waits for it.
+
+        If a sequence with a grammar is sampled, the sampling is left to `sample`, which must be called next.
+
+        Raises:
+            InvalidParameterError: on another host than rank 0.
+        """
+        if self.group is not None and not self.group.leads:
+            raise InvalidParameterError(
+                f"node_rank: rank {self.group.rank} repeats what rank 0 does, which takes the requests; call follow() "
+                "here"
+            )
+        self.admit(schedule)
+        packed, shape, offsets = self.pack(schedule)
+        output = self._dispatch(shape, packed)
+        pending = PendingStep(schedule, output._replace(logits=None), offsets)
+        if schedule.constrained:
+            pending.output = output
+            pending.deferred = self._sampled_rows(shape, packed)
+        else:
+            output.tokens.copy_to_host_async()
+        return pending
+
+    def new_masks(self, pending: PendingStep) -> np.ndarray:
+        """Masks that allow every token, for the rows of a step: int32 `[B, w]`, a bit for each token."""
+        assert pending.deferred is not None
+        return np.full((len(pending.deferred), mask_width(self.abstract_model.config.vocab_size)), -1, np.int32)
+
+    def sample(self, pending: PendingStep, masks: np.ndarray) -> None:
+        """Dispatch the sampling that `run` left out, among the tokens that the masks allow."""
+        rows, output = pending.deferred, pending.output
+        assert rows is not None
+        rows[:, 3] = np.where(rows[:, 3] == DEFERRED, SAMPLED, 0)
+        tokens, logprobs = self._sample(output.logits, rows, masks)
+        pending.output = output._replace(tokens=tokens, logprobs=logprobs, logits=None)
+        pending.deferred = None
+        tokens.copy_to_host_async()
+
+    def read(self, tokens: jax.Array | np.ndarray) -> np.ndarray:
+        """Tokens of a step on the host, `[B]`. Waits for it.
+
+        Raises:
+            HostsError: if another host is gone.
+        """
+        try:
+            return np.asarray(tokens)
+        except jax.errors.JaxRuntimeError as error:
+            if self.group is None:
+                raise
+            raise self.group.failure(error) from error
+
+    def repeat(self, dispatch: Dispatch) -> None:
+        """Make the dispatch of another host's runner, in whose order all of them are made."""
+        arrays = dispatch.unpack()
+        if dispatch.program == "step":
+            assert dispatch.shape is not None
+            self._logits = self._dispatch(dispatch.shape, *arrays).logits
+        elif dispatch.program == "sample":
+            self._sample(self._logits, *arrays)
+        elif dispatch.program == "adapt":
+            assert self._adapters is not None  # the ranks have compared their options
+            self._adapters.repeat(*arrays)
+        else:
+            self._fill_slot(*arrays)
+
+    def with_slots(self, call: Callable[[Slots], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call a program on this runner's slots, which it may donate: it returns the new ones first, then the rest."""
+        self._slots, *rest = call(self._slots)
+        return tuple(rest)
+
+    def pack(self, schedule: Schedule) -> tuple[np.ndarray, StepShape, tuple[int, ...]]:
+        """A schedule as a step's input, its bucket, and the index of each chunk's first token."""
+        shape = self.shape_for(schedule)
+        packed = self._padding(shape)
+        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
+        tail = packed[4 * shape.rows :]
+        updates = tail[: len(tail) - shape.tokens] if shape.verify else tail
+        updates = updates.reshape(len(self.config.groups), -1, 3)
+        offsets, token, update = [], 0, 0
+        sampled = DEFERRED if schedule.constrained else SAMPLED
+        for i, chunk in enumerate(schedule.chunks):
+            rows[i] = chunk.sequence.slot, chunk.start, chunk.count, sampled * chunk.sample
+            offsets.append(token)
+            if chunk.drafts:
+                drafts = tail[-shape.tokens :][token + 1 : token + chunk.count]
+                drafts[:] = chunk.drafts
+            token += chunk.count
+            for j, blocks in enumerate(chunk.new_blocks, start=chunk.first_new_block):
+                for group, block in enumerate(blocks):
+                    updates[group, update] = chunk.sequence.slot, j, block
+                update += 1
+        return packed, shape, tuple(offsets)
+
+    def shape_for(self, schedule: Schedule) -> StepShape:
+        """The smallest bucket that holds the schedule."""
+        rows, tokens = len(schedule.chunks), schedule.num_tokens
+        if schedule.verifies:
+            size = at_least(self.config.verify_tokens, schedule.verify_tokens)
+            adapted = schedule.adapted
+            return next(s for s in self.config.shapes if s.verify and s.tokens == size and s.adapters == adapted)
+        # Only a mixed step scores prompts.
+        decode = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
+        if decode:
+            return StepShape(size := at_least(self.config.decode_rows, rows), size, True, adapters=schedule.adapted)
+        tokens = at_least(self.config.mixed_tokens, tokens)
+        alike = (s for s in self.config.shapes if not (s.decode or s.verify) and s.adapters == schedule.adapted)
+        return min(s for s in alike if s.rows >= rows and s.tokens >= tokens)
+
+    def _padding(self, shape: StepShape) -> np.ndarray:
+        """A step's input in which every row and every block update goes nowhere."""
+        packed = np.zeros(shape.input_size(self.config.block_size, len(self.config.groups)), np.int32)
+        packed[0 : 4 * shape.rows : 4] = self.config.max_num_seqs
+        packed[4 * shape.rows :: 3] = self.config.max_num_seqs
+        if shape.verify:
+            packed[-shape.tokens :] = -1
+        return packed
+
+    def _sampled_rows(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
+        """(slot, start, count, sample) of each row of the step's output. A copy: the device may still read `packed`."""
+        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4).copy()
+        if not shape.verify:
+            return rows
+        padding = np.tile(np.asarray([self.config.max_num_seqs, 0, 0, 0], np.int32), (shape.tokens, 1))
+        counts = rows[:, 2]
+        tokens = padding[: counts.sum()]
+        tokens[:] = np.repeat(rows, counts, axis=0)
+        tokens[:, 1] += np.arange(len(tokens)) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens[:, 2] = 1
+        return padding
+
+    def _arguments(self, shape: StepShape) -> tuple[Any, ...]:
+        return self._weights_of(shape), self._slots, self._cache, self._padding(shape)
+
+    def _weights_of(self, shape: StepShape) -> tuple[jax.Array, ...]:
+        """Weights that a step takes: those of the model, and the adapters' behind them."""
+        return self._weights + self._adapters.arrays if self._adapters and shape.adapters else self._weights
+
+    def _dispatch(self, shape: StepShape, packed: np.ndarray) -> StepOutput:
+        self.send("step", packed, shape=shape)
+        weights = self._weights_of(shape)
+        self._slots, self._cache, output = self._steps[shape](weights, self._slots, self._cache, packed)
+        return output
+
+    def _sample(self, logits: jax.Array | None, rows: np.ndarray, masks: np.ndarray) -> tuple[jax.Array, Logprobs]:
+        self.send("sample", rows, masks)
+        self._slots, tokens, logprobs = self._samplers[len(rows)](self._slots, logits, rows, masks)
+        return tokens, logprobs
+
+    def _fill_slot(self, packed: np.ndarray) -> None:
+        self.send("admit", packed)
+        self._slots = self._admit(self._slots, packed)
+
+    def send(self, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> None:
+        """Send a dispatch to the followers, if there are any."""
+        if self.group is not None and self.group.leads:
+            self.group.send(Dispatch.of(program, *arrays, shape=shape))
+
+    def compile_with_implementations(
+        self, shape: StepShape, **implementations: str | Callable[..., Any]
+    ) -> Callable[[np.ndarray], StepOutput]:
+        """A step on this runner's state, compiled with the named implementations of operations, for measurements."""
+        with ops.use_implementations(**implementations):
+            step = self.program(shape).jit().lower(*self._arguments(shape)).compile()
+
+        def run(packed: np.ndarray) -> StepOutput:
+            self._slots, self._cache, output = step(self._weights_of(shape), self._slots, self._cache, packed)
+            return output
+
+        return run
+
+    def num_compiled(self) -> int:
+        """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
+        programs = [self._admit, *self._steps.values(), *self._samplers.values()]
+        adapters = 0 if self._adapters is None else self._adapters.num_compiled()
+        # One that was compiled and has not run is not in the cache of its calls yet.
+        own = len(programs) if self._is_compiled else sum(max(1, program._cache_size()) for program in programs)
+        return own + adapters
+
+
+def weight_bytes(model: CausalLM) -> int:
+    """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
+    tables = (module for _, module in nnx.iter_modules(cast(nnx.Module, model)) if isinstance(module, Embedding))
+    unread = sum(table.weight.get_value().nbytes for table in tables if not is_tied_head(model, table))
+    weights = jax.tree.leaves(nnx.state(model), is_leaf=lambda value: isinstance(value, ops.PackedWeight))
+    return sum(weight.nbytes for weight in weights) - unread

@@ -1,0 +1,271 @@
+"""Sizes of the engine's cache and context, and the list of step shapes that they lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from verax import ops
+from verax._buckets import powers
+from verax.errors import InvalidParameterError
+from verax.models import CausalLMConfig
+from verax.models.causal_lm import has_recurrent_layers, sliding_windows, state_axes
+from verax.ops.joined_heads import heads_to_join
+from verax.ops.pages import is_quantized, page_bytes
+from verax.text.engine.cache_groups import CacheGroup, CachePlan
+from verax.text.engine.engine_config import CACHE_DTYPES, EngineConfig
+from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape
+
+__all__ = ["RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
+
+DEVICE_FRACTION = 0.9
+"""Part of an accelerator's memory that weights and cache may fill: the rest is for activations (vLLM's default)."""
+
+HOST_FRACTION = 0.25
+"""Part of the free host memory that a cache takes on a CPU, where other programs live too."""
+
+MIN_BATCHED_TOKENS = {"cpu": 512}
+"""A prompt chunk on a CPU: long enough for full matmul speed, short enough that decodes beside it hardly wait."""
+
+DEFAULT_BATCHED_TOKENS = 2048
+
+DEFAULT_NUM_SEQS = 256
+
+MOST_VERIFIED = {"cpu": 32}
+"""Most tokens of a step that verifies drafts: more rows of a product cost more than their drafts gain, and each has a
+row of scores over the vocabulary."""
+
+DEFAULT_MOST_VERIFIED = 256
+
+PADDING_TAKES_TIME = ("cpu",)
+"""Platforms on which a step takes as much longer as it has more tokens, padding or not."""
+
+STATE_FRACTION = 0.5
+"""Part of the cache's memory that recurrent states take at most, where `max_num_seqs` is not given."""
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """Sizes that the compiled programs depend on."""
+
+    groups: tuple[CacheGroup, ...]
+    """Layers and blocks of the cache: one group, or more if some layers attend to a sliding window."""
+    block_size: int
+    """Tokens in a block."""
+    max_model_len: int
+    """Longest sequence, tokens."""
+    max_num_seqs: int
+    """Slots for running sequences."""
+    max_num_batched_tokens: int
+    """Token budget of a step."""
+    cache_dtype: DTypeLike
+    """Dtype of keys and values in the cache."""
+    structured_outputs: bool = False
+    """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
+    verify_tokens: tuple[int, ...] = ()
+    """Numbers of tokens that steps which verify drafts are compiled for; none without speculative decoding."""
+    adapters: bool = False
+    """Steps have programs of their own for sequences with an adapter."""
+    padding_takes_time: bool = False
+    """Steps with prompts are made to fill one of `mixed_tokens`, and large ones are not run at the start."""
+    joined_heads: int = 1
+    """Heads of keys and values that lie side by side in a page, as one (`ops.joined_heads`)."""
+
+    @property
+    def prompt_sizes(self) -> Sequence[int]:
+        """Numbers of tokens that steps with prompts are to fill; none if padding takes no time."""
+        return self.mixed_tokens if self.padding_takes_time else ()
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    @cached_property
+    def decode_rows(self) -> list[int]:
+        """Numbers of sequences that decode steps are compiled for."""
+        return powers(1, self.max_num_seqs, 2)
+
+    # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either are enough.
+    @cached_property
+    def mixed_rows(self) -> list[int]:
+        """Numbers of sequences that mixed steps are compiled for."""
+        return powers(min(8, self.max_num_seqs), self.max_num_seqs, 8)
+
+    @cached_property
+    def mixed_tokens(self) -> list[int]:
+        """Numbers of tokens that mixed steps are compiled for: multiples of `PROMPT_LOGPROB_CHUNK`."""
+        return [
+            -(-size // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
+            for size in powers(min(32, self.max_num_batched_tokens), self.max_num_batched_tokens, 4)
+        ]
+
+    @cached_property
+    def shapes(self) -> list[StepShape]:
+        """Every step shape that a schedule can need: the buckets."""
+        decode = [StepShape(rows, rows, True) for rows in self.decode_rows]
+        mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
+        mixed = [shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0]]
+        verify = [StepShape(min(size, self.max_num_seqs), size, False, verify=True) for size in self.verify_tokens]
+        plain = [*decode, *mixed, *verify]
+        return [*plain, *(shape._replace(adapters=True) for shape in plain if self.adapters)]
+
+    @cached_property
+    def sampling_rows(self) -> list[int]:
+        """Numbers of rows that sampling is compiled for by itself: those of every step, with structured output."""
+        return sorted({shape.num_sampled for shape in self.shapes}) if self.structured_outputs else []
+
+
+def plan_sizes(
+    model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig, *, draft: CausalLMConfig | None = None
+) -> RunnerConfig:
+    """Sizes that fit into the memory of each device.
+
+    A context that is not given is cut to what the cache can hold of one sequence. The cache is blocks and, in models
+    with recurrent layers, a state for each of `max_num_seqs` sequences.
+
+    Args:
+        model: the model's configuration.
+        dtype: dtype of the weights.
+        config: the engine's options. Its devices divide the heads of keys and values.
+        draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
+
+    Raises:
+        InvalidParameterError: for a context longer than the model's, or a cache too small for it.
+    """
+    longest, block_size = model.max_position_embeddings, config.block_size
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise InvalidParameterError(
+            f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
+        )
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(CACHE_DTYPES[config.kv_cache_dtype])
+    memory = config.kv_cache_memory or cache_memory(config.tensor_parallel_size * config.data_parallel_size)
+    devices = config.tensor_parallel_size
+    per_state = state_bytes(model, devices)
+    max_num_seqs = config.max_num_seqs
+    if max_num_seqs is None:
+        fitting = int(memory * STATE_FRACTION) // per_state if per_state else DEFAULT_NUM_SEQS
+        max_num_seqs = max(1, min(DEFAULT_NUM_SEQS, fitting, config.max_num_batched_tokens or DEFAULT_NUM_SEQS))
+    batched = config.max_num_batched_tokens or max(
+        max_num_seqs, MIN_BATCHED_TOKENS.get(ops.target().platform, DEFAULT_BATCHED_TOKENS)
+    )
+    if batched < max_num_seqs:
+        raise InvalidParameterError(
+            f"max_num_batched_tokens: {batched} is less than max_num_seqs ({max_num_seqs}), and each running sequence "
+            "needs a token a step"
+        )
+    states = max_num_seqs * per_state
+    layers = _layers_by_window(model, config.max_model_len or longest)
+    sizes = tuple(
+        block_bytes(model, block_size, cache_dtype, len(group)) // devices
+        + (0 if draft is None or window is not None else block_bytes(draft, block_size, cache_dtype) // devices)
+        for window, group in layers.items()
+    )
+    plan = CachePlan(tuple(layers), sizes, block_size, batched)
+    affordable = plan.longest(memory - states, longest)
+    context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
+    needed = -(-context // block_size)
+    if affordable < max(needed, 1):
+        beside = f" beside the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
+        fewer = " or max_num_seqs" if states else ""
+        raise InvalidParameterError(
+            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{beside}, but a "
+            f"context of {context} needs {plan.bytes_for(context) / 2**20:.0f} MiB; give more, or a smaller "
+            f"max_model_len{fewer}"
+        )
+    num_blocks = plan.num_blocks(memory - states, context, max_num_seqs)
+    groups = tuple(map(CacheGroup, layers.values(), layers, num_blocks))
+    return RunnerConfig(
+        groups,
+        block_size,
+        context,
+        max_num_seqs,
+        batched,
+        cache_dtype,
+        structured_outputs=config.structured_outputs,
+        verify_tokens=_verify_tokens(config, max_num_seqs, batched),
+        adapters=config.enable_lora,
+        padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
+        joined_heads=_joined_heads(model, cache_dtype, devices),
+    )
+
+
+def _joined_heads(model: CausalLMConfig, cache_dtype: DTypeLike, devices: int) -> int:
+    """Heads of keys and values that lie side by side in a page: as many as fill a TPU's register, elsewhere 1.
+
+    XLA:TPU would put the number of the page last in the layout of smaller heads, and a page in as many places as it has
+    numbers. Quantised heads stay apart, because each has scales of its own.
+    """
+    joined = heads_to_join(model.head_dim)
+    fills = model.num_key_value_heads % (devices * joined) == 0
+    return joined if fills and ops.target().platform == "tpu" and not is_quantized(cache_dtype) else 1
+
+
+def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, num_layers: int | None = None) -> int:
+    """Bytes of one block, keys and values, over that many layers; over all that attend if None."""
+    if num_layers is None:
+        num_layers = sum(state is None for state in layer_states(model, 1))
+    page = (model.num_key_value_heads, block_size, model.head_dim)
+    return 2 * num_layers * page_bytes(page, dtype)
+
+
+def state_bytes(model: CausalLMConfig, devices: int = 1) -> int:
+    """Bytes that each device has of one sequence's recurrent state over all layers; 0 for a model that only attends."""
+    total = 0
+    for layer, state in enumerate(layer_states(model, 1)):
+        whole = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(state))
+        total += whole if state_axes(model, layer) is None else whole // devices
+    return total
+
+
+def layer_states(model: CausalLMConfig, num_seqs: int) -> list[Any]:
+    """By layer: shapes of the recurrent state of `num_seqs` sequences, or None for a layer that attends."""
+    layers = range(model.num_hidden_layers)
+    if not has_recurrent_layers(model):
+        return [None for _ in layers]
+    return jax.eval_shape(lambda: [model.new_state(layer, num_seqs) for layer in layers])
+
+
+def _layers_by_window(model: CausalLMConfig, max_model_len: int) -> dict[int | None, tuple[int, ...]]:
+    """Layers that attend, by their sliding window, those without one first. A window of the whole context is none."""
+    layers: dict[int | None, tuple[int, ...]] = {}
+    for layer, (state, window) in enumerate(zip(layer_states(model, 1), sliding_windows(model), strict=True)):
+        if state is None:
+            kind = None if window is None or window >= max_model_len else window
+            layers[kind] = (*layers.get(kind, ()), layer)
+    return dict(sorted(layers.items(), key=lambda item: item[0] or 0))
+
+
+def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    if config.speculation is None:
+        return ()
+    longest = max_num_seqs * (1 + config.speculation.num_speculative_tokens)
+    most = MOST_VERIFIED.get(ops.target().platform, DEFAULT_MOST_VERIFIED)
+    return tuple(powers(2, max(2, min(longest, most, max_num_batched_tokens)), 2))
+
+
+def cache_memory(devices: int = 1) -> int:
+    """Bytes that a cache may take on each of the target's devices, beside what lies in its memory already.
+
+    Caches are of one size, so the device with the least free memory decides.
+
+    Args:
+        devices: devices of all replicas. Those of a CPU share its memory too.
+
+    Raises:
+        InvalidParameterError: if the memory of the target is unknown.
+    """
+    memory = ops.target().least_memory(devices)
+    if memory is None:
+        raise InvalidParameterError(
+            "kv_cache_memory: this device does not report how much memory it has; give a size in bytes"
+        )
+    if ops.target().platform == "cpu":
+        return int(memory.free * HOST_FRACTION) // devices
+    return int(memory.total * DEVICE_FRACTION) - (memory.total - memory.free)

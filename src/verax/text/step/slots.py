@@ -1,0 +1,138 @@
+"""Device state of every running sequence, so that a step needs only a few integers from the host.
+
+A sequence holds one slot while it runs. `admit` fills the slot's row from one packed array; steps then read tokens,
+page tables and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence:
+padding rows of a step read it, and its parameters are those of greedy decoding.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+from verax.ops.sampling import INTS, SamplingArrays
+from verax.text.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from verax.text.engine.sequence import Sequence
+
+__all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admission"]
+
+MAX_BANNED = MAX_STOP_TOKEN_IDS + 16
+"""Tokens that `min_tokens` can hold back: the request's stop tokens and the model's own (Llama 3 has three)."""
+
+_OTHERS = ("num_logprobs", "num_prompt_logprobs", "adapter")
+
+
+class SlotParams(NamedTuple):
+    """Parameters by slot."""
+
+    sampling: SamplingArrays
+    others: Int[Array, "S i"]
+
+    def int(self, name: str) -> Int[Array, "S"]:
+        """Log-probabilities that are wanted, those of the prompt, or the adapter's slot; -1 for none."""
+        return self.others[:, _OTHERS.index(name)]
+
+
+class Slots(NamedTuple):
+    """Device state by slot: S = max_num_seqs + 1 rows, L tokens, W pages in each table."""
+
+    tokens: Int[Array, "S L"]
+    page_tables: tuple[Int[Array, "S W"], ...]
+    """Pages of each slot's tokens, by cache group."""
+    params: SlotParams
+
+
+_NO_TOKEN = np.iinfo(np.int32).max
+"""An id past every vocabulary: scatters drop it."""
+
+_IDLE_FLOATS = np.asarray([0.0, 1.0, 0.0, 0.0, 0.0, 1.0], np.float32)
+_IDLE_INTS = np.zeros(len(INTS), np.int32)
+_IDLE_OTHERS = np.full(len(_OTHERS), -1, np.int32)
+"""Parameters of greedy decoding without extras: a step skips what no row needs, and padding rows must need nothing."""
+
+
+def new_slots(max_num_seqs: int, max_model_len: int, table_width: int, num_tables: int) -> Slots:
+    """Empty slots with a page table for each cache group."""
+    S = max_num_seqs + 1
+
+    def rows(idle: Shaped[np.ndarray, "n"]) -> Shaped[Array, "S n"]:
+        return jnp.broadcast_to(jnp.asarray(idle), (S, len(idle)))
+
+    sampling = SamplingArrays(
+        floats=rows(_IDLE_FLOATS),
+        ints=rows(_IDLE_INTS),
+        bias_ids=jnp.full((S, MAX_LOGIT_BIAS), _NO_TOKEN, jnp.int32),
+        bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
+        banned=jnp.full((S, MAX_BANNED), _NO_TOKEN, jnp.int32),
+    )
+    tables = tuple(jnp.zeros((S, table_width), jnp.int32) for _ in range(num_tables))
+    params = SlotParams(sampling, rows(_IDLE_OTHERS))
+    return Slots(jnp.zeros((S, max_model_len), jnp.int32), tables, params)
+
+
+def pack_admission(
+    sequence: Sequence, max_model_len: int, table_width: int, eos_token_ids: abc.Sequence[int]
+) -> Int[np.ndarray, "n"]:
+    """The row that `admit` writes for a sequence, as one array for one transfer."""
+    params = sequence.request.params
+    tokens = np.zeros(max_model_len, np.int32)
+    tokens[: len(sequence.tokens)] = sequence.tokens
+    tables = np.zeros((len(sequence.tables), table_width), np.int32)
+    tables[:, : len(sequence.tables[0])] = sequence.tables
+    floats = np.asarray(
+        [
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        ],
+        np.float32,
+    )
+    bias = dict(params.logit_bias or {})
+    seed = np.asarray([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    ints = np.asarray(
+        [
+            params.top_k,
+            sequence.num_prompt,
+            *seed,
+            sequence.num_prompt + params.min_tokens if params.min_tokens else 0,
+            len(bias),
+        ],
+        np.int32,
+    )
+    others = [
+        -1 if number is None else number for number in (params.logprobs, params.prompt_logprobs, sequence.adapter_slot)
+    ]
+    bias_ids = np.full(MAX_LOGIT_BIAS, _NO_TOKEN, np.int32)
+    bias_ids[: len(bias)] = list(bias)
+    bias_values = np.zeros(MAX_LOGIT_BIAS, np.float32)
+    bias_values[: len(bias)] = list(bias.values())
+    banned = np.full(MAX_BANNED, _NO_TOKEN, np.int32)
+    held_back = sorted({*params.stop_tokens, *eos_token_ids}) if params.min_tokens else []
+    banned[: len(held_back)] = held_back
+    slot = np.asarray([sequence.slot], np.int32)
+    sampling = [floats.view(np.int32), ints, bias_ids, bias_values.view(np.int32), banned]
+    return np.concatenate([slot, tokens, tables.ravel(), *sampling, np.asarray(others, np.int32)])
+
+
+def admit(slots: Slots, packed: Int[Array, "n"]) -> Slots:
+    """Fill one slot from `pack_admission`'s array. Donate `slots`."""
+    slot, at = packed[0], 1
+
+    def write(field: Array) -> Array:
+        nonlocal at
+        row = packed[at : at + field.shape[1]]
+        at += field.shape[1]
+        if field.dtype == jnp.float32:
+            row = lax.bitcast_convert_type(row, jnp.float32)
+        return lax.dynamic_update_slice(field, row[None], (slot, 0))
+
+    return jax.tree.map(write, slots)

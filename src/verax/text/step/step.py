@@ -1,0 +1,230 @@
+"""One engine step as one device program: model, cache update, sampling and state update.
+
+The host sends a few integers; everything else is on the device already and is donated from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from verax import ops
+from verax.errors import InvalidParameterError
+from verax.models import CausalLM, RecurrentLayer
+from verax.models.causal_lm import final_hidden_states
+from verax.ops.joined_heads import join_heads, own_results, spread_queries
+from verax.ops.paged import num_up_to
+from verax.text.engine.cache_groups import CacheGroup
+from verax.text.step.sampler import Logprobs, no_logprobs, sample, score
+from verax.text.step.slots import Slots
+
+__all__ = ["Cache", "StepOutput", "StepShape", "make_step", "with_new_blocks"]
+
+Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
+"""By layer: key and value pages, or the recurrent state of each slot, as the configuration's `new_state` makes it."""
+
+PROMPT_LOGPROB_CHUNK = 32
+"""Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
+
+
+class StepShape(NamedTuple):
+    """Shape that a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row.
+
+    A step that verifies drafts (`verify`) has the newest token and the drafts of each row, and samples behind each.
+    """
+
+    rows: int
+    tokens: int
+    decode: bool
+    verify: bool = False
+    adapters: bool = False
+    """True if sequences may have adapters."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Rows of the step's output."""
+        return self.tokens if self.verify else self.rows
+
+    def num_updates(self, block_size: int) -> int:
+        """Most blocks that such a step's tables can grow by: a row may start one, and fill one every block_size."""
+        return self.rows + (0 if self.decode else self.tokens // block_size)
+
+    def input_size(self, block_size: int, num_tables: int) -> int:
+        """Length of the packed input: (slot, start, count, sample) by row, then (slot, index, block) by new block.
+
+        The new blocks of one cache group lie together. A step that verifies ends with a number for each token: a draft,
+        or -1 for a token that its slot has.
+        """
+        drafts = self.tokens if self.verify else 0
+        return 4 * self.rows + 3 * num_tables * self.num_updates(block_size) + drafts
+
+
+class StepOutput(NamedTuple):
+    """Results of a step for the host."""
+
+    tokens: Int[Array, "B"]
+    """By row; in steps that verify drafts, by token."""
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs | None
+    """By token of the step: the score of the token after it. None in decode steps and those that verify."""
+    logits: Float[Array, "B V"] | None
+    """Scores that `make_sampling` samples from. None without structured output."""
+
+
+StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]
+
+
+def make_step(
+    build: Callable[..., CausalLM],
+    shape: StepShape,
+    block_size: int,
+    groups: tuple[CacheGroup, ...],
+    *,
+    structured_outputs: bool,
+) -> StepFunction:
+    """The step function of one shape.
+
+    While tracing, `build(weights, adapters)` makes the model of its flat weights; `adapters` `[T]` are the slots of the
+    tokens' adapters (-1 for none), or None.
+
+    With `structured_outputs` its output has the scores too, which rows that are `DEFERRED` are sampled from later.
+
+    A block of the host is a page of `ops`: the entries of a sequence's block table are the page numbers of its tokens.
+
+    Raises:
+        InvalidParameterError: while tracing, if a layer attends to another window than its configuration has.
+    """
+    group_of = {layer: group for group, record in enumerate(groups) for layer in record.layers}
+
+    def step(
+        weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
+    ) -> tuple[Slots, Cache, StepOutput]:
+        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
+        slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
+        updates, drafts = packed[4 * shape.rows :], None
+        if shape.verify:
+            updates, drafts = updates[: -shape.tokens], updates[-shape.tokens :]
+        page_tables = with_new_blocks(slots.page_tables, updates)
+        lengths = start + count  # tokens in the cache after this step
+
+        if shape.decode:
+            starts = jnp.arange(shape.rows + 1, dtype=jnp.int32)
+            owner, position, valid = starts[:-1], start, count > 0
+        else:
+            starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count)])
+            at = jnp.arange(shape.tokens, dtype=jnp.int32)
+            owner = jnp.minimum(num_up_to(starts, at) - 1, shape.rows - 1).astype(jnp.int32)
+            position, valid = start[owner] + at - starts[owner], at < starts[-1]
+            position = jnp.where(valid, position, 0)
+        pages_by_row = [
+            _visible_pages(table[slot], start, group.window, block_size)
+            for table, group in zip(page_tables, groups, strict=True)
+        ]
+        page = [jnp.where(valid, pages[owner, position // block_size], 0) for pages in pages_by_row]
+        offset = position % block_size
+        # A sequence's first tokens start from zeros. Rows of padding have a slot past the end.
+        state_slots = ops.StateSlots(slot, fresh=start == 0)
+        layer_cache = list(cache)
+
+        def attend(
+            layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
+        ) -> Float[Array, "T N H"]:
+            k_pages, v_pages = layer_cache[layer]
+            group = group_of[layer]
+            (K, H), joined = k.shape[1:], k_pages.shape[-1] // k.shape[-1]
+            k_pages = ops.write_pages(k_pages, join_heads(k, joined), page[group], offset)
+            v_pages = ops.write_pages(v_pages, join_heads(v, joined), page[group], offset)
+            layer_cache[layer] = (k_pages, v_pages)
+            kept, attended = groups[group].window, options.get("window")
+            if kept is not None and attended != kept:
+                raise InvalidParameterError(
+                    f"model: layer {layer} attends to a window of {attended}, but its configuration's sliding_windows "
+                    f"has {kept}"
+                )
+            if joined > 1:
+                q = spread_queries(q, K, joined)
+                options = {**options, "scale": H**-0.5 if options.get("scale") is None else options["scale"]}
+            arguments = q, k_pages, v_pages, pages_by_row[group], lengths
+            if shape.decode:
+                out = ops.paged_decode_attention(*arguments, **options)
+            else:
+                out = ops.paged_attention(*arguments, starts, **options)
+            return out if joined == 1 else own_results(out, K, joined)
+
+        def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
+            state = layer_cache[layer]
+            if shape.decode:
+                out, layer_cache[layer] = recurrence(x[:, None], state, None, state_slots)
+            else:
+                out, layer_cache[layer] = recurrence(x[None], state, starts, state_slots)
+            return out.reshape(x.shape)
+
+        if drafts is not None:
+            # Known tokens have a position past the end, where the update is dropped.
+            at = jnp.where(drafts >= 0, position, slots.tokens.shape[1])
+            slots = slots._replace(tokens=slots.tokens.at[slot[owner], at].set(drafts, mode="drop"))
+        adapters = slots.params.int("adapter")[slot][owner] if shape.adapters else None
+        model = build(weights, adapters)
+        text = slots.tokens[slot[owner], position]
+        hidden = final_hidden_states(model, text, position, attend, run_recurrent)
+        # Decodes and verifications sample behind each token; a mixed step may have as many rows as tokens, too.
+        newest = hidden if shape.decode or shape.verify else hidden[jnp.maximum(starts[1:] - 1, 0)]
+        logits = model.logits(newest)
+        if shape.verify:
+            wanted = jnp.where(valid, rows[owner, 3], 0)
+            rows = jnp.stack([slot[owner], position, jnp.ones_like(position), wanted], axis=1)
+        history, tokens, logprobs = sample(slots, logits, rows)
+        output = StepOutput(
+            tokens,
+            logprobs,
+            None if shape.decode or shape.verify else _prompt_logprobs(model, hidden, slots, slot[owner], position),
+            logits if structured_outputs else None,
+        )
+        return Slots(history, page_tables, slots.params), tuple(layer_cache), output
+
+    return step
+
+
+def with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "n"]) -> tuple[Int[Array, "S W"], ...]:
+    """Page tables after the (slot, index, block) triples of each."""
+    size = len(updates) // len(tables)
+    triples = [updates[i * size : (i + 1) * size].reshape(-1, 3) for i in range(len(tables))]
+    return tuple(table.at[new[:, 0], new[:, 1]].set(new[:, 2]) for table, new in zip(tables, triples, strict=True))
+
+
+def _visible_pages(
+    pages: Int[Array, "B W"], start: Int[Array, "B"], window: int | None, block_size: int
+) -> Int[Array, "B W"]:
+    """Page 0 in the place of pages behind the window of a row's first query: other sequences may own them by now."""
+    if window is None:
+        return pages
+    first = jnp.maximum(start - window + 1, 0) // block_size
+    return jnp.where(jnp.arange(pages.shape[1]) < first[:, None], 0, pages)
+
+
+def _prompt_logprobs(
+    model: CausalLM,
+    hidden: Float[Array, "T D"],
+    slots: Slots,
+    slot: Int[Array, "T"],
+    position: Int[Array, "T"],
+) -> Logprobs:
+    T = hidden.shape[0]
+    following = slots.tokens[slot, jnp.minimum(position + 1, slots.tokens.shape[1] - 1)]
+    wanted = slots.params.int("num_prompt_logprobs")[slot] >= 0
+    size = min(PROMPT_LOGPROB_CHUNK, T)
+    chunks = T // size  # token buckets are multiples of the chunk
+
+    def score_chunk(chunk: tuple[Float[Array, "t D"], Int[Array, "t"], Bool[Array, "t"]]) -> Logprobs:
+        return score(model.logits(chunk[0]), *chunk[1:])
+
+    def scored() -> Logprobs:
+        chunked = [x.reshape(chunks, size, *x.shape[1:]) for x in (hidden, following, wanted)]
+        parts = lax.map(score_chunk, tuple(chunked))
+        return Logprobs(*(part.reshape(T, *part.shape[2:]) for part in parts))
+
+    return lax.cond(jnp.any(wanted), scored, lambda: no_logprobs(T, model.config.vocab_size))

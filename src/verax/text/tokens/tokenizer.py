@@ -1,0 +1,353 @@
+"""Text to token ids and back, by the checkpoint's own tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import msgspec
+import tokenizers
+
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.tokenizer_file import read_tokenizer
+from verax.errors import CheckpointError, InvalidParameterError, TemplateError
+from verax.fields import Count, read_value
+from verax.files import read_json
+from verax.text.tokens import chat_template
+from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+
+__all__ = ["Tokenizer", "eos_token_ids"]
+
+_TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a token id, or a list of them")]
+
+_TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+class Tokenizer:
+    """A fast tokenizer with the special tokens and the chat template of its checkpoint."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        chat_templates: Mapping[str, str] | None = None,
+    ):
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._chat_templates = dict(chat_templates or {})
+        self.eos_token_ids = eos_token_ids
+        self.special_token_ids = frozenset(
+            number for number, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        """Tokens that `decode` leaves out unless told otherwise."""
+        self.byte_tokens = _byte_tokens(backend)
+        """The byte of each token that stands for one, such as `<0x0A>`; empty without a byte-fallback decoder."""
+        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        """True if a text is the bytes of its tokens one after the other, as in GPT-2."""
+        self._whole_texts: dict[int, str | None] = {}
+
+    @classmethod
+    def from_checkpoint(cls, opened: Checkpoint) -> Tokenizer:
+        """The tokenizer of a folder, or of a GGUF file's metadata.
+
+        Raises:
+            CheckpointError: naming the file that is missing or damaged.
+            UnsupportedModelError: for a GGUF file with a kind of tokenizer that is not supported.
+        """
+        if not opened.metadata:
+            return cls.from_folder(opened.folder)
+        parts = read_gguf_tokenizer(opened.metadata, opened.folder)
+        tokens, rows = parts.backend.get_vocab_size(), opened.config["vocab_size"]
+        if tokens > rows:
+            raise CheckpointError(f"{opened.folder}: its vocabulary has {tokens} tokens, its embeddings {rows} rows")
+        return cls(
+            parts.backend,
+            special_tokens=parts.special_tokens,
+            eos_token_ids=parts.eos_token_ids,
+            chat_templates=parts.chat_templates,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add.
+
+        Raises:
+            CheckpointError: naming the file that is missing or damaged.
+        """
+        folder = Path(folder)
+        backend = read_tokenizer(folder)
+        # Left there by training or fine-tuning; transformers turns them off in each call as well.
+        backend.no_truncation()
+        backend.no_padding()
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        special_map = read_json(folder / "special_tokens_map.json", optional=True)
+        named = {**special_map, **config} if "added_tokens_decoder" in config else {**config, **special_map}
+        special = _special_tokens(named)
+        _add_missing_tokens(backend, named, special, folder)
+        ends = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
+        for name in ("config.json", "generation_config.json"):
+            ends |= eos_token_ids(read_json(folder / name, optional=True))
+        return cls(
+            backend,
+            special_tokens=special,
+            eos_token_ids=frozenset(end for end in ends if end is not None),
+            chat_templates=_chat_templates(folder, config),
+        )
+
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same tokenizer, with this Jinja text as its only chat template."""
+        return Tokenizer(
+            self._backend,
+            special_tokens=self._special_tokens,
+            eos_token_ids=self.eos_token_ids,
+            chat_templates={"default": template},
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that the tokenizer itself names as the end of a text; None if it names none."""
+        token = self._special_tokens.get("eos_token")
+        return None if token is None else self.token_id(token)
+
+    @cached_property
+    def max_token_length(self) -> int:
+        """Most characters that a token stands for, up to those of its spelling in the vocabulary."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def to_json(self) -> str:
+        """Text of a tokenizer.json, with the tokens that were added to it."""
+        return self._backend.to_str()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` for what the model expects around it (a beginning token, say)."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def truncate(self, max_length: int) -> None:
+        """From now on, cut what is encoded to so many tokens, special tokens included and kept.
+
+        Raises:
+            InvalidParameterError: if that leaves no token for the text.
+        """
+        special = self._backend.num_special_tokens_to_add(False)
+        if max_length <= special:
+            raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
+        self._backend.enable_truncation(max_length)
+
+    def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
+        """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
+
+        Args:
+            texts: any number.
+            max_length: as `truncate`, for this call. The smaller limit of the two counts.
+
+        Raises:
+            InvalidParameterError: if `max_length` leaves no token for a text.
+        """
+        special = self._backend.num_special_tokens_to_add(False)
+        if max_length is not None and max_length <= special:
+            raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
+        return [_cut(encoded, max_length) for encoded in self._backend.encode_batch_fast(list(texts))]
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_length: int
+    ) -> list[tuple[list[int], list[int], int]]:
+        """Token ids of each pair of texts, special ones included, their types, and the number of tokens left out.
+
+        The longer text of a pair loses its end first (transformers' `longest_first`).
+
+        Args:
+            pairs: any number.
+            max_length: tokens that are kept of a pair.
+
+        Raises:
+            InvalidParameterError: if `max_length` leaves no token for each text.
+        """
+        special = self._backend.num_special_tokens_to_add(True)
+        if max_length < special + 2:
+            raise InvalidParameterError(
+                f"max_length: {max_length} tokens leave none for each text beside {special} special ones"
+            )
+        return [_cut_pair(encoded, max_length - special) for encoded in self._backend.encode_batch(list(pairs))]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it; None if there is none."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """Jinja text of each chat template by its name, such as "default" and "tool_use"."""
+        return MappingProxyType(self._chat_templates)
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Text that a token adds behind whole characters, whatever its neighbours are; None if they matter."""
+        if not self.is_byte_level:
+            return None
+        if token_id not in self._whole_texts:
+            text = "" if self.token(token_id) is None else self.decode([token_id], skip_special_tokens=False)
+            self._whole_texts[token_id] = None if "\ufffd" in text else text
+        return self._whole_texts[token_id]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """True if conversations can be rendered."""
+        return bool(self._chat_templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The prompt for a conversation of `{"role": ..., "content": ...}` messages, to be encoded without specials.
+
+        With `continue_final_message` the prompt ends inside of the last message, and nothing announces an answer.
+
+        Raises:
+            TemplateError: if the checkpoint has no template, or it refuses the messages.
+            InvalidParameterError: if `messages` is no conversation.
+        """
+        if not self._chat_templates:
+            raise TemplateError(
+                "this checkpoint has no chat template: give a prompt as text instead of messages, or save the model's "
+                "template as chat_template.jinja beside tokenizer.json, or give --chat-template"
+            )
+        name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
+        template = self._chat_templates.get(name)
+        if template is None:
+            raise TemplateError(
+                f"this checkpoint has no default chat template, only {sorted(self._chat_templates)}: save the one to "
+                "use as chat_template.jinja beside tokenizer.json"
+            )
+        variables = {
+            **self._special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **variables,
+        }
+        return chat_template.render(template, messages, continue_final_message=continue_final_message, **variables)
+
+
+def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
+    """Tokens that end a text.
+
+    Args:
+        configs: contents of configuration files: config.json, generation_config.json.
+
+    Raises:
+        CheckpointError: if an `eos_token_id` is neither a token id nor a list of them.
+    """
+    listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
+    return frozenset(token for found in listed for token in ((found,) if isinstance(found, int) else found))
+
+
+def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    numbers = {name: backend.token_to_id(name) for name in names}
+    # A decoder without byte fallback shows such a token as it is spelt.
+    return {
+        number: names[name]
+        for name, number in numbers.items()
+        if number is not None and backend.decode([number], skip_special_tokens=False) != name
+    }
+
+
+def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of chat templates: bos_token, eos_token, ... and the model's own ones, such as image_token."""
+    extra = named.get("extra_special_tokens")
+    values = {**named, **(extra if isinstance(extra, dict) else {})}
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
+
+
+def _cut(encoded: tokenizers.Encoding, max_length: int | None) -> tuple[list[int], int]:
+    """Token ids of at most `max_length`, with the special tokens at the end, and the number of tokens left out."""
+    ids = encoded.ids
+    left_out = sum(mask == 0 for rest in encoded.overflowing for mask in rest.special_tokens_mask)
+    if max_length is None or len(ids) <= max_length:
+        return ids, left_out
+    end = next((i for i, mask in enumerate(reversed(encoded.special_tokens_mask)) if not mask), 0)
+    return ids[: max_length - end] + ids[len(ids) - end :], left_out + len(ids) - max_length
+
+
+def _cut_pair(encoded: tokenizers.Encoding, room: int) -> tuple[list[int], list[int], int]:
+    """Token ids and types of a pair with at most `room` tokens of its texts, and the number of tokens left out."""
+    texts = encoded.sequence_ids  # 0, 1, and None for special tokens
+    first, second = texts.count(0), texts.count(1)
+    if first + second <= room:
+        return encoded.ids, encoded.type_ids, 0
+    # As in the library's own truncation: a text of less than half of the room stays whole.
+    short = min(first, second)
+    long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    left = [short, long] if first <= second else [long, short]
+    kept: list[int] = []
+    for place, text in enumerate(texts):
+        if text is not None:
+            left[text] -= 1
+        if text is None or left[text] >= 0:
+            kept.append(place)
+    ids, types = encoded.ids, encoded.type_ids
+    return [ids[i] for i in kept], [types[i] for i in kept], first + second - room
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, named: Mapping[str, Any], special: Mapping[str, str], folder: Path
+) -> None:
+    """Tokens that only tokenizer_config.json knows, or knows to be special; as transformers adds them."""
+    try:
+        listed = sorted((named.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+        added = [
+            tokenizers.AddedToken(token["content"], **{key: token[key] for key in _TOKEN_FIELDS if key in token})
+            for _, token in listed
+        ]
+        extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
+        extra = list(extra.values()) if isinstance(extra, dict) else extra
+        names = [*special.values(), *(token["content"] if isinstance(token, dict) else token for token in extra)]
+        known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *added]}
+        missing = [tokenizers.AddedToken(name, special=True) for name in dict.fromkeys(names) if name not in known]
+        backend.add_tokens([*added, *missing])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: its list of special tokens is damaged: {error!r}"
+        ) from error
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name: those in files first, else tokenizer_config.json's one, or its list of named ones."""
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files = {"default": folder / "chat_template.jinja", **{path.stem: path for path in more}}
+    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if found:
+        return found
+    given = config.get("chat_template")
+    try:
+        if isinstance(given, list):
+            return {entry["name"]: entry["template"] for entry in given}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: chat_template: expected entries with name and template, got {given!r}"
+        ) from error
+    return {"default": given} if given else {}
