@@ -48,7 +48,11 @@ FLOWS: dict[str, list[tuple[str, str, str]]] = {
     "life-of-a-request": [
         ("LLM.generate", "text/engine/llm.py", "a prompt, SamplingParams"),
         ("Engine.add_request", "text/engine/engine.py", "Request with n Sequences"),
-        ("Scheduler.schedule, BlockManager", "text/engine/scheduler.py, text/engine/block_manager.py", "Schedule of Chunks"),
+        (
+            "Scheduler.schedule, BlockManager",
+            "text/engine/{scheduler,block_manager}.py",
+            "Schedule of Chunks",
+        ),
         ("ModelRunner.run", "text/step/runner.py", "one packed int32 array"),
         ("compiled step: model, cache, sampling", "text/step/step.py", "StepOutput, read one step later"),
         ("Engine: stop conditions", "text/engine/engine.py", "tokens"),

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from verax.text.engine.async_llm import AsyncLLM
     from verax.text.engine.engine_config import EngineConfig
     from verax.text.engine.llm import LLM
-    from verax.text.features.lora.request import LoRARequest
     from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.engine.sampling_params import SamplingParams
+    from verax.text.features.lora.request import LoRARequest
     from verax.text.features.structured_outputs import StructuredOutputs
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline

@@ -23,11 +23,11 @@ from verax import LoRARequest
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.peft import Adapter, merge
 from verax.loading import load_causal_lm
+from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora.device import DeviceAdapters
 from verax.text.features.lora.layers import AdaptedLayers
 from verax.text.features.lora.loader import AdapterLoader
 from verax.text.step.program import AbstractModel
-from verax.text.engine.sampling_params import SamplingParams
 
 try:
     import peft

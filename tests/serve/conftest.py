@@ -13,9 +13,9 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax import Encoder, VideoPipeline
 from verax.serve.app import create_app
-from verax.serve.run import _Process, bind, new_runner
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.run import _Process, bind, new_runner
 from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.llm import LLM
 

@@ -13,8 +13,8 @@ import pytest
 from tests.support.pictures import bomb
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
-from verax.text.features import grammar
 from verax.text.engine.async_llm import AsyncLLM
+from verax.text.features import grammar
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("av")

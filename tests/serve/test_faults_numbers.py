@@ -16,10 +16,10 @@ from msgspec import inspect
 from tests.support.tiny_encoder import tiny_reranker
 from verax.embed.reranker import Reranker
 from verax.serve import app as app_module
-from verax.serve.text.embeddings import EmbeddingRequest
 from verax.serve.http.routing import ApiRoute
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.text.embeddings import EmbeddingRequest
 from verax.serve.video.video_fields import VideoCreate
 from verax.text.engine.async_llm import AsyncLLM
 

@@ -6,9 +6,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from verax.serve.app import create_app
-from verax.serve.page.page import CONTENT_SECURITY_POLICY, static_files
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.page.page import CONTENT_SECURITY_POLICY, static_files
 
 KEY = {"Authorization": "Bearer secret-key"}
 

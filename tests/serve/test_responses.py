@@ -5,9 +5,9 @@ import json
 import pytest
 
 from tests.support.chat_run import ScriptedRun, call, running
-from verax.serve.text import responses
 from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import decode
+from verax.serve.text import responses
 from verax.serve.text.responses_request import ResponsesRequest, chat_of
 from verax.text.features.parsing import Delta
 

@@ -15,9 +15,9 @@ import pytest
 
 from verax.errors import InvalidParameterError
 from verax.serve.http.middleware import MAX_HEADER_BYTES
-from verax.serve.run import bind, run
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.run import bind, run
 from verax.text.engine.async_llm import AsyncLLM
 
 LONG = {"messages": [{"role": "user", "content": "abc"}], "ignore_eos": True, "max_tokens": 100}

@@ -12,11 +12,11 @@ from starlette.testclient import TestClient
 
 from tests.support.pictures import bomb, saved
 from verax.serve import app as app_module
-from verax.serve.video import videos
 from verax.serve.app import create_app
-from verax.serve.video.media import store as store_module
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.video import videos
+from verax.serve.video.media import store as store_module
 
 PIL = pytest.importorskip("PIL.Image")
 av = pytest.importorskip("av")

@@ -19,10 +19,10 @@ from verax.errors import (
     RequestRefusedError,
     StructuredOutputError,
 )
-from verax.text.features.grammar import GrammarMatcher
 from verax.text.engine.outputs import RequestOutput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.stats import StepStats
+from verax.text.features.grammar import GrammarMatcher
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)

@@ -8,11 +8,11 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax import ops
 from verax.errors import InvalidParameterError
-from verax.text.step import runner
-from verax.text.step.compiled_programs import check_supported
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step import runner
+from verax.text.step.compiled_programs import check_supported
 
 SIZES = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=32)
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=3, ignore_eos=True) for t in (0, 0.8)]

@@ -10,8 +10,8 @@ import pytest
 
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
-from verax.text.step.runner import ModelRunner
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=7, max_tokens=20, ignore_eos=True)

@@ -8,10 +8,10 @@ from tests.support.tiny import tiny_config
 from tests.text.conftest import make_llm
 from verax import ops
 from verax.models import causal_lm
-from verax.text.step import sizes
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.step.program import new_cache
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step import sizes
+from verax.text.step.program import new_cache
 from verax.text.step.sizes import plan_sizes
 
 

@@ -10,8 +10,8 @@ from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.step.program import new_cache
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.program import new_cache
 from verax.text.step.sizes import block_bytes, plan_sizes, state_bytes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

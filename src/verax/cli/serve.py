@@ -151,9 +151,9 @@ def serve(
     serving.check_one_process(ray, nnodes)
     serving.require_packages("uvicorn", "httptools")
     from verax.serve.http.logs import configure_logs
-    from verax.serve.run import bind, run
     from verax.serve.http.server import Server
     from verax.serve.http.tracing import RequestTracer
+    from verax.serve.run import bind, run
 
     settings = ServerSettings(
         host=host,

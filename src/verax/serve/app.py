@@ -7,13 +7,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from verax.serve.http import health, metrics, openapi
-from verax.serve.page import page
-from verax.serve.text import chat, completions, embeddings, messages, models, rerank, responses, tokens
-from verax.serve.video import videos
 from verax.serve.http.errors import EXCEPTION_HANDLERS
 from verax.serve.http.middleware import BodyLimit, RequestLog
 from verax.serve.http.security import Security
 from verax.serve.http.server import Server
+from verax.serve.page import page
+from verax.serve.text import chat, completions, embeddings, messages, models, rerank, responses, tokens
+from verax.serve.video import videos
 
 __all__ = ["create_app"]
 

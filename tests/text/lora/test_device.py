@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from verax.text.hosts.dispatch import Dispatch
 from verax.text.features.lora.device import DeviceAdapters
 from verax.text.features.lora.layers import AdaptedLayers
 from verax.text.features.lora.loader import LoadedAdapter
 from verax.text.features.lora.request import LoRARequest
+from verax.text.hosts.dispatch import Dispatch
 
 
 class Leader:

@@ -16,11 +16,11 @@ from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
+from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora.device import DeviceAdapters
 from verax.text.features.lora.layers import AdaptedLayers
 from verax.text.features.lora.loader import AdapterLoader
 from verax.text.step.program import AbstractModel
-from verax.text.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 RNG = np.random.default_rng(0)

@@ -22,9 +22,9 @@ from tests.text.speculative.conftest import (
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.step.sizes import block_bytes, plan_sizes
 from verax.text.features.speculative.build import new_speculator
 from verax.text.features.speculative.config import SpeculativeConfig
+from verax.text.step.sizes import block_bytes, plan_sizes
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.text.answers import Health
 from verax.serve.http.errors import ApiError
 from verax.serve.http.json_response import JsonResponse
 from verax.serve.http.routing import api_route
 from verax.serve.http.server import Server
+from verax.serve.text.answers import Health
 
 __all__ = ["routes"]
 

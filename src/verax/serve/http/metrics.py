@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.text.engine import TextEngine
 from verax.serve.http.routing import api_route
 from verax.serve.http.server import Server
+from verax.serve.text.engine import TextEngine
 from verax.text.engine.outputs import RequestMetrics, RequestOutput
 from verax.text.engine.stats import SpeculationTotals, StepStats
 

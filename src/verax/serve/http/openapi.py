@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from verax.serve.text.answers import AnthropicErrorAnswer, ErrorAnswer
 from verax.serve.http.errors import is_anthropic
 from verax.serve.http.json_response import JsonResponse
 from verax.serve.http.routing import ApiRoute, Described, Parameter
 from verax.serve.http.server import Server
+from verax.serve.text.answers import AnthropicErrorAnswer, ErrorAnswer
 
 __all__ = ["describe", "routes"]
 

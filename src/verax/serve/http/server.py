@@ -18,8 +18,8 @@ from verax.serve.http.sse import EventStream
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import Reranker
-    from verax.serve.text.engine import TextEngine
     from verax.serve.http.tracing import RequestTracer
+    from verax.serve.text.engine import TextEngine
     from verax.text.features.lora.request import LoRARequest
     from verax.text.features.parsing.chat_format import ChatFormat
     from verax.video.pipeline import VideoPipeline

@@ -18,10 +18,10 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
-from verax.serve.page import markdown
 from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import read_body
 from verax.serve.http.json_response import JsonResponse
+from verax.serve.page import markdown
 from verax.serve.page.reports import CONTENT_TYPES, Reports
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.text.answers import ChatCompletion, InputTokens
-from verax.serve.text.chat_request import ChatRequest
-from verax.serve.text.chat_run import ChatAnswer, ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.http.fields import read_body
 from verax.serve.http.json_response import JsonResponse
-from verax.serve.text.logprobs import prompt_logprobs
 from verax.serve.http.record import record_of
 from verax.serve.http.resume import ID_PATTERN
 from verax.serve.http.routing import Parameter, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event, unless_disconnected
+from verax.serve.text.answers import ChatCompletion, InputTokens
+from verax.serve.text.chat_request import ChatRequest
+from verax.serve.text.chat_run import ChatAnswer, ChatEvent, ChatRun, count_tokens, run_chat
+from verax.serve.text.logprobs import prompt_logprobs
 from verax.serve.text.usage import SYSTEM_FINGERPRINT
 from verax.text.features.parsing.deltas import Delta, ToolCallDelta
 

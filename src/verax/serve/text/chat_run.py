@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from verax.errors import ContextLengthError, InvalidParameterError, QueueFullError, StructuredOutputError
-from verax.serve.text.chat_request import ChatRequest, NamedToolChoice, template_messages, template_options
 from verax.serve.http.errors import ApiError, context_error
-from verax.serve.text.logprobs import chat_logprobs
 from verax.serve.http.record import RequestRecord
-from verax.serve.text.sampling import check_room, form_error, sampling_params
 from verax.serve.http.server import Server
+from verax.serve.text.chat_request import ChatRequest, NamedToolChoice, template_messages, template_options
+from verax.serve.text.logprobs import chat_logprobs
+from verax.serve.text.sampling import check_room, form_error, sampling_params
 from verax.serve.text.usage import Usage
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from verax.text.features.parsing.answer import AnswerParser, parser_for

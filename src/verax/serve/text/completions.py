@@ -15,17 +15,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError, StructuredOutputError
-from verax.serve.text.answers import TextCompletion
 from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import read_body
 from verax.serve.http.json_response import JsonResponse
-from verax.serve.text.logprobs import CompletionLogprobs, prompt_logprobs
 from verax.serve.http.merge import merged
 from verax.serve.http.record import RequestRecord, record_of
 from verax.serve.http.routing import api_routes
-from verax.serve.text.sampling import Count, GenerationRequest, Refused, form_error, sampling_params
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event, unless_disconnected
+from verax.serve.text.answers import TextCompletion
+from verax.serve.text.logprobs import CompletionLogprobs, prompt_logprobs
+from verax.serve.text.sampling import Count, GenerationRequest, Refused, form_error, sampling_params
 from verax.serve.text.usage import SYSTEM_FINGERPRINT, Usage
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
 

@@ -11,17 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.text.answers import MessageObject, MessageTokens
-from verax.serve.text.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.http.errors import anthropic_error
 from verax.serve.http.fields import read_body
 from verax.serve.http.json_response import JsonResponse
-from verax.serve.text.messages_request import CountTokensRequest, MessagesRequest, chat_of
-from verax.serve.text.parts import Part, PartStep, PartTracker
 from verax.serve.http.record import record_of
 from verax.serve.http.routing import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
+from verax.serve.text.answers import MessageObject, MessageTokens
+from verax.serve.text.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
+from verax.serve.text.messages_request import CountTokensRequest, MessagesRequest, chat_of
+from verax.serve.text.parts import Part, PartStep, PartTracker
 
 __all__ = ["routes"]
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from verax.serve.text.chat_request import ChatRequest
 from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import decode
+from verax.serve.text.chat_request import ChatRequest
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
 __all__ = ["CountTokensRequest", "MessagesRequest", "chat_of"]

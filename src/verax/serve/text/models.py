@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.text.answers import ModelList, ModelObject
 from verax.serve.http.errors import ApiError
 from verax.serve.http.json_response import JsonResponse
 from verax.serve.http.routing import api_routes
 from verax.serve.http.server import Server
+from verax.serve.text.answers import ModelList, ModelObject
 
 __all__ = ["routes"]
 

@@ -15,8 +15,6 @@ from starlette.routing import Route
 from verax.embed.buckets import Tokens
 from verax.embed.reranker import Reranker
 from verax.errors import InvalidParameterError
-from verax.serve.text.answers import RankedText, Ranking
-from verax.serve.text.batch_queue import LazyQueue
 from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import read_body
 from verax.serve.http.json_response import JsonResponse
@@ -24,6 +22,8 @@ from verax.serve.http.record import record_of
 from verax.serve.http.routing import api_route, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import unless_disconnected
+from verax.serve.text.answers import RankedText, Ranking
+from verax.serve.text.batch_queue import LazyQueue
 from verax.serve.text.text_inputs import check_characters, check_limit, most_characters, renamed, too_long
 
 __all__ = ["RerankRequest", "routes"]

@@ -13,17 +13,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import VeraxError
-from verax.serve.text.answers import InputTokens, ResponseObject
-from verax.serve.text.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.http.errors import ApiError, api_error
 from verax.serve.http.fields import read_body
 from verax.serve.http.json_response import JsonResponse
-from verax.serve.text.parts import Part, PartStep, PartTracker
 from verax.serve.http.record import record_of
-from verax.serve.text.responses_request import INPUT_ITEMS, ResponsesRequest, chat_of
 from verax.serve.http.routing import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
+from verax.serve.text.answers import InputTokens, ResponseObject
+from verax.serve.text.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
+from verax.serve.text.parts import Part, PartStep, PartTracker
+from verax.serve.text.responses_request import INPUT_ITEMS, ResponsesRequest, chat_of
 
 __all__ = ["routes"]
 

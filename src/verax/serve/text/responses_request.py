@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from verax.serve.text.chat_request import ChatRequest
 from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import decode
+from verax.serve.text.chat_request import ChatRequest
 from verax.serve.text.sampling import Positive, Refused
 
 __all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponsesRequest", "chat_of"]

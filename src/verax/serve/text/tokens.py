@@ -12,15 +12,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
-from verax.serve.text.answers import DetokenizedText, TokenIds
-from verax.serve.text.chat_request import ChatMessage, ChatRequest, ToolDefinition
-from verax.serve.text.chat_run import render_chat
 from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import decode, read_body
 from verax.serve.http.json_response import JsonResponse
 from verax.serve.http.routing import api_routes
-from verax.serve.text.sampling import Count
 from verax.serve.http.server import Server
+from verax.serve.text.answers import DetokenizedText, TokenIds
+from verax.serve.text.chat_request import ChatMessage, ChatRequest, ToolDefinition
+from verax.serve.text.chat_run import render_chat
+from verax.serve.text.sampling import Count
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["DetokenizeRequest", "TokenizeRequest", "routes"]

@@ -15,15 +15,15 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from verax.errors import QueueFullError
-from verax.serve.text.answers import VideoDeleted, VideoList, VideoObject
 from verax.serve.http.errors import ApiError
 from verax.serve.http.json_response import JsonResponse
-from verax.serve.video.media.process import MediaDecoder
-from verax.serve.video.media.store import VARIANTS, ClipStore
 from verax.serve.http.record import record_of
 from verax.serve.http.routing import Parameter, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, EventStream, named_event, unless_disconnected
+from verax.serve.text.answers import VideoDeleted, VideoList, VideoObject
+from verax.serve.video.media.process import MediaDecoder
+from verax.serve.video.media.store import VARIANTS, ClipStore
 from verax.serve.video.video_fields import VideoCreate, read_create, resolve
 from verax.serve.video.video_jobs import VideoJob, VideoJobs
 

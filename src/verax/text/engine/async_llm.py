@@ -17,9 +17,7 @@ from typing import Any, Unpack
 from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
 from verax.text.engine.engine_config import EngineConfig, EngineOptions
-from verax.text.features.grammar import MAX_COMPILING
 from verax.text.engine.llm import LLM
-from verax.text.features.lora.request import LoRARequest
 from verax.text.engine.outbox import Observer, dead
 from verax.text.engine.outputs import RequestOutput
 from verax.text.engine.prompts import Message, Prompt, content
@@ -28,6 +26,8 @@ from verax.text.engine.request_limits import NO_TOKENIZER
 from verax.text.engine.request_stream import LiveRequest, RequestStream
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.stats import EngineStats
+from verax.text.features.grammar import MAX_COMPILING
+from verax.text.features.lora.request import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM"]

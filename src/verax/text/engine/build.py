@@ -18,20 +18,20 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM
 from verax.text.engine.block_manager import BlockManager
-from verax.text.step.compiled_programs import CompiledPrograms
 from verax.text.engine.engine import Engine
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.step.engine_programs import compile_all
-from verax.text.hosts.group import Group
+from verax.text.engine.scheduler import Scheduler
 from verax.text.features.lora.device import DeviceAdapters
 from verax.text.features.lora.layers import AdaptedLayers
 from verax.text.features.lora.loader import AdapterLoader
+from verax.text.features.speculative.build import load_draft_model, new_speculator
+from verax.text.hosts.group import Group
+from verax.text.step.compiled_programs import CompiledPrograms
+from verax.text.step.engine_programs import compile_all
 from verax.text.step.mesh import placement_mesh
 from verax.text.step.program import AbstractModel
 from verax.text.step.runner import ModelRunner
-from verax.text.engine.scheduler import Scheduler
 from verax.text.step.sizes import RunnerConfig, cache_memory, plan_sizes, state_bytes
-from verax.text.features.speculative.build import load_draft_model, new_speculator
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["new_engines", "warm_up"]

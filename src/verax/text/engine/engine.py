@@ -16,20 +16,20 @@ import numpy as np
 
 from verax import ops
 from verax.errors import InvalidParameterError, StructuredOutputError, VeraxError
-from verax.text.tokens.detokenizer import IncrementalDetokenizer
-from verax.text.features.grammar import Grammar, GrammarCompiler
-from verax.text.hosts.dispatch import Dispatch
-from verax.text.features.lora.loader import AdapterLoader, LoadedAdapter
-from verax.text.features.lora.request import LoRARequest
 from verax.text.engine.output_builder import OutputBuilder
 from verax.text.engine.outputs import FinishReason, RequestOutput
 from verax.text.engine.request_limits import NO_TOKENIZER, RequestLimits
-from verax.text.step.runner import ModelRunner, PendingStep
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Schedule, Scheduler
 from verax.text.engine.sequence import Request, Sequence
-from verax.text.features.speculative.speculator import Speculator
 from verax.text.engine.stats import EngineStats
+from verax.text.features.grammar import Grammar, GrammarCompiler
+from verax.text.features.lora.loader import AdapterLoader, LoadedAdapter
+from verax.text.features.lora.request import LoRARequest
+from verax.text.features.speculative.speculator import Speculator
+from verax.text.hosts.dispatch import Dispatch
+from verax.text.step.runner import ModelRunner, PendingStep
+from verax.text.tokens.detokenizer import IncrementalDetokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Engine"]

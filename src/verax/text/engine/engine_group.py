@@ -7,11 +7,11 @@ from collections import abc
 
 from verax.errors import InvalidParameterError
 from verax.text.engine.engine import Engine
-from verax.text.features.lora.loader import LoadedAdapter
 from verax.text.engine.outputs import RequestOutput
 from verax.text.engine.routing import Router
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.sequence import Request
+from verax.text.features.lora.loader import LoadedAdapter
 
 __all__ = ["EngineGroup"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from verax.text.step.runner import PendingStep
 from verax.text.engine.scheduler import Chunk
 from verax.text.engine.sequence import Request, Sequence
+from verax.text.step.runner import PendingStep
 from verax.text.step.step import Logprobs
 from verax.text.tokens.tokenizer import Tokenizer
 

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verax.text.features.grammar import Grammar
-from verax.text.features.lora.loader import LoadedAdapter
-from verax.text.features.lora.request import LoRARequest
 from verax.text.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.sequence import Request
+from verax.text.features.grammar import Grammar
+from verax.text.features.lora.loader import LoadedAdapter
+from verax.text.features.lora.request import LoRARequest
 
 __all__ = ["ENDED", "LiveRequest", "RequestStream"]
 

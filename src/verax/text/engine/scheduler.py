@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from verax._buckets import cheapest_part
 from verax.text.engine.block_manager import BlockManager
-from verax.text.features.lora.slots import AdapterSlots
 from verax.text.engine.routing import work
 from verax.text.engine.sequence import Sequence, SequenceState
+from verax.text.features.lora.slots import AdapterSlots
 
 __all__ = ["Chunk", "Schedule", "Scheduler"]
 

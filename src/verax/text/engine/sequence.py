@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field
 
 from verax.errors import VeraxError
-from verax.text.tokens.detokenizer import IncrementalDetokenizer
-from verax.text.features.grammar import GrammarMatcher
-from verax.text.features.lora.loader import LoadedAdapter
 from verax.text.engine.outputs import FinishReason, Logprob, RequestMetrics
 from verax.text.engine.prefix_tree import Prefix
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.features.grammar import GrammarMatcher
+from verax.text.features.lora.loader import LoadedAdapter
+from verax.text.tokens.detokenizer import IncrementalDetokenizer
 
 __all__ = ["Request", "Sequence", "SequenceState"]
 

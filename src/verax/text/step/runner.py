@@ -18,6 +18,11 @@ from verax._compat import no_compilation_cache
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM
 from verax.nn import Embedding, is_tied_head
+from verax.text.engine.scheduler import Schedule
+from verax.text.features.grammar import mask_width
+from verax.text.features.lora.device import DeviceAdapters
+from verax.text.hosts.dispatch import Dispatch, ProgramName
+from verax.text.hosts.group import Group
 from verax.text.step.compiled_programs import CompiledPrograms
 from verax.text.step.engine_programs import (
     ADMIT,
@@ -28,10 +33,6 @@ from verax.text.step.engine_programs import (
     loaded_programs,
     new_programs,
 )
-from verax.text.features.grammar import mask_width
-from verax.text.hosts.dispatch import Dispatch, ProgramName
-from verax.text.hosts.group import Group
-from verax.text.features.lora.device import DeviceAdapters
 from verax.text.step.program import (
     AbstractModel,
     StepProgram,
@@ -43,7 +44,6 @@ from verax.text.step.program import (
     step_program,
 )
 from verax.text.step.sampler import DEFERRED, SAMPLED, Logprobs
-from verax.text.engine.scheduler import Schedule
 from verax.text.step.sizes import RunnerConfig
 from verax.text.step.slots import Slots, new_slots, pack_admission
 from verax.text.step.step import StepOutput, StepShape

@@ -1,7 +1,8 @@
 """Decoding of images and clips that come from clients.
 
-`python -m verax.serve.video.media.decode LIMITS` is the program of the process that `process.py` starts: a file on standard
-input, frames on standard output. It imports no JAX, opens no file or address, and limits its own memory and time.
+`python -m verax.serve.video.media.decode LIMITS` is the program of the process that `process.py` starts: a file on
+standard input, frames on standard output. It imports no JAX, opens no file or address, and limits its own memory and
+time.
 """
 
 from __future__ import annotations

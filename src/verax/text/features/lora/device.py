@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from verax import ops
 from verax._compat import compiler_options
-from verax.text.hosts.dispatch import Dispatch
-from verax.text.hosts.group import Group
 from verax.text.features.lora.layers import AdaptedLayers, write_adapter
 from verax.text.features.lora.loader import LoadedAdapter
+from verax.text.hosts.dispatch import Dispatch
+from verax.text.hosts.group import Group
 
 __all__ = ["DeviceAdapters"]
 

@@ -11,12 +11,12 @@ from verax.loading import load_causal_lm
 from verax.models import CausalLM
 from verax.models.causal_lm import has_recurrent_layers, sliding_windows
 from verax.nn import pack_linear_weights
-from verax.text.step.runner import ModelRunner
 from verax.text.features.speculative.config import SpeculativeConfig
 from verax.text.features.speculative.draft_model import DraftModel
 from verax.text.features.speculative.ngram import NgramDrafter
 from verax.text.features.speculative.policy import Policy, StepCost
 from verax.text.features.speculative.speculator import Drafter, Speculator
+from verax.text.step.runner import ModelRunner
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["load_draft_model", "new_speculator"]

@@ -20,13 +20,13 @@ from jaxtyping import Array, Int
 from verax._buckets import at_least, powers
 from verax.models import CausalLM
 from verax.text.engine.cache_groups import CacheGroup
-from verax.text.step.engine_programs import JittedCall
+from verax.text.engine.scheduler import Chunk, Schedule
+from verax.text.engine.sequence import Sequence
 from verax.text.hosts.dispatch import Dispatch
+from verax.text.step.engine_programs import JittedCall
 from verax.text.step.program import AbstractModel, new_cache, placed, step_program
 from verax.text.step.runner import ModelRunner, weight_bytes
 from verax.text.step.sampler import SAMPLED
-from verax.text.engine.scheduler import Chunk, Schedule
-from verax.text.engine.sequence import Sequence
 from verax.text.step.sizes import RunnerConfig
 from verax.text.step.slots import Slots
 from verax.text.step.step import StepShape, with_new_blocks

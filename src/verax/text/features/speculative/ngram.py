@@ -8,10 +8,10 @@ from __future__ import annotations
 import weakref
 from collections import abc
 
-from verax.text.step.engine_programs import JittedCall
-from verax.text.hosts.dispatch import Dispatch
 from verax.text.engine.scheduler import Schedule
 from verax.text.engine.sequence import Sequence
+from verax.text.hosts.dispatch import Dispatch
+from verax.text.step.engine_programs import JittedCall
 
 __all__ = ["NgramDrafter", "NgramIndex"]
 

@@ -12,12 +12,12 @@ from collections import abc
 from dataclasses import replace
 from typing import Protocol
 
-from verax.text.step.engine_programs import JittedCall
-from verax.text.hosts.dispatch import Dispatch
 from verax.text.engine.scheduler import Schedule, Scheduler
 from verax.text.engine.sequence import Sequence
-from verax.text.features.speculative.policy import Acceptance, Policy
 from verax.text.engine.stats import SpeculationTotals
+from verax.text.features.speculative.policy import Acceptance, Policy
+from verax.text.hosts.dispatch import Dispatch
+from verax.text.step.engine_programs import JittedCall
 
 __all__ = ["Drafter", "Speculator"]
 
