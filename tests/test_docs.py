@@ -72,7 +72,7 @@ def test_source_files_that_a_page_names_exist(page):
     assert [path for path in sorted(named) if not any((folder / path).is_file() for folder in SOURCES)] == []
 
 
-def test_the_readme_lists_every_public_name():
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Public surface")[2].partition("\n## ")[0]
+def test_the_page_of_features_lists_every_public_name():
+    section = (ROOT / "docs/features.md").read_text(encoding="utf-8").partition("## Public names")[2]
     listed = {name.removeprefix("verax.") for name in re.findall(r"`([\w.]+)`", section)}
     assert set(verax.__all__) - {"__version__"} <= listed
