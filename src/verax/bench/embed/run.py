@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from recipes.encoder.paraphrases import pairs
 from verax import builtin, checkpoint, models, progress
 from verax.bench.embed.exported import Encode, ExportedSide, cosine_distance, one_by_one
 from verax.bench.embed.transformers import TransformersSide
@@ -28,7 +29,6 @@ from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
 from verax.files import write_json
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
-from verax.train.encoder.paraphrases import pairs
 
 __all__ = ["BASELINES", "SHAPES", "bench_embed"]
 
