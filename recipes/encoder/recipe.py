@@ -22,8 +22,7 @@ from verax.checkpoint import save
 from verax.embed.pooling import normalized, pool
 from verax.nn import Sentences
 from verax.train.loop import Schedule, train
-from verax.train.loss import contrastive_loss
-from verax.train.precision import rounded_gradient_linear
+from verax.train.loss import contrastive_loss, rounded_gradient_linear
 
 __all__ = ["CONFIG", "SCHEDULE", "export", "initial", "train_builtin"]
 

@@ -23,8 +23,7 @@ from verax import ops
 from verax.checkpoint import save
 from verax.models import CausalLM, causal_lm
 from verax.train.loop import Schedule, train
-from verax.train.loss import next_token_loss
-from verax.train.precision import rounded_gradient_linear
+from verax.train.loss import next_token_loss, rounded_gradient_linear
 
 __all__ = ["CONFIG", "SCHEDULE", "export", "held_out_loss", "train_builtin"]
 

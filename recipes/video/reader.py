@@ -25,7 +25,7 @@ from verax import ops
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.nn import Linear
 from verax.train.loop import Schedule, train
-from verax.train.precision import rounded_gradient_linear
+from verax.train.loss import rounded_gradient_linear
 
 __all__ = ["SCHEDULE", "TEXT_ENCODER", "Reader", "matrices_by_width", "reader_loss", "train_reader"]
 

@@ -27,7 +27,7 @@ from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.checkpoint.video.parts import diffusers_transformer, scheduler_settings
 from verax.models.wan.vae import WanVae
-from verax.train.state import has_state
+from verax.train.loop import has_state
 
 __all__ = ["CLIPS", "export", "train_builtin"]
 

@@ -26,7 +26,7 @@ from verax import ops
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.wan.model import WanConfig, WanModel
 from verax.train.loop import Schedule, train
-from verax.train.precision import rounded_gradient_linear
+from verax.train.loss import rounded_gradient_linear
 
 __all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
 

@@ -27,7 +27,7 @@ from verax.models.wan.vae_config import WanVaeConfig
 from verax.models.wan.vae_layers import Tails
 from verax.nn import CausalConv3d, Conv2d
 from verax.train.loop import Schedule, train
-from verax.train.precision import rounded_gradient_linear
+from verax.train.loss import rounded_gradient_linear
 
 __all__ = [
     "CONFIG",
