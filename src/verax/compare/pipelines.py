@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from verax import progress
 from verax._optional import require_optional
-from verax.checkpoint.random_weights import random_weights
+from verax.checkpoint.load import random_weights
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import PARTS
 from verax.compare.cases.text import transformers

@@ -22,7 +22,7 @@ from verax.bench.embed.transformers import TransformersSide
 from verax.bench.harness import Benchmark, product_weights
 from verax.bench.results import model_name
 from verax.bench.timing import interleave
-from verax.checkpoint.random_weights import random_weights
+from verax.checkpoint.load import random_weights
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
 from verax.embed.settings import EncoderSettings

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from verax.checkpoint.formats.mapped_file import MappedFile
-from verax.checkpoint.formats.safetensors import TensorInfo
+from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError
 
 __all__ = ["PthFile"]

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.random_weights import random_weights
+from verax.checkpoint.load import random_weights
 from verax.compare.case import Case, Side
 from verax.compare.cases.encoders import EncoderReference
 from verax.compare.inputs import Inputs

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin
-from verax.checkpoint.random_weights import random_weight
+from verax.checkpoint.load import random_weight
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import EXPERTS, PARTS, diffusers_transformer
 from verax.checkpoint.video.published import VAE_2_2
