@@ -25,10 +25,10 @@ OPTIMISED = {"parity", "real", "gpu", "serve", "targets"}
 answers alone with those in a batch, which without optimisations may part where two tokens are almost equally likely, or
 read what the optimisations of another device's compiler come to."""
 
-LONG = ("video/test_mesh", "train/text/test_recipe", "train/video/test_recipe", "cli/test_demo", "bench/delta")
+LONG = ("video/test_mesh", "recipes/text/test_recipe", "recipes/video/test_recipe", "cli/test_demo", "bench/delta")
 """Files of few tests that take long. They come first, so that no worker is left with one at the end."""
 
-ARRAYS = ("ops", "nn", "models", "text.step", "train.loss", "train.precision")
+ARRAYS = ("ops", "nn", "models", "text.step", "train.loss")
 
 # Tracing makes millions of objects and little garbage: looking for it took a tenth of the time of the suite.
 gc.set_threshold(50_000, 20, 20)

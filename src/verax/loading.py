@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
-from verax.checkpoint.placement import Placement
+from verax.checkpoint.load import Placement
 from verax.checkpoint.stacks import StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm

@@ -15,7 +15,7 @@ from tests.support.mutate import mutate_bytes, mutate_json
 from tests.support.packing import awq, float8, gptq, mxfp4
 from tests.support.tiny import tiny_checkpoint
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf.weights import GGUFWeights
+from verax.checkpoint.formats.gguf import GGUFWeights
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import SafetensorsFile
 from verax.checkpoint.video.folder import VideoFolder

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from verax.checkpoint.random_weights import DRAWN, random_weight
+from verax.checkpoint.load import DRAWN, random_weight
 
 
 def test_matrices_keep_the_scale_of_what_they_multiply():

@@ -156,7 +156,7 @@ def test_a_missing_expert_and_one_of_another_shape_are_named(folders, tmp_path):
 
 def test_random_experts_keep_the_scale_of_their_inputs():
     architecture, config = causal_lm(tiny_config("qwen3_moe", **MOE))
-    from verax.checkpoint.random_weights import random_weights as drawn
+    from verax.checkpoint.load import random_weights as drawn
 
     arrays = drawn(nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0))))
     assert arrays[STACK].std() == pytest.approx(64**-0.5, rel=0.05)

@@ -20,7 +20,7 @@ def test_without_arguments_it_helps(run):
         assert command in done.out
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "info", "demo", "bench text", "train text-builtin"])
+@pytest.mark.parametrize("command", ["generate", "chat", "info", "demo", "bench text", "train lora"])
 def test_every_command_explains_itself(run, command):
     done = run(*command.split(), "--help")
     assert done.status == 0

@@ -5,8 +5,8 @@ import pytest
 
 from verax.checkpoint.names.table import Renaming
 from verax.compare import Trace, align
-from verax.compare.layout import find_layout
-from verax.compare.metrics import measure
+from verax.compare.align import find_layout
+from verax.compare.comparison import measure
 
 
 def trace(**shapes):

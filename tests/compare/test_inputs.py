@@ -7,8 +7,8 @@ from safetensors.numpy import save_file
 
 from verax import builtin
 from verax.checkpoint import Checkpoint
+from verax.compare.case import Inputs, read_inputs
 from verax.compare.cases.text import _rows
-from verax.compare.inputs import Inputs, read_inputs
 from verax.errors import InvalidParameterError
 
 IDS = np.array([[5, 6, 7], [8, 9, 1]])

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from verax.compare.align import Alignment
-from verax.compare.comparison import Comparison, Row
-from verax.compare.metrics import Errors
+from verax.compare.comparison import Comparison, Errors, Row
 from verax.compare.report import show, write
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from verax.compare.video_report import VideoReport
+from verax.compare.report import VideoReport
 from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
 

@@ -9,9 +9,9 @@ pytest.importorskip("transformers")
 from tests.parity import test_sentence_models as sentence_models
 from tests.support.tiny_encoder import SIZES
 from verax.compare import compare_case
+from verax.compare.case import Inputs
 from verax.compare.cases import video as cases_video
 from verax.compare.cases.text import embed_case, text_case
-from verax.compare.inputs import Inputs
 from verax.errors import InvalidParameterError
 
 PADDED = {

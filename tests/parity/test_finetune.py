@@ -21,8 +21,7 @@ from verax.loading import load_causal_lm
 from verax.text.step.program import AbstractModel
 from verax.train.finetune import LoraSettings, train_full, train_lora
 from verax.train.finetune.lora import TrainedAdapter
-from verax.train.finetune.recompute import recompute_layers
-from verax.train.finetune.run import batch_loss
+from verax.train.finetune.run import batch_loss, recompute_layers
 
 SIZES = dict(
     vocab_size=301,

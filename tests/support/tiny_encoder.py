@@ -7,10 +7,10 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from recipes.text.words import words
 from tests.support import tiny
 from verax import checkpoint
 from verax.models import cross_encoder, encoder
-from verax.train.text.words import words
 
 SIZES = dict(
     vocab_size=60,

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
-from verax.train.loss import contrastive_loss, next_token_loss, weighted_next_token_loss
-from verax.train.precision import rounded_gradient_linear
+from verax.train.loss import contrastive_loss, next_token_loss, rounded_gradient_linear, weighted_next_token_loss
 
 
 def test_it_is_the_mean_surprise_of_the_next_token_in_the_same_document():

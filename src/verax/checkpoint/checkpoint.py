@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from verax.checkpoint.formats.quantization import find_quantized
+from verax.checkpoint.formats.compressed_tensors import METHOD, find_packed
+from verax.checkpoint.formats.float8 import find_float8
+from verax.checkpoint.formats.gptq import find_awq, find_gptq
 from verax.checkpoint.formats.safetensors import SafetensorsFile, TensorInfo
 from verax.checkpoint.resolve import resolve
 from verax.errors import CheckpointError
@@ -19,7 +23,7 @@ from verax.files import read_json
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "fingerprint"]
 
 SINGLE = "model.safetensors"
 """The weights, if they are in one file."""
@@ -28,6 +32,16 @@ INDEX = "model.safetensors.index.json"
 """Name of the index, which maps each weight to its file if there are several."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
+
+
+_METHODS: dict[str, Callable[..., tuple[dict[str, Any], set[str]]]] = {
+    METHOD: find_packed,
+    "gptq": find_gptq,
+    "awq": find_awq,
+    "fp8": find_float8,
+    "fbgemm_fp8": find_float8,
+}
+"""Functions that find quantised weights, by `quant_method` of config.json's `quantization_config`."""
 
 
 class TensorFile(Protocol):
@@ -98,7 +112,14 @@ class Checkpoint:
         scheme = read_value(config, "quantization_config", dict, None)
         if scheme is not None:
             tensors = {name: file.tensors[name] for name, file in files.items()}
-            self.packed, self._parts = find_quantized(tensors, scheme, self.read_raw, folder)
+            method = scheme.get("quant_method")
+            find = _METHODS.get(method) if isinstance(method, str) else None
+            if find is None:
+                raise CheckpointError(
+                    f"{folder}: it is quantised by {method!r}, which is not supported: {', '.join(_METHODS)} are, and "
+                    "so are unquantised checkpoints with quantization='int8' or 'int4'"
+                )
+            self.packed, self._parts = find(tensors, scheme, self.read_raw, folder)
 
     @classmethod
     def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:
@@ -110,7 +131,7 @@ class Checkpoint:
         """
         folder = resolve(model, revision=revision)
         if folder.is_file():
-            from verax.checkpoint.formats.gguf.weights import GGUFWeights
+            from verax.checkpoint.formats.gguf import GGUFWeights
 
             file = GGUFWeights(folder)
             files = dict.fromkeys(file.tensors, file)
@@ -257,3 +278,39 @@ def _open_indexed(index: Path) -> dict[str, SafetensorsFile]:
         if key not in opened[name].tensors:
             raise CheckpointError(f"{folder / name}: {key} missing, which {index.name} says is there")
     return {key: opened[name] for key, name in weight_map.items()}
+
+
+SAMPLES = 4
+"""Places of a weight at which bytes are read."""
+
+SAMPLE = 1024
+"""Bytes that are read at a place. Training changes weights everywhere, so that some of these change too."""
+
+
+def fingerprint(opened: Checkpoint) -> str:
+    """Digest of every weight's name, storage and shape, and of bytes at even distances in it.
+
+    It reads 4 KiB of each weight and takes milliseconds, where a digest of all bytes would read the files a second
+    time: hosts that divide a model read different parts of it, so that nothing of all bytes is at hand. Other training,
+    another revision and another quantisation are noticed; a change of a few numbers between the samples is not. How
+    weights are spread over files makes no difference.
+
+    Args:
+        opened: the checkpoint.
+
+    Returns:
+        Hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    files: dict[Path, BinaryIO] = {}
+    with contextlib.ExitStack() as stack:
+        for name in sorted(opened.names()):
+            digest.update(f"{name} {opened.kind(name)} {opened.shape(name)} {opened.size(name)}\n".encode())
+            for path, start, end in opened.places(name):
+                if path not in files:
+                    files[path] = stack.enter_context(path.open("rb", buffering=0))
+                last = max(end - SAMPLE, start)
+                for i in range(SAMPLES):
+                    files[path].seek(start + (last - start) * i // (SAMPLES - 1))
+                    digest.update(files[path].read(min(SAMPLE, end - start)))
+    return digest.hexdigest()[:16]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -11,19 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
-from verax.checkpoint.host_memory import HostMemory
-from verax.checkpoint.placement import Placement
 from verax.checkpoint.stacks import Stack, StackedKeys
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.ops.division import Division
+from verax.ops.division import Division, check_division, partition, repeated
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
-__all__ = ["load_module"]
+__all__ = ["HostMemory", "Placement", "load_module", "random_weight", "random_weights"]
+
 
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 _dequantize = jax.jit(lambda weight: weight.dequantize())
@@ -248,3 +250,157 @@ def _list(names: list[str], what: str) -> str:
         return names[0]
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{len(names)} {what} ({', '.join(names[:10])}{more})"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Devices of a weight.
+
+    Attributes:
+        mesh: devices that it lies on; the default device if None.
+        division: its division over them; None for a weight that is whole on each.
+        times: times that each unit is there, for devices that share a unit.
+    """
+
+    mesh: Mesh | None = None
+    division: Division | None = None
+    times: int = 1
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape in the file of a weight that has this shape on the mesh."""
+        return (shape[0] // self.times, *shape[1:])
+
+    def place_view(self, name: str, view: np.ndarray, dtype: np.dtype[Any], memory: HostMemory) -> jax.Array:
+        """Copy a mapped array to its device, or each device's part to that device.
+
+        A copy is needed: a CPU device uses an aligned array of the host as its own memory, in spite of
+        `device_put(may_alias=False)` (jaxlib 0.10.2), and a view of the file changes with the file.
+        """
+        if self.mesh is None:
+            array = jax.device_put(memory.copy(view, dtype))
+        else:
+            array = self._divided(name, view, dtype)
+        # One transfer at a time: this bounds the memory in use, not only that which is kept.
+        return jax.block_until_ready(array)
+
+    def place(self, name: str, weight: Any) -> Any:
+        """The arrays of a weight, none of which changes afterwards, on their device or devices."""
+        if self.mesh is None:
+            return jax.block_until_ready(jax.tree.map(jax.device_put, weight))
+        return jax.block_until_ready(self._divided(name, weight))
+
+    def place_stack(self, stack: Stack, dtype: np.dtype[Any]) -> jax.Array:
+        """A stack of floats on the devices of the mesh, each of which reads its own part, matrix by matrix."""
+        assert self.mesh is not None
+        sharding = NamedSharding(self.mesh, partition(None, self.division))
+
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            experts, *part = index or (slice(None),)
+            parts = []
+            for i in range(*experts.indices(stack.shape[0])):
+                parts.append(np.asarray(stack.read(i))[tuple(part)].astype(dtype))
+                stack.release(i)
+            return np.stack(parts)
+
+        return jax.block_until_ready(jax.make_array_from_callback(stack.shape, sharding, read))
+
+    def _divided(self, name: str, weight: Any, dtype: np.dtype[Any] | None = None) -> Any:
+        assert self.mesh is not None
+        mesh = self.mesh
+        if self.division is not None:
+            weight = repeated(name, weight, self.division, self.times)
+            check_division(name, weight, self.division, mesh.size)
+
+        def put(array: Any, spec: Any) -> jax.Array:
+            host = np.asarray(array)
+            divided = None if self.division is None or spec != self.division.spec else self.division
+            order = None if divided is None else divided.order(len(host), mesh.size)
+
+            def part(index: Any) -> np.ndarray:
+                return np.array(host[index] if order is None else host[order[index[0]]], dtype or host.dtype)
+
+            return jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), part)
+
+        return jax.tree.map(put, weight, partition(weight, self.division))
+
+
+ALIGNMENT = 64
+"""Alignment in bytes. XLA copies an array on the host that is aligned to less."""
+
+LARGE_PAGE = 1 << 21
+"""Size of a large page in bytes, on x86-64 and on most ARM systems with Linux."""
+
+CHUNK = 32 * LARGE_PAGE
+"""Smallest allocation in bytes."""
+
+
+class HostMemory:
+    """Allocator of arrays, which lie side by side in chunks of large pages.
+
+    The speed of a product is limited by the reading of its weight, and small pages slow that reading down. An array
+    that is allocated by itself lies in large pages only in part, or not at all. The memory of a chunk is freed with
+    the last of its arrays.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = np.empty(0, np.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An uninitialised array."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _large_pages(max(size, CHUNK)), 0
+        at = self._used
+        self._used = -(-(at + size) // ALIGNMENT) * ALIGNMENT
+        return self._chunk[at : at + size].view(dtype).reshape(shape)
+
+    def copy(self, array: Any, dtype: np.dtype[Any]) -> np.ndarray:
+        """A copy of `array` with the dtype `dtype`."""
+        copy = self.empty(array.shape, dtype)
+        copy[...] = array
+        return copy
+
+
+def _large_pages(size: int) -> np.ndarray:
+    """Uninitialised uint8 array of `size` bytes that begins at the boundary of a large page.
+
+    NumPy requests large pages of Linux for an allocation of this size. A page takes memory from its first write on.
+    """
+    memory = np.empty(size + LARGE_PAGE, np.uint8)
+    begin = -memory.ctypes.data % LARGE_PAGE
+    return memory[begin : begin + size]
+
+
+DRAWN = 1_000_003
+"""Most numbers that are drawn for an array. A larger array repeats them; the count is prime, so that rows differ."""
+
+SPREAD = 0.3
+"""Standard deviation of norms (around 1) and biases (around 0): one that is swapped or left out changes results."""
+
+
+def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    """One weight, which depends on its name, its shape and the seed only.
+
+    Matrices and kernels have the standard deviation `fan_in ** -0.5`, which keeps the scale of their inputs.
+
+    Args:
+        name: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1.
+        shape: `[out, in, ...]`; `[E, out, in]` of a stack of experts.
+        dtype: dtype of the result.
+        seed: seed of the random numbers.
+    """
+    count, summed = math.prod(shape), math.prod(shape[2:] if ".experts." in name else shape[1:])
+    noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(min(count, DRAWN), np.float32)
+    if summed > 1:
+        values = noise * np.float32(summed**-0.5)
+    else:
+        values = np.float32(SPREAD) * noise + np.float32(not name.endswith("bias"))
+    return np.resize(values.astype(dtype), shape)
+
+
+def random_weights(abstract: nnx.Module, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights by name for a module of shapes; see `random_weight`."""
+    leaves = nnx.to_flat_state(nnx.state(abstract))
+    named = ((".".join(map(str, path)), leaf.shape) for path, leaf in leaves)
+    return {name: random_weight(name, shape, dtype, seed) for name, shape in named}

@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import tokenizers
+
 from verax.errors import CheckpointError
 
-__all__ = ["resolve", "resolve_video"]
+__all__ = ["read_tokenizer", "resolve", "resolve_video"]
+
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -152,3 +155,20 @@ def _download(name: str, revision: str | None, wanted: Sequence[str], unwanted: 
     except Exception as error:  # the client passes on errors of its HTTP library, whose classes have changed
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name}: could not be fetched from the hub: {first_line}") from error
+
+
+def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
+    """Read `folder/tokenizer.json`.
+
+    Raises:
+        CheckpointError: if it is missing or damaged.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path}: no such file; transformers' AutoTokenizer.from_pretrained(...).save_pretrained writes one"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{path}: not a valid tokenizer, download it again: {error}") from error

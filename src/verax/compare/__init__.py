@@ -4,11 +4,10 @@ from verax.compare.align import Alignment, align
 from verax.compare.case import Case, Side
 from verax.compare.comparison import Comparison, Row
 from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
-from verax.compare.recorder import Watch, tap
 from verax.compare.report import show, write
 from verax.compare.run import compare, compare_case
 from verax.compare.torch_side import gradients_torch, trace_torch
-from verax.compare.trace import Trace
+from verax.compare.trace import Trace, Watch, tap
 
 __all__ = [
     "Alignment",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from verax.checkpoint.formats.safetensors import SafetensorsFile
 from verax.compare.align import Names
 from verax.compare.outputs import LogitsComparison, VectorsComparison
-from verax.compare.recorder import Watch
+from verax.compare.trace import Watch
+from verax.errors import CheckpointError, InvalidParameterError
 
-__all__ = ["Case", "Side", "pair_case"]
+__all__ = ["Case", "Inputs", "Shape", "Side", "pair_case", "read_inputs"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +75,83 @@ def pair_case(
         return lambda dtype: made
 
     return Case(title, side(reference), side(ours), names)
+
+
+Shape = tuple[int | None, ...]
+"""Expected shape of an array; None for any size."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Texts, arrays by the names of the reference's arguments, or neither.
+
+    Attributes:
+        texts: prompts or sentences.
+        arrays: in the reference's layout.
+        origin: where they are from, for reports; empty if there are none.
+    """
+
+    texts: tuple[str, ...] = ()
+    arrays: Mapping[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
+    origin: str = ""
+
+    @property
+    def about(self) -> dict[str, str]:
+        """For a report: which inputs were given, if any."""
+        return {"inputs": self.origin} if self.origin else {}
+
+    def checked(self, known: Mapping[str, Shape], *, texts: bool = False) -> Mapping[str, np.ndarray]:
+        """The arrays, if the call takes them.
+
+        Args:
+            known: shapes of what it takes, by name.
+            texts: True if the call takes texts too.
+
+        Raises:
+            InvalidParameterError: for texts that it does not take, an unknown name, or another shape.
+        """
+        takes = ", ".join(f"{name} {_written(shape)}" for name, shape in known.items()) or "no arrays"
+        if self.texts and not texts:
+            raise InvalidParameterError(f"inputs: texts are no inputs of it; it takes {takes}")
+        for name, array in self.arrays.items():
+            if name not in known:
+                raise InvalidParameterError(f"inputs: {name!r} is none of its inputs; it takes {takes}")
+            shape = known[name]
+            fits = len(shape) == array.ndim and all(a in (None, b) for a, b in zip(shape, array.shape, strict=True))
+            if not fits or array.size == 0:
+                raise InvalidParameterError(
+                    f"inputs: {name} has shape {list(array.shape)}, expected {_written(shape)}, not empty"
+                )
+        return self.arrays
+
+
+def read_inputs(path: str | Path) -> Inputs:
+    """Read a file: `.txt` has a text in each line, `.safetensors` and `.npz` have arrays by name.
+
+    Raises:
+        InvalidParameterError: if it is none of these, cannot be read, or has nothing in it.
+    """
+    path = Path(path).expanduser()
+    try:
+        if path.suffix == ".txt":
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found = Inputs(texts=tuple(line for line in lines if line.strip()), origin=str(path))
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as opened:
+                found = Inputs(arrays={name: opened[name] for name in opened.files}, origin=str(path))
+        elif path.suffix == ".safetensors":
+            opened = SafetensorsFile(path)
+            found = Inputs(arrays={name: np.array(opened.read(name)) for name in opened.tensors}, origin=str(path))
+        else:
+            raise InvalidParameterError(f"inputs: expected a .txt, .npz or .safetensors file, got {path}")
+    except (OSError, ValueError, zipfile.BadZipFile, CheckpointError) as error:
+        if isinstance(error, InvalidParameterError):
+            raise
+        raise InvalidParameterError(f"inputs: {path} cannot be read: {error}") from error
+    if not found.texts and not found.arrays:
+        raise InvalidParameterError(f"inputs: {path} has nothing in it")
+    return found
+
+
+def _written(shape: Shape) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"

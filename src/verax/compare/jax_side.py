@@ -16,8 +16,7 @@ from jax.core import Tracer
 
 from verax import ops
 from verax._compat import compiler_options
-from verax.compare.recorder import Recorder, Watch, recording
-from verax.compare.trace import OUTPUT, Trace
+from verax.compare.trace import OUTPUT, Recorder, Trace, Watch, recording
 from verax.errors import InvalidParameterError
 
 __all__ = ["gradients_jax", "run_compiled", "trace_jax"]

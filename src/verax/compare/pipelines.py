@@ -19,15 +19,14 @@ from tokenizers import models, pre_tokenizers, processors
 
 from verax import progress
 from verax._optional import require_optional
-from verax.checkpoint.random_weights import random_weights
+from verax.checkpoint.load import random_weights
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import PARTS
+from verax.compare.case import Inputs
 from verax.compare.cases.text import transformers
-from verax.compare.cases.video import RANDOM, build_part, video_case
-from verax.compare.cases.video_parts import diffusers
-from verax.compare.inputs import Inputs
+from verax.compare.cases.video import RANDOM, build_part, diffusers, video_case
+from verax.compare.report import VideoReport
 from verax.compare.torch_side import torch
-from verax.compare.video_report import VideoReport
 from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
 from verax.video.pipeline import VideoPipeline

@@ -14,12 +14,10 @@ from flax import nnx
 
 from verax import progress
 from verax.checkpoint.names.table import Renaming
-from verax.compare.align import Alignment, Names, Pair, align, translator
+from verax.compare.align import Alignment, Layout, Names, Pair, align, find_layout, translator
 from verax.compare.case import Case, Side, pair_case
-from verax.compare.comparison import Comparison, Row, measure_rows
+from verax.compare.comparison import Comparison, Row, measure, measure_rows
 from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
-from verax.compare.layout import Layout, find_layout
-from verax.compare.metrics import measure
 from verax.compare.torch_side import gradients_torch, round_like, trace_torch
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError

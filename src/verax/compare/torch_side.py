@@ -13,8 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from verax.compare.recorder import Recorder, Watch, recording
-from verax.compare.trace import OUTPUT, Trace
+from verax.compare.trace import OUTPUT, Recorder, Trace, Watch, recording
 from verax.errors import MissingDependencyError
 
 __all__ = ["gradients_torch", "round_like", "to_numpy", "torch", "trace_torch"]

@@ -1,1 +1,1 @@
-"""Losses, training loop, fine-tuning, and recipes of the built-in models. Needs the extra `verax[train]`."""
+"""Losses, training loop and fine-tuning. Needs the extra `verax[train]`."""

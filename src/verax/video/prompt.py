@@ -12,7 +12,7 @@ import tokenizers
 from jaxtyping import Array, Float32, Int
 
 from verax._optional import require_optional
-from verax.checkpoint.tokenizer_file import read_tokenizer
+from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError
 from verax.video.programs import ProgramCall
 

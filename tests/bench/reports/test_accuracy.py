@@ -7,8 +7,7 @@ import pytest
 
 from verax.bench.reports import accuracy
 from verax.compare.align import Alignment
-from verax.compare.comparison import Comparison, Row
-from verax.compare.metrics import Errors
+from verax.compare.comparison import Comparison, Errors, Row
 from verax.compare.videos import compare_clips
 
 

@@ -39,7 +39,7 @@ def test_the_kind_says_bits_and_groups(tmp_path):
         ({}, {"version": "GEMV"}, "the version 'GEMV' are not supported: gemm is"),
         ({}, {"bits": 8}, "8 bits are not supported: 4 are"),
         ({}, {"version": 3}, "version: expected a text"),
-        ({"scales": None}, {}, "up.qweight has no up.scales beside it"),
+        ({"scales": None}, {}, "up.qweight has no up.scales with it"),
         ({"qzeros": np.zeros((12, 4), np.int32)}, {}, r"up.qzeros of dtype int32 and shape \[12, 4\]"),
         ({"qweight": np.zeros((384, 5), np.float32)}, {}, "the first two of int32"),
     ],

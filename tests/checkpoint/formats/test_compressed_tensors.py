@@ -156,7 +156,7 @@ def test_a_bias_of_zeros_that_the_model_lacks_is_left_out(tmp_path):
         ({}, {**FORMAT, "config_groups": [3]}, "config_groups: expected"),
         ({"up.weight_packed": np.zeros((1, 7), np.int32)}, FORMAT, "up.weight_packed of dtype int32"),
         ({"up.weight_packed": None}, FORMAT, "has neither"),
-        ({"up.weight_shape": None}, FORMAT, "up.weight_packed has no up.weight_shape beside it"),
+        ({"up.weight_shape": None}, FORMAT, "up.weight_packed has no up.weight_shape with it"),
         ({}, {"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', .*: compressed-tensors, gptq, awq, fp8,"),
         ({}, {"quant_method": []}, r"quantised by \[\]"),
     ],

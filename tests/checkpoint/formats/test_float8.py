@@ -82,7 +82,7 @@ def test_products_agree_with_the_weight(tmp_path, case, rows):
 @pytest.mark.parametrize(
     ("changes", "scheme", "says"),
     [
-        ({"weight_scale_inv": None}, FINE, "up.weight has no up.weight_scale_inv or up.weight_scale beside it"),
+        ({"weight_scale_inv": None}, FINE, "up.weight has no up.weight_scale_inv or up.weight_scale with it"),
         ({"weight_scale_inv": np.ones((3, 3), np.float32)}, FINE, r"shape \[3, 3\]; supported are 8-bit floats"),
         ({"weight": np.ones((40, 384), ml_dtypes.float8_e5m2)}, FINE, "up.weight of dtype float8_e5m2"),
         ({}, {**FINE, "weight_block_size": [128, 48]}, "a scale for 32, 64, 128 inputs"),

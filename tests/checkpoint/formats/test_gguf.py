@@ -13,7 +13,7 @@ from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf.layout import read_config
+from verax.checkpoint.formats.gguf import read_config
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm

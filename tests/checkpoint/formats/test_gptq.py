@@ -90,7 +90,7 @@ def test_the_kind_says_bits_and_groups(tmp_path):
         ({}, {}, {"bits": 3}, "3 bits are not supported: 4 and 8 are"),
         ({}, {}, {"bits": "4"}, "bits: expected a whole number"),
         ({}, {}, {"checkpoint_format": "marlin"}, "'marlin' are not supported: gptq and gptq_v2 are"),
-        ({}, {"qzeros": None}, {}, "up.qweight has no up.qzeros beside it"),
+        ({}, {"qzeros": None}, {}, "up.qweight has no up.qzeros with it"),
         ({}, {"scales": np.ones((3, 40), np.float16)}, {}, r"up.scales of dtype float16 and shape \[3, 40\]"),
         ({}, {"scales": np.ones((12, 40), np.int32)}, {}, "the last of floats"),
         ({}, {"qweight": np.zeros(48, np.int32)}, {}, r"up.qweight of dtype int32 and shape \[48\]"),

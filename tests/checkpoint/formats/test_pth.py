@@ -1,4 +1,4 @@
-"""A `.pth` file: nothing in it is run, and every fault of a damaged one is told with the file's name."""
+"""A `.pth` file: nothing in it is run, and every fault of a damaged one is an error with the file's name."""
 
 import io
 import pickle
@@ -80,7 +80,7 @@ def test_a_malicious_pickle_runs_nothing(protocol, tmp_path):
     [
         (b"cos\nsystem\n(X\x04\x00\x00\x00truetR.", "os.system"),
         (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.", "builtins.eval"),
-        (b"(ios\nsystem\n.", "INST"),
+        (b"(ios\nsystem\n.", "os.system"),
         (b"(cos\nsystem\no.", "os.system"),
         (b"\x80\x02\x82\x01.", "EXT1"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n)\x81.", "NEWOBJ"),
@@ -123,11 +123,38 @@ def test_a_damaged_description_is_an_error_that_names_the_file(program, tmp_path
         PthFile(path)
 
 
+ORDERED = b"ccollections\nOrderedDict\n)R"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        dictionary(x=b"ctorch._utils\n_rebuild_tensor_v2\n}X\x08\x00\x00\x00__call__K\x01sb"),
+        dictionary(x=b"ctorch._utils\n_rebuild_tensor_v2\n(}}X\x04\x00\x00\x00nameK\x01stb"),
+        dictionary(x=b"ctorch\nFloatStorage\n(}}X\x05\x00\x00\x00dtypeK\x01stb"),
+    ],
+)
+def test_a_pickle_cannot_change_what_it_calls(program, tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be interpreted"):
+        PthFile(archive(tmp_path / "f.pth", program))
+    test_a_tensor_is_a_read_only_view(tmp_path)
+
+
+def test_attributes_of_a_dictionary_are_ignored(tmp_path):
+    program = b"\x80\x02" + ORDERED + text("x") + tensor() + b"s(}}X\x05\x00\x00\x00itemsK\x01stb."
+    assert list(PthFile(archive(tmp_path / "f.pth", program)).tensors) == ["x"]
+
+
+def test_a_memo_larger_than_the_pickle_is_refused_before_it_takes_memory(tmp_path):
+    with pytest.raises(CheckpointError, match="its memo has a place 4294967295"):
+        PthFile(archive(tmp_path / "f.pth", b"\x80\x02}r\xff\xff\xff\xff."))
+
+
 def test_a_truncated_file_is_an_error_at_every_length(tmp_path):
     content = archive(tmp_path / "f.pth", dictionary(x=tensor())).read_bytes()
     for length in range(1, len(content), 7):
         (tmp_path / "g.pth").write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=r"g\.pth: it is no sound zip archive"):
+        with pytest.raises(CheckpointError, match=r"g\.pth: it is not a sound zip archive"):
             PthFile(tmp_path / "g.pth")
 
 
@@ -145,7 +172,7 @@ def test_flipped_bytes_are_an_error_or_other_numbers(tmp_path):
     assert refused > 20
 
 
-def test_a_legacy_file_says_how_to_write_it_anew(tmp_path):
+def test_the_error_of_a_legacy_file_says_how_to_write_it_again(tmp_path):
     content = io.BytesIO()
     pickle.dump(0x1950A86A20F9469CFC6C, content, protocol=2)
     (tmp_path / "f.pth").write_bytes(content.getvalue() + b"\x80\x02M\xe9\x03.")

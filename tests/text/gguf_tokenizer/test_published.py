@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.published import gemma_file, published_tokenizer, vocabulary
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf.file import GGUFFile
+from verax.checkpoint.formats.gguf import GGUFFile
 from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 

@@ -4,8 +4,7 @@ from itertools import islice
 
 import numpy as np
 
-from verax.train.finetune.batches import shuffled_batches, validation_batches
-from verax.train.finetune.data import Example
+from verax.train.finetune.data import Example, shuffled_batches, validation_batches
 
 
 def example(length, trained):

@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from recipes.encoder.paraphrases import pairs
 from verax import builtin, checkpoint, models, progress
 from verax.bench.embed.exported import Encode, ExportedSide, cosine_distance, one_by_one
 from verax.bench.embed.transformers import TransformersSide
 from verax.bench.harness import Benchmark, product_weights
 from verax.bench.results import model_name
 from verax.bench.timing import interleave
-from verax.checkpoint.random_weights import random_weights
+from verax.checkpoint.load import random_weights
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
 from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
 from verax.files import write_json
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
-from verax.train.encoder.paraphrases import pairs
 
 __all__ = ["BASELINES", "SHAPES", "bench_embed"]
 

@@ -17,7 +17,7 @@ import numpy as np
 from verax import ops
 from verax.bench.case import Case
 from verax.bench.ops.sides import operation_case, torch_tensor
-from verax.checkpoint.host_memory import HostMemory
+from verax.checkpoint.load import HostMemory
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 

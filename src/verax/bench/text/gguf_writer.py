@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf.layout import ROPE_DIVISORS, interleaved, rotated, tensor_name
+from verax.checkpoint.formats.gguf import ROPE_DIVISORS, interleaved, rotated, tensor_name
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.files import read_json
 from verax.models import causal_lm

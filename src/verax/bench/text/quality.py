@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from recipes.text.arithmetic import addition_exam, leading_number
+from recipes.text.data import documents
 from verax import builtin, checkpoint, progress
 from verax.bench.results import model_name
 from verax.bench.text.llama_cpp_scores import llama_cpp_perplexity
@@ -33,8 +35,6 @@ from verax.text.engine.engine_config import CACHE_DTYPES
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.tokenizer import Tokenizer
-from verax.train.text.arithmetic import addition_exam, leading_number
-from verax.train.text.data import documents
 
 __all__ = ["REFERENCE", "VARIANTS", "bench_quality"]
 

@@ -21,7 +21,7 @@ from verax.bench.results import model_name
 from verax.bench.text.experts import unread_bytes, unused_weights
 from verax.bench.text.workload import Workload
 from verax.bench.timing import interleave
-from verax.checkpoint.random_weights import random_weights
+from verax.checkpoint.load import random_weights
 from verax.errors import InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.machine import peak_growth

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from verax.checkpoint.load import random_weights
 from verax.checkpoint.names import umt5 as names_umt5
 from verax.checkpoint.names import wan as names_wan
 from verax.checkpoint.names import wan_vae as names_wan_vae
 from verax.checkpoint.names.table import Renaming
-from verax.checkpoint.random_weights import random_weights
 from verax.checkpoint.video.published import VAE_2_2
 from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel

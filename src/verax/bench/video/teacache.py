@@ -91,7 +91,7 @@ def bench_teacache(
 
 
 def _own_prompts() -> list[str]:
-    from verax.train.video.shapes import scenes
+    from recipes.video.shapes import scenes
 
     return [scene.caption for scene in scenes(0, 0, PROMPTS, split="held_out")]
 

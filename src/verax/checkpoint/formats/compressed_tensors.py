@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from verax.checkpoint.formats.float8 import describe_float8, is_ignored
+from verax.checkpoint.formats.float8 import describe_float8, describe_mxfp4, is_ignored
 from verax.checkpoint.formats.integers import GROUPS, fits, lay_out, order_of, unfitting, unpack
-from verax.checkpoint.formats.mxfp4 import describe_mxfp4
 from verax.errors import CheckpointError
 from verax.fields import Size, read_value
 from verax.ops.quantized import BITS, QuantizedWeight
@@ -94,7 +93,7 @@ def find_packed(
             continue
         values = next((f"{stem}.{name}" for name in _VALUES if f"{stem}.{name}" in tensors), None)
         if values is None:
-            raise CheckpointError(f"{where}: {key} has neither {stem}.weight_packed nor {stem}.weight beside it")
+            raise CheckpointError(f"{where}: {key} has neither {stem}.weight_packed nor {stem}.weight with it")
         others = [f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in tensors]
         packed = values.endswith("_packed")
         if tensors[values].dtype.kind not in "iu":
@@ -123,7 +122,7 @@ def _describe(
     scales, shape, zeros, g_idx = (f"{stem}.{part}" for part in _PARTS)
     keys = (values, scales, *(key for key in (zeros, g_idx) if key in parts))
     if last == "weight_packed" and shape not in parts:
-        raise CheckpointError(f"{where}: {values} has no {shape} beside it")
+        raise CheckpointError(f"{where}: {values} has no {shape} with it")
     stored, scale = tensors[values], tensors[scales]
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
     if len(stored.shape) == 2 and groups > 0:

@@ -26,7 +26,6 @@ __all__ = [
     "lay_out",
     "nibbles",
     "order_of",
-    "require_parts",
     "spread",
     "unfitting",
     "unpack",
@@ -105,21 +104,6 @@ def order_of(g_idx: np.ndarray, groups: int, key: str, where: object) -> np.ndar
     if not np.array_equal(g_idx[order], expected):
         raise CheckpointError(f"{where}: {key} does not give each of {groups} groups the same number of inputs")
     return order
-
-
-def require_parts(tensors: Mapping[str, TensorInfo], stem: str, where: object) -> tuple[str, str, str]:
-    """Keys of a weight's `qweight`, `qzeros` and `scales`.
-
-    Raises:
-        CheckpointError: if one is missing, or is no matrix of words or of floats.
-    """
-    qweight, qzeros, scales = keys = f"{stem}.qweight", f"{stem}.qzeros", f"{stem}.scales"
-    if missing := [key for key in keys if key not in tensors]:
-        raise CheckpointError(f"{where}: {qweight} has no {' and no '.join(missing)} beside it")
-    words = all(tensors[key].dtype == np.int32 for key in (qweight, qzeros))
-    if not words or tensors[scales].dtype.kind in "iub" or any(len(tensors[key].shape) != 2 for key in keys):
-        raise unfitting(tensors, keys, "matrices, the first two of int32 and the last of floats", where)
-    return keys
 
 
 def unfitting(tensors: Mapping[str, TensorInfo], keys: Sequence[str], supported: str, where: object) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""Reading a safetensors file by memory-mapping: arrays are views of the file, and every fault of a file has a message.
+"""Safetensors files, memory-mapped: arrays are views of the file, and every fault of a file has a message.
 
 Format: https://huggingface.co/docs/safetensors/index#format. The safetensors library writes our files; for reading, its
 numpy interface copies each tensor and cannot give its pages back, which would double the memory of loading.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from verax.checkpoint.formats.mapped_file import MappedFile
 from verax.errors import CheckpointError
 
-__all__ = ["SafetensorsFile", "TensorInfo"]
+__all__ = ["MappedFile", "SafetensorsFile", "TensorInfo"]
+
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -37,6 +39,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
 }
 
+_WINDOW = 2 * 1024 * 1024
+"""The most that Linux maps around a page that is touched: a huge page of the file cache; 64 KiB on older systems."""
+
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 """The format's own limit on the header."""
@@ -51,8 +56,58 @@ class TensorInfo(NamedTuple):
     end: int
 
 
+class MappedFile:
+    """An open file of weights. Views stay valid while they are referenced; `release` only gives memory back."""
+
+    tensors: dict[str, Any]
+    """Dtype, shape and place of each tensor by its key."""
+
+    def __init__(self, path: Path):
+        """Map the file.
+
+        Raises:
+            CheckpointError: if it is missing, empty or unreadable.
+        """
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size = os.fstat(file.fileno()).st_size
+                if not self.size:
+                    raise self.fault("it has 0 bytes, too few for weights")
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: no such file") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+    def view(self, start: int, end: int) -> np.ndarray:
+        """A read-only view of the bytes from `start` to `end`."""
+        return np.frombuffer(self.map, np.uint8, end - start, start)
+
+    def kind(self, name: str) -> str:
+        """Name of a tensor's dtype."""
+        return str(self.tensors[name].dtype)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from memory."""
+        info = self.tensors[name]
+        self.release_pages(info.start, info.end)
+
+    def release_pages(self, start: int, end: int) -> None:
+        """Drop a range's pages from memory. No view loses anything: a page that is touched again is mapped again."""
+        # A window more on either side: reading the range mapped its neighbours too, which outweigh a small tensor.
+        first = max(start - _WINDOW, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(end + _WINDOW, self.size)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def fault(self, what: str) -> CheckpointError:
+        """The error for content that cannot be right."""
+        return CheckpointError(f"{self.path}: {what}; the file is damaged or incomplete, fetch it again")
+
+
 class SafetensorsFile(MappedFile):
-    """An open file. Views stay valid while they are referenced; `release` only gives memory back."""
+    """An open safetensors file."""
 
     def __init__(self, path: Path):
         """Map the file and check its header.
@@ -65,19 +120,10 @@ class SafetensorsFile(MappedFile):
             raise self.fault(f"it has {self.size} bytes, too few for a safetensors header")
         self.tensors: dict[str, TensorInfo] = self._read_header()
 
-    def kind(self, name: str) -> str:
-        """A tensor's dtype."""
-        return str(self.tensors[name].dtype)
-
     def read(self, name: str) -> np.ndarray:
-        """A read-only view of a tensor's bytes in the file."""
+        """A read-only view of a tensor in the file."""
         info = self.tensors[name]
         return self.view(info.start, info.end).view(info.dtype).reshape(info.shape)
-
-    def release(self, name: str) -> None:
-        """Drop a tensor's pages from memory. No view loses anything: a page that is touched again is mapped again."""
-        info = self.tensors[name]
-        self.release_pages(info.start, info.end)
 
     def _read_header(self) -> dict[str, TensorInfo]:
         length = int.from_bytes(self.map[:_LENGTH_BYTES], "little")

@@ -13,20 +13,19 @@ from jaxtyping import Array
 
 from verax import builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.random_weights import random_weights
-from verax.compare.case import Case, Side
-from verax.compare.cases.encoders import EncoderReference
-from verax.compare.inputs import Inputs
+from verax.checkpoint.load import random_weights
+from verax.compare.case import Case, Inputs, Side
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
-from verax.compare.recorder import Watch
 from verax.compare.torch_side import reference_package, torch
+from verax.compare.trace import Watch
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm, load_model
 from verax.models import CausalLM, causal_lm, encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["embed_case", "text_case", "transformers"]
+__all__ = ["EncoderReference", "embed_case", "text_case", "transformers"]
+
 
 TOKENS = 40
 """Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
@@ -323,3 +322,65 @@ def _states_of_padded(model: Any, tokens: Array, lengths: Array) -> Array:
     """Hidden states as transformers has them, those of padding too: a language model's sees the sentence before it."""
     sentences = Sentences.padded(lengths, tokens.shape[1])
     return model(tokens) if isinstance(model, CausalLM) else hidden_states(model, tokens, sentences)
+
+
+_HIDDEN = -1e9
+"""Score of a key that a query does not see; bfloat16 holds it too."""
+
+
+class EncoderReference:
+    """An encoder of transformers: BERT and RoBERTa, ModernBERT, or a language model without its head.
+
+    Args:
+        package: transformers.
+        folder: the checkpoint's.
+        config: our configuration.
+        kind: its `model_type`.
+    """
+
+    def __init__(self, package: Any, folder: Path, config: Any, kind: str):
+        self._package, self._folder, self._config = package, folder, config
+        self._kind = kind if kind in ("bert", "roberta", "xlm-roberta", "modernbert") else "causal"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Patterns of the modules whose input is recorded: those behind the attention."""
+        places = {"modernbert": r"attn\.Wo$", "causal": r"self_attn\.o_proj$"}
+        return (places.get(self._kind, r"attention\.output\.dense$"),)
+
+    def load(self, dtype: str) -> Any:
+        """The model, its module paths those of ours."""
+        lib = self._package
+        auto = lib.AutoModelForCausalLM if self._kind == "causal" else lib.AutoModel
+        options = {} if self._kind in ("causal", "modernbert") else {"add_pooling_layer": False}
+        loaded: Any = auto.from_pretrained(
+            self._folder, dtype=getattr(torch(), dtype), attn_implementation="eager", **options
+        )
+        return loaded.eval()
+
+    def arguments(self, ids: np.ndarray, real: np.ndarray) -> tuple[Any, ...]:
+        """Arguments of `call` behind the model.
+
+        Args:
+            ids: tokens `[B, T]`.
+            real: mask `[B, T]`, False for padding.
+        """
+        if self._kind == "causal":  # what is padded on the right, nothing before it sees
+            return (ids,)
+        T = ids.shape[1]
+        same = real[:, None, :, None] == real[:, None, None, :]
+        every = np.where(same, 0.0, _HIDDEN).astype(np.float32)
+        if self._kind == "modernbert":
+            near = abs(np.arange(T)[:, None] - np.arange(T)) <= self._config.local_attention // 2
+            return ids, every, np.where(near, every, _HIDDEN).astype(np.float32)
+        return ids, every, self._config.first_position + np.broadcast_to(np.arange(T), ids.shape)
+
+    def call(self, model: Any, ids: Any, *masks: Any) -> Any:
+        """Hidden states."""
+        if self._kind == "causal":
+            return model.model(input_ids=ids, use_cache=False).last_hidden_state
+        seen, other = masks[0].to(model.dtype), masks[1]
+        if self._kind == "modernbert":
+            layers = {"full_attention": seen, "sliding_attention": other.to(model.dtype)}
+            return model(input_ids=ids, attention_mask=layers).last_hidden_state
+        return model(input_ids=ids, attention_mask=seen, position_ids=other).last_hidden_state

@@ -12,7 +12,7 @@ import msgspec
 import tokenizers
 
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.tokenizer_file import read_tokenizer
+from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError
 from verax.fields import Count, read_value
 from verax.files import read_json

@@ -1,7 +1,7 @@
 """Fine-tuning of language models on a user's examples: all weights, or LoRA adapters beside them."""
 
+from verax.train.finetune.job import FinetuneSettings
 from verax.train.finetune.lora import LoraSettings
 from verax.train.finetune.run import train_full, train_lora
-from verax.train.finetune.settings import FinetuneSettings
 
 __all__ = ["FinetuneSettings", "LoraSettings", "train_full", "train_lora"]

@@ -14,18 +14,15 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from verax import checkpoint, ops
-from verax.errors import CheckpointError
+from verax.errors import CheckpointError, UnsupportedModelError
 from verax.loading import model_shapes
 from verax.models import CausalLM, causal_lm
 from verax.text.step.program import AbstractModel
-from verax.train.finetune.job import Job
+from verax.train.finetune.job import FinetuneSettings, Job
 from verax.train.finetune.lora import LoraSettings, TrainedAdapter
-from verax.train.finetune.recompute import recompute_layers
-from verax.train.finetune.settings import FinetuneSettings
-from verax.train.loss import weighted_next_token_loss
-from verax.train.precision import rounded_gradient_linear
+from verax.train.loss import rounded_gradient_linear, weighted_next_token_loss
 
-__all__ = ["batch_loss", "train_full", "train_lora"]
+__all__ = ["batch_loss", "recompute_layers", "train_full", "train_lora"]
 
 
 def train_lora(
@@ -138,3 +135,36 @@ def batch_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
 def _rounded_gradients(model: CausalLM) -> AbstractContextManager[None]:
     """Products of the backward pass in bfloat16, for a model of that dtype."""
     return ops.use_implementations(linear=rounded_gradient_linear) if model.dtype == jnp.bfloat16 else nullcontext()
+
+
+class _Recomputed(nnx.Module):
+    """A layer that is computed again in the backward pass."""
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(self, x: Any, *args: Any, **options: Any) -> Any:
+        return jax.checkpoint(lambda x: self.layer(x, *args, **options))(x)
+
+
+def recompute_layers(model: CausalLM) -> CausalLM:
+    """Let the layers of a model, which is being traced, be computed again; return the model.
+
+    Raises:
+        UnsupportedModelError: if the model has no list of its layers.
+    """
+    depth = model.config.num_hidden_layers
+    module: Any = model
+    found = [
+        (owner, name, layers)
+        for _, owner in nnx.iter_modules(module)
+        for name, layers in vars(owner).items()
+        if isinstance(layers, nnx.List) and len(layers) == depth
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"gradient_checkpointing: {type(model).__name__} has no nnx.List of its {depth} layers; leave it out"
+        )
+    for owner, name, layers in found:
+        setattr(owner, name, nnx.List([_Recomputed(layer) for layer in layers]))
+    return model

@@ -1,0 +1,60 @@
+"""Evaluation of a built-in encoder: how often it retrieves the other phrasing of a sentence among many."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from recipes.encoder.paraphrases import pairs
+from verax.embed.encoder import Encoder
+
+__all__ = ["Confusion", "confusions", "evaluate", "retrieval"]
+
+
+class Confusion(NamedTuple):
+    """Sentence whose nearest candidate is not its paraphrase."""
+
+    kind: str
+    """Kind of statement: a name in `domains.KINDS`."""
+    sentence: str
+    paraphrase: str
+    found: str
+    """Candidate that was nearest."""
+
+
+def evaluate(folder: Path, *, dtype: str = "float32", count: int = 1000, seed: int = 0) -> dict[str, float]:
+    """Measure a trained folder on held-out meanings, with the engine that users run.
+
+    Returns:
+        Shares of sentences whose paraphrase is the nearest of `count` candidates: `retrieval`;
+        `retrieval_unseen_patterns`, with candidates phrased by held-out patterns; `retrieval_near_misses` and
+        `retrieval_near_misses_unseen_patterns`, with half of all meanings one fact away from another meaning.
+    """
+    encoder = Encoder(folder, dtype=dtype, show_progress=False)
+    shares = {}
+    for near, what in ((0.0, "retrieval"), (0.5, "retrieval_near_misses")):
+        for unseen, how in ((False, ""), (True, "_unseen_patterns")):
+            shares[what + how] = retrieval(encoder, count=count, seed=seed, near=near, unseen_patterns=unseen)
+    return shares
+
+
+def retrieval(encoder: Encoder, *, count: int, seed: int, near: float, unseen_patterns: bool) -> float:
+    """Share of `count` first phrasings to which the nearest of all second phrasings is their own."""
+    wrong = confusions(encoder, count=count, seed=seed, near=near, unseen_patterns=unseen_patterns)
+    return 1 - len(wrong) / count
+
+
+def confusions(
+    encoder: Encoder, *, count: int, seed: int, near: float, unseen_patterns: bool = False
+) -> list[Confusion]:
+    """Sentences that `retrieval` counts as wrong, with the candidates that were nearer."""
+    drawn = list(islice(pairs(seed, split="held_out", near=near, unseen_patterns=unseen_patterns), count))
+    first, second = zip(*(pair for _, pair in drawn), strict=True)
+    scores = encoder.encode(first, show_progress=False) @ encoder.encode(second, show_progress=False).T
+    nearest = scores.argmax(axis=1)
+    return [
+        Confusion(meaning.kind, pair.first, pair.second, second[found])
+        for i, ((meaning, pair), found) in enumerate(zip(drawn, nearest, strict=True))
+        if found != i
+    ]

@@ -1,0 +1,114 @@
+"""Recipe of the built-in encoder: sizes, data, schedule and export.
+
+A small encoder learns close vectors for sentences of one meaning by a contrastive loss. Its pairs of phrasings come
+from `paraphrases`, with near misses that differ in one fact.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from tokenizers import Tokenizer
+
+from recipes.encoder.batches import batches
+from recipes.encoder.tokenizer import save_tokenizer, train_tokenizer
+from verax import models, ops
+from verax.checkpoint import save
+from verax.embed.pooling import normalized, pool
+from verax.nn import Sentences
+from verax.train.loop import Schedule, train
+from verax.train.loss import contrastive_loss, rounded_gradient_linear
+
+__all__ = ["CONFIG", "SCHEDULE", "export", "initial", "train_builtin"]
+
+CONTEXT = 128
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LamModel"],
+    "model_type": "lam",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": CONTEXT,
+    "num_positions": 24,
+    "type_vocab_size": 1,
+    "lam_config": {"rule": "gated", "coupling_interval": 64},
+    "torch_dtype": "bfloat16",
+    "pad_token_id": 0,
+}
+"""Entries of config.json except for the size of the vocabulary, which is that of the tokenizer."""
+
+SCHEDULE = Schedule(steps=400, peak_learning_rate=3e-3, warmup_steps=40, weight_decay=0.01)
+
+PAIRS = 64
+"""Pairs in a batch, and so candidates for each sentence. About half of them are near misses of another."""
+
+LENGTH = 32
+"""Tokens of a training sentence; the longest have 29."""
+
+TEMPERATURE = 0.05
+
+
+def train_builtin(
+    output: Path,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    stop_at: int | None = None,
+    show_progress: bool = True,
+) -> Path:
+    """Train the built-in encoder and export it as a Hugging Face folder, `output / "model"`, which is returned.
+
+    `output` also receives the training state, the log and the loss plot. The arguments are those of
+    `recipes.text.recipe.train_builtin`.
+    """
+    schedule = SCHEDULE.of(steps)
+    tokenizer = train_tokenizer(seed)
+    graph, params = initial(seed, tokenizer.get_vocab_size())
+    trained = train(
+        lambda params, batch: pair_loss(nnx.merge(graph, params), batch),
+        params,
+        lambda start: batches(tokenizer, seed=seed, size=PAIRS, length=LENGTH, start=start),
+        schedule,
+        output,
+        resume=resume,
+        stop_at=stop_at,
+        save_every=40,
+        loss_unit="nats per pair",
+        show_progress=show_progress,
+    )
+    return export(nnx.merge(graph, trained), tokenizer, output / "model")
+
+
+def initial(seed: int, vocab_size: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Initial weights of a seed."""
+    architecture, config = models.encoder({**CONFIG, "vocab_size": vocab_size})
+    make: Any = architecture  # of its own configuration
+    return nnx.split(make(config, rngs=nnx.Rngs(seed)))
+
+
+def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:
+    """Contrastive loss, in nats, of a batch of first phrasings, then second ones. Products are in bfloat16."""
+    graph, params = nnx.split(model)
+    encode: Any = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
+    with ops.use_implementations(linear=rounded_gradient_linear):
+        hidden = encode(batch["tokens"], batch["lengths"])
+    sentences = Sentences.padded(batch["lengths"], hidden.shape[1])
+    first, second = jnp.split(normalized(pool(hidden, sentences, "mean")), 2)
+    return contrastive_loss(first, second, TEMPERATURE)
+
+
+def export(model: Any, tokenizer: Tokenizer, folder: Path) -> Path:
+    """Save the model in bfloat16, and the tokenizer, as a Hugging Face folder."""
+    save(model, folder, config={**CONFIG, "vocab_size": tokenizer.get_vocab_size()}, dtype=jnp.bfloat16)
+    save_tokenizer(tokenizer, folder, max_length=CONTEXT)
+    return folder

@@ -1,0 +1,158 @@
+"""Recipe of the built-in language model: tokenizer, sizes, data, schedule and export.
+
+The model has about 2.9 million parameters in the Qwen3 architecture. Its training text comes from `data`: stories,
+sums, facts, JSON records, and chats about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from tokenizers import Tokenizer
+
+from recipes.text.batches import batch
+from recipes.text.tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
+from verax import ops
+from verax.checkpoint import save
+from verax.models import CausalLM, causal_lm
+from verax.train.loop import Schedule, train
+from verax.train.loss import next_token_loss, rounded_gradient_linear
+
+__all__ = ["CONFIG", "SCHEDULE", "export", "held_out_loss", "train_builtin"]
+
+CONTEXT = 1024
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 192,
+    "intermediate_size": 576,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "max_position_embeddings": CONTEXT,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": None,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
+}
+
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+"""Ends of the names of weights that end a residual branch."""
+
+SCHEDULE = Schedule(steps=4400, peak_learning_rate=2e-3, warmup_steps=150)
+
+ROWS = ((32, 128), (32, 128), (32, 128), (32, 128), (32, 128), (8, 512))
+"""Shapes (rows, tokens) of consecutive batches, about 4,096 tokens each. Most documents have fewer than 128 tokens, and
+attention over short rows is cheap. The long rows, which are read as one text, teach distances up to 512."""
+
+
+def train_builtin(
+    output: Path,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    stop_at: int | None = None,
+    show_progress: bool = True,
+) -> Path:
+    """Train the built-in model and export it as a Hugging Face folder, `output / "model"`, which is returned.
+
+    Training takes under an hour on two CPU cores. `output` also receives the training state, the log and the loss plot.
+
+    Args:
+        output: folder, created if missing.
+        steps: length of the schedule, for trials; the recipe's own if None.
+        seed: seed of data, tokenizer and initial weights.
+        resume: continue from the state in `output`.
+        stop_at: last step of this run, if it is to end before the schedule does.
+        show_progress: show a progress bar on a terminal.
+    """
+    schedule = SCHEDULE.of(steps)
+    tokenizer = train_tokenizer(seed)
+    graph, params = initial(seed)
+    trained = train(
+        lambda params, batch: packed_loss(nnx.merge(graph, params), batch),
+        params,
+        lambda start: _batches(tokenizer, seed, start),
+        schedule,
+        output,
+        resume=resume,
+        stop_at=stop_at,
+        show_progress=show_progress,
+    )
+    return export(nnx.merge(graph, trained), tokenizer, output / "model")
+
+
+def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Initial weights of a seed. The last weights of a residual branch are scaled down by the depth, as in GPT-2."""
+    architecture, config = causal_lm(CONFIG)
+    graph, params = nnx.split(architecture(config, rngs=nnx.Rngs(seed)))
+    for path, weight in nnx.to_flat_state(params):
+        if ".".join(map(str, path)).endswith(RESIDUAL_OUTPUTS):
+            weight[...] = weight[...] * (2 * config.num_hidden_layers) ** -0.5
+    return graph, params
+
+
+def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
+    """Next-token loss, in nats, of a packed batch: `tokens`, `segments`, `positions` of T + 1 columns.
+
+    Products are in bfloat16.
+    """
+    graph, params = nnx.split(model)
+    model = nnx.merge(graph, jax.tree.map(lambda p: p.astype(jnp.bfloat16), params))
+    tokens, segments, positions = (jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions"))
+    # Long rows are read as one text, so that the model meets positions that no document of its own reaches.
+    is_long = tokens.shape[1] > 256
+    visible = jnp.where(segments > 0, 1, 0) if is_long else segments
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if is_long else positions
+
+    def attend(
+        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], **options: Any
+    ) -> Float[Array, "B T N H"]:
+        return ops.attention(q, k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), segments=visible[:, :-1], **options)
+
+    with ops.use_implementations(linear=rounded_gradient_linear):
+        logits = model.logits(model(tokens[:, :-1], at[:, :-1], attend))
+    return next_token_loss(logits, tokens, segments)
+
+
+def _batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
+    step = start
+    while True:
+        rows, length = ROWS[step % len(ROWS)]
+        yield batch(step, tokenizer, seed=seed, batch_size=rows, length=length + 1)
+        step += 1
+
+
+def export(model: nnx.Module, tokenizer: Tokenizer, folder: Path) -> Path:
+    """Save the model in bfloat16, and the tokenizer, as a Hugging Face folder."""
+    save(model, folder, config=CONFIG, dtype=jnp.bfloat16)
+    save_tokenizer(tokenizer, folder, context=CONTEXT)
+    return folder
+
+
+def held_out_loss(model: CausalLM, tokenizer: Tokenizer, *, batches: int = 8, seed: int = 1) -> float:
+    """Loss on unseen documents, in nats per token: held-out sums and stories, and new draws of the rest."""
+    graph, params = nnx.split(model)
+    loss = jax.jit(lambda params, batch: packed_loss(nnx.merge(graph, params), batch))
+    values = [
+        loss(params, batch(i, tokenizer, seed=seed, batch_size=32, length=129, split="held_out"))
+        for i in range(batches)
+    ]
+    return float(np.mean(values))

@@ -1,1 +1,0 @@
-"""GGUF, llama.cpp's file format: header and tensors, names and layout, weights."""

@@ -1,0 +1,82 @@
+"""The encoder's made-up sentences: every fact in every phrasing, one-fact near misses, a split by meaning."""
+
+import re
+from itertools import islice
+from random import Random
+
+import pytest
+
+from recipes.encoder.domains import KINDS
+from recipes.encoder.paraphrases import Meaning, draw, pairs, phrase, vary
+from recipes.encoder.words import POOLS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pattern_names_every_fact(kind):
+    for pattern in (*KINDS[kind].patterns, KINDS[kind].unseen):
+        assert set(re.findall(r"\{(\w+)\}", pattern)) == set(KINDS[kind].slots), pattern
+    assert KINDS[kind].unseen not in KINDS[kind].patterns
+    assert set(KINDS[kind].slots.values()) <= set(POOLS)
+
+
+def test_no_two_values_of_a_pool_share_a_phrase():
+    for name, pool in POOLS.items():
+        ways = [way for value in pool for way in value]
+        assert len(set(ways)) == len(ways), name
+
+
+def test_equal_seeds_give_equal_pairs_and_others_do_not():
+    first, again, other = (list(islice(pairs(seed), 50)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_the_two_phrasings_differ_and_no_meaning_comes_twice():
+    drawn = list(islice(pairs(0), 2000))
+    assert len({meaning for meaning, _ in drawn}) == 2000
+    assert all(pair.first != pair.second for _, pair in drawn)
+    assert {meaning.kind for meaning, _ in drawn} == set(KINDS)
+
+
+def test_meanings_are_held_out_by_what_they_say():
+    for split in ("train", "held_out"):
+        assert {meaning.split for meaning, _ in islice(pairs(0, split=split), 300)} == {split}
+    assert Meaning("travel", (0, 0, 1, 0, 0)).split == Meaning("travel", (0, 0, 1, 0, 0)).split
+    rng = Random(0)
+    kinds = [Meaning("travel", tuple(rng.randrange(9) for _ in range(5))).split for _ in range(3000)]
+    assert 0.07 < kinds.count("held_out") / 3000 < 0.13
+
+
+def test_a_near_miss_differs_in_one_fact_or_in_who_does_what():
+    rng = Random(0)
+    for split in ("train", "held_out"):
+        for _ in range(300):
+            meaning = draw(rng, split)
+            other = vary(rng, meaning)
+            assert other.kind == meaning.kind
+            assert other.split == split
+            changed = [i for i, (a, b) in enumerate(zip(meaning.values, other.values, strict=True)) if a != b]
+            assert len(changed) == 1 or sorted(meaning.values[i] for i in changed) == sorted(
+                other.values[i] for i in changed
+            )
+            pools = list(KINDS[meaning.kind].slots.values())
+            for i, pool in enumerate(pools):  # values of one pool stay different
+                assert all(other.values[i] != other.values[j] for j in range(i) if pools[j] == pool)
+
+
+def test_sentences_are_sentences():
+    for _, pair in islice(pairs(3), 1000):
+        for sentence in pair:
+            assert sentence[0] == sentence[0].upper()
+            assert sentence[-1] in ".?"
+            assert not re.search(r"[{}|]|\ba [aeio]|  ", sentence), sentence
+
+
+def test_unseen_patterns_are_in_the_second_phrasing_only():
+    meaning = Meaning("distance", (0, 1, 2, 3, 4))
+    assert phrase(Random(0), meaning, pattern=KINDS["distance"].unseen).startswith("The map printed in ")
+    for unseen in (False, True):
+        found = [pair for m, pair in islice(pairs(0, unseen_patterns=unseen), 400) if m.kind == "distance"]
+        assert found
+        assert {pair.second.startswith("The map printed in ") for pair in found} == {unseen}
+        assert not any(pair.first.startswith("The map printed in ") for pair in found)

@@ -1,0 +1,49 @@
+"""The built-in encoder as it is shipped: unseen sentences, padding; and its recipe, for a few steps."""
+
+import numpy as np
+import pytest
+
+from recipes.encoder import recipe
+from recipes.encoder.evaluation import confusions, retrieval
+from recipes.encoder.recipe import train_builtin
+from verax import Encoder, builtin
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return Encoder()
+
+
+def test_it_finds_unseen_paraphrases_among_a_thousand(encoder):
+    assert retrieval(encoder, count=1000, seed=7, near=0.0, unseen_patterns=False) >= 0.97
+    assert encoder.truncated == 0
+
+
+def test_it_finds_them_among_near_misses_and_in_patterns_that_it_never_saw(encoder):
+    wrong = confusions(encoder, count=300, seed=7, near=0.5)
+    assert len(wrong) <= 45
+    assert all(one.found != one.paraphrase for one in wrong)
+    assert retrieval(encoder, count=300, seed=7, near=0.0, unseen_patterns=True) >= 0.9
+
+
+def test_a_sentence_does_not_depend_on_its_batch_or_padding(encoder):
+    short, long = "Tom likes jazz, says Mia.", "A long list of words: " + "red green blue " * 20
+    alone = encoder.encode(short)
+    np.testing.assert_allclose(encoder.encode([long, short, short])[1], alone, atol=2e-6)
+    assert np.isfinite(encoder.encode(["", "日本 naïve 🦊", long * 9])).all()
+    assert encoder.truncated == 1
+
+
+def test_it_is_small():
+    assert sum(file.stat().st_size for file in builtin.encoder().iterdir()) < 6_000_000
+
+
+def test_the_recipe_resumes_exactly_and_exports_what_the_encoder_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.encoder.tokenizer.TRAINING_PAIRS", 200)
+    monkeypatch.setattr(recipe, "PAIRS", 4)
+    monkeypatch.setattr(recipe, "CONFIG", {**recipe.CONFIG, "num_hidden_layers": 1})
+    whole = train_builtin(tmp_path / "whole", steps=4, show_progress=False)
+    train_builtin(tmp_path / "cut", steps=4, stop_at=2, show_progress=False)
+    resumed = train_builtin(tmp_path / "cut", steps=4, resume=True, show_progress=False)
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert Encoder(resumed).encode("Tom likes jazz.").shape == (128,)

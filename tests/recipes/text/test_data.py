@@ -1,0 +1,197 @@
+"""The training text: deterministic, true, consistent, and without what it holds out."""
+
+import json
+import re
+from itertools import islice
+from random import Random
+
+import pytest
+
+from recipes.text.arithmetic import PAIRS, addition_exam, is_held_out
+from recipes.text.data import END_OF_TEXT, conversation, documents
+from recipes.text.facts import TOPICS
+from recipes.text.records import record
+from recipes.text.stories import story, story_is_held_out
+from recipes.text.words import BOYS, GIRLS, STORY_ANIMALS, is_girl
+
+_COUNT = 20_000
+
+_SUM = (r"(\d+) ?\+ ?(\d+)", r"(\d+) plus (\d+)", r"(?:[Aa]dd|[Ss]um of) (\d+) and (\d+)")
+_WORD_PROBLEM = r"has (\d+) \w+\. (?:She|He) \w+ (\d+) more"
+_DIFFERENCE = r"(\d+) ?(?:-|minus) ?(\d+)"
+_OTHER = r"(\d+) (?:\*|times|divided by) (\d+)"
+_COMPARISON = (r"(\d+) or (\d+)\?", r"(\d+) is (?:larger|smaller) than (\d+)")
+
+
+@pytest.fixture(scope="module")
+def train():
+    return list(islice(documents(3), _COUNT))
+
+
+@pytest.fixture(scope="module")
+def held_out():
+    return list(islice(documents(3, split="held_out"), _COUNT))
+
+
+def _pairs(text, *patterns):
+    return [(int(a), int(b)) for pattern in patterns for a, b in re.findall(pattern, text)]
+
+
+def _small(pairs):
+    return [(a, b) for a, b in pairs if max(a, b) < 100]
+
+
+def test_equal_seeds_give_equal_documents_and_other_seeds_others():
+    first, again, other = (list(islice(documents(seed), 50)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_every_kind_occurs_and_every_document_ends_once(train):
+    assert {document.kind for document in train} == {"story", "arithmetic", "facts", "json", "chat"}
+    assert all(document.text.count(END_OF_TEXT) == 1 and document.text.endswith(END_OF_TEXT) for document in train)
+
+
+def test_a_tenth_of_the_pairs_is_held_out_in_both_orders():
+    held = PAIRS["held_out"]
+    assert 0.08 < len(held) / 10_000 < 0.12
+    assert len(held) + len(PAIRS["train"]) == 10_000
+    assert all(is_held_out(a, b) and is_held_out(b, a) for a, b in held)
+
+
+def test_no_held_out_pair_occurs_in_training_in_any_phrasing(train):
+    for document in train:
+        pairs = _pairs(document.text, *_SUM, _WORD_PROBLEM, _DIFFERENCE, _OTHER, *_COMPARISON)
+        assert not [pair for pair in pairs if is_held_out(*pair)], document.text
+
+
+def test_no_training_subtraction_is_the_reversal_of_a_held_out_addition(train):
+    for document in train:
+        for a, b in _pairs(document.text, r"(\d+) - (\d+)"):
+            assert not is_held_out(b, a - b), document.text
+
+
+def test_neighbouring_numbers_of_an_arithmetic_line_are_never_a_held_out_pair(train):
+    """Find a phrasing that none of the patterns above matches."""
+    for document in train:
+        for line in document.text.split("\n") if document.kind == "arithmetic" else ():
+            numbers = [int(number) for number in re.findall(r"\d+", line)]
+            assert len(numbers) < 2 or not is_held_out(*numbers[:2]), line
+
+
+def test_the_held_out_split_has_held_out_pairs_only(held_out):
+    pairs = [p for d in held_out for p in _small(_pairs(d.text, *_SUM, _WORD_PROBLEM, _DIFFERENCE, *_COMPARISON))]
+    assert len(pairs) > 1000
+    assert all(is_held_out(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_every_arithmetic_statement_is_true(split, train, held_out):
+    checked = 0
+    for document in train if split == "train" else held_out:
+        text = document.text
+        for sign, a, b, c in (
+            *((1, *found) for found in re.findall(r"(\d+) \+ (\d+) = (\d+)", text)),
+            *((1, *found) for found in re.findall(r"(\d+) plus (\d+) (?:is|equals) (\d+)", text)),
+            *((1, *found) for found in re.findall(r"(?:sum of|add) (\d+) and (\d+)(?: is|, you get) (\d+)", text)),
+            *((1, *found) for found in re.findall(r"What is (\d+) \+ (\d+)\?\nA: (\d+)\b(?! \+)", text)),
+            *((-1, *found) for found in re.findall(r"(\d+) - (\d+) = (\d+)", text)),
+        ):
+            assert int(a) + sign * int(b) == int(c), text
+            checked += 1
+        for a, word, b in re.findall(r"(\d+) is (larger|smaller) than (\d+)", text):
+            assert (int(a) > int(b)) == (word == "larger"), text
+    assert checked > _COUNT / 4
+
+
+def test_word_problems_count_what_their_equation_says(train):
+    answers = [found for d in train for found in re.findall(r"= (\d+)\. \w+ has (\d+) \w+\.", d.text)]
+    assert len(answers) > 50
+    assert all(total == count for total, count in answers)
+
+
+def test_the_number_only_system_message_is_obeyed_with_the_right_sum():
+    rng, seen = Random(0), 0
+    for _ in range(20_000):
+        messages = conversation(rng, "train")
+        if messages[0]["role"] == "system" and "number" in messages[0]["content"]:
+            for question, answer in zip(messages[1::2], messages[2::2], strict=True):
+                a, b = (int(number) for number in re.findall(r"\d+", question["content"]))
+                assert answer["content"] == str(a + b)
+                seen += 1
+    assert seen > 100
+
+
+def test_conversations_alternate_and_end_with_the_assistant():
+    rng = Random(0)
+    for _ in range(3000):
+        roles = [message["role"] for message in conversation(rng, "train")]
+        turns = roles[1:] if roles[0] == "system" else roles
+        assert turns == ["user", "assistant"] * (len(turns) // 2)
+        assert 1 <= len(turns) // 2 <= 3
+
+
+def test_every_json_record_parses(train):
+    parsed = 0
+    for document in train:
+        body = document.text.removesuffix(END_OF_TEXT)
+        if document.kind == "json":
+            json.loads(body[re.search(r"^[\[{]", body, re.MULTILINE).start() :])
+            parsed += 1
+        for answer in re.findall(r"assistant\n([\[{].*?)<\|im_end\|>", body, re.DOTALL):
+            json.loads(answer)
+            parsed += 1
+    assert parsed > _COUNT / 20
+
+
+def test_a_record_and_its_sentence_agree():
+    rng = Random(1)
+    for _ in range(2000):
+        drawn = record(rng)
+        for key in ("name", "age", "city", "color", "food", "country", "language", "item", "price", "degrees"):
+            if key in drawn.value:
+                assert str(drawn.value[key]).lower() in drawn.sentence.lower()
+        assert all(pet in drawn.sentence for pet in drawn.value.get("pets", ()))
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_story_keeps_its_names_animals_things_and_pronouns(split):
+    rng = Random(5)
+    people = {*GIRLS, *BOYS}
+    for _ in range(4000):
+        told = story(rng, split)
+        words = set(re.findall(r"\w+", told.text))
+        assert story_is_held_out(told.name, told.kind, told.thing) is (split == "held_out")
+        assert {told.name, told.friend, told.kind, told.friend_kind} <= words
+        assert told.thing in told.text
+        assert "{" not in told.text
+        assert words & people <= {told.name, told.friend}
+        assert words & set(STORY_ANIMALS) <= {told.kind, told.friend_kind}
+        if is_girl(told.name) and is_girl(told.friend):
+            assert not {"he", "He", "him", "his", "His"} & words, told.text
+        if not is_girl(told.name) and not is_girl(told.friend):
+            assert not {"she", "She", "her", "Her"} & words, told.text
+
+
+def test_stories_are_short_and_hardly_ever_the_same():
+    rng = Random(6)
+    texts = [story(rng, "train").text for _ in range(20_000)]
+    assert len(set(texts)) > 0.99 * len(texts)
+    assert max(map(len, texts)) < 900
+
+
+def test_no_question_of_the_closed_world_has_two_answers():
+    answers: dict[str, str] = {}
+    for topic in TOPICS.values():
+        for questions, answer in topic:
+            for question in questions:
+                assert answers.setdefault(question, answer) == answer, question
+
+
+def test_the_exam_asks_every_held_out_sum_once():
+    exam = list(addition_exam())
+    assert len({question for question, _ in exam}) == len(exam) == len(PAIRS["held_out"])
+    for question, answer in exam:
+        a, b = map(int, re.findall(r"\d+", question))
+        assert is_held_out(a, b)
+        assert int(answer) == a + b

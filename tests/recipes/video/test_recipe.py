@@ -1,0 +1,82 @@
+"""The built-in video model as it is shipped; and its recipe, for a few steps of a smaller one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from recipes.video import latents, reader, recipe, transformer, vae
+from recipes.video.classifier import classify
+from recipes.video.evaluation import contact_sheet, psnr
+from recipes.video.recipe import train_builtin
+from recipes.video.shapes import draw, scenes
+from verax import VideoPipeline, builtin
+
+
+def test_the_built_in_model_keeps_the_first_frame_and_its_colours():
+    pipe = VideoPipeline.from_pretrained(show_progress=False)
+    [shown] = scenes(7, 2, 1, split="held_out")
+    picture = draw([shown], frames=1)[0, 0]
+    clip = pipe(shown.caption, image=picture, num_inference_steps=8)
+    assert clip.frames.shape == (17, 64, 64, 3)
+    assert psnr(clip.frames[0], picture) >= 24
+    seen = classify(clip.frames)
+    assert (seen.colour, seen.top, seen.bottom) == (shown.colour, shown.top, shown.bottom)
+
+
+def test_the_built_in_model_follows_unseen_prompts():
+    pipe = VideoPipeline.from_pretrained(show_progress=False)
+    right = [classify(pipe(s.caption).frames).agrees(s) for s in scenes(7, 0, 10, split="held_out")]
+    assert all(one[word] for one in right for word in ("colour", "direction", "top", "bottom"))
+    assert (
+        sum(one["shape"] for one in right) >= 7
+    )  # of a hundred and fifty 82%; the rest are squares with round corners
+
+
+def test_it_is_small():
+    assert sum(file.stat().st_size for file in builtin.video_model().rglob("*") if file.is_file()) < 10_000_000
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Patched sizes: the fewest layers that have every part."""
+    config = replace(vae.CONFIG, base_dim=4, dim_mult=(1, 1, 1), temperal_downsample=(True, True), num_res_blocks=1)
+    monkeypatch.setattr(vae, "CONFIG", config)
+    monkeypatch.setattr(vae, "CUTS", ((1.0, ((1, 5, 8),)),))
+    for module in (vae, latents, recipe):
+        monkeypatch.setattr(module, "SIZE", 16)
+    for module in (vae, latents, recipe):
+        monkeypatch.setattr(module, "FRAMES", 5)
+    monkeypatch.setattr(vae, "STATISTICS_CLIPS", 2)
+    monkeypatch.setattr(latents, "CHUNK", 2)
+    monkeypatch.setattr(latents, "AT_ONCE", 2)
+    for module in (reader, transformer):
+        monkeypatch.setattr(module, "BATCH", 2)
+    for module in (reader, recipe):
+        monkeypatch.setattr(module, "TEXT_ENCODER", replace(reader.TEXT_ENCODER, num_layers=1))
+    for module in (transformer, recipe):
+        monkeypatch.setattr(module, "TRANSFORMER", replace(transformer.TRANSFORMER, num_layers=1))
+        monkeypatch.setattr(module, "IMAGE_ENCODER", replace(transformer.IMAGE_ENCODER, image_size=16))
+    settings = {**recipe._SETTINGS, "verax.json": {**recipe._SETTINGS["verax.json"]}}
+    settings["verax.json"] |= {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 2}
+    monkeypatch.setattr(recipe, "_SETTINGS", settings)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_recipe_makes_a_folder_that_makes_clips_and_resumes_what_is_there(tmp_path):
+    made = train_builtin(tmp_path, steps=2, clip_count=2, show_progress=False)
+    weights = made / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = weights.read_bytes()
+    weights.unlink()
+    assert train_builtin(tmp_path, steps=2, clip_count=2, resume=True, show_progress=False) == made
+    assert weights.read_bytes() == before
+    for name in ("vae", "reader", "transformer", "decoder"):
+        assert (tmp_path / name / "loss.png").is_file()
+    # Two clips, from text and from a picture: rows of two frames with a border of one pixel.
+    drawn = scenes(0, 0, 1)
+    words, pictures = (contact_sheet(made, drawn, columns=2, pictures=given) for given in (False, True))
+    assert words.shape == pictures.shape == (18, 36, 3)
+    assert (words != pictures).any()
+    pipe = VideoPipeline.from_pretrained(made, show_progress=False)
+    assert pipe.settings.text_tokens == latents.TEXT_TOKENS
+    assert np.std(pipe(drawn[0].caption).frames) > 0

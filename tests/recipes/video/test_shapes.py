@@ -1,0 +1,99 @@
+"""Drawn clips, their captions, and the classifier that reads them back."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from recipes.video.classifier import classify
+from recipes.video.shapes import COLOURS, DIRECTIONS, SHAPES, Scene, draw, scene, scenes
+from recipes.video.tokenizer import video_tokenizer
+from verax.errors import InvalidParameterError
+
+SCENE = Scene("circle", "red", "right", "blue", "green", radius=0.17, start=(0.25, 0.4), end=(0.65, 0.4))
+
+
+def test_a_clip_shows_the_shape_where_the_scene_says():
+    clip = draw([SCENE], frames=5, height=40, width=80)[0]
+    assert clip.shape == (5, 40, 80, 3)
+    assert clip.dtype == np.uint8
+    for frame, x in zip(clip, (20, 28, 36, 44, 52), strict=True):
+        assert tuple(frame[16, x]) == COLOURS["red"]
+        red = frame[16, :, 0].astype(int) > 130  # half covered
+        assert abs(np.flatnonzero(red).mean() + 0.5 - x) < 0.51
+        assert abs(red.sum() - 2 * 0.17 * 40) < 1.5
+    np.testing.assert_allclose(clip[0, 0, 0], COLOURS["blue"], atol=2)
+    np.testing.assert_allclose(clip[0, -1, -1], COLOURS["green"], atol=2)
+
+
+def test_edges_are_soft():
+    frame = draw([SCENE], frames=1)[0, 0].astype(int)
+    assert len(np.unique(frame[..., 0])) > 20
+
+
+def test_a_scene_depends_on_its_number_only_and_stays_inside():
+    assert scenes(3, 5, 2) == [scene(3, 5), scene(3, 6)]
+    assert scene(3, 5) != scene(4, 5)
+    for drawn in scenes(0, 0, 200):
+        points = np.asarray([drawn.start, drawn.end])
+        assert np.all(points > drawn.radius)
+        assert np.all(points < 1 - drawn.radius)
+        assert tuple(np.sign(np.subtract(drawn.end, drawn.start))) == DIRECTIONS[drawn.direction]
+
+
+def test_held_out_combinations_are_never_trained_on():
+    trained = {drawn.combination for drawn in scenes(0, 0, 2000)}
+    held_out = {drawn.combination for drawn in scenes(0, 0, 300, split="held_out")}
+    assert not trained & held_out
+    assert {name.split("/")[0] for name in held_out} == set(SHAPES)
+
+
+def test_captions_say_what_is_drawn():
+    assert SCENE.caption == "a red circle floats right over a blue to green gradient"
+    for template in range(4):
+        for direction in DIRECTIONS:
+            caption = replace(SCENE, direction=direction, template=template).caption
+            for word in ("red", "circle", "blue", "green", direction):
+                assert re.search(rf"\b{word}\b", caption)
+
+
+def test_the_tokenizer_knows_every_word_and_ends_every_prompt():
+    tokenizer = video_tokenizer()
+    unknown, end = tokenizer.token_to_id("<unk>"), tokenizer.token_to_id("</s>")
+    assert tokenizer.token_to_id("<pad>") == 0
+    for drawn in scenes(0, 0, 300):
+        ids = tokenizer.encode(drawn.caption).ids
+        assert unknown not in ids
+        assert ids[-1] == end
+    assert tokenizer.encode("").ids == [end]
+    assert tokenizer.encode("A red zebra").ids[2] == unknown
+
+
+def test_the_classifier_reads_drawn_clips():
+    drawn = scenes(1, 0, 300)
+    right = [all(classify(clip).agrees(one).values()) for one, clip in zip(drawn, draw(drawn), strict=True)]
+    assert np.mean(right) >= 0.995
+
+
+def test_the_classifier_reads_noisy_and_blurred_clips():
+    drawn = scenes(2, 0, 150)
+    noise = np.random.default_rng(0).normal(0, 10, (150, 17, 64, 64, 3))
+    right = []
+    for one, clip, grain in zip(drawn, draw(drawn), noise, strict=True):
+        blurred = clip.astype(np.float32)
+        for axis in (1, 2):
+            padded = np.pad(blurred, [(1, 1) if a == axis else (0, 0) for a in range(4)], mode="edge")
+            blurred = sum(np.take(padded, np.arange(64) + k, axis) * w for k, w in ((0, 0.25), (1, 0.5), (2, 0.25)))
+        right.append(all(classify(np.clip(blurred + grain, 0, 255).astype(np.uint8)).agrees(one).values()))
+    assert np.mean(right) >= 0.98
+
+
+def test_the_classifier_tells_what_is_wrong():
+    seen = classify(draw([SCENE])[0])
+    other = replace(SCENE, shape="square", colour="white", direction="up and left")
+    assert seen.agrees(other) == {"shape": False, "colour": False, "direction": False, "top": True, "bottom": True}
+    empty = np.broadcast_to(np.uint8(90), (5, 16, 16, 3))
+    assert classify(empty).direction == "still"
+    with pytest.raises(InvalidParameterError, match=r"frames \[T, H, W, 3\]"):
+        classify(draw([SCENE])[0, 0])
