@@ -27,7 +27,6 @@ from verax.cli import (
     quantize,
     rerank,
     serve,
-    simulate,
     train,
     video,
 )
@@ -60,7 +59,6 @@ for command in (
     info.info,
     plan.plan,
     compile.compile,
-    simulate.simulate,
     demo.demo,
     quantize.quantize,
     convert.convert,

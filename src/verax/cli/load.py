@@ -1,4 +1,4 @@
-"""Options of a load of requests, which is put on a server or on a simulation."""
+"""Options of a load of requests that is put on a server."""
 
 from __future__ import annotations
 

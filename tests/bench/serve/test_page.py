@@ -20,22 +20,6 @@ def test_a_ratio_has_its_spread():
     assert line == "- verax serve / llama.cpp server, output tokens per second: 1.50x (P10-P90 of rounds 1.25-1.75)."
 
 
-def test_latencies_are_shown_over_those_of_the_simulation_only():
-    found = {"ttft": {"p50": 1.5, "p99": 2.0}, "e2el": {"p50": 1.0, "p99": 0.5}}
-    lines = page._latency_ratios({"verax serve / AsyncLLM": found, "verax serve / simulated": found})
-    assert lines == ["- verax serve / simulated, p50 / p99: TTFT 1.50x / 2.00x, E2E 1.00x / 0.50x."]
-    assert page._latency_ratios({"verax serve / simulated": {}}) == []
-
-
-def test_overheads_are_options_that_the_simulation_takes():
-    simulation = {"overhead_ms": 0.1134, "overhead_per_token_us": 48.46, "overhead_per_request_ms": 1.085}
-    lines = page._simulation({**simulation, "contention": 0.5, "calibrated_at": [1, 16]})
-    assert "fitted to the server at 1 and 16 streams" in lines[1]
-    assert "`--overhead-ms 0.113 --overhead-per-token-us 48.5 --overhead-per-request-ms 1.08`" in lines[1]
-    assert "the host takes 50% of the device" in lines[1]
-    assert page._simulation(None) == []
-
-
 def test_aborts_are_shown_with_the_longest_time_and_the_late_ones():
     found = {"clients": 200, "logged": 199, "late": 3, "p50_s": 0.002, "p99_s": 0.5, "most_s": 1.5}
     found |= {"unread": 5, "unread_most_s": 2.0}

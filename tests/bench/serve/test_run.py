@@ -111,7 +111,7 @@ def test_failures_are_shown_by_kind():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"against": ("vllm",)}, "against: expected offline, async, simulated, llama.cpp, got 'vllm'"),
+        ({"against": ("vllm",)}, "against: expected offline, async, llama.cpp, got 'vllm'"),
         ({"url": "http://127.0.0.1:1/v1", "against": ("offline",), "vocab_size": 9}, "model: with a url"),
         ({"url": "http://127.0.0.1:1/v1"}, "vocab_size: with a url"),
     ],

@@ -14,7 +14,7 @@ from verax import progress
 from verax.bench.serve.check import check_answers
 from verax.bench.serve.load import Load, Run
 from verax.bench.serve.sides import ServerSide, Side
-from verax.bench.serve.summary import LATENCIES, latencies, summarise
+from verax.bench.serve.summary import latencies, summarise
 from verax.bench.timing import Samples, interleave
 
 __all__ = ["added_ttft", "run_case"]
@@ -69,7 +69,6 @@ def run_case(
         "name": load.name,
         "sides": reports,
         **_ratios(counted, chosen),
-        "latency_ratios": _latency_ratios(reports, chosen),
         "client_cores": (server.client_cpu_s - cpu) / sum(run.seconds for run in taken[chosen]),
     }
     if engine is not None:
@@ -119,21 +118,6 @@ def _ratios(counted: Mapping[str, Sequence[Run]], chosen: str) -> dict[str, Any]
             ratios[f"{chosen} / {name}"] = float(middle)
             ranges[f"{chosen} / {name}"] = [float(low), float(high)]
     return {"ratios": ratios, "ratio_p10_p90": ranges}
-
-
-def _latency_ratios(reports: Mapping[str, Any], chosen: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Latencies of the server over those of each other side, by latency: p50 and p99."""
-    ours = reports[chosen]["latency_ms"]
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, report in reports.items():
-        theirs = report["latency_ms"]
-        if name != chosen:
-            found[f"{chosen} / {name}"] = {
-                key: {q: ours[key][q] / theirs[key][q] for q in ("p50", "p99") if theirs[key][q]}
-                for key in LATENCIES
-                if ours[key] and theirs[key]
-            }
-    return found
 
 
 def _rate(run: Run) -> float:

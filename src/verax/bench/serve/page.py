@@ -33,7 +33,7 @@ def render(result: Mapping[str, Any]) -> list[str]:
     ]
     for case in result["cases"]:
         lines += _case(case, settings["goodput_ms"])
-    return [*lines, *_simulation(result.get("simulation")), *_server(result["server"])]
+    return [*lines, *_server(result["server"])]
 
 
 def slug(result: Mapping[str, Any]) -> list[str]:
@@ -75,7 +75,6 @@ def _case(case: Mapping[str, Any], limits: Mapping[str, float]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(_ratio(name, ratio, case["ratio_p10_p90"][name]) for name, ratio in case["ratios"].items())]
     lines += _added(case.get("added_ttft_ms"))
-    lines += _latency_ratios(case.get("latency_ratios", {}))
     for name, side in case["sides"].items():
         share = side["disconnected"] / max(1, side["requests"])
         left = [f"{side['disconnected']} clients disconnected ({100 * share:.1f}%)"] if side["disconnected"] else []
@@ -111,34 +110,6 @@ def _added(added: Mapping[str, Any] | None) -> list[str]:
         f"- Time to first token: added by the server: {added['p50']:.1f} ms p50 ({low:.1f} to {high:.1f} ms by round), "
         f"{added['mean']:.1f} ms mean, {added['p90']:.1f} ms p90, {added['p99']:.1f} ms p99; "
         f"{added['requests']} requests, each beside the same one to AsyncLLM."
-    ]
-
-
-def _latency_ratios(ratios: Mapping[str, Any]) -> list[str]:
-    """Lines on the server's latencies over those of its simulation, if there is one."""
-    lines = []
-    for name, found in ratios.items():
-        if name.endswith(" / simulated") and found:
-            words = [
-                f"{title.removesuffix(' ms')} {' / '.join(f'{ratio:.2f}x' for ratio in found[key].values())}"
-                for title, key in COLUMNS
-                if found.get(key)
-            ]
-            lines.append(f"- {name}, p50 / p99: {', '.join(words)}.")
-    return lines
-
-
-def _simulation(simulation: Mapping[str, Any] | None) -> list[str]:
-    """Line on the overheads of the simulation, as options of `verax simulate`."""
-    if simulation is None:
-        return []
-    streams = " and ".join(f"{n}" for n in simulation["calibrated_at"])
-    options = (("overhead-ms", 3), ("overhead-per-token-us", 1), ("overhead-per-request-ms", 2))
-    words = " ".join(f"--{name} {simulation[name.replace('-', '_')]:.{digits}f}" for name, digits in options)
-    return [
-        "",
-        f"Overheads of the simulation, fitted to the server at {streams} streams beforehand, as options of verax "
-        f"simulate: `{words}`. While it works, the host takes {100 * simulation['contention']:.0f}% of the device.",
     ]
 
 

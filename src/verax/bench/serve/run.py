@@ -20,15 +20,13 @@ from verax.bench.serve.monitor import Monitor
 from verax.bench.serve.process import raise_open_files, started
 from verax.bench.serve.sides import AsyncSide, EngineOptions, OfflineSide, ServerSide, Side
 from verax.bench.serve.traffic import Traffic
-from verax.bench.simulate.side import SimulatedSide
 from verax.bench.text.run import GGUF_TYPES
 from verax.errors import InvalidParameterError, VeraxError
 
 __all__ = ["BASELINES", "bench_serve"]
 
-BASELINES = ("offline", "async", "simulated", "llama.cpp")
-"""Sides beside the server: `LLM.generate`, `AsyncLLM`, a simulation with steps and overheads measured here, and
-llama.cpp's server with the same weights."""
+BASELINES = ("offline", "async", "llama.cpp")
+"""Sides besides the server: `LLM.generate`, `AsyncLLM`, and llama.cpp's server with the same weights."""
 
 OURS = "verax serve"
 ENGINE = "AsyncLLM"
@@ -102,9 +100,6 @@ def bench_serve(
                 sides["llama.cpp server"] = runner.run(_server(stack, command, traffic))
             if "offline" in against:
                 sides["offline"] = OfflineSide(engine, traffic)
-            simulated = SimulatedSide(engine, traffic) if "simulated" in against else None
-            if simulated is not None:
-                sides["simulated"] = simulated
             if "async" in against:
                 sides[ENGINE] = runner.run(_async_side(stack, engine, traffic))
             if url is None:
@@ -112,8 +107,6 @@ def bench_serve(
             else:
                 name, ours = "server", runner.run(_given(Target.of(url, api_key=api_key), traffic))
             sides[name] = ours
-            if simulated is not None:
-                runner.run(simulated.calibrate(ours, loads, first=len(loads) * RUNS_OF_A_CASE))
             cases = [
                 run_case(
                     runner,
@@ -151,9 +144,7 @@ def bench_serve(
             "warmup": warmup,
         }
         versions = {"llama_server": llama_server_version(program)} if program else None
-        return benchmark.result(
-            settings, versions, cases=cases, server=watched, simulation=simulated and simulated.report()
-        )
+        return benchmark.result(settings, versions, cases=cases, server=watched)
 
 
 async def _server(

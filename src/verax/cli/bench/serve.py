@@ -82,10 +82,7 @@ def serve(
     goodput: load.Goodput = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            help="offline (LLM.generate), async (AsyncLLM), simulated (with steps and overheads "
-            "measured here), llama.cpp, or some with commas: run them too."
-        ),
+        typer.Option(help="offline (LLM.generate), async (AsyncLLM), llama.cpp, or some with commas: run them too."),
     ] = None,
     llama_server: Annotated[
         str | None,
