@@ -95,11 +95,18 @@ class PackedWeight:
 
 @operation
 def pack_weight(weight: W, *, few_rows: bool = False) -> W | PackedWeight:
-    """Weight `[F, D]` in the form in which `linear` multiplies many rows fastest on the target: here, as it is.
+    """Weight `[F, D]` in the layout in which `linear` multiplies many rows fastest on the target: here, unchanged.
+
+    A packed weight gives the same bits as the unpacked one where both are multiplied by the same instruction, which
+    adds the products in the order of D: everywhere but bfloat16 at the level amx. There, unpacked weights are
+    multiplied by tiles, whose instruction adds 32 products among themselves first, and packed ones (which this function
+    makes at other levels only) by vectors. The two sums then differ by at most
+    `(g(D + 1) + g(D / 32 + 18)) (|x| |W|^T + |bias|)`, where `g(n) = n u / (1 - n u)` and u is 2^-24, the unit roundoff
+    of float32.
 
     Args:
-        weight: array, or weight of another kind, which may stay as it is.
-        few_rows: True if few rows are multiplied as well, from one on. The weight then stays as it is where the
+        weight: array, or weight of another kind, which may stay unpacked.
+        few_rows: True if few rows (from one on) are multiplied as well. The weight then stays unpacked where the
             products of few rows would be slower.
     """
     return weight
