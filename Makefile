@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SANITIZE := -g1 -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 NATIVE_TESTS := $(patsubst tests/native/%.cc,%,$(wildcard tests/native/*_test.cc))
-NATIVE := $(wildcard hatch_build.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
+NATIVE := $(wildcard hatch_build.py src/verax/sampling_fields.py src/verax/ops/cpu/build.py src/verax/ops/cpu/native/* src/verax/ops/cpu/native/*/*)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Containers often set it. Then each process compiles the modules that it imports: 12 s for one that runs tests.
 export PYTHONDONTWRITEBYTECODE :=

@@ -10,8 +10,8 @@ SOURCES = Path(__file__).parents[1] / "src" / "verax"
 
 FLOORS = (
     {"errors", "shapes", "page"},
-    {"_optional", "files", "progress", "builtin", "_buckets"},
-    {"_compat", "fields", "plots", "published"},
+    {"_optional", "files", "progress", "builtin", "_buckets", "options"},
+    {"_compat", "fields", "plots", "published", "sampling_fields"},
     {"machine", "ops"},
     {"nn"},
     {"models"},

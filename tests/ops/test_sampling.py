@@ -112,9 +112,9 @@ def test_penalties_by_hand():
         tokens,
         jnp.asarray([2]),
         jnp.asarray([4]),
-        presence=jnp.asarray([0.1]),
-        frequency=jnp.asarray([0.2]),
-        repetition=jnp.asarray([2.0]),
+        presence_penalty=jnp.asarray([0.1]),
+        frequency_penalty=jnp.asarray([0.2]),
+        repetition_penalty=jnp.asarray([2.0]),
     )
     np.testing.assert_allclose(out, [[1.0, -2.0, 0.25 - 0.1 - 2 * 0.2, 1.0]], rtol=1e-6)
 
@@ -134,7 +134,7 @@ def test_logprobs_are_those_of_log_softmax_and_ranks_count_better_tokens():
     assert not ids[3].any()
 
 
-ADJUSTED = [{"presence": 0.5}, {"frequency": 0.3}, {"repetition": 1.3}, {"bias": {3: 4.0}}]
+ADJUSTED = [{"presence_penalty": 0.5}, {"frequency_penalty": 0.3}, {"repetition_penalty": 1.3}, {"bias": {3: 4.0}}]
 HELD_BACK = {"banned": [5, 6], "min_length": 30}
 
 

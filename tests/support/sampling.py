@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from verax.ops.sampling import FLOATS, INTS, SamplingArrays
+from verax.ops.sampling import SamplingArrays
+from verax.sampling_fields import FLOATS, INTS
 
-OFF = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0}
+OFF = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 NO_TOKEN = np.iinfo(np.int32).max
 
 

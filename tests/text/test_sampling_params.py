@@ -3,11 +3,14 @@
 import copy
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
 
 from verax.errors import InvalidParameterError
+from verax.ops.cpu.build import write_generated_headers
+from verax.sampling_fields import FLOATS, INTS
 from verax.text.engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 BAD = [
@@ -144,3 +147,9 @@ def test_nothing_can_be_changed_afterwards():
         params.logit_bias[3] = 5.0
     with pytest.raises(AttributeError):
         params.n = 2
+
+
+def test_the_kernels_header_has_the_columns_in_the_order_of_the_device(tmp_path):
+    write_generated_headers(tmp_path)
+    enums = re.findall(r"enum \w+ { (.*?), NUM_SAMPLE_\w+ };", (tmp_path / "sample_fields.h").read_text())
+    assert [enum.lower().split(", ") for enum in enums] == [list(FLOATS), list(INTS)]

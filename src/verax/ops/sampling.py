@@ -18,10 +18,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from verax.ops._dispatch import operation
 from verax.ops._example import Example, boolean, float32, int32
+from verax.sampling_fields import FLOATS, INTS, OFF
 
 __all__ = [
-    "FLOATS",
-    "INTS",
     "SamplingArrays",
     "Search",
     "adjust",
@@ -32,23 +31,19 @@ __all__ = [
     "uniform",
 ]
 
-FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-"""Columns of `SamplingArrays.floats`. The C++ kernel reads them in this order (native/sample_run.h)."""
-
-INTS = ("top_k", "num_prompt", "seed_high", "seed_low", "min_length", "num_bias")
-"""Columns of `SamplingArrays.ints`, likewise."""
-
 
 class SamplingArrays(NamedTuple):
-    """Sampling parameters by slot. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """Sampling parameters of each slot. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
 
     floats: Float[Array, "S f"]
+    """Columns `sampling_fields.FLOATS`."""
     ints: Int[Array, "S i"]
+    """Columns `sampling_fields.INTS`."""
     bias_ids: Int[Array, "S b"]
-    """Tokens of the bias; those beside the vocabulary are ignored."""
+    """Tokens of the bias; ids outside the vocabulary are ignored."""
     bias_values: Float[Array, "S b"]
     banned: Int[Array, "S e"]
-    """Tokens that are not sampled before `min_length`; those beside the vocabulary are ignored."""
+    """Tokens that are not sampled before `min_length`; ids outside the vocabulary are ignored."""
 
     def float(self, name: str) -> Float[Array, "S"]:
         """One float parameter by name."""
@@ -79,9 +74,9 @@ def penalize(
     num_prompt: Int[Array, "B"],
     num_tokens: Int[Array, "B"],
     *,
-    presence: Float[Array, "B"],
-    frequency: Float[Array, "B"],
-    repetition: Float[Array, "B"],
+    presence_penalty: Float[Array, "B"],
+    frequency_penalty: Float[Array, "B"],
+    repetition_penalty: Float[Array, "B"],
 ) -> Float[Array, "B V"]:
     """Presence and frequency penalties on what was generated, repetition penalty on that and the prompt.
 
@@ -94,9 +89,9 @@ def penalize(
     written, generated = at < num_tokens[:, None], (at >= num_prompt[:, None]) & (at < num_tokens[:, None])
     seen = jnp.zeros((B, V), jnp.float32).at[rows, tokens].max(written.astype(jnp.float32), mode="drop")
     counts = jnp.zeros((B, V), jnp.float32).at[rows, tokens].add(generated.astype(jnp.float32), mode="drop")
-    factor = jnp.where(seen > 0, repetition[:, None], 1.0)
+    factor = jnp.where(seen > 0, repetition_penalty[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / factor, logits * factor)
-    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    return logits - frequency_penalty[:, None] * counts - presence_penalty[:, None] * (counts > 0)
 
 
 def adjust(
@@ -110,7 +105,7 @@ def adjust(
 
     The arguments are those of `sample`, a row of each for each row.
     """
-    penalties = {name: params.float(name) for name in _PENALTIES_OFF}
+    penalties = {name: params.float(name) for name in _PENALTIES}
     penalized = lax.cond(
         jnp.any(_is_penalized(params)),
         lambda: penalize(logits, tokens, params.int("num_prompt"), lengths, **penalties),
@@ -127,12 +122,11 @@ def adjust(
     return _masked(jnp.where(possible, held, biased), mask)
 
 
-_PENALTIES_OFF = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0}
-"""Penalties that change nothing."""
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def _is_penalized(params: SamplingArrays) -> Bool[Array, "B"]:
-    return jnp.any(jnp.stack([params.float(name) != off for name, off in _PENALTIES_OFF.items()]), axis=0)
+    return jnp.any(jnp.stack([params.float(name) != OFF[name] for name in _PENALTIES]), axis=0)
 
 
 def _is_adjusted(params: SamplingArrays, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
@@ -178,7 +172,7 @@ def sample(
 
 @sample.example
 def _examples() -> list[Example]:
-    params = SamplingArrays(float32(5, 6), int32(5, 6), int32(5, 300), float32(5, 300), int32(5, 80))
+    params = SamplingArrays(float32(5, len(FLOATS)), int32(5, len(INTS)), int32(5, 300), float32(5, 300), int32(5, 80))
     return [Example((float32(4, 151936), int32(5, 512), int32(4), int32(4), params))]
 
 

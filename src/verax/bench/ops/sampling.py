@@ -7,7 +7,8 @@ import numpy as np
 
 from verax.bench.case import Case
 from verax.bench.ops.sides import implementations, operation_case, random
-from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
+from verax.ops.sampling import SamplingArrays, sample
+from verax.sampling_fields import FLOATS, INTS
 
 __all__ = ["sampling_case"]
 

@@ -1,7 +1,7 @@
 """Compile the native library with the machine's C++ compiler: `python -m verax.ops.cpu.build`.
 
 The package's build hook runs this file by its path, in an environment that has neither verax nor JAX: it imports the
-standard library only, and looks for XLA's headers in whatever jaxlib is there.
+standard library and `verax.sampling_fields` only, and looks for XLA's headers in whatever jaxlib is there.
 
 Which jaxlib's headers: a library runs under the jaxlib that it was compiled against and under newer ones, not under
 older ones. So the hook requires the oldest that verax supports (`HEADERS`), and one build serves all.
@@ -85,6 +85,18 @@ def level_flags() -> dict[str, tuple[str, list[str]]]:
     return {name: (where, flags.replace("\\", " ").replace('"', " ").split()) for name, where, flags in rows}
 
 
+def write_generated_headers(folder: Path) -> None:
+    """Write the headers that derive from the package's tables: sample_fields.h."""
+    # This file may be run by its path, without verax installed; what is imported needs the standard library only.
+    source = str(Path(__file__).parents[3])
+    sys.path.insert(0, source)
+    try:
+        from verax.sampling_fields import cpp_header
+    finally:
+        sys.path.remove(source)
+    folder.joinpath("sample_fields.h").write_text(cpp_header())
+
+
 def build(
     target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = (), levels: Sequence[str] = ()
 ) -> list[str]:
@@ -122,7 +134,8 @@ def build(
             wanted = {*levels, *(_levels_here(cxx, taken, folder) if HERE in levels else ())}
             taken = {level: taken[level] for level in taken if level in wanted or every[level][0] == "any"}
         command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in every)]
-        command += ["-I", str(SOURCES), "-c", *(() if programs else ("-isystem", str(headers())))]
+        write_generated_headers(folder)
+        command += ["-I", str(SOURCES), "-I", str(folder), "-c", *(() if programs else ("-isystem", str(headers())))]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if not (programs and source.stem.endswith("_ffi"))]
         units = {folder / f"{source.stem}.o": [str(source)] for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):

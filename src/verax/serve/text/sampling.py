@@ -8,6 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from verax.errors import InvalidParameterError, VeraxError
+from verax.options import Option, options_of
+from verax.sampling_fields import SamplingFields
 from verax.serve.http.errors import ApiError, api_error
 from verax.serve.http.server import Server
 from verax.text.engine.sampling_params import SamplingParams
@@ -26,7 +28,6 @@ MAX_INT = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Text = Annotated[str, Meta(min_length=1)]
 Refused = Annotated[Any, Meta(description="Not supported: a value is refused.", extra_json_schema={"type": "null"})]
 """Field that is known, and refused with an error that names it."""
@@ -91,31 +92,43 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     """Schema of a JSON object, as llama.cpp's clients give it."""
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+OWN_FORM = ("seed", "stop", "stop_token_ids", "logit_bias", "max_tokens", "logprobs")
+"""Sampling parameters whose fields have a form or a name of their own in the API."""
+
+SAMPLING_OPTIONS = {name: declared for name, declared in options_of(SamplingFields).items() if name not in OWN_FORM}
+
+
+def _field_type(declared: Option) -> Any:
+    """Type of the field of a number or a truth value, with its range."""
+    if declared.kind is bool:
+        return bool | None
+    low = {} if declared.low is None else {"gt" if declared.above else "ge": declared.low}
+    high = {} if declared.high is None else {"le": declared.high}
+    number: Any = Annotated[declared.kind, Meta(**low, **high)]
+    return number | None
+
+
+SamplingStruct: Any = msgspec.defstruct(
+    "SamplingStruct",
+    [(name, _field_type(declared), None) for name, declared in SAMPLING_OPTIONS.items()],
+    kw_only=True,
+    module=__name__,
+)
+"""Struct with the sampling parameters that the API has under the names and ranges of `SamplingFields`."""
+
+
+class GenerationRequest(SamplingStruct, kw_only=True):
     """Fields that chats and completions share: OpenAI's, then vLLM's. An absent one has the checkpoint's default."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: Text | list[Text] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    min_tokens: Count | None = None
     stop_token_ids: list[Count] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(extra_json_schema={"const": 0})] | None = None
@@ -132,13 +145,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     chat_template: Refused = None
     functions: Refused = None
     function_call: Refused = None
-
-
-_SAME_NAME = (
-    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"),
-    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-    "prompt_logprobs",
-)
 
 
 def sampling_params(
@@ -159,14 +165,18 @@ def sampling_params(
         max_tokens: most tokens of an answer; None for as many as the context holds.
         logprobs: number of the best tokens to report; None for no log-probabilities.
         structured_outputs: form that tools demand, whole.
-        after: text behind which the form that the request itself gives begins.
+        after: text that the answer has before the form that the request itself gives.
         overrides: further parameters, which replace the request's.
 
     Raises:
         ApiError: 400, naming the field.
     """
     check_room(server, request)
-    values = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    values = {
+        name: value
+        for name in (*SAMPLING_OPTIONS, "stop", "stop_token_ids")
+        if (value := getattr(request, name)) is not None
+    }
     if request.seed is not None:
         values["seed"] = request.seed % 2**63
     if request.logit_bias is not None:
@@ -192,16 +202,15 @@ def check_room(server: Server, request: GenerationRequest) -> None:
             raise ApiError(400, f"{name}: it is not supported here", param=name)
     if request.priority:
         raise ApiError(400, "priority: all requests have the same priority, 0", param="priority")
-    n, slots = request.n or 1, server.engine.max_num_seqs
-    if n > min(server.settings.max_n, slots):
-        most = min(server.settings.max_n, slots)
-        raise ApiError(400, f"n: expected at most {most}, got {n}", param="n")
-    stop, most = [request.stop] if isinstance(request.stop, str) else request.stop or [], server.settings.max_stop
-    if len(stop) > most:
-        raise ApiError(400, f"stop: expected at most {most}, got {len(stop)}", param="stop")
-    longest, most = max(map(len, stop), default=0), server.settings.max_stop_length
-    if longest > most:
-        raise ApiError(400, f"stop: expected at most {most} characters, got {longest}", param="stop")
+    n, max_n = request.n or 1, min(server.settings.max_n, server.engine.max_num_seqs)
+    if n > max_n:
+        raise ApiError(400, f"n: expected at most {max_n}, got {n}", param="n")
+    stop, settings = [request.stop] if isinstance(request.stop, str) else request.stop or [], server.settings
+    if len(stop) > settings.max_stop:
+        raise ApiError(400, f"stop: expected at most {settings.max_stop}, got {len(stop)}", param="stop")
+    if (longest := max(map(len, stop), default=0)) > settings.max_stop_length:
+        message = f"stop: expected at most {settings.max_stop_length} characters, got {longest}"
+        raise ApiError(400, message, param="stop")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: it is for streams; set stream to true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -226,19 +235,19 @@ def structured_output(request: GenerationRequest, other: dict[str, Any] | None) 
 
 
 def form_error(error: VeraxError, request: GenerationRequest) -> ApiError:
-    """The HTTP error of one of the engine's.
+    """HTTP error of an error of the engine.
 
-    An error of the answer's form names the request's own field, which is "tools" if they have demanded the form.
+    An error of the answer's form names the request's own field, or "tools" if tools demand the form.
     """
-    found = api_error(error)
-    if (found.param or "").startswith("structured_outputs") and request.structured_outputs is None:
-        found.param = next(iter(_forms(request)), "tools")
-        found.message = f"{found.param}: {found.message.partition(': ')[2]}"
-    return found
+    answer = api_error(error)
+    if (answer.param or "").startswith("structured_outputs") and request.structured_outputs is None:
+        answer.param = next(iter(_forms(request)), "tools")
+        answer.message = f"{answer.param}: {answer.message.partition(': ')[2]}"
+    return answer
 
 
 def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
-    """Forms that a request gives, by their fields.
+    """Form of the answer in each of the request's fields that give one.
 
     Raises:
         ApiError: 400 for one that is missing or not supported.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from verax.ops import sampling
-from verax.text.engine.sampling_params import MAX_LOGPROBS
+from verax.sampling_fields import MAX_LOGPROBS
 from verax.text.step.slots import Slots
 
 __all__ = ["DEFERRED", "SAMPLED", "Logprobs", "make_sampling", "no_logprobs", "sample", "score"]

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-from verax.ops.sampling import INTS, SamplingArrays
-from verax.text.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from verax.ops.sampling import SamplingArrays
+from verax.sampling_fields import FLOATS, INTS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, OFF
 from verax.text.engine.sequence import Sequence
 
 __all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admission"]
@@ -29,30 +29,30 @@ _OTHERS = ("num_logprobs", "num_prompt_logprobs", "adapter")
 
 
 class SlotParams(NamedTuple):
-    """Parameters by slot."""
+    """Parameters of each slot."""
 
     sampling: SamplingArrays
     others: Int[Array, "S i"]
 
     def int(self, name: str) -> Int[Array, "S"]:
-        """Log-probabilities that are wanted, those of the prompt, or the adapter's slot; -1 for none."""
+        """Number of log-probabilities wanted, the same number for the prompt, or the adapter's slot; -1 for none."""
         return self.others[:, _OTHERS.index(name)]
 
 
 class Slots(NamedTuple):
-    """Device state by slot: S = max_num_seqs + 1 rows, L tokens, W pages in each table."""
+    """Device state of each slot: S = max_num_seqs + 1 rows, L tokens, W pages in each table."""
 
     tokens: Int[Array, "S L"]
     page_tables: tuple[Int[Array, "S W"], ...]
-    """Pages of each slot's tokens, by cache group."""
+    """Page table of each slot, for each cache group."""
     params: SlotParams
 
 
 _NO_TOKEN = np.iinfo(np.int32).max
 """An id past every vocabulary: scatters drop it."""
 
-_IDLE_FLOATS = np.asarray([0.0, 1.0, 0.0, 0.0, 0.0, 1.0], np.float32)
-_IDLE_INTS = np.zeros(len(INTS), np.int32)
+_IDLE_FLOATS = np.asarray([OFF[name] for name in FLOATS], np.float32)
+_IDLE_INTS = np.asarray([OFF[name] for name in INTS], np.int32)
 _IDLE_OTHERS = np.full(len(_OTHERS), -1, np.int32)
 """Parameters of greedy decoding without extras: a step skips what no row needs, and padding rows must need nothing."""
 
@@ -85,28 +85,19 @@ def pack_admission(
     tokens[: len(sequence.tokens)] = sequence.tokens
     tables = np.zeros((len(sequence.tables), table_width), np.int32)
     tables[:, : len(sequence.tables[0])] = sequence.tables
-    floats = np.asarray(
-        [
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-        ],
-        np.float32,
-    )
     bias = dict(params.logit_bias or {})
-    seed = np.asarray([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    seed_high, seed_low = np.asarray([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
+    min_length = sequence.num_prompt + params.min_tokens if params.min_tokens else 0
+    from_sequence = {
+        "num_prompt": sequence.num_prompt,
+        "seed_high": seed_high,
+        "seed_low": seed_low,
+        "min_length": min_length,
+        "num_bias": len(bias),
+    }
+    floats = np.asarray([getattr(params, name) for name in FLOATS], np.float32)
     ints = np.asarray(
-        [
-            params.top_k,
-            sequence.num_prompt,
-            *seed,
-            sequence.num_prompt + params.min_tokens if params.min_tokens else 0,
-            len(bias),
-        ],
-        np.int32,
+        [from_sequence[name] if name in from_sequence else getattr(params, name) for name in INTS], np.int32
     )
     others = [
         -1 if number is None else number for number in (params.logprobs, params.prompt_logprobs, sequence.adapter_slot)

@@ -1,4 +1,4 @@
-// What a row's scores go through before one is drawn, and the draw's random number. No vectors: few tokens are touched.
+// Adjustments of a row's scores before the draw, and the draw's random number. Not vectorised: few tokens are touched.
 #pragma once
 
 #include <algorithm>
@@ -9,30 +9,27 @@
 
 #include "kernels/sample.h"
 #include "parallel.h"
+#include "sample_fields.h"  // SampleFloat, SampleInt: written by build.py from sampling_fields.py
 #include "scratch.h"
 
 namespace verax {
-
-// Columns of the parameters: FLOATS and INTS of ops/sampling.py.
-enum SampleFloat { TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, NUM_SAMPLE_FLOATS };
-enum SampleInt { TOP_K, NUM_PROMPT, SEED_HIGH, SEED_LOW, MIN_LENGTH, NUM_BIAS, NUM_SAMPLE_INTS };
 
 struct SampleTask {
   int64_t B, V, S, L;  // rows, vocabulary, slots, tokens of a slot
   const float* logits;                // [B, V]
   const int32_t* tokens;              // [S, L]
-  const int32_t *slots, *lengths;     // by row
+  const int32_t *slots, *lengths;     // of each row
   const float* floats;                // [S, NUM_SAMPLE_FLOATS]
   const int32_t* ints;                // [S, NUM_SAMPLE_INTS]
   int64_t num_bias, num_banned, num_words;
-  const int32_t* bias_ids;            // [S, num_bias]; ids beside the vocabulary are ignored
+  const int32_t* bias_ids;            // [S, num_bias]; ids outside the vocabulary are ignored
   const float* bias_values;
   const int32_t* banned;              // [S, num_banned], likewise
   const int32_t* mask;                // [B, num_words], bit j of word i for token 32 i + j; no words: everything
-  int32_t* chosen;                    // by row
+  int32_t* chosen;                    // of each row
 };
 
-// Threefry-2x32 with 20 rounds (Salmon et al., 2011, doi:10.1145/2063384.2063405), as JAX has it.
+// Threefry-2x32 with 20 rounds (Salmon et al., 2011, doi:10.1145/2063384.2063405), as in JAX.
 inline std::array<uint32_t, 2> threefry(std::array<uint32_t, 2> key, std::array<uint32_t, 2> x) {
   constexpr int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
   const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA};
@@ -58,7 +55,7 @@ inline float uniform(uint32_t seed_high, uint32_t seed_low, uint32_t position) {
   return value - 1;
 }
 
-// One row of `SampleTask` before the draw.
+// A row of `SampleTask` before the draw.
 class RowOfSlot {
  public:
   RowOfSlot(const SampleTask& task, int64_t row)
@@ -70,9 +67,9 @@ class RowOfSlot {
         ints_(task.ints + slot_ * NUM_SAMPLE_INTS),
         words_(task.num_words == 0 ? nullptr : task.mask + row * task.num_words) {}
 
-  // The row as a draw has it. `adjusted` holds V floats, `counts` V integers.
+  // The row that `sample_row` draws from. `adjusted` holds V floats, `counts` V integers.
   SampleRow prepare(int32_t position, float* adjusted, int32_t* counts) const {
-    const bool penalized = floats_[PRESENCE] != 0 || floats_[FREQUENCY] != 0 || floats_[REPETITION] != 1;
+    const bool penalized = floats_[PRESENCE_PENALTY] != 0 || floats_[FREQUENCY_PENALTY] != 0 || floats_[REPETITION_PENALTY] != 1;
     const bool early = position < ints_[MIN_LENGTH];
     const float* logits = logits_;
     if (penalized || ints_[NUM_BIAS] > 0 || early || words_ != nullptr) {
@@ -103,9 +100,9 @@ class RowOfSlot {
       if (!known(tokens[i]) || counts[tokens[i]] == unseen) continue;
       float& logit = logits[tokens[i]];
       int32_t& count = counts[tokens[i]];
-      logit = logit > 0 ? logit / floats_[REPETITION] : logit * floats_[REPETITION];
-      logit -= floats_[FREQUENCY] * static_cast<float>(count);
-      if (count > 0) logit -= floats_[PRESENCE];
+      logit = logit > 0 ? logit / floats_[REPETITION_PENALTY] : logit * floats_[REPETITION_PENALTY];
+      logit -= floats_[FREQUENCY_PENALTY] * static_cast<float>(count);
+      if (count > 0) logit -= floats_[PRESENCE_PENALTY];
       count = unseen;  // once for each token, however often it occurs
     }
   }
