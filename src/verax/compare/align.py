@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from verax.checkpoint.names.table import Renaming
+from verax.checkpoint.video.names import Renaming
 from verax.compare.layout import Layout, find_layout
 from verax.compare.trace import Entry, Trace, split_call
 

@@ -14,8 +14,7 @@ from flax import nnx
 from verax import builtin
 from verax.checkpoint.random_weights import random_weight
 from verax.checkpoint.video.folder import VideoFolder
-from verax.checkpoint.video.parts import EXPERTS, PARTS, diffusers_transformer
-from verax.checkpoint.video.published import VAE_2_2
+from verax.checkpoint.video.parts import EXPERTS, PARTS, VAE_2_2, diffusers_transformer
 from verax.compare.case import Case, Side
 from verax.compare.cases.video_parts import PART_SIDES
 from verax.compare.inputs import Inputs

@@ -12,11 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from verax.checkpoint.names import clip as names_clip
-from verax.checkpoint.names import umt5 as names_umt5
-from verax.checkpoint.names import wan as names_wan
-from verax.checkpoint.names.table import Renaming
-from verax.checkpoint.names.wan_vae import table_for
+from verax.checkpoint.video.names import CLIP, UMT5, WAN, Renaming, wan_vae_names
 from verax.compare.align import Names
 from verax.compare.case import Side
 from verax.compare.cases.text import transformers
@@ -28,8 +24,7 @@ from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import layers as wan_layers
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 __all__ = ["PART_SIDES", "PartSides", "diffusers"]
 
@@ -279,7 +274,7 @@ _TRANSFORMER = PartSides(
     WanModel,
     WanConfig.from_hf,
     _transformer,
-    lambda settings: (names_wan.TABLE, _WAN_MODULES),
+    lambda settings: (WAN, _WAN_MODULES),
     _transformer_inputs,
     _run_transformer,
 )
@@ -292,7 +287,7 @@ PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
             WanVae,
             WanVaeConfig.from_hf,
             _vae,
-            lambda settings: (table_for(settings), _Parents(table_for(settings))),
+            lambda settings: (wan_vae_names(settings), _Parents(wan_vae_names(settings))),
             _vae_inputs,
             _run_vae,
         ),
@@ -300,7 +295,7 @@ PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
             UMT5EncoderModel,
             UMT5Config.from_hf,
             partial(_eager, "UMT5EncoderModel", "UMT5Config"),
-            lambda settings: (names_umt5.TABLE, _UMT5_MODULES),
+            lambda settings: (UMT5, _UMT5_MODULES),
             _text_inputs,
             _run_text,
         ),
@@ -309,9 +304,7 @@ PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
             CLIPVisionConfig.from_hf,
             partial(_eager, "CLIPVisionModel", "CLIPVisionConfig"),
             lambda settings: tuple(
-                impl(table)
-                for table in (names_clip.TABLE, _CLIP_MODULES)
-                for impl in (lambda table: table, _Unprefixed)
+                impl(table) for table in (CLIP, _CLIP_MODULES) for impl in (lambda table: table, _Unprefixed)
             ),
             _image_inputs,
             _run_image,
