@@ -22,8 +22,7 @@ from jaxtyping import Array, Float, UInt8
 from recipes.video.convolution import own_gradient_conv2d, own_gradient_conv3d
 from recipes.video.shapes import draw, scenes
 from verax import ops
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import Tails
 from verax.nn import CausalConv3d, Conv2d
 from verax.train.loop import Schedule, train

@@ -1,6 +1,6 @@
 import pytest
 
-from verax.checkpoint.names.table import Renaming
+from verax.checkpoint.video.names import Renaming
 
 TABLE = Renaming(
     [

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from verax.checkpoint.names.clip import TABLE
+from verax.checkpoint.video.names import CLIP
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 
@@ -35,12 +35,12 @@ def test_vit_h_14_has_its_published_size():
 
 def test_every_parameter_has_its_names_in_the_other_layout():
     for name in parameters(CLIPVisionConfig(**SIZES)):
-        others = TABLE.forward(name)
+        others = CLIP.forward(name)
         assert len(others) == (3 if "to_qkv" in name else 1)
         for part, other in enumerate(others):
             assert other.startswith("vision_model.")
-            assert TABLE.backward(other) == (name, part)
-            assert TABLE.backward(other.removeprefix("vision_model.")) == (name, part)
+            assert CLIP.backward(other) == (name, part)
+            assert CLIP.backward(other.removeprefix("vision_model.")) == (name, part)
 
 
 def test_an_image_of_another_size_is_refused():

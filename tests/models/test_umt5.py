@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from verax._compat import compiler_options
-from verax.checkpoint.names.umt5 import TABLE
+from verax.checkpoint.video.names import UMT5
 from verax.errors import UnsupportedModelError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 
@@ -28,8 +28,8 @@ def test_umt5_xxl_has_its_published_size():
 
 def test_every_parameter_has_one_name_in_the_other_layout():
     for name in parameters(UMT5Config(**SIZES)):
-        (other,) = TABLE.forward(name)
-        assert TABLE.backward(other) == (name, 0)
+        (other,) = UMT5.forward(name)
+        assert UMT5.backward(other) == (name, 0)
 
 
 def test_padding_is_zeros_and_changes_nothing():

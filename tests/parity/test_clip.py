@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.support.layouts import from_torch, spread
-from verax.checkpoint.names.clip import TABLE
+from verax.checkpoint.video.names import CLIP
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 
 SIZES = dict(
@@ -30,7 +30,7 @@ def reference(**changes):
 def ours(theirs, dtype=jnp.float32, prefix=""):
     config = CLIPVisionConfig.from_hf(theirs.config.to_dict())
     state = {prefix + key: tensor for key, tensor in theirs.state_dict().items()}
-    return from_torch(lambda: CLIPVisionModel(config, dtype=dtype, rngs=nnx.Rngs(0)), TABLE, state, dtype)
+    return from_torch(lambda: CLIPVisionModel(config, dtype=dtype, rngs=nnx.Rngs(0)), CLIP, state, dtype)
 
 
 def pixels():

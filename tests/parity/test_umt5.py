@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.support.layouts import from_torch, spread
-from verax.checkpoint.names.umt5 import TABLE
+from verax.checkpoint.video.names import UMT5
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel, position_rows
 
 SIZES = dict(vocab_size=100, d_model=20, d_kv=6, d_ff=36, num_layers=3, num_heads=5, feed_forward_proj="gated-gelu")
@@ -26,7 +26,7 @@ def reference(**changes):
 def ours(theirs, dtype=jnp.float32):
     config = UMT5Config.from_hf(theirs.config.to_dict())
     state = {key: tensor for key, tensor in theirs.state_dict().items() if key != "encoder.embed_tokens.weight"}
-    return from_torch(lambda: UMT5EncoderModel(config, dtype=dtype, rngs=nnx.Rngs(0)), TABLE, state, dtype)
+    return from_torch(lambda: UMT5EncoderModel(config, dtype=dtype, rngs=nnx.Rngs(0)), UMT5, state, dtype)
 
 
 def prompts():

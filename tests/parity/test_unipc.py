@@ -13,8 +13,7 @@ from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing impo
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
 from verax.video import unipc
-from verax.video.forcing import forcing_schedule
-from verax.video.sigmas import noise_levels
+from verax.video.schedule import forcing_schedule, noise_levels
 
 SHAPE = (1, 3, 2, 5, 4)  # B F h w C
 STEPS = [1, 2, 3, 8, 30, 50]

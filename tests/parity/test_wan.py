@@ -10,7 +10,7 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from verax.checkpoint.names.wan import TABLE
+from verax.checkpoint.video.names import WAN
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 
 FRAMES, HEIGHT, WIDTH = 5, 6, 10
@@ -52,7 +52,7 @@ def load(model, dtype=jnp.float32):
     """Our model with diffusers' weights; all of them, and no other."""
     config = WanConfig.from_hf(dict(model.config, _class_name=type(model).__name__))
     graph, state = nnx.split(nnx.eval_shape(lambda: WanModel(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    weights = {TABLE.backward(name)[0]: weight.float().numpy() for name, weight in model.state_dict().items()}
+    weights = {WAN.backward(name)[0]: weight.float().numpy() for name, weight in model.state_dict().items()}
     filled = []
     for path, leaf in nnx.to_flat_state(state):
         weight = weights.pop(".".join(map(str, path)))

@@ -12,7 +12,7 @@ PIL = pytest.importorskip("PIL.Image")
 
 from tests.support.tiny_video import BOUNDARY, diffusers_pipeline
 from verax.video.pipeline import VideoPipeline
-from verax.video.sigmas import noise_levels
+from verax.video.schedule import noise_levels
 
 SIZE: dict[str, Any] = dict(height=32, width=64, num_frames=9, num_inference_steps=5)
 PROMPTS: dict[str, Any] = dict(

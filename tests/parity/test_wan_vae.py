@@ -9,10 +9,9 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from verax.checkpoint.names.wan_vae import table_for
-from verax.checkpoint.video.published import VAE, VAE_2_2
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.checkpoint.video.names import wan_vae_names
+from verax.checkpoint.video.parts import VAE, VAE_2_2
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 CONFIGS = {
     "as in diffusers' tests": dict(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
@@ -41,7 +40,7 @@ def reference(name):
 
 
 def ported(model, dtype=jnp.float32):
-    table = table_for(model.config)
+    table = wan_vae_names(model.config)
     weights = {table.backward(key)[0]: value.float().numpy() for key, value in model.state_dict().items()}
     config = WanVaeConfig.from_hf(model.config)
     graph, state = nnx.split(nnx.eval_shape(lambda: WanVae(config, dtype=dtype, rngs=nnx.Rngs(0))))

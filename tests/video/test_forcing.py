@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.video.forcing import forcing_schedule
-from verax.video.sigmas import noise_levels
+from verax.video.schedule import forcing_schedule, noise_levels
 
 TIMESTEPS = noise_levels(6, 8.0, "skyreels").timesteps
 

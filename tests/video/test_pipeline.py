@@ -17,7 +17,7 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.video import unipc
 from verax.video.images import read_image
 from verax.video.outputs import VideoOutput
-from verax.video.sigmas import noise_levels
+from verax.video.schedule import noise_levels
 
 SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=3)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.video.sigmas import noise_levels
+from verax.video.schedule import noise_levels
 from verax.video.teacache import steps_running_blocks, teacache_for
 
 KINDS = [

@@ -12,7 +12,7 @@ from verax import VideoPipeline, VideoRequest
 from verax.video import unipc
 from verax.video.denoise import Denoiser
 from verax.video.programs import Component
-from verax.video.sigmas import noise_levels
+from verax.video.schedule import noise_levels
 from verax.video.transformers import TransformerSchedule, by_noise
 
 STEPS = 5

@@ -15,7 +15,7 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.serve.video.media.preview import LatentPreview
 from verax.serve.video.video_fields import VideoCreate, resolve
 from verax.video import programs
-from verax.video.describe import describe_folder
+from verax.video.load import describe_folder
 from verax.video.settings import read_settings
 
 STEPS = 8

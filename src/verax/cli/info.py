@@ -96,7 +96,7 @@ def _describe(model: str) -> dict[str, Any]:
     from verax.checkpoint.video.folder import is_video_folder
 
     if is_video_folder(Path(model).expanduser()):
-        from verax.video.describe import describe_folder
+        from verax.video.load import describe_folder
 
         return describe_folder(model)
     from verax.checkpoint import Checkpoint

@@ -19,9 +19,9 @@ from verax.errors import InvalidParameterError
 from verax.models.wan.model import WanConfig
 from verax.video.denoise import Tables
 from verax.video.geometry import LatentGeometry
+from verax.video.outputs import Reporter
 from verax.video.programs import Component, ProgramCall, floats
 from verax.video.prompt import PromptStates
-from verax.video.reporter import Reporter
 from verax.video.request import ResolvedRequest
 from verax.video.resume import FinishedSegments
 from verax.video.rules import ReferenceRules

@@ -16,14 +16,13 @@ import numpy as np
 from verax.errors import InvalidParameterError
 from verax.video.calls import Conditioning, PipelineParts, RunState, SegmentSchedule, StageCall
 from verax.video.denoise import make_tables
-from verax.video.forcing import ForcingSchedule, forcing_schedule
 from verax.video.geometry import LatentGeometry
+from verax.video.outputs import Reporter
 from verax.video.programs import ProgramCall, floats
-from verax.video.reporter import Reporter
 from verax.video.request import ResolvedRequest
 from verax.video.rules import ReferenceRules
+from verax.video.schedule import ForcingSchedule, forcing_schedule, noise_levels
 from verax.video.settings import VideoSettings
-from verax.video.sigmas import noise_levels
 
 __all__ = [
     "CONDITIONINGS",

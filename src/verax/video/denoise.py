@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Float32, Int32
 from verax.models.wan.model import WanConfig, WanContext, WanModel
 from verax.models.wan.sequence import SequenceParallel
 from verax.video import unipc
-from verax.video.forcing import ForcingSchedule
 from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, AnyMesh, axis_size, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, shapes_of
 from verax.video.request import ResolvedRequest
-from verax.video.sigmas import NoiseLevels
+from verax.video.schedule import ForcingSchedule, NoiseLevels
 
 __all__ = ["Carry", "Conditions", "Denoiser", "Tables", "make_tables", "padded_rows"]
 

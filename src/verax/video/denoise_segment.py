@@ -13,8 +13,8 @@ from jaxtyping import Array, Float32
 
 from verax.video.calls import PipelineParts, RunState, SegmentSchedule, StageCall
 from verax.video.denoise import Carry, Conditions, Denoiser, Tables, padded_rows
+from verax.video.outputs import Reporter, Step
 from verax.video.programs import ProgramCall, floats
-from verax.video.reporter import Reporter, Step
 from verax.video.request import ResolvedRequest
 from verax.video.teacache import steps_running_blocks, teacache_for
 

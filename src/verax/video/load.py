@@ -20,13 +20,13 @@ from verax.loading import load_weights
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.nn.sharded import shard_blocks
 from verax.video.mesh import AnyMesh, tensor_mesh
 from verax.video.programs import Component
+from verax.video.settings import read_settings
 
-__all__ = ["Components", "divided_component", "load_components"]
+__all__ = ["Components", "describe_folder", "divided_component", "load_components"]
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -160,3 +160,31 @@ def load_components(
 def _same(ours: str, one: int, theirs: str, other: int) -> None:
     if one != other:
         raise UnsupportedModelError(f"the transformer's {ours}, {one}, should be {theirs}, {other}")
+
+
+def describe_folder(model: str | Path) -> dict[str, Any]:
+    """Kind, defaults and parts of a video model; a part's value is its number of parameters.
+
+    Raises:
+        CheckpointError: if a part's settings are missing or damaged.
+        UnsupportedModelError: if verax has no such model, or the parts do not fit each other.
+    """
+    opened = VideoFolder(model)
+    settings = read_settings(opened, opened.flow_shift, kind=None, negative_prompts={})
+    experts = settings.boundary_ratio is not None
+    found = load_components(
+        opened, jnp.bfloat16, experts=experts, keep_encoders=None, offload=False, lora={}, show_progress=False
+    )
+    transformer, vae = found.transformers[0].config, found.vae.config
+    components = (found.text_encoder, found.image_encoder, *found.transformers, found.vae)
+    return {
+        "path": str(opened.path),
+        "layout": opened.layout,
+        "kind": settings.kind,
+        "clip": f"{settings.num_frames} frames of {settings.height} x {settings.width}",
+        "transformer": f"{transformer.num_layers} layers of {transformer.dim}, {transformer.num_heads} heads",
+        **({"boundary_ratio": settings.boundary_ratio} if experts else {}),
+        "latents": f"{vae.z_dim} channels for {vae.frames_per_latent} frames of {vae.pixels_per_latent} x "
+        f"{vae.pixels_per_latent} pixels",
+        "parameters": {one.name: one.parameters for one in components if one is not None},
+    }

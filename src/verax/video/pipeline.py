@@ -15,7 +15,7 @@ from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.models.wan.model import WanConfig
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVaeConfig
 from verax.video.calls import PipelineParts
 from verax.video.conditioning import CONDITIONINGS
 from verax.video.denoise import Denoiser
@@ -33,9 +33,8 @@ from verax.video.mesh import (
     choose_parallelism,
     video_mesh,
 )
-from verax.video.outputs import VideoOutput
+from verax.video.outputs import RunReporter, VideoOutput
 from verax.video.prompt import PromptStates, PromptTokenizer
-from verax.video.reporter import RunReporter
 from verax.video.request import ResolvedRequest, VideoOptions, VideoRequest, make_request
 from verax.video.resolve import resolve_request
 from verax.video.rules import REFERENCES, SKYREELS

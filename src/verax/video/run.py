@@ -20,8 +20,7 @@ from verax.video.calls import (
     StageCall,
 )
 from verax.video.denoise_segment import DenoiseSegment
-from verax.video.outputs import VideoOutput
-from verax.video.reporter import RunReporter, StopRunError, channels_first
+from verax.video.outputs import RunReporter, StopRunError, VideoOutput, channels_first
 from verax.video.request import ResolvedRequest
 from verax.video.resume import FinishedSegments
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from verax.video.denoise import Denoiser
-from verax.video.sigmas import TRAIN_TIMESTEPS
+from verax.video.schedule import TRAIN_TIMESTEPS
 
 __all__ = ["TransformerRule", "TransformerSchedule", "by_noise", "first_transformer"]
 

@@ -12,16 +12,12 @@ import numpy as np
 from flax import nnx
 
 from verax.checkpoint.load import random_weights
-from verax.checkpoint.names import umt5 as names_umt5
-from verax.checkpoint.names import wan as names_wan
-from verax.checkpoint.names import wan_vae as names_wan_vae
-from verax.checkpoint.names.table import Renaming
-from verax.checkpoint.video.published import VAE_2_2
+from verax.checkpoint.video.names import UMT5, WAN, Renaming, wan_vae_names
+from verax.checkpoint.video.parts import VAE_2_2
 from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.plan.work import Work as CountedWork
 from verax.plan.work import count, trace
 from verax.video.load import divided_component
@@ -131,7 +127,7 @@ def _transformer(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | N
     def forward(model: WanModel, latents: Any, timesteps: Any, context: Any, *, attention: str = "auto") -> Any:
         return model(latents, timesteps, context, attention=attention)
 
-    return _made("transformer", WanModel, config, dtype, names_wan.TABLE, inputs, forward, prepare)
+    return _made("transformer", WanModel, config, dtype, WAN, inputs, forward, prepare)
 
 
 def _vae(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | None) -> Work:
@@ -142,7 +138,7 @@ def _vae(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | None) -> 
     def decode(model: WanVae, latents: Any) -> Any:
         return model.decode(latents, chunk=chunk)
 
-    table = names_wan_vae.table_for(asdict(config))
+    table = wan_vae_names(asdict(config))
     return _made("vae", WanVae, config, dtype, table, inputs, decode, None)
 
 
@@ -154,7 +150,7 @@ def _text(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | None) ->
         return model(tokens, lengths)
 
     inputs = (tokens, np.asarray([WORDS], np.int32))
-    return _made("text", UMT5EncoderModel, config, dtype, names_umt5.TABLE, inputs, encode, None)
+    return _made("text", UMT5EncoderModel, config, dtype, UMT5, inputs, encode, None)
 
 
 def _made(

@@ -15,14 +15,9 @@ from flax import nnx
 
 from verax import builtin
 from verax.checkpoint.load import random_weight
-from verax.checkpoint.names import clip as names_clip
-from verax.checkpoint.names import umt5 as names_umt5
-from verax.checkpoint.names import wan as names_wan
-from verax.checkpoint.names.table import Renaming
-from verax.checkpoint.names.wan_vae import table_for
 from verax.checkpoint.video.folder import VideoFolder
-from verax.checkpoint.video.parts import EXPERTS, PARTS, diffusers_transformer
-from verax.checkpoint.video.published import VAE_2_2
+from verax.checkpoint.video.names import CLIP, UMT5, WAN, Renaming, wan_vae_names
+from verax.checkpoint.video.parts import EXPERTS, PARTS, VAE_2_2, diffusers_transformer
 from verax.compare.align import Names
 from verax.compare.case import Case, Inputs, Shape, Side
 from verax.compare.cases.text import transformers
@@ -35,8 +30,7 @@ from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import layers as wan_layers
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 __all__ = ["PART_SIDES", "RANDOM", "VIDEO_PARTS", "PartSides", "build_part", "diffusers", "has_part", "video_case"]
 
@@ -287,7 +281,7 @@ _TRANSFORMER = PartSides(
     WanModel,
     WanConfig.from_hf,
     _transformer,
-    lambda settings: (names_wan.TABLE, _WAN_MODULES),
+    lambda settings: (WAN, _WAN_MODULES),
     _transformer_inputs,
     _run_transformer,
 )
@@ -300,7 +294,7 @@ PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
             WanVae,
             WanVaeConfig.from_hf,
             _vae,
-            lambda settings: (table_for(settings), _Parents(table_for(settings))),
+            lambda settings: (wan_vae_names(settings), _Parents(wan_vae_names(settings))),
             _vae_inputs,
             _run_vae,
         ),
@@ -308,7 +302,7 @@ PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
             UMT5EncoderModel,
             UMT5Config.from_hf,
             partial(_eager, "UMT5EncoderModel", "UMT5Config"),
-            lambda settings: (names_umt5.TABLE, _UMT5_MODULES),
+            lambda settings: (UMT5, _UMT5_MODULES),
             _text_inputs,
             _run_text,
         ),
@@ -317,9 +311,7 @@ PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
             CLIPVisionConfig.from_hf,
             partial(_eager, "CLIPVisionModel", "CLIPVisionConfig"),
             lambda settings: tuple(
-                impl(table)
-                for table in (names_clip.TABLE, _CLIP_MODULES)
-                for impl in (lambda table: table, _Unprefixed)
+                impl(table) for table in (CLIP, _CLIP_MODULES) for impl in (lambda table: table, _Unprefixed)
             ),
             _image_inputs,
             _run_image,

@@ -1,21 +1,64 @@
-"""Diffusion forcing: frames of one clip at different noise levels, the earlier ones ahead of the later.
-
-As in SkyReels-V2 (2025), `generate_timestep_matrix`. Latent frames are grouped in blocks. Block 0 takes a step in every
-iteration. Block i is `ar_step` steps behind block i - 1 until that is done, and then takes a step in every iteration.
-With `ar_step` 0 all blocks take their steps together. Prefix frames (an image, the end of an earlier clip) count as
-done from the start.
-"""
+"""Schedule of a denoising run: noise levels, and the steps of each frame under diffusion forcing."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float32, Int32
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["ForcingSchedule", "forcing_schedule"]
+__all__ = ["SIGMA_SCHEDULES", "TRAIN_TIMESTEPS", "ForcingSchedule", "NoiseLevels", "forcing_schedule", "noise_levels"]
+
+TRAIN_TIMESTEPS = 1000
+"""Noise levels in training: the timestep of sigma 1."""
+
+SIGMA_SCHEDULES: Mapping[str, tuple[float, float]] = MappingProxyType(
+    # The original keeps its largest sigma in float32.
+    {"skyreels": (float(np.float32(0.999)), 0.0), "diffusers": (1.0, 1 / TRAIN_TIMESTEPS)}
+)
+"""First and last sigma before shifting, by the name of the schedule."""
+
+_BELOW_ONE = 1e-6
+"""Distance that diffusers keeps between the first sigma and 1, where the signal is 0 and its logarithm infinite."""
+
+
+class NoiseLevels(NamedTuple):
+    """Noise levels of `N` steps, from sigma[0] to sigma[N] = 0, and the timestep of each."""
+
+    sigmas: Float32[np.ndarray, "N_and_1"]
+    timesteps: Int32[np.ndarray, "N"]
+
+
+def noise_levels(steps: int, shift: float, schedule: str) -> NoiseLevels:
+    """Noise levels of a run of `steps` steps.
+
+    Args:
+        steps: number of steps, at least 1.
+        shift: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
+        schedule: one of `SIGMA_SCHEDULES`.
+
+    Raises:
+        InvalidParameterError: if an argument is out of range.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InvalidParameterError(f"num_inference_steps: expected a whole number of at least 1, got {steps!r}")
+    if not (shift > 0 and math.isfinite(shift)):
+        raise InvalidParameterError(f"shift: expected a number above 0, got {shift}")
+    if schedule not in SIGMA_SCHEDULES:
+        raise InvalidParameterError(f"reference: expected one of {', '.join(SIGMA_SCHEDULES)}, got {schedule!r}")
+    begin, end = SIGMA_SCHEDULES[schedule]
+    even = np.linspace(begin, end, steps + 1)[:-1]
+    sigmas = shift * even / (1 + (shift - 1) * even)
+    if abs(sigmas[0] - 1) < _BELOW_ONE:
+        sigmas[0] -= _BELOW_ONE
+    timesteps = (sigmas * TRAIN_TIMESTEPS).astype(np.int32)
+    return NoiseLevels(np.append(sigmas, 0).astype(np.float32), timesteps)
+
 
 _NOT_STARTED = 999
 """Timestep of frames that are noise and whose first step is still to come."""

@@ -1,1 +1,0 @@
-"""Tables between the two published parameter namings of a model: the original and diffusers or transformers."""
