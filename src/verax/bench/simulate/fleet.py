@@ -17,7 +17,7 @@ from verax.bench.serve.load import Load, Run
 from verax.bench.serve.traffic import Request
 from verax.bench.simulate.replica import Progress, Replica
 from verax.errors import InvalidParameterError
-from verax.text.engine.routing import Router
+from verax.text.engine.replicas import ReplicaRouter
 
 __all__ = ["ROUTERS", "Failures", "simulate"]
 
@@ -100,7 +100,7 @@ class _Fleet:
     ):
         if router not in ROUTERS:
             raise InvalidParameterError(f"router: expected {' or '.join(ROUTERS)}, got {router!r}")
-        self._router = Router(replicas, block_size=replicas[0].block_size if router == "prefix" else None)
+        self._router = ReplicaRouter(replicas, block_size=replicas[0].block_size if router == "prefix" else None)
         self._load, self._failures, self._on_answer = load, failures, on_answer
         self._requests = itertools.islice(requests, load.num_requests)
         self._arrivals = None if load.arrivals is None else load.arrivals(number)

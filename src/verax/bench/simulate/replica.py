@@ -9,11 +9,10 @@ import numpy as np
 from verax.bench.serve.client import Answer
 from verax.bench.simulate.overheads import Overheads
 from verax.bench.simulate.step_times import StepTimes, spans_of
-from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.blocks import BlockManager
 from verax.text.engine.engine import Engine
-from verax.text.engine.routing import work
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.scheduler import Schedule, Scheduler
+from verax.text.engine.scheduler import Schedule, Scheduler, work
 from verax.text.step.runner import ModelRunner, PendingStep
 from verax.text.step.sampler import no_logprobs
 from verax.text.step.sizes import RunnerConfig

@@ -17,8 +17,8 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from verax.ops.sampling import INTS, SamplingArrays
+from verax.text.engine.request import Sequence
 from verax.text.engine.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from verax.text.engine.sequence import Sequence
 
 __all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admission"]
 
