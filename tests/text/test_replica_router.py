@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from verax.text.engine import replicas as routing
-from verax.text.engine.replicas import SEQUENCE_TOKENS, ReplicaRouter, work
+from verax.text.engine.replicas import ReplicaRouter
+from verax.text.engine.scheduler import SEQUENCE_TOKENS, work
 
 PREFIX = list(range(100, 164))
 
