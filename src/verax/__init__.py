@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
     from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from verax.text.engine.sampling_params import SamplingParams
-    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.lora import LoRARequest
     from verax.text.features.structured_outputs import StructuredOutputs
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
@@ -56,7 +56,7 @@ _HOMES = {
     "CompletionOutput": "verax.text.engine.outputs",
     "Encoder": "verax.embed.encoder",
     "EngineConfig": "verax.text.engine.engine_config",
-    "LoRARequest": "verax.text.features.lora.request",
+    "LoRARequest": "verax.text.features.lora",
     "Logprob": "verax.text.engine.outputs",
     "RankedDocument": "verax.embed.reranker",
     "RequestOutput": "verax.text.engine.outputs",

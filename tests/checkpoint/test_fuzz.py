@@ -27,7 +27,7 @@ from verax.models.umt5 import UMT5Config
 from verax.models.wan.model import WanConfig
 from verax.models.wan.vae import WanVaeConfig
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokens.gguf import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 from verax.video.settings import read_settings
 

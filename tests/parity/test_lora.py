@@ -24,10 +24,9 @@ from verax.checkpoint import Checkpoint
 from verax.checkpoint.peft import Adapter, merge
 from verax.loading import load_causal_lm
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.lora.device import DeviceAdapters
-from verax.text.features.lora.layers import AdaptedLayers
-from verax.text.features.lora.loader import AdapterLoader
+from verax.text.features.lora import AdaptedLayers, AdapterLoader
 from verax.text.step.program import AbstractModel
+from verax.text.step.runner import DeviceAdapters
 
 try:
     import peft

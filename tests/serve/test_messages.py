@@ -13,7 +13,7 @@ from verax.serve.http.fields import decode
 from verax.serve.http.server import Server
 from verax.serve.text import messages
 from verax.serve.text.messages_request import MessagesRequest, chat_of
-from verax.text.features.parsing import Delta
+from verax.text.features.tool_calls import Delta
 
 PATH = "/v1/messages"
 USER = [{"role": "user", "content": "once upon a time"}]

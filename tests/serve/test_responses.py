@@ -9,7 +9,7 @@ from verax.serve.http.errors import ApiError
 from verax.serve.http.fields import decode
 from verax.serve.text import responses
 from verax.serve.text.responses_request import ResponsesRequest, chat_of
-from verax.text.features.parsing import Delta
+from verax.text.features.tool_calls import Delta
 
 PATH = "/v1/responses"
 BODY = {"input": "once upon a time", "max_output_tokens": 8}

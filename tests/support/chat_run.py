@@ -8,7 +8,7 @@ import uvicorn
 
 from verax.serve.text.chat_run import ChatEvent
 from verax.serve.text.usage import Usage
-from verax.text.features.parsing import Delta, ToolCallDelta
+from verax.text.features.tool_calls import Delta, ToolCallDelta
 
 
 def call(index, *arguments, name="weather"):

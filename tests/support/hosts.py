@@ -57,7 +57,7 @@ def main(rank, port, options):
     """Join, print it, and follow; rank 0 ends, or waits to be killed if the options have `stays`."""
     from verax.errors import HostsError
     from verax.text.engine.engine_config import EngineConfig
-    from verax.text.hosts.group import Group
+    from verax.text.hosts import Group
 
     config = EngineConfig(tensor_parallel_size=4, nnodes=2, node_rank=rank, master_addr=f"127.0.0.1:{port}")
     try:

@@ -2,7 +2,7 @@
 
 import copy
 
-from verax.text.engine.engine_group import EngineGroup
+from verax.text.engine.replicas import EngineGroup
 
 
 def as_replicas(*llms):

@@ -1,7 +1,7 @@
 """Sequences and requests without an engine, for the tests of the scheduler and the block manager."""
 
+from verax.text.engine.request import Request, Sequence
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.sequence import Request, Sequence
 
 
 def make_sequence(tokens, *, max_tokens=100, name="r", **params):

@@ -19,9 +19,8 @@ from verax.errors import (
     RequestRefusedError,
     StructuredOutputError,
 )
-from verax.text.engine.outputs import RequestOutput
+from verax.text.engine.outputs import RequestOutput, StepStats
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.stats import StepStats
 from verax.text.features.grammar import GrammarMatcher
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

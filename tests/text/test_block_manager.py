@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.sequences import make_sequence
-from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.blocks import BlockManager
 
 
 def serve(blocks, sequence, *, beside=()):

@@ -7,7 +7,7 @@ import pytest
 from tests.support.tiny import WINDOWED, tiny_config
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
-from verax.text.engine.cache_groups import CachePlan, first_block, most_blocks
+from verax.text.engine.blocks import CachePlan, first_block, most_blocks
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.program import new_cache
 from verax.text.step.sizes import block_bytes, plan_sizes

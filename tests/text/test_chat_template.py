@@ -1,6 +1,7 @@
 """Chat templates rendered: what templates can use, where a continued message ends, what is refused."""
 
 import re
+import tracemalloc
 
 import pytest
 
@@ -101,3 +102,46 @@ def test_namespaces_and_dictionaries_work():
 def test_no_conversation_is_refused_by_name(messages):
     with pytest.raises(InvalidParameterError, match=r"^messages"):
         render("", messages)
+
+
+GROW = "{% set n = namespace(x=@) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'a' * 10**10 }}", "more than"),
+        ("{{ 10**10 * 'a' }}", "more than"),
+        ("{{ [0] * 10**9 }}", "more than"),
+        ("{{ 10 ** (10 ** 8) }}", "bits"),
+        (GROW.replace("@", "'ab'"), "more than"),
+        (GROW.replace("@", "[1]"), "more than"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}", "pieces"),
+        ("{% for i in range(99999) %}" + 99_999 * "x" + "{% endfor %}", "more than"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
+        ("{{ lipsum(10**9) }}", "undefined"),
+    ],
+)
+def test_a_template_that_would_make_too_much_is_refused_and_makes_little(template, reason):
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateError, match=reason):
+            render(template, HELLO)
+        assert tracemalloc.get_traced_memory()[1] < 200e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_conversation_of_a_thousand_long_messages_is_rendered():
+    messages = [{"role": "user", "content": "word " * 1000}] * 1000
+    template = "{% for m in messages %}{{ '<' + m.role ~ '>' + m.content | trim }}{{ m | tojson }}\n{% endfor %}"
+    prompt = render(template, messages)
+    assert prompt.count("<user>") == 1000
+    assert len(prompt) > 10e6
+
+
+def test_sums_products_and_powers_within_the_limits_are_those_of_python():
+    assert (
+        render("{{ 'a' * 3 + 'b' }}{{ 2 * 3 + 2 ** 10 }}{{ [1] + [2] }}{{ 2 ** 0.5 > 1 }}", HELLO)
+        == "aaab1030[1, 2]True"
+    )

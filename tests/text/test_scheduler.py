@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.sequences import make_sequence
-from verax.text.engine.block_manager import BlockManager
-from verax.text.engine.cache_groups import most_blocks
+from verax.text.engine.blocks import BlockManager, most_blocks
+from verax.text.engine.request import SequenceState
 from verax.text.engine.scheduler import Scheduler
-from verax.text.engine.sequence import SequenceState
 
 
 class PretendedDevice:

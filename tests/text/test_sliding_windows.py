@@ -8,8 +8,7 @@ import pytest
 from tests.support.tiny import WINDOWED, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
-from verax.text.engine.block_manager import BlockManager
-from verax.text.engine.cache_groups import most_blocks
+from verax.text.engine.blocks import BlockManager, most_blocks
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Scheduler
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
     from verax.text.engine.outputs import RequestOutput
     from verax.text.engine.sampling_params import SamplingParams
-    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.lora import LoRARequest
 
 __all__ = ["chat"]
 

@@ -16,7 +16,7 @@ from verax.cli.lines import checked, read_lines
 if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
     from verax.text.engine.sampling_params import SamplingParams
-    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.lora import LoRARequest
     from verax.text.features.structured_outputs import StructuredOutputs
 
 __all__ = ["generate"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 if TYPE_CHECKING:
-    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.lora import LoRARequest
     from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = [
@@ -166,7 +166,7 @@ def lora_options(lora: str | None) -> dict[str, Any]:
 
 def lora_request(lora: str | None) -> LoRARequest | None:
     """Adapter of a command's requests."""
-    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.lora import LoRARequest
 
     return None if lora is None else LoRARequest("lora", 1, lora)
 

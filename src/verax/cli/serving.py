@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from verax.ray.replicas import RunningReplicas
     from verax.serve.http.server import Server
     from verax.serve.http.tracing import RequestTracer
-    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.lora import LoRARequest
 
 __all__ = [
     "LIMITS",
@@ -177,7 +177,7 @@ def open_adapters(modules: Sequence[str] | None, *, node_rank: int) -> dict[str,
         node_rank: number of this host. Host 0 reads the files, and checks them before the model is loaded.
     """
     from verax.checkpoint.peft import Adapter
-    from verax.text.features.lora.request import LoRARequest
+    from verax.text.features.lora import LoRARequest
 
     found: dict[str, LoRARequest] = {}
     for number, module in enumerate(modules or (), start=1):

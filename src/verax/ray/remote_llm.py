@@ -28,12 +28,11 @@ from verax.errors import EngineDeadError, QueueFullError, VeraxError
 from verax.models import CausalLMConfig, causal_lm
 from verax.ray.answer import AnswerSoFar
 from verax.ray.replica import Description, Part
-from verax.text.engine.outbox import Observer
-from verax.text.engine.outputs import RequestOutput
-from verax.text.engine.prompts import Message, Prompt
+from verax.text.engine.engine_thread import Observer
+from verax.text.engine.outputs import EngineStats, RequestOutput
+from verax.text.engine.request import Message, Prompt
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.stats import EngineStats
-from verax.text.features.lora.request import LoRARequest
+from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["RemoteLLM"]

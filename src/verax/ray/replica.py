@@ -17,10 +17,9 @@ from verax.serve.batch.client import Answer
 from verax.serve.batch.lines import RequestLine
 from verax.serve.batch.local import LocalServer
 from verax.serve.http.server import Server
-from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from verax.text.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.stats import EngineStats
-from verax.text.features.lora.request import LoRARequest
+from verax.text.features.lora import LoRARequest
 
 __all__ = ["Description", "Part", "Replica"]
 

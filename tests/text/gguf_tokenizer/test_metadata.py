@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from verax.errors import CheckpointError, UnsupportedModelError
-from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokens.gguf import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
 BYTE_LEVEL = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}

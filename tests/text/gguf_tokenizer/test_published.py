@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.published import gemma_file, published_tokenizer, vocabulary
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf import GGUFFile
-from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokens.gguf import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
 KINDS = ["llama-spm", "phi-3", "qwen2", "qwen35", "llama-bpe", "gpt-2", "mpt", "starcoder", "refact", "command-r"]

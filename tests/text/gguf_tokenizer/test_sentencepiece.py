@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verax.text.tokens.detokenizer import IncrementalDetokenizer
-from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokens.gguf import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verax.text.hosts.dispatch import Dispatch
+from verax.text.hosts import Dispatch
 from verax.text.step.step import StepShape
 
 

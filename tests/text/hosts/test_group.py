@@ -17,9 +17,7 @@ from tests.support.hosts import SIZES, ended, free_port, join, spawn
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import LLM, AsyncLLM, SamplingParams, checkpoint
 from verax.errors import HostsError, InvalidParameterError
-from verax.text.hosts.dispatch import Dispatch
-from verax.text.hosts.group import Group
-from verax.text.hosts.link import Link
+from verax.text.hosts import Dispatch, Group, Link
 
 pytest.importorskip("zmq")
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from verax.errors import HostsError
-from verax.text.hosts.link import Address, Link
+from verax.text.hosts import Address, Link
 
 zmq = pytest.importorskip("zmq")
 

@@ -4,11 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from verax.text.features.lora.device import DeviceAdapters
-from verax.text.features.lora.layers import AdaptedLayers
-from verax.text.features.lora.loader import LoadedAdapter
-from verax.text.features.lora.request import LoRARequest
-from verax.text.hosts.dispatch import Dispatch
+from verax.text.features.lora import AdaptedLayers, LoadedAdapter, LoRARequest
+from verax.text.hosts import Dispatch
+from verax.text.step.runner import DeviceAdapters
 
 
 class Leader:

@@ -17,10 +17,9 @@ from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.lora.device import DeviceAdapters
-from verax.text.features.lora.layers import AdaptedLayers
-from verax.text.features.lora.loader import AdapterLoader
+from verax.text.features.lora import AdaptedLayers, AdapterLoader
 from verax.text.step.program import AbstractModel
+from verax.text.step.runner import DeviceAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 RNG = np.random.default_rng(0)

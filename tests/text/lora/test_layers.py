@@ -8,7 +8,7 @@ from flax import nnx
 from tests.support.tiny import HYBRID, tiny_config
 from verax.errors import UnsupportedModelError
 from verax.models import causal_lm
-from verax.text.features.lora.layers import AdaptedLayers, write_adapter
+from verax.text.features.lora import AdaptedLayers, write_adapter
 from verax.text.step.program import AbstractModel
 
 ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}

@@ -4,9 +4,7 @@ import pytest
 
 from tests.support.adapters import adapter_weights, save_adapter
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.text.features.lora.layers import AdaptedLayers
-from verax.text.features.lora.loader import AdapterLoader
-from verax.text.features.lora.request import LoRARequest
+from verax.text.features.lora import AdaptedLayers, AdapterLoader, LoRARequest
 
 PATH = "model.layers.0.self_attn.q_proj"
 

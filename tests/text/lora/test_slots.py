@@ -3,11 +3,9 @@
 import pytest
 
 from tests.support.sequences import make_sequence
-from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.blocks import BlockManager
 from verax.text.engine.scheduler import Scheduler
-from verax.text.features.lora.loader import LoadedAdapter
-from verax.text.features.lora.request import LoRARequest
-from verax.text.features.lora.slots import AdapterSlots
+from verax.text.features.lora import AdapterSlots, LoadedAdapter, LoRARequest
 
 
 def test_sequences_of_one_adapter_share_its_slot():

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verax.text.features.parsing import ChatFormat, WholeAnswer, join, parser_for
+from verax.text.features.chat_format import ChatFormat, parser_for
+from verax.text.features.tool_calls import WholeAnswer, join
 
 WEATHER = {
     "type": "function",

@@ -3,7 +3,7 @@
 import pytest
 import tokenizers
 
-from verax.text.features.parsing import ChatFormat, chat_format
+from verax.text.features.chat_format import ChatFormat, chat_format
 from verax.text.tokens.tokenizer import Tokenizer
 
 HERMES = """{%- if tools %}For each function call, return a json object within <tool_call></tool_call> XML tags:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verax.text.features.parsing import chat_format, join, parser_for
+from verax.text.features.chat_format import chat_format, parser_for
+from verax.text.features.tool_calls import join
 from verax.text.tokens.tokenizer import Tokenizer
 
 TOKENIZERS = Path(__file__).parents[3] / "build" / "tokenizers"

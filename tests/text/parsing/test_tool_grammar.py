@@ -5,7 +5,8 @@ import json
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.text.features.parsing import ChatFormat, join, parser_for, read_functions, tool_grammar
+from verax.text.features.chat_format import ChatFormat, parser_for, tool_grammar
+from verax.text.features.tool_calls import join, read_functions
 
 llguidance = pytest.importorskip("llguidance")
 

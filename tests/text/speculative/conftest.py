@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import make_llm as make_large_llm
-from verax.text.engine.block_manager import BlockManager
+from verax.text.engine.blocks import BlockManager
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Scheduler
 

@@ -4,7 +4,7 @@ import pytest
 
 from verax.errors import InvalidParameterError
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.features.speculative.config import SpeculativeConfig
+from verax.text.features.speculative_config import SpeculativeConfig
 
 
 def test_json_text_and_dictionaries_give_the_same_record():

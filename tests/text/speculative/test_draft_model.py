@@ -22,8 +22,8 @@ from tests.text.speculative.conftest import (
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.speculative.build import new_speculator
-from verax.text.features.speculative.config import SpeculativeConfig
+from verax.text.features.speculative import new_speculator
+from verax.text.features.speculative_config import SpeculativeConfig
 from verax.text.step.sizes import block_bytes, plan_sizes
 
 
@@ -48,7 +48,7 @@ def other(folder, windows):
 @pytest.fixture(autouse=True)
 def every_draft_is_worth_it(monkeypatch):
     """Drafts cost nothing and are never given up: these models are as large as the one that they draft for."""
-    monkeypatch.setattr("verax.text.features.speculative.policy.WAITING", -0.9)
+    monkeypatch.setattr("verax.text.features.speculative.WAITING", -0.9)
 
 
 @pytest.fixture(autouse=True)

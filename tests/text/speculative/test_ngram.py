@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verax.text.features.speculative.ngram import NgramIndex
+from verax.text.features.drafters import NgramIndex
 
 
 def by_definition(text, smallest, largest, length):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verax.text.features.speculative.policy import LONGEST_REST, Acceptance, Policy, StepCost
+from verax.text.features.speculative import LONGEST_REST, Acceptance, Policy, StepCost
 
 SIZES = [2, 4, 8, 16, 32]
 FLAT, STEEP = StepCost(8, 18), StepCost(1, 1)

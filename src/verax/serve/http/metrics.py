@@ -14,8 +14,7 @@ from starlette.routing import Route
 from verax.serve.http.routing import api_route
 from verax.serve.http.server import Server
 from verax.serve.text.engine import TextEngine
-from verax.text.engine.outputs import RequestMetrics, RequestOutput
-from verax.text.engine.stats import SpeculationTotals, StepStats
+from verax.text.engine.outputs import RequestMetrics, RequestOutput, SpeculationTotals, StepStats
 
 __all__ = ["TextMetrics", "routes"]
 

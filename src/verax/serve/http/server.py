@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from verax.embed.reranker import Reranker
     from verax.serve.http.tracing import RequestTracer
     from verax.serve.text.engine import TextEngine
-    from verax.text.features.lora.request import LoRARequest
-    from verax.text.features.parsing.chat_format import ChatFormat
+    from verax.text.features.chat_format import ChatFormat
+    from verax.text.features.lora import LoRARequest
     from verax.video.pipeline import VideoPipeline
 
 __all__ = ["LazyModel", "Server"]
@@ -160,7 +160,7 @@ class Server:
     @cached_property
     def chat_format(self) -> ChatFormat:
         """Syntax of the text model's answers: tool calls and reasoning."""
-        from verax.text.features.parsing.chat_format import ChatFormat, chat_format
+        from verax.text.features.chat_format import ChatFormat, chat_format
 
         return ChatFormat() if self.engine.tokenizer is None else chat_format(self.engine.tokenizer)
 

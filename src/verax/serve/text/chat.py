@@ -22,7 +22,7 @@ from verax.serve.text.chat_request import ChatRequest
 from verax.serve.text.chat_run import ChatAnswer, ChatEvent, ChatRun, count_tokens, run_chat
 from verax.serve.text.logprobs import prompt_logprobs
 from verax.serve.text.usage import SYSTEM_FINGERPRINT
-from verax.text.features.parsing.deltas import Delta, ToolCallDelta
+from verax.text.features.tool_calls import Delta, ToolCallDelta
 
 __all__ = ["routes"]
 

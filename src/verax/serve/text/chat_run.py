@@ -19,9 +19,8 @@ from verax.serve.text.logprobs import chat_logprobs
 from verax.serve.text.sampling import check_room, form_error, sampling_params
 from verax.serve.text.usage import Usage
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from verax.text.features.parsing.answer import AnswerParser, parser_for
-from verax.text.features.parsing.deltas import Delta, WholeAnswer, join
-from verax.text.features.parsing.tool_grammar import tool_grammar
+from verax.text.features.chat_format import AnswerParser, parser_for, tool_grammar
+from verax.text.features.tool_calls import Delta, WholeAnswer, join
 
 __all__ = ["ChatAnswer", "ChatEvent", "ChatRun", "count_tokens", "render_chat", "run_chat"]
 

@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Protocol
 
 from verax.models import CausalLMConfig
-from verax.text.engine.outbox import Observer
-from verax.text.engine.outputs import RequestOutput
-from verax.text.engine.prompts import Message, Prompt
+from verax.text.engine.engine_thread import Observer
+from verax.text.engine.outputs import EngineStats, RequestOutput
+from verax.text.engine.request import Message, Prompt
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.stats import EngineStats
-from verax.text.features.lora.request import LoRARequest
+from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["TextEngine"]

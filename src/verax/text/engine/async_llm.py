@@ -16,18 +16,16 @@ from typing import Any, Unpack
 
 from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
+from verax.text.engine.engine import NO_TOKENIZER
 from verax.text.engine.engine_config import EngineConfig, EngineOptions
+from verax.text.engine.engine_thread import LiveRequest, Observer, RequestStream, dead
 from verax.text.engine.llm import LLM
-from verax.text.engine.outbox import Observer, dead
-from verax.text.engine.outputs import RequestOutput
-from verax.text.engine.prompts import Message, Prompt, content
+from verax.text.engine.outputs import EngineStats, RequestOutput
 from verax.text.engine.replicas import Replicas
-from verax.text.engine.request_limits import NO_TOKENIZER
-from verax.text.engine.request_stream import LiveRequest, RequestStream
+from verax.text.engine.request import Message, Prompt, content
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.stats import EngineStats
 from verax.text.features.grammar import MAX_COMPILING
-from verax.text.features.lora.request import LoRARequest
+from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["AsyncLLM"]

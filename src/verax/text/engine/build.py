@@ -1,4 +1,4 @@
-"""The engines of a model: caches on the devices of each replica, and their compiled steps."""
+"""Engines of a model: the devices of each replica, caches on them, and their compiled steps."""
 
 from __future__ import annotations
 
@@ -10,31 +10,71 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from verax import ops, progress
+from verax._compat import make_mesh
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM
-from verax.text.engine.block_manager import BlockManager
+from verax.ops.division import TENSOR_AXIS
+from verax.text.engine.blocks import BlockManager
 from verax.text.engine.engine import Engine
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.scheduler import Scheduler
-from verax.text.features.lora.device import DeviceAdapters
-from verax.text.features.lora.layers import AdaptedLayers
-from verax.text.features.lora.loader import AdapterLoader
-from verax.text.features.speculative.build import load_draft_model, new_speculator
-from verax.text.hosts.group import Group
+from verax.text.features.lora import AdaptedLayers, AdapterLoader
+from verax.text.features.speculative import load_draft_model, new_speculator
+from verax.text.hosts import Group
 from verax.text.step.compiled_programs import CompiledPrograms
-from verax.text.step.engine_programs import compile_all
-from verax.text.step.mesh import placement_mesh
-from verax.text.step.program import AbstractModel
-from verax.text.step.runner import ModelRunner
+from verax.text.step.program import AbstractModel, compile_all
+from verax.text.step.runner import DeviceAdapters, ModelRunner
 from verax.text.step.sizes import RunnerConfig, cache_memory, plan_sizes, state_bytes
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["new_engines", "warm_up"]
+__all__ = ["new_engines", "placement_mesh", "tensor_meshes", "warm_up"]
+
+
+def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | None]:
+    """The first devices in groups, each a mesh whose axis divides a model; None if JAX has one device only.
+
+    One of several devices is a mesh too: programs over it run the implementations for a single device.
+
+    Args:
+        size: devices of a group.
+        replicas: number of groups; 1 if there are several hosts.
+        hosts: number of hosts, each of which has as many of the devices.
+
+    Raises:
+        InvalidParameterError: if there are fewer devices.
+    """
+    devices, each = jax.local_devices(), size // hosts
+    needed = each * replicas
+    if needed > len(devices):
+        platform, count = devices[0].platform, len(devices)
+        wanted = f"tensor_parallel_size: {size} needs {needed} devices"
+        if hosts > 1:
+            wanted += f" on each of {hosts} hosts"
+        if replicas > 1:
+            wanted = f"data_parallel_size: {replicas} replicas of tensor_parallel_size {size} need {needed} devices"
+        raise InvalidParameterError(
+            f"{wanted}, and JAX has {count} of platform {platform}; to try it on virtual devices of a CPU, start with "
+            f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={needed} in the environment"
+        )
+    if hosts > 1:
+        devices = [device for rank in range(hosts) for device in jax.local_devices(process_index=rank)[:each]]
+        return [make_mesh((size,), (TENSOR_AXIS,), devices)]
+    if len(devices) == 1:
+        return [None]
+    return [make_mesh((size,), (TENSOR_AXIS,), devices[i : i + size]) for i in range(0, needed, size)]
+
+
+def placement_mesh(mesh: Mesh | None) -> Mesh | None:
+    """The mesh that weights are placed on; None for JAX's default device alone, which needs none."""
+    alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0] == jax.local_devices()[0]
+    return None if alone else mesh
+
 
 NO_PREFIX_CACHE = (
     "this model has recurrent layers: to go on behind a shared prefix they need the state that it left, which blocks "

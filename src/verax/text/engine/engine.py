@@ -1,4 +1,8 @@
-"""The loop around the device: requests in, one step at a time, outputs as they come. The host is one step ahead.
+"""Limits of an engine: requests outside of them are refused before they are queued.
+
+Outputs of requests: the engine's tokens and scores as users get them.
+
+The loop around the device: requests in, one step at a time, outputs as they come. The host is one step ahead.
 
 While the device computes step n, the host plans and dispatches step n + 1, and only then reads step n. A plan never
 needs the tokens themselves, which stay on the device; what the host learns late is that a sequence has stopped, and
@@ -11,28 +15,188 @@ from __future__ import annotations
 import itertools
 import time
 from collections import abc
+from dataclasses import dataclass
 
 import numpy as np
 
 from verax import ops
-from verax.errors import InvalidParameterError, StructuredOutputError, VeraxError
-from verax.text.engine.output_builder import OutputBuilder
-from verax.text.engine.outputs import FinishReason, RequestOutput
-from verax.text.engine.request_limits import NO_TOKENIZER, RequestLimits
+from verax.errors import (
+    ContextLengthError,
+    InvalidParameterError,
+    RequestRefusedError,
+    StructuredOutputError,
+    VeraxError,
+)
+from verax.text.engine.outputs import CompletionOutput, EngineStats, FinishReason, Logprob, RequestOutput
+from verax.text.engine.request import Request, Sequence
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.scheduler import Schedule, Scheduler
-from verax.text.engine.sequence import Request, Sequence
-from verax.text.engine.stats import EngineStats
+from verax.text.engine.scheduler import Chunk, Schedule, Scheduler
 from verax.text.features.grammar import Grammar, GrammarCompiler
-from verax.text.features.lora.loader import AdapterLoader, LoadedAdapter
-from verax.text.features.lora.request import LoRARequest
-from verax.text.features.speculative.speculator import Speculator
-from verax.text.hosts.dispatch import Dispatch
+from verax.text.features.lora import AdapterLoader, LoadedAdapter, LoRARequest
+from verax.text.features.speculative import Speculator
+from verax.text.hosts import Dispatch
 from verax.text.step.runner import ModelRunner, PendingStep
+from verax.text.step.slots import MAX_BANNED
+from verax.text.step.step import Logprobs
 from verax.text.tokens.detokenizer import IncrementalDetokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Engine"]
+__all__ = ["NO_TOKENIZER", "Engine", "OutputBuilder", "RequestLimits"]
+
+NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits that every request is checked against."""
+
+    max_model_len: int
+    """Longest sequence, in tokens."""
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+
+    def fits(self, text: str) -> bool:
+        """False for a text that is longer than the context whatever its tokens are."""
+        return self.tokenizer is None or len(text) <= self.max_model_len * self.tokenizer.max_token_length
+
+    def check_text(self, text: str) -> None:
+        """Refuse a prompt that cannot fit before it is tokenised, which takes seconds a megabyte.
+
+        Raises:
+            ContextLengthError: with the least number of tokens that it can have.
+        """
+        if self.tokenizer is not None and not self.fits(text):
+            raise ContextLengthError(
+                f"prompt: {len(text)} characters do not fit into a context of {self.max_model_len} tokens "
+                "(max_model_len); shorten the prompt or raise max_model_len",
+                -(-len(text) // self.tokenizer.max_token_length),
+                self.max_model_len,
+            )
+
+    def check(
+        self, tokens: tuple[int, ...], params: SamplingParams, *, stream: bool, answers: abc.Sequence[tuple[int, ...]]
+    ) -> None:
+        """Refuse what could never be served.
+
+        Args:
+            tokens: the prompt.
+            params: its sampling parameters.
+            stream: True if the text is to be shown as it grows.
+            answers: an answer so far for each sample.
+
+        Raises:
+            RequestRefusedError: for the prompt, or a token outside of the vocabulary.
+            InvalidParameterError: for what needs a tokenizer where there is none, and answers that are not one each.
+        """
+        if not tokens:
+            raise RequestRefusedError("prompt: it is empty; at least one token is needed")
+        if len(tokens) >= self.max_model_len:
+            raise ContextLengthError(
+                f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
+                "(max_model_len); shorten the prompt or raise max_model_len",
+                len(tokens),
+                self.max_model_len,
+            )
+        if len(answers) != params.n:
+            raise InvalidParameterError(
+                f"output_token_ids: expected an answer for each of {params.n}, got {len(answers)}"
+            )
+        named = {
+            "logit_bias": tuple(params.logit_bias or ()),
+            "stop_token_ids": params.stop_tokens,
+            "output_token_ids": tuple(itertools.chain.from_iterable(answers)),
+        }
+        for name, ids in {"prompt": tokens, **named}.items():
+            outside = [token for token in ids if not 0 <= token < self.vocab_size]
+            if outside:
+                raise RequestRefusedError(
+                    f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}"
+                )
+        if params.min_tokens and len({*params.stop_tokens, *self.eos_token_ids}) > MAX_BANNED:
+            raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
+        if params.stop and self.tokenizer is None:
+            raise InvalidParameterError(f"stop: {NO_TOKENIZER}, so there is no text to find a stop string in")
+        if stream and self.tokenizer is None:
+            raise InvalidParameterError(f"stream: {NO_TOKENIZER}, so there is no text; use generate with token ids")
+
+
+class OutputBuilder:
+    """Builder of outputs, with the tokenizer that they are decoded by.
+
+    Args:
+        tokenizer: of the model; None leaves texts empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
+
+    def text(self, sequence: Sequence) -> str:
+        """The sequence's text; its terminating token is not part of it, unless asked for."""
+        if self.tokenizer is None:
+            return ""
+        params = sequence.request.params
+        if sequence.detokenizer is not None and (params.stop or sequence.finished):
+            if sequence.finished:
+                sequence.detokenizer.finish()
+            return sequence.detokenizer.text
+        tokens = sequence.output_tokens
+        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+
+    def of(self, request: Request) -> RequestOutput:
+        """Output of a request so far."""
+        params = request.params
+        outputs = [
+            CompletionOutput(
+                index=sequence.index,
+                text=self.text(sequence),
+                token_ids=tuple(sequence.output_tokens),
+                cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
+                logprobs=None if params.logprobs is None else list(sequence.logprobs),
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+            )
+            for sequence in request.sequences
+        ]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=request.prompt_logprobs,
+            outputs=outputs,
+            finished=request.finished,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            metrics=request.metrics,
+            error=None if request.error is None else str(request.error),
+        )
+
+    def logprobs(self, logprobs: Logprobs, row: int, num_top: int) -> dict[int, Logprob]:
+        """Log-probabilities of one row as vLLM orders them: the chosen token, then the `num_top` best others."""
+        values, ids = np.asarray(logprobs.values)[row], np.asarray(logprobs.ids)[row]
+        entry = {int(ids[0]): self._logprob(ids[0], values[0], int(np.asarray(logprobs.ranks)[row]))}
+        for rank in range(1, min(num_top, len(ids) - 1) + 1):
+            entry.setdefault(int(ids[rank]), self._logprob(ids[rank], values[rank], rank))
+        return entry
+
+    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
+        text = None if self.tokenizer is None else self.tokenizer.decode([int(token)], skip_special_tokens=False)
+        return Logprob(float(value), rank, text)
+
+    def add_prompt_logprobs(self, pending: PendingStep, row: int) -> None:
+        """Add to a request what a step has computed of its prompt's log-probabilities."""
+        chunk: Chunk = pending.schedule.chunks[row]
+        request, scores = chunk.sequence.request, pending.output.prompt_logprobs
+        if chunk.sequence.index != 0 or scores is None:
+            return
+        found: list[dict[int, Logprob] | None] = request.prompt_logprobs or [None] * len(request.prompt_token_ids)
+        request.prompt_logprobs = found
+        offset, wanted = pending.token_offsets[row], request.params.prompt_logprobs or 0
+        for i in range(chunk.count):
+            follower = chunk.start + i + 1
+            if follower < len(request.prompt_token_ids):
+                found[follower] = self.logprobs(scores, offset + i, wanted)
 
 
 class Engine:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES
-from verax.text.features.speculative.config import SpeculativeConfig
+from verax.text.features.speculative_config import SpeculativeConfig
 
 __all__ = ["CACHE_DTYPES", "KV_CACHE_DTYPES", "EngineConfig", "EngineOptions"]
 

@@ -1,25 +1,278 @@
-"""Thread that owns an engine. Messages go in through one queue; what a step gave goes to the outbox at once."""
+"""Thread that owns an engine, and the way of its answers to callers on an event loop.
+
+Messages go in through one queue. What a step gave goes to the `Outbox` at once, which wakes the event loop; there the
+new parts of each sample are merged until the caller of a `RequestStream` takes them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import threading
-from collections import abc
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections import abc, deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
+from verax.errors import EngineDeadError
 from verax.text.engine.engine import Engine
-from verax.text.engine.outbox import Outbox
-from verax.text.engine.outputs import CompletionOutput
-from verax.text.engine.request_stream import ENDED, LiveRequest
-from verax.text.engine.routing import work
-from verax.text.engine.sequence import Request, Sequence
-from verax.text.engine.stats import EngineStats, StepStats
+from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepStats
+from verax.text.engine.request import Request, Sequence
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.scheduler import work
+from verax.text.features.grammar import Grammar
+from verax.text.features.lora import LoadedAdapter, LoRARequest
 
-__all__ = ["EngineThread"]
+__all__ = ["ENDED", "EngineThread", "LiveRequest", "Observer", "Outbox", "RequestStream", "dead"]
+
+ENDED = -1
+"""Entry of `LiveRequest.shown` for a sample whose end was handed over."""
+
+
+@dataclass(eq=False, slots=True)
+class LiveRequest:
+    """Request between its caller on the event loop and the engine thread.
+
+    The engine thread writes `request` and `shown`. `aborted` and `closed` are set by whoever ends the request early.
+    All else belongs to the event loop.
+    """
+
+    request_id: str
+    params: SamplingParams
+    loop: asyncio.AbstractEventLoop
+    whole: bool
+    """True if its caller wants the answer in one piece, when it is complete."""
+    arrival_time: float
+    prompt: str | None = None
+    answers: abc.Sequence[abc.Sequence[int]] | None = None
+    """Answer so far for each sample, which the request goes on behind."""
+    grammar: Grammar | None = None
+    """Grammar of the answer, compiled."""
+    lora_request: LoRARequest | None = None
+    adapter: LoadedAdapter | None = None
+    """Adapter of the request, loaded."""
+    replica: int | None = None
+    """Number of the replica that serves it; None until one is chosen."""
+    request: Request | None = None
+    shown: list[int] = field(default_factory=list)
+    """Tokens of each sample that were handed over, prompt included; or `ENDED`."""
+    aborted: bool = False
+    """True if it shall end, and its caller be given that end."""
+    closed: bool = False
+    """True if its caller has gone, or has got everything."""
+    finished: bool = False
+    """True if its last part has come."""
+    waiter: asyncio.Future[None] | None = None
+    """Set when something has come, by a caller that waits for that."""
+    _fresh: dict[int, CompletionOutput] = field(default_factory=dict)
+    """New part of each sample, by index."""
+    _metrics: RequestMetrics | None = None
+    _error: BaseException | None = None
+
+    def receive(self, parts: list[CompletionOutput], finished: bool) -> None:
+        """Take new parts from the engine thread, and wake the caller. Nothing comes behind an error."""
+        if self._error is not None:
+            return
+        fresh = self._fresh
+        for part in parts:
+            before = fresh.get(part.index)
+            fresh[part.index] = part if before is None else _joined(before, part)
+        self.finished = finished
+        self.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error, unless its end has come already."""
+        if not self.finished:
+            self._error = error
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the caller look again."""
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def take(self) -> RequestOutput | None:
+        """Output of what is new, if there is something.
+
+        Raises:
+            StopAsyncIteration: if the request was closed.
+            VeraxError: the error that has ended the request.
+        """
+        if self.closed:
+            raise StopAsyncIteration
+        if not self._fresh:
+            if self._error is not None:
+                raise self._error
+            return None
+        outputs = list(self._fresh.values())
+        self._fresh = {}
+        self.closed = self.finished
+        request = self.request
+        if request is None:  # it was aborted on its way to the engine
+            return RequestOutput(self.request_id, self.prompt, (), None, outputs, self.finished, 0)
+        if self._metrics is None or self.finished:
+            self._metrics = request.metrics
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            request.prompt_token_ids,
+            request.prompt_logprobs,
+            outputs,
+            self.finished,
+            request.num_cached_tokens or 0,
+            self._metrics,
+        )
+
+
+class RequestStream(AsyncGenerator[RequestOutput, None]):
+    """New parts of a request's answers, as an async generator. Closing or dropping it aborts the request."""
+
+    def __init__(self, live: LiveRequest, abort: Callable[[LiveRequest], None]):
+        self._live = live
+        self._abort = abort
+        """Function that is called once if the request is closed before its end."""
+
+    async def __anext__(self) -> RequestOutput:
+        live = self._live
+        try:
+            while (output := live.take()) is None:
+                if live.waiter is not None:
+                    raise RuntimeError("another task waits for this answer already")
+                live.waiter = live.loop.create_future()
+                try:
+                    await live.waiter
+                finally:
+                    live.waiter = None
+            return output
+        except BaseException:
+            self._close()
+            raise
+
+    async def asend(self, value: None, /) -> RequestOutput:
+        """The next output, as `anext`."""
+        return await self.__anext__()
+
+    async def athrow(self, typ: Any, val: Any = None, tb: Any = None, /) -> RequestOutput:
+        """Abort the request, and raise the error."""
+        self._close()
+        error = typ() if isinstance(typ, type) else typ
+        raise (error if val is None else val).with_traceback(tb)
+
+    async def aclose(self) -> None:
+        """Abort the request, if it has not ended."""
+        self._close()
+        self._live.wake()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if not self._live.closed:
+            self._live.closed = True
+            self._abort(self._live)
+
+
+def _joined(before: CompletionOutput, after: CompletionOutput) -> CompletionOutput:
+    """Two parts of a sample that follow each other, as one."""
+    return CompletionOutput(
+        after.index,
+        before.text + after.text,
+        before.token_ids + after.token_ids,
+        after.cumulative_logprob,
+        None if before.logprobs is None or after.logprobs is None else before.logprobs + after.logprobs,
+        after.finish_reason,
+        after.stop_reason,
+    )
+
+
+Observer = Callable[[int, StepStats | RequestOutput], None]
+"""Function that is called with the number of a replica, and the figures of each of its steps, or the whole output of
+each of its requests that has ended."""
+
+_log = logging.getLogger("verax.text")
+
+
+class Outbox:
+    """Live requests of an event loop, and calls on their way to it. Any thread may post; the rest is the loop's."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, LiveRequest] = {}
+        """Requests whose end was not handed over, by id."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of the live requests. It is set there, before the first of them is submitted."""
+        self.observers: list[Observer] = []
+        self.all_ended: asyncio.Event | None = None
+        """Set when no request is live any more."""
+        self._calls: deque[Callable[[], None]] = deque()
+        self._notified = False
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Let the event loop call a function at its next wake-up."""
+        self._calls.append(call)
+
+    def notify(self) -> bool:
+        """Wake the event loop, unless it has been woken and has not looked yet. False if it is closed."""
+        if not self._calls or self._notified or self.loop is None:
+            return True
+        self._notified = True
+        try:
+            self.loop.call_soon_threadsafe(self.deliver)
+        except RuntimeError:  # the loop is closed, and nobody waits any more
+            self._notified = False
+            self._calls.clear()
+            return False
+        return True
+
+    # On the event loop.
+
+    def deliver(self) -> None:
+        """Call everything that was posted."""
+        self._notified = False
+        while self._calls:
+            self._calls.popleft()()
+
+    def receive(self, news: list[tuple[LiveRequest, list[CompletionOutput], bool]]) -> None:
+        """Hand new parts to requests; True stands for those that have ended."""
+        for live, parts, finished in news:
+            if finished:
+                self.end(live)
+            live.receive(parts, finished)
+
+    def fail(self, live: LiveRequest, error: BaseException) -> None:
+        """End a request with an error."""
+        self.end(live)
+        live.fail(error)
+
+    def fail_all(self, error: BaseException | None, message: str) -> None:
+        """End every live request with `EngineDeadError`."""
+        for live in list(self.live.values()):
+            self.fail(live, dead(message, error))
+
+    def end(self, live: LiveRequest) -> None:
+        """Forget a request."""
+        if self.live.get(live.request_id) is live:
+            del self.live[live.request_id]
+        if not self.live and self.all_ended is not None:
+            self.all_ended.set()
+
+    def observe(self, replica: int, event: StepStats | RequestOutput) -> None:
+        """Call the observers; an error of one is logged."""
+        for observer in self.observers:
+            try:
+                observer(replica, event)
+            except Exception:
+                _log.exception("an observer of the engine failed")
+
+
+def dead(message: str, cause: BaseException | None) -> EngineDeadError:
+    """The error of a request that no engine serves."""
+    error = EngineDeadError(message if cause is None else f"{message}: {cause!r}")
+    error.__cause__ = cause
+    return error
+
 
 _log = logging.getLogger("verax.text")
 

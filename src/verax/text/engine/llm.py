@@ -22,19 +22,16 @@ from verax.loading import divide_model, load_causal_lm
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.nn import pack_linear_weights, packed_copy
-from verax.text.engine.build import new_engines, warm_up
-from verax.text.engine.engine import Engine
+from verax.text.engine.build import new_engines, placement_mesh, tensor_meshes, warm_up
+from verax.text.engine.engine import NO_TOKENIZER, Engine
 from verax.text.engine.engine_config import EngineConfig, EngineOptions
-from verax.text.engine.engine_group import EngineGroup
-from verax.text.engine.outputs import RequestOutput
-from verax.text.engine.prompts import Message, Prompt, batch_of, content
-from verax.text.engine.request_limits import NO_TOKENIZER
+from verax.text.engine.outputs import RequestOutput, SpeculationTotals
+from verax.text.engine.replicas import EngineGroup
+from verax.text.engine.request import Message, Prompt, batch_of, content
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.stats import SpeculationTotals
-from verax.text.features.lora.request import LoRARequest
-from verax.text.hosts.group import Group
+from verax.text.features.lora import LoRARequest
+from verax.text.hosts import Group
 from verax.text.step.compiled_programs import check_supported, write_programs
-from verax.text.step.mesh import placement_mesh, tensor_meshes
 from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
 
 __all__ = ["DTYPES", "LLM"]

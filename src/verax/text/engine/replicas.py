@@ -1,21 +1,208 @@
-"""Engine threads of equal models behind one bounded queue: each request is routed once its prompt is tokenised."""
+"""Replicas of a model: the choice of the one that serves a request, and their engines for one caller or for many.
+
+A replica is an engine on devices of its own. `ReplicaRouter` chooses the one with the least work, less what it has read
+of the prompt already. `EngineGroup` calls the engines from one thread; `Replicas` runs each on a thread of its own.
+"""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import abc
+from collections import OrderedDict, abc
 from dataclasses import replace
 from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from verax.errors import InvalidParameterError, QueueFullError
 from verax.text.engine.engine import Engine
-from verax.text.engine.engine_thread import EngineThread
-from verax.text.engine.outbox import Outbox
-from verax.text.engine.request_stream import LiveRequest
-from verax.text.engine.routing import Router
-from verax.text.engine.stats import EngineStats
+from verax.text.engine.engine_thread import EngineThread, LiveRequest, Outbox
+from verax.text.engine.outputs import EngineStats, RequestOutput
+from verax.text.engine.request import Request
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.features.lora import LoadedAdapter
 
-__all__ = ["Replicas"]
+__all__ = ["EngineGroup", "ReplicaRouter", "Replicas", "RoutedReplica"]
+
+MOST_PREFIXES = 1 << 16
+"""Blocks of prompts that a router remembers: a million tokens of text in blocks of 16, some 15 MB."""
+
+
+class RoutedReplica(Protocol):
+    """Replica as a router sees it."""
+
+    @property
+    def load(self) -> int:
+        """Work that it has, in tokens, as `work` counts them."""
+        ...
+
+
+R = TypeVar("R", bound=RoutedReplica)
+
+
+class ReplicaRouter(Generic[R]):
+    """Choice among the replicas that serve. Any thread may call it.
+
+    A prompt goes where its last token is likely to be read first: to the replica with the least work, less the tokens
+    of the prompt's beginning that this replica has read for an earlier one. So prompts that begin alike stay together,
+    until their replica has more work than the others by what they would have to read anew. What a replica's cache has
+    forgotten since is not known here.
+
+    Args:
+        replicas: the replicas.
+        block_size: tokens of a block; a cache shares whole blocks. None to choose by work alone.
+    """
+
+    def __init__(self, replicas: abc.Iterable[R], *, block_size: int | None):
+        self._block_size = block_size
+        self._serving: dict[R, int] = {}
+        """Each replica with its bit in `_readers`."""
+        self._readers: OrderedDict[int, int] = OrderedDict()
+        """By hash of a prompt's beginning, whole blocks, the least recently used first: the replicas that read it."""
+        self._lock = threading.Lock()
+        for replica in replicas:
+            self.add(replica)
+
+    @property
+    def serving(self) -> list[R]:
+        """The replicas to choose from."""
+        return list(self._serving)
+
+    def add(self, replica: R) -> None:
+        """Choose among one more replica, which has read nothing."""
+        taken = set(self._serving.values())
+        self._serving[replica] = next(bit for i in range(len(taken) + 1) if (bit := 1 << i) not in taken)
+
+    def remove(self, replica: R) -> None:
+        """Choose a replica no more, and forget what it has read."""
+        with self._lock:
+            others = ~self._serving.pop(replica)
+            for key in self._readers:
+                self._readers[key] &= others
+
+    def choose(self, prompt: abc.Sequence[int], adapter: int | None = None) -> R:
+        """The replica of a prompt, which counts as read there from now on. Some replica must serve.
+
+        Args:
+            prompt: its token ids.
+            adapter: number of its adapter; prompts of different adapters share nothing.
+        """
+        with self._lock:
+            if len(self._serving) == 1:
+                return next(iter(self._serving))
+            keys = self._keys(prompt, adapter)
+            cached = self._cached_tokens(keys)
+            chosen = min(self._serving, key=lambda replica: replica.load - cached[replica])
+            self._record(keys, self._serving[chosen])
+            return chosen
+
+    def _keys(self, prompt: abc.Sequence[int], adapter: int | None) -> list[int]:
+        """Hash of the prompt's first block, of its first two, and so on. A collision only misleads the choice."""
+        size = self._block_size
+        if size is None:
+            return []
+        keys, key = [], hash(adapter)
+        for end in range(size, len(prompt) + 1, size):
+            key = hash((key, *prompt[end - size : end]))
+            keys.append(key)
+        return keys
+
+    def _cached_tokens(self, keys: list[int]) -> dict[R, int]:
+        """By replica: tokens of the prompt's beginning that it has read."""
+        cached = dict.fromkeys(self._serving, 0)
+        readers = sum(self._serving.values())
+        for i, key in enumerate(keys, start=1):
+            readers &= self._readers.get(key, 0)
+            if not readers:
+                break
+            for replica, bit in self._serving.items():
+                if readers & bit:
+                    cached[replica] = i * (self._block_size or 0)
+        return cached
+
+    def _record(self, keys: list[int], bit: int) -> None:
+        for key in keys:
+            self._readers[key] = self._readers.get(key, 0) | bit
+        # The end of a prompt is forgotten before its beginning.
+        for key in reversed(keys):
+            self._readers.move_to_end(key)
+        while len(self._readers) > MOST_PREFIXES:
+            self._readers.popitem(last=False)
+
+
+class EngineGroup:
+    """Engines behind the methods of one. Their devices work at the same time: a step is dispatched before it is read.
+
+    Not thread-safe, as an engine.
+    """
+
+    def __init__(self, engines: abc.Sequence[Engine]):
+        self.engines = tuple(engines)
+        self._router = ReplicaRouter(engines, block_size=engines[0].prefix_block_size)
+        self._names = itertools.count()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """True if `advance` has anything to do."""
+        return any(engine.has_unfinished_requests for engine in self.engines)
+
+    def add_request(
+        self,
+        prompt: str | abc.Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        add_special_tokens: bool = True,
+        stream: bool = False,
+        output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
+        adapter: LoadedAdapter | None = None,
+    ) -> str:
+        """Queue a prompt at one of the engines, as `Engine.add_request` does.
+
+        Raises:
+            VeraxError: as there.
+        """
+        if request_id is None:
+            request_id = next(name for i in self._names if self._engine(name := f"request-{i}") is None)
+        elif self._engine(request_id) is not None:
+            raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
+        tokens = self.engines[0].tokenize(prompt, add_special_tokens=add_special_tokens)
+        engine = self._router.choose(tokens, None if adapter is None else adapter.id)
+        engine.add_request(
+            tokens, params, request_id=request_id, stream=stream, output_token_ids=output_token_ids, adapter=adapter
+        )
+        engine.request(request_id).prompt = prompt if isinstance(prompt, str) else None
+        return request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Stop a request at once; its output so far, or None if there is no such unfinished request."""
+        engine = self._engine(request_id)
+        return None if engine is None else engine.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """One step of each engine with requests: an output for each request that got a token, or ended."""
+        return [output for engine in self._busy() for output in engine.step()]
+
+    def advance(self) -> list[Request]:
+        """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
+        return [request for engine in self._busy() for request in engine.advance()]
+
+    def request(self, request_id: str) -> Request:
+        """An unfinished request by id."""
+        engine = self._engine(request_id)
+        assert engine is not None
+        return engine.request(request_id)
+
+    def pop_output(self, request: Request) -> RequestOutput:
+        """Remove a finished request from its engine; its output."""
+        engine = self._engine(request.request_id)
+        assert engine is not None
+        return engine.pop_output(request)
+
+    def _busy(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.has_unfinished_requests]
+
+    def _engine(self, request_id: str) -> Engine | None:
+        return next((engine for engine in self.engines if request_id in engine), None)
 
 
 class Replicas:
@@ -38,7 +225,7 @@ class Replicas:
             EngineThread(engine, self.outbox, number=i, check_room=self.check_room, on_failure=self._fail)
             for i, engine in enumerate(engines)
         ]
-        self._router = Router(self.threads, block_size=engines[0].prefix_block_size)
+        self._router = ReplicaRouter(self.threads, block_size=engines[0].prefix_block_size)
 
     @property
     def is_running(self) -> bool:

@@ -13,16 +13,19 @@ from collections import Counter, abc, deque
 from dataclasses import dataclass, field, replace
 
 from verax._buckets import cheapest_part
-from verax.text.engine.block_manager import BlockManager
-from verax.text.engine.routing import work
-from verax.text.engine.sequence import Sequence, SequenceState
-from verax.text.features.lora.slots import AdapterSlots
+from verax.text.engine.blocks import BlockManager
+from verax.text.engine.request import Sequence, SequenceState
+from verax.text.features.lora import AdapterSlots
 
-__all__ = ["Chunk", "Schedule", "Scheduler"]
+__all__ = ["SEQUENCE_TOKENS", "Chunk", "Schedule", "Scheduler", "work"]
 
 STEP_OVERHEAD = 32
 """Tokens that take as long as a step takes beside them, most of it to read the weights. Measured with Qwen3-0.6B in
 bfloat16 on two cores with AVX2: steps of 32, 128 and 512 tokens take 0.53, 1.4 and 5.1 s."""
+
+
+SEQUENCE_TOKENS = 128
+"""Prompt tokens that an unfinished sequence counts as: about as many tokens as a usual answer has still to get."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,16 @@ class Schedule:
     def adapted(self) -> bool:
         """True if one of the sequences has an adapter."""
         return any(chunk.sequence.adapter_slot is not None for chunk in self.chunks)
+
+
+def work(num_waiting_tokens: int, num_seqs: int) -> int:
+    """Work of an engine in tokens.
+
+    Args:
+        num_waiting_tokens: prompt tokens of sequences that wait.
+        num_seqs: sequences that wait or run.
+    """
+    return num_waiting_tokens + SEQUENCE_TOKENS * num_seqs
 
 
 class Scheduler:

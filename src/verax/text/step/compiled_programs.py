@@ -28,12 +28,12 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path, write_json
 from verax.machine import cpu_name
 from verax.ops.cpu import library
-from verax.text.engine.cache_groups import CacheGroup
+from verax.text.engine.blocks import CacheGroup
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.step.program import AbstractModel
+from verax.text.step.program import ADMIT, AbstractModel, Programs, sampling_name, step_name
 from verax.text.step.sizes import RunnerConfig
 
-__all__ = ["CompiledPrograms", "check_supported", "write_programs"]
+__all__ = ["CompiledPrograms", "check_supported", "loaded_programs", "write_programs"]
 
 MANIFEST = "programs.json"
 
@@ -132,6 +132,19 @@ class CompiledPrograms:
                 f"programs: {self.folder} was compiled for {place} {there}, but here it is {here}; compile again with "
                 "verax compile"
             )
+
+
+def loaded_programs(compiled: CompiledPrograms, sizes: RunnerConfig) -> Programs:
+    """The programs of a folder.
+
+    Raises:
+        InvalidParameterError: if a file is missing or damaged.
+    """
+    return Programs(
+        admit=compiled.load(ADMIT),
+        steps={shape: compiled.load(step_name(shape)) for shape in sizes.shapes},
+        samplers={rows: compiled.load(sampling_name(rows)) for rows in sizes.sampling_rows},
+    )
 
 
 def check_supported(config: EngineConfig) -> None:

@@ -1,10 +1,18 @@
-"""The compiled step as a record: function, abstract arguments and shardings, made without weights or devices."""
+"""The compiled step as a record (function, abstract arguments, shardings) and the set of programs of an engine.
+
+A record is made without weights or devices. Programs compile when they are first called, and engines of equal models
+share them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextvars
+import functools
+from collections import abc
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +28,25 @@ from verax.models.causal_lm import state_axes
 from verax.nn.parallel import divisions
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
 from verax.text.features.grammar import mask_width
-from verax.text.features.lora.layers import AdaptedLayers
+from verax.text.features.lora import AdaptedLayers
 from verax.text.step.sampler import make_sampling
 from verax.text.step.sizes import RunnerConfig, layer_states
-from verax.text.step.slots import Slots, new_slots
+from verax.text.step.slots import Slots, admit, new_slots
 from verax.text.step.step import Cache, StepShape, make_step
 
 __all__ = [
+    "ADMIT",
     "AbstractModel",
+    "JittedCall",
+    "Programs",
     "StepProgram",
     "cache_partitions",
+    "compile_all",
+    "compile_program",
+    "jitted_programs",
     "named",
     "new_cache",
+    "new_programs",
     "placed",
     "sampling_name",
     "sampling_program",
@@ -275,3 +290,68 @@ def cache_partitions(config: CausalLMConfig, cache: Cache) -> Any:
 
     states = layer_states(config, 1)
     return tuple(of_layer(layer, *pair) for layer, pair in enumerate(zip(cache, states, strict=True)))
+
+
+ADMIT = "admit"
+"""Name of the program that fills slots."""
+
+JittedCall = tuple[Any, tuple[Any, ...]]
+"""A program as `jax.jit` gives it, and its arguments, arrays or their shapes."""
+
+
+class Programs(NamedTuple):
+    """Programs of an engine, as `jax.jit` gives them or loaded."""
+
+    admit: Any
+    steps: dict[StepShape, Any]
+    samplers: dict[int, Any]
+
+
+def jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> Programs:
+    """The programs of a model at these sizes, which engines of equal models share: the second one compiles nothing."""
+    try:
+        hash(model)
+    except TypeError:  # a configuration from outside the package need not be hashable
+        return new_programs(model, sizes, mesh)
+    return _shared_programs(model, sizes, mesh, ops.tracing_context())
+
+
+# Programs hold no weights. Those of the last few engines are kept.
+@functools.lru_cache(maxsize=4)
+def _shared_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, context: Hashable) -> Programs:
+    return new_programs(model, sizes, mesh)
+
+
+def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> Programs:
+    """Programs of a model at these sizes that nothing else shares. Each compiles when it is first called."""
+    steps = {shape: step_program(model, sizes, shape, mesh) for shape in sizes.shapes}
+    _, on_slots, _, _ = steps[sizes.shapes[0]].shardings or (None,) * 4
+    options = compiler_options(ops.target().platform)
+    return Programs(
+        # A function of its own: JAX shares what it has compiled among all that `jax.jit` makes of one function.
+        admit=jax.jit(functools.partial(admit), donate_argnums=0, compiler_options=options, out_shardings=on_slots),
+        steps={shape: step.jit() for shape, step in steps.items()},
+        samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
+    )
+
+
+def compile_program(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    """Lower and compile a program for arguments, arrays or their shapes."""
+    return jitted.lower(*arguments).compile()
+
+
+def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int], None]) -> None:
+    """Compile programs, so that calls with such arguments compile nothing.
+
+    Args:
+        programs: the programs.
+        progress: called with the number of compiled programs and of all, at first with 0.
+    """
+    progress(0, len(programs))
+    # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
+    # traced in a copy of this context, which has the choices of `use_implementations` and `use_target`.
+    with ThreadPoolExecutor(2) as pool:
+        compiled = [pool.submit(contextvars.copy_context().run, compile_program, *each) for each in programs]
+        for done, result in enumerate(compiled, start=1):
+            result.result()
+            progress(done, len(programs))

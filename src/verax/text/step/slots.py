@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Shaped
 
 from verax.ops.sampling import SamplingArrays
 from verax.sampling_fields import FLOATS, INTS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, OFF
-from verax.text.engine.sequence import Sequence
+from verax.text.engine.request import Sequence
 
 __all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admission"]
 

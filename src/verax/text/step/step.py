@@ -18,7 +18,7 @@ from verax.models import CausalLM, RecurrentLayer
 from verax.models.causal_lm import final_hidden_states
 from verax.ops.joined_heads import join_heads, own_results, spread_queries
 from verax.ops.paged import num_up_to
-from verax.text.engine.cache_groups import CacheGroup
+from verax.text.engine.blocks import CacheGroup
 from verax.text.step.sampler import Logprobs, no_logprobs, sample, score
 from verax.text.step.slots import Slots
 

@@ -1,21 +1,30 @@
-"""Chat templates: jinja2 in its sandbox, set up as in transformers, so that templates render alike."""
+"""Chat templates: jinja2 in its sandbox, set up as in transformers, so that templates render alike.
+
+A template belongs to the checkpoint or to the operator; the server refuses templates of clients. The sandbox keeps a
+template from Python's attributes and bounds, by amounts alone, what templates do by mistake: ranges (jinja2's own
+limit), the results of `+`, `*` and `**`, and the length and the number of the pieces that a template writes. It does not
+bound the time of a template, macros that call themselves up to Python's limit, concatenation by `~`, or the widths and
+repetitions of filters and methods such as `center`, `format` and `replace`.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from verax.errors import InvalidParameterError, TemplateError
-from verax.text.tokens.template_limits import BoundedEnvironment, bounded
 
 __all__ = ["check_messages", "render"]
 
@@ -23,7 +32,70 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's reasoning goes by; templates read the first, a few the second."""
 
 _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Put behind a message to find its end in the prompt; the space shows whether the template strips."""
+"""Text put after a message to find its end in the prompt; the space shows whether the template strips."""
+
+
+MAX_LENGTH = 1 << 24
+"""Characters of a prompt or a text: four times a prompt of a million tokens. An element of a list counts as 8."""
+
+MAX_PIECES = 1 << 18
+"""Pieces that a template may write: a conversation of 1,000 messages has about 20,000."""
+
+MAX_BITS = 1024
+"""Bits of a whole number."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Sandbox that checks the size of a sum, a product or a power before it is computed."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        length, bits = _length(left), _bits(left)
+        if operator == "+" and length is not None:
+            _check_length(length + (_length(right) or 0))
+        elif operator == "**":
+            _check_bits(bits * right if isinstance(right, int) else 0)
+        elif operator == "*":
+            _check_bits(bits + _bits(right))
+            for size, times in ((length, right), (_length(right), left)):
+                if size is not None and isinstance(times, int):
+                    _check_length(size * times)
+        return super().call_binop(context, operator, left, right)
+
+
+def _length(value: Any) -> int | None:
+    """Characters of a text, or the bytes of a list's references; None for other values."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 8 * len(value) if isinstance(value, (list, tuple)) else None
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_LENGTH:
+        raise SecurityError(f"a text or list would have more than {MAX_LENGTH} characters, or elements of 8")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
+        raise SecurityError(f"a number would have more than {MAX_BITS} bits")
+
+
+def _bounded(pieces: Iterable[str]) -> str:
+    """The text of a template's pieces, which are taken one by one, so that an endless template ends early."""
+    kept: list[str] = []
+    length = 0
+    for piece in pieces:
+        kept.append(piece)
+        length += len(piece)
+        _check_length(length)
+        if len(kept) > MAX_PIECES:
+            raise SecurityError(f"it writes more than {MAX_PIECES} pieces")
+    return "".join(kept)
 
 
 class _Generation(Extension):
@@ -34,7 +106,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, as in transformers: what the body sets is not set behind it.
+        # A call block, as in transformers: what the body sets is not set after it.
         return nodes.CallBlock(self.call_method("_pass"), [], [], body).set_lineno(line)
 
     def _pass(self, caller: Callable[[], str]) -> str:
@@ -42,7 +114,7 @@ class _Generation(Extension):
 
 
 class _Dictionary:
-    """`dict` in templates: makes one, and leads nowhere else in Python."""
+    """`dict` in templates, which makes one and leads nowhere else in Python."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -68,7 +140,7 @@ class _SafeNamespace(Namespace):
 
 def _refuse_underscore(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+        raise SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
 
 
 def _to_json(
@@ -88,9 +160,9 @@ def _raise(message: str) -> None:
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.bound_filters()
+    environment.globals.pop("lipsum")
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = _Dictionary()
@@ -122,15 +194,13 @@ def render(
 
     Raises:
         InvalidParameterError: if `messages` is not a list of messages, or the last has no text to continue.
-        TemplateError: if the template is invalid, refuses these messages (with its own words), or goes beyond the
-            limits of `template_limits`.
+        TemplateError: if the template is invalid, refuses these messages (in its own words), or exceeds the limits.
     """
     check_messages(messages)
     conversation = [_normalised(message) for message in messages]
     final = _mark_end(conversation) if continue_final_message else None
     try:
-        with bounded():
-            prompt = _compile(template).render(messages=conversation, **variables)
+        prompt = _bounded(_compile(template).generate(messages=conversation, **variables))
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(
             f"the checkpoint's chat template is not valid jinja: line {error.lineno}: {error.message}"
@@ -141,14 +211,14 @@ def render(
 
 
 def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys that are None, which templates would spell out, and with the reasoning under each of its names."""
+    """A message without keys that are None, which templates would spell out, and with its reasoning under each name."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 def _mark_end(conversation: list[dict[str, Any]]) -> str:
-    """Put the mark behind the last message's text; that text."""
+    """Put the mark after the last message's text; return that text."""
     content = conversation[-1].get("content")
     if isinstance(content, str):
         conversation[-1]["content"] = content + _END_OF_MESSAGE

@@ -17,7 +17,7 @@ from verax.errors import CheckpointError, InvalidParameterError, TemplateError
 from verax.fields import Count, read_value
 from verax.files import read_json
 from verax.text.tokens import chat_template
-from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
+from verax.text.tokens.gguf import read_gguf_tokenizer
 
 __all__ = ["Tokenizer", "eos_token_ids"]
 

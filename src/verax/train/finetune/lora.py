@@ -18,7 +18,7 @@ from verax.checkpoint import Checkpoint
 from verax.checkpoint.peft import save_adapter
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM
-from verax.text.features.lora.layers import AdaptedLayers
+from verax.text.features.lora import AdaptedLayers
 from verax.text.step.program import AbstractModel
 
 __all__ = ["ALL_LINEAR", "LoraSettings", "TrainedAdapter"]

@@ -1,20 +1,63 @@
-"""Records of a request and of each sequence that is sampled for it, on the host; they hold no arrays."""
+"""Requests: what a caller gives, the record that the engine works with, and each sequence that is sampled for it.
+
+A `RequestInput` is what a caller says, plain data that travels between threads and machines. `Engine.prepare` makes the
+`Request` of it, once and complete: tokens, limits, grammar, adapter. Nothing of either changes afterwards but the
+progress of a request. The records hold no arrays.
+"""
 
 from __future__ import annotations
 
 import enum
 import time
+from collections import abc
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from verax.errors import VeraxError
+from verax.errors import InvalidParameterError, VeraxError
 from verax.text.engine.outputs import FinishReason, Logprob, RequestMetrics
-from verax.text.engine.prefix_tree import Prefix
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.grammar import GrammarMatcher
-from verax.text.features.lora.loader import LoadedAdapter
+from verax.text.features.lora import LoadedAdapter
 from verax.text.tokens.detokenizer import IncrementalDetokenizer
 
-__all__ = ["Request", "Sequence", "SequenceState"]
+__all__ = ["Message", "Prompt", "Request", "Sequence", "SequenceState", "batch_of", "content"]
+
+Prompt = str | abc.Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: `{"role": "user", "content": text}`, and what else the chat template reads."""
+
+
+def batch_of(prompts: Prompt | abc.Sequence[Prompt]) -> list[str | abc.Sequence[int]]:
+    """Texts and token ids of a batch. One text, one dictionary or one list of token ids is a batch of one.
+
+    Raises:
+        InvalidParameterError: for anything else.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [content(prompts)]
+    if not isinstance(prompts, Iterable):
+        raise InvalidParameterError(f"prompts: expected texts or lists of token ids, got {prompts!r}")
+    items: list[Any] = list(prompts)
+    if items and not isinstance(items[0], (str, Mapping)) and not hasattr(items[0], "__len__"):
+        return [items]
+    return [content(item) for item in items]
+
+
+def content(prompt: Any) -> str | abc.Sequence[int]:
+    """Text or token ids of one prompt; `prompt_token_ids` of a dictionary before its `prompt`.
+
+    Raises:
+        InvalidParameterError: for a dictionary that has neither.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt
+    for key in ("prompt_token_ids", "prompt"):
+        if prompt.get(key) is not None:
+            return prompt[key]
+    raise InvalidParameterError(f"prompts: expected prompt or prompt_token_ids in a dictionary, got {sorted(prompt)}")
 
 
 class SequenceState(enum.Enum):
@@ -44,8 +87,6 @@ class Sequence:
     """Place of its adapter on the device while it runs; None without an adapter."""
     tables: list[list[int]] = field(default_factory=list)
     """Block table of each cache group, 0 in the places of blocks that were given back. Empty while it waits."""
-    prefix: Prefix | None = None
-    """Its full blocks as far as they are registered in the prefix cache; None for none."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0

@@ -1,4 +1,10 @@
-"""Group of hosts that run one engine: how they find each other, what they compare, and how they end."""
+"""Several hosts that run one engine: how they find each other, what they compare, what rank 0 sends, and how they end.
+
+Rank 0 schedules and sends each dispatch over one ZeroMQ link to each follower: a pair of sockets of the kind PAIR,
+encrypted by CURVE, on which messages arrive once and in order, and a broken connection is not made again. Rank 0
+listens at its own address, with a port and a CURVE key for each follower. Only who has the public key can connect; it
+reaches the follower by the key-value store of JAX's coordination service.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +16,216 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 
 from verax import _compat
 from verax._optional import require_optional
 from verax.errors import HostsError
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.hosts.dispatch import Dispatch
-from verax.text.hosts.link import Address, Link
+from verax.text.step.step import StepShape
 
-__all__ = ["Group"]
+__all__ = ["Dispatch", "Group", "Link", "ProgramName"]
+
+ProgramName = Literal["admit", "adapt", "step", "sample", "extend", "draft"]
+
+COMPRESSED_FROM = 4096
+"""Bytes from which a message is compressed: the row of an admitted sequence is padded to the longest context."""
+
+
+class Dispatch(msgspec.Struct, frozen=True, array_like=True):
+    """A program and the arrays that the host gives it. The device state is that which the dispatches before it left.
+
+    Attributes:
+        program: `"admit"` fills a slot, `"adapt"` writes an adapter, `"step"` runs a step, `"sample"` samples the step
+            before it, `"extend"` puts blocks into tables before drafts, `"draft"` runs a step of the draft model.
+        arrays: int32 arrays in the order of the program's arguments, as shapes and bytes.
+        shape: the bucket of a step, of either model.
+    """
+
+    program: ProgramName
+    arrays: tuple[tuple[tuple[int, ...], bytes], ...]
+    shape: StepShape | None = None
+
+    @classmethod
+    def of(cls, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> Dispatch:
+        """A dispatch of a program with int32 arrays."""
+        return cls(program, tuple((array.shape, array.tobytes()) for array in arrays), shape)
+
+    def unpack(self) -> tuple[np.ndarray, ...]:
+        """The arrays."""
+        return tuple(np.frombuffer(data, np.int32).reshape(shape) for shape, data in self.arrays)
+
+    def encode(self) -> bytes:
+        """The message."""
+        message = msgspec.msgpack.encode(self)
+        # The numbers of an adapter hardly get smaller.
+        compresses = len(message) >= COMPRESSED_FROM and self.program != "adapt"
+        return b"z" + zlib.compress(message, 1) if compresses else b"-" + message
+
+    @classmethod
+    def decode(cls, message: bytes) -> Dispatch:
+        """The dispatch of a message."""
+        body = zlib.decompress(message[1:]) if message[:1] == b"z" else message[1:]
+        return msgspec.msgpack.decode(body, type=cls)
+
+
+HEARTBEAT = 1_000
+"""Milliseconds between two signs of life. ZeroMQ's own threads send them, whatever Python does."""
+
+SILENCE = 5_000
+"""Milliseconds without an answer after which the other side counts as gone."""
+
+
+class Address(NamedTuple):
+    """Numeric host, port and public key of a listening link."""
+
+    host: str
+    port: int
+    public_key: str
+
+    @property
+    def endpoint(self) -> str:
+        """The address by ZeroMQ's name."""
+        return f"tcp://{bracketed(self.host)}:{self.port}"
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+class Link:
+    """Connection to one rank. One thread at a time sends and receives.
+
+    Args:
+        socket: a PAIR socket, before it listens or connects.
+        rank: the rank at the other end.
+        on_lost: called once, on a thread of the link's own, when the other side is gone before `part`.
+    """
+
+    def __init__(self, socket: Any, rank: int, on_lost: Callable[[int], None]):
+        self.rank = rank
+        self._zmq = require_optional("zmq")
+        self._socket = socket
+        self._on_lost = on_lost
+        self._parted = False
+        self._gone = False
+        self._monitor = socket.get_monitor_socket()
+
+    @classmethod
+    def listen(cls, host: str, rank: int, on_lost: Callable[[int], None]) -> tuple[Link, Address]:
+        """Listen for a rank at an address of this host, on a free port."""
+        zmq = require_optional("zmq")
+        socket = _socket(zmq, host)
+        public, secret = zmq.curve_keypair()
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        link = cls(socket, rank, on_lost)
+        address = Address(host, socket.bind_to_random_port(f"tcp://{bracketed(host)}"), public.decode())
+        return link, address
+
+    @classmethod
+    def connect(cls, address: Address, rank: int, on_lost: Callable[[int], None]) -> Link:
+        """Connect to a rank that listens."""
+        zmq = require_optional("zmq")
+        socket = _socket(zmq, address.host)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = address.public_key.encode()
+        link = cls(socket, rank, on_lost)
+        socket.connect(address.endpoint)
+        link.send(b"")
+        link._start_watch(None)
+        return link
+
+    def accept(self, address: Address, timeout: float) -> None:
+        """Wait for the other side's first message, which is empty.
+
+        Raises:
+            HostsError: if none arrives within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._socket.poll(100):
+            if time.monotonic() > deadline:
+                raise HostsError(
+                    f"node_rank: rank {self.rank} has joined and did not connect to {address.endpoint} within "
+                    f"{timeout:.0f} s; a firewall between the hosts must let their ports through"
+                )
+        self._start_watch(self._socket.recv(copy=False).get(self._zmq.SRCFD))
+
+    def send(self, message: bytes) -> None:
+        """Send a message, without waiting.
+
+        Raises:
+            HostsError: if the other side is gone.
+        """
+        try:
+            if not self._gone:
+                return self._socket.send(message, self._zmq.NOBLOCK)
+        except self._zmq.Again:
+            pass
+        raise HostsError(f"node_rank: rank {self.rank} is gone")
+
+    def receive(self) -> bytes:
+        """Wait for the next message."""
+        return self._socket.recv()
+
+    def part(self) -> None:
+        """Expect the end of the connection, which is no loss from now on."""
+        self._parted = True
+
+    def wait(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for a message, and drop it."""
+        if self._socket.poll(round(timeout * 1000)):
+            self._socket.recv()
+
+    def close(self, linger: float) -> None:
+        """End the connection; messages on their way have `linger` seconds."""
+        self.part()
+        self._socket.disable_monitor()
+        self._socket.close(linger=round(linger * 1000))
+
+    def _start_watch(self, descriptor: int | None) -> None:
+        name = f"verax-rank-{self.rank}"
+        threading.Thread(target=self._watch, args=(descriptor,), name=name, daemon=True).start()
+
+    def _watch(self, descriptor: int | None) -> None:
+        """Wait until the connection ends.
+
+        Args:
+            descriptor: its file descriptor; None if the socket has no other connection. Others come to a port where
+                somebody listens. They have no key, so that the first handshake that succeeds is that of the connection.
+        """
+        parse = require_optional("zmq.utils.monitor").parse_monitor_message
+        established = False
+        while True:
+            event = parse(self._monitor.recv_multipart())
+            if event["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                established = True
+            elif event["event"] == self._zmq.EVENT_DISCONNECTED and established and not self._parted:
+                if descriptor in (None, event["value"]):
+                    self._gone = True
+                    self._on_lost(self.rank)
+                    return
+            elif event["event"] == self._zmq.EVENT_MONITOR_STOPPED:
+                self._monitor.close()
+                return
+
+
+def _socket(zmq: Any, host: str) -> Any:
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.ipv6 = ":" in host
+    socket.sndhwm = socket.rcvhwm = 0  # what is on its way is bounded by the steps, each of which needs all ranks
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT, SILENCE
+    return socket
+
 
 JOIN_TIMEOUT = 300.0
 """Seconds that a host waits for the others, as in `jax.distributed`."""

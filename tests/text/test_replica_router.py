@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from verax.text.engine import routing
-from verax.text.engine.routing import SEQUENCE_TOKENS, Router, work
+from verax.text.engine import replicas as routing
+from verax.text.engine.replicas import ReplicaRouter
+from verax.text.engine.scheduler import SEQUENCE_TOKENS, work
 
 PREFIX = list(range(100, 164))
 
@@ -22,7 +23,7 @@ def replicas():
 
 @pytest.fixture
 def router(replicas):
-    return Router(replicas, block_size=16)
+    return ReplicaRouter(replicas, block_size=16)
 
 
 def test_work_is_what_waits_and_a_constant_for_each_sequence():
@@ -79,7 +80,7 @@ def test_adapters_share_no_prefix(router, replicas):
 
 
 def test_without_a_prefix_cache_work_alone_decides(replicas):
-    router = Router(replicas, block_size=None)
+    router = ReplicaRouter(replicas, block_size=None)
     assert router.choose(PREFIX) is replicas[0]
     replicas[0].load = 1
     assert router.choose(PREFIX) is replicas[1]

@@ -1,0 +1,495 @@
+"""Chat format of a checkpoint: the syntax of its answers, the parser of an answer, and the grammar of its tool calls.
+
+The chat template teaches the model the syntax of reasoning and tool calls. The parser splits an answer into reasoning,
+content and tool calls as it streams, each part as soon as it is certain.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verax.errors import InvalidParameterError
+from verax.text.features.tool_calls import (
+    CallReader,
+    CallSink,
+    Delta,
+    Function,
+    JsonCallReader,
+    Outcome,
+    XmlCallReader,
+    find_tag,
+    function_tag,
+    read_functions,
+)
+from verax.text.tokens.tokenizer import Tokenizer
+
+__all__ = [
+    "AnswerParser",
+    "ChatFormat",
+    "ReasoningState",
+    "ToolChoice",
+    "ToolSyntax",
+    "chat_format",
+    "parser_for",
+    "tool_grammar",
+]
+
+OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "none"]
+"""Syntax of tool calls, by vLLM's names of its parsers:
+
+- hermes: JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3);
+- qwen3_coder: XML in `<tool_call>` (Qwen3-Coder, Qwen3.5);
+- llama3_json: an answer that is JSON (Llama 3.1 and later);
+- none: the template has no tool calls. An answer can still be one, as with llama3_json: a grammar can demand it.
+"""
+
+ReasoningState = Literal["none", "open", "inside", "over"]
+"""State of the reasoning where the answer begins:
+
+- none: the model does not reason;
+- open: the answer may begin with `<think>`;
+- inside: the prompt ends inside of the reasoning;
+- over: the prompt has closed it.
+"""
+
+_LLAMA = re.compile(r'\{"name":.*"parameters":', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Syntax of a checkpoint's answers."""
+
+    tools: ToolSyntax = "none"
+    reasoning: bool = False
+    """True if the model can reason in `<think>` before it answers."""
+    special_tokens: frozenset[str] = frozenset()
+    """Tags above that are special tokens, which a tokenizer leaves out of the text unless told otherwise."""
+    turn_tokens: tuple[str, ...] = ()
+    """Special tokens of the template: the last one in a prompt stands before the answer."""
+
+    @property
+    def sampling_overrides(self) -> dict[str, Any]:
+        """Fields of `SamplingParams` that a request needs for its answer to be parsed.
+
+        The token that ends an answer is never part of its text, so that nothing has to be cut off.
+        """
+        return {"skip_special_tokens": False} if self.special_tokens else {}
+
+    def reasoning_state(self, prompt: str) -> ReasoningState:
+        """State of the reasoning at the end of a rendered prompt."""
+        if not self.reasoning:
+            return "none"
+        begin = max((prompt.rfind(token) + len(token) for token in self.turn_tokens if token in prompt), default=0)
+        tail = prompt[begin:] if begin else prompt.rstrip()[-len(CLOSE_REASONING) :]
+        opened, closed = tail.rfind(OPEN_REASONING), tail.rfind(CLOSE_REASONING)
+        if opened == closed:
+            return "open"
+        return "inside" if opened > closed else "over"
+
+    def structured_after(self, prompt: str) -> str | None:
+        """Text behind which a grammar begins, for `StructuredOutputs(after=...)`: the end of the reasoning, or None."""
+        return CLOSE_REASONING if self.reasoning_state(prompt) == "inside" else None
+
+
+def chat_format(tokenizer: Tokenizer) -> ChatFormat:
+    """Format of a checkpoint, from its chat template and its vocabulary."""
+    templates = tokenizer.chat_templates
+    template = templates.get("tool_use", templates.get("default", ""))
+    special = {token for number in tokenizer.special_token_ids if (token := tokenizer.token(number))}
+    in_vocabulary = all(tokenizer.token_id(tag) is not None for tag in (OPEN_REASONING, CLOSE_REASONING))
+    tags = {OPEN_REASONING, CLOSE_REASONING, OPEN_CALL, CLOSE_CALL, PYTHON_TAG}
+    return ChatFormat(
+        tools=_tool_syntax(template),
+        reasoning=bool(template) and (CLOSE_REASONING in template or in_vocabulary),
+        special_tokens=frozenset(tags & special),
+        turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
+    )
+
+
+def _tool_syntax(template: str) -> ToolSyntax:
+    plain = template.replace('\\"', '"')
+    if OPEN_CALL in plain and "<function=" in plain and "<parameter=" in plain:
+        return "qwen3_coder"
+    # GLM writes keys and values as tags inside of the same tag.
+    if OPEN_CALL in plain and "arguments" in plain and "<arg_key>" not in plain:
+        return "hermes"
+    if _LLAMA.search(plain) and "tool_calls" in plain:
+        return "llama3_json"
+    return "none"
+
+
+class AnswerParser:
+    """Parser of one answer. The deltas joined do not depend on how the text was cut into pieces.
+
+    - Reasoning is one block at the beginning. `</think>` ends it, and so does a tool call.
+    - A tool call names a known function. What only looks like one is text, as it was written.
+    - White space around a tag belongs to the tag.
+    - Held back are white space, what may become a tag, and a call until it is certain to be one.
+    """
+
+    def __init__(
+        self,
+        reader: Callable[[str], CallReader] | None = None,
+        *,
+        call_tags: Sequence[str] = (),
+        reasoning: ReasoningState = "none",
+    ):
+        """Begin an answer.
+
+        Args:
+            reader: makes the reader of a call from the tag that begins it; None if calls are not parsed.
+            call_tags: tags that begin a call. Without any, only an answer that begins with JSON is a call.
+            reasoning: state of the reasoning at the end of the prompt; "none" if it is not parsed.
+        """
+        self._new_reader = reader
+        self._call_tags = tuple(call_tags)
+        self._prompt_state = reasoning
+        self._pending = ""
+        self._in_reasoning = False
+        self._calls = CallSink()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._has_content = False
+        self._space = ""
+        """White space behind a tag: dropped unless it stands between two pieces of content."""
+        self._behind_tag = False
+        self._raw: list[str] = []
+        """Text of what may be a call, to be given back if it is none."""
+        self._reader: CallReader | None = None
+        self._step = self._begin if reasoning in ("open", "inside") else self._begin_content()
+
+    def feed(self, text: str) -> Delta:
+        """Take a further piece of the answer; the delta of what is certain now."""
+        self._pending += text
+        return self._run(final=False)
+
+    def finish(self) -> Delta:
+        """End the answer; the delta of the rest."""
+        return self._run(final=True)
+
+    def _run(self, final: bool) -> Delta:
+        while self._step(final):
+            pass
+        delta = Delta("".join(self._content), "".join(self._reasoning), self._calls.take())
+        self._content, self._reasoning = [], []
+        return delta
+
+    def _begin(self, final: bool) -> bool:
+        """The reasoning's tag, which a model may write though the prompt has it already."""
+        rest = self._pending.lstrip()
+        if not final and rest != OPEN_REASONING and OPEN_REASONING.startswith(rest):
+            return False
+        opened = rest.startswith(OPEN_REASONING)
+        if opened or self._prompt_state == "inside":
+            self._pending = rest.removeprefix(OPEN_REASONING)
+            self._in_reasoning = self._behind_tag = True
+            self._step = self._text
+        else:
+            self._step = self._begin_content()
+        return True
+
+    def _begin_content(self) -> Callable[[bool], bool]:
+        """Step that the content begins with."""
+        return self._text if self._new_reader is None or self._call_tags else self._begin_json
+
+    def _begin_json(self, final: bool) -> bool:
+        """A call without tags, at the beginning of the content or behind another one."""
+        rest = self._pending.lstrip("; \t\r\n" if self._calls.count else " \t\r\n")
+        if not final and rest != PYTHON_TAG and PYTHON_TAG.startswith(rest):
+            return False
+        tagged = rest.removeprefix(PYTHON_TAG).lstrip()
+        if not final and not tagged:
+            return False
+        if tagged.startswith("{"):
+            self._begin_call(self._pending[: -len(tagged)], "", tagged)
+        else:
+            self._pending = rest if self._calls.count and not rest else self._pending
+            self._stop_calls()
+        return True
+
+    def _stop_calls(self) -> None:
+        """From now on everything is content."""
+        self._new_reader = None
+        self._step = self._text
+
+    def _text(self, final: bool) -> bool:
+        """Reasoning or content, up to the next tag."""
+        tags = (*((CLOSE_REASONING,) if self._in_reasoning else ()), *self._call_tags)
+        if not tags:
+            self._emit(self._pending)
+            self._pending = ""
+            return False
+        at, tag = find_tag(self._pending, tags, final=final)
+        before = self._pending[:at]
+        kept = before if final and tag is None else before.rstrip()
+        self._emit(kept)
+        if tag is None:
+            self._pending = self._pending[len(kept) :]
+            return False
+        rest = self._pending[at + len(tag) :]
+        if tag == CLOSE_REASONING:
+            self._pending = rest
+            self._pass_tag()
+            self._step = self._begin_content()
+        else:
+            self._begin_call(before[len(kept) :] + tag, tag, rest)
+        return True
+
+    def _begin_call(self, raw: str, tag: str, rest: str) -> None:
+        assert self._new_reader is not None
+        self._raw = [raw]
+        self._pending = rest
+        self._reader = self._new_reader(tag)
+        self._step = self._call
+
+    def _call(self, final: bool) -> bool:
+        assert self._reader is not None
+        read, outcome = self._reader.read(self._pending, self._calls, final=final)
+        if not self._reader.committed:
+            self._raw.append(self._pending[:read])
+        self._pending = self._pending[read:]
+        if outcome is Outcome.OPEN:
+            return False
+        if outcome is Outcome.REFUSED:
+            self._emit("".join(self._raw))
+            if self._call_tags:
+                self._step = self._text
+            else:
+                self._stop_calls()
+            return True
+        self._pass_tag()
+        self._step = self._begin_content()
+        return True
+
+    def _pass_tag(self) -> None:
+        """Go on with content behind a tag."""
+        self._in_reasoning = False
+        self._behind_tag = True
+        self._space = ""
+
+    def _emit(self, text: str) -> None:
+        """Put text into the reasoning or the content."""
+        if self._behind_tag:
+            stripped = text.lstrip()
+            if not stripped:
+                self._space += text
+                return
+            text = self._space + text if self._has_content else stripped
+            self._behind_tag = False
+            self._space = ""
+        if self._in_reasoning:
+            self._reasoning.append(text)
+        elif text:
+            self._content.append(text)
+            self._has_content = True
+
+
+def parser_for(
+    template: ChatFormat,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    prompt: str,
+    parse_tool_calls: bool,
+    parse_reasoning: bool,
+) -> AnswerParser:
+    """Parser of one answer to a prompt.
+
+    Args:
+        template: format of the checkpoint's answers.
+        tools: functions that the request offers, in OpenAI's form; only calls of these are parsed.
+        prompt: rendered by the chat template.
+        parse_tool_calls: False leaves calls in the content.
+        parse_reasoning: False leaves the reasoning and its tags in the content.
+
+    Raises:
+        InvalidParameterError: if `tools` are no functions.
+    """
+    reasoning = template.reasoning_state(prompt) if parse_reasoning else "none"
+    functions = read_functions(tools) if parse_tool_calls else {}
+    if not functions:
+        return AnswerParser(reasoning=reasoning)
+    reader, tags = _calls_of(template, functions)
+    return AnswerParser(reader, call_tags=tags, reasoning=reasoning)
+
+
+def _calls_of(
+    template: ChatFormat, functions: Mapping[str, Function]
+) -> tuple[Callable[[str], CallReader], Sequence[str]]:
+    """Factory of readers of the format's calls, and the tags that begin a call."""
+    match template.tools:
+        case "hermes":
+            return lambda tag: JsonCallReader(functions, CLOSE_CALL), (OPEN_CALL,)
+        case "qwen3_coder":
+            # Models forget the outer tag now and then.
+            return lambda tag: XmlCallReader(functions, tag), (OPEN_CALL, *map(function_tag, functions))
+        case _:
+            return lambda tag: JsonCallReader(functions), ()
+
+
+ToolChoice = str | Mapping[str, Any]
+""""none", "auto", "required", or a function: `{"type": "function", "function": {"name": ...}}`."""
+
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
+"""JSON as templates write it, and models with them."""
+
+_ANY_TEXT = r"/(.|\n)*/"
+_END_VALUE = "\n</parameter>\n"
+
+
+def tool_grammar(
+    template: ChatFormat,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: ToolChoice = "auto",
+    parallel: bool = True,
+    *,
+    prompt: str = "",
+) -> dict[str, str] | None:
+    """Arguments of `StructuredOutputs` that make an answer obey `tool_choice`; None if any answer will do.
+
+    With "auto" only strict functions need a grammar, and `parallel` being False. A grammar leaves the model its
+    reasoning.
+
+    Args:
+        template: format of the checkpoint's answers.
+        tools: functions that the request offers, in OpenAI's form.
+        tool_choice: "none", "auto", "required" or a function.
+        parallel: False for one call at most.
+        prompt: rendered by the chat template.
+
+    Raises:
+        InvalidParameterError: naming `tools` or `tool_choice`.
+    """
+    functions = read_functions(tools)
+    chosen = _chosen(tool_choice, functions)
+    free = tool_choice == "auto" and parallel and not any(function.strict for function in chosen.values())
+    if not chosen or free:
+        return None
+    lark = _Lark(template, chosen, strict_only=tool_choice == "auto")
+    calls = lark.calls(parallel)
+    start = lark.text_or_calls(parallel) if tool_choice == "auto" else calls
+    if tool_choice != "auto" and template.reasoning_state(prompt) == "open":
+        start = lark.reasoning_before(start)
+    grammar = {"grammar": lark.text(start)}
+    after = template.structured_after(prompt)
+    return grammar if after is None else {**grammar, "after": after}
+
+
+class _Lark:
+    """Rules of a grammar."""
+
+    def __init__(self, template: ChatFormat, functions: Mapping[str, Function], *, strict_only: bool):
+        """Write the rules of calls of some functions. With `strict_only` the others take any arguments."""
+        self._special = template.special_tokens
+        self._tagged = template.tools in ("hermes", "qwen3_coder")
+        self._rules: dict[str, str] = {}
+        write = self._xml if template.tools == "qwen3_coder" else self._json
+        key = "arguments" if template.tools == "hermes" else "parameters"
+        for i, function in enumerate(functions.values()):
+            self._rules[f"function_{i}"] = write(i, function, key, any_arguments=strict_only and not function.strict)
+        self._rules["function"] = " | ".join(f"function_{i}" for i in range(len(functions)))
+
+    def text(self, start: str) -> str:
+        """The grammar, with the body of its first rule."""
+        return "".join(f"{name}: {body}\n" for name, body in {"start": start, **self._rules}.items())
+
+    def calls(self, parallel: bool) -> str:
+        """Body that is one call, or one and more."""
+        if not self._tagged:
+            return 'function ("; " function)*' if parallel else "function"
+        self._rules["inner"] = f'"\\n" function "\\n" {self._tag(CLOSE_CALL)}'
+        call = f"{self._tag(OPEN_CALL)} inner"
+        return f'{call} ("\\n" {call})*' if parallel else call
+
+    def text_or_calls(self, parallel: bool) -> str:
+        """Body that is text with calls in it, or without."""
+        if not self._tagged:
+            self._rules["text"] = r"/([^{\s](.|\n)*)?/"
+            return f"{self.calls(parallel)} | text"
+        self._rules["text"] = _ANY_TEXT
+        before = self._up_to(OPEN_CALL)
+        return f"({before} inner)* text" if parallel else f"{before} inner | text"
+
+    def reasoning_before(self, body: str) -> str:
+        """Body that begins with the model's reasoning, if the model likes."""
+        self._rules["body"] = body
+        thought = self._up_to(CLOSE_REASONING)
+        return f"({self._tag(OPEN_REASONING)} {thought} /\\s*/)? body"
+
+    def _json(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+        """A function's call as JSON."""
+        schema = {"type": "object"} if any_arguments else {"type": "object", **function.schema}
+        self._rules[f"arguments_{number}"] = _json_of(schema)
+        opening = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
+        return f'{_literal(opening)} arguments_{number} "}}"'
+
+    def _xml(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+        """A function's call as XML, with its parameters in the schema's order."""
+        required = () if any_arguments else function.schema.get("required", ())
+        parts: list[str] = []
+        for i, name in enumerate(function.parameters):
+            rule = f"parameter_{number}_{i}"
+            opening = _literal(f"<parameter={name}>\n")
+            self._rules[rule] = f"{opening} {self._value(function, name)}"
+            parts.append(rule if name in required else f"{rule}?")
+        return " ".join([_literal(function_tag(function.name) + "\n"), *parts, _literal("</function>")])
+
+    def _value(self, function: Function, name: str) -> str:
+        """A parameter's value, and the tag behind it."""
+        schema = function.parameters[name]
+        types = function.types(name)
+        values = schema.get("enum")
+        if types == {"string"} and values:
+            return f"({' | '.join(_literal(value) for value in values)}) {_literal(_END_VALUE)}"
+        if not types or "string" in types:
+            self._rules["value[lazy]"] = r"/(.|\n)*\n<\/parameter>\n/"
+            return "value"
+        definitions = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
+        rule = f"json_{len(self._rules)}"
+        self._rules[rule] = _json_of({**definitions, **schema})
+        return f"{rule} {_literal(_END_VALUE)}"
+
+    def _tag(self, tag: str) -> str:
+        """A tag: a special token by its name, or text."""
+        return tag if tag in self._special else _literal(tag)
+
+    def _up_to(self, tag: str) -> str:
+        """Text up to the first such tag, and the tag."""
+        if tag in self._special:
+            return f"{_ANY_TEXT} {tag}"
+        self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + tag.replace("/", r"\/") + "/"
+        return "up_to_tag"
+
+
+def _json_of(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({"x-guidance": _JSON_FORM, **schema}, ensure_ascii=False)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _chosen(tool_choice: ToolChoice, functions: Mapping[str, Function]) -> Mapping[str, Function]:
+    """Functions that may be called."""
+    if tool_choice == "none" or (tool_choice == "auto" and not functions):
+        return {}
+    if not functions:
+        raise InvalidParameterError("tool_choice: there are no tools to choose from")
+    if tool_choice in ("auto", "required"):
+        return functions
+    named = tool_choice.get("function", tool_choice) if isinstance(tool_choice, Mapping) else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if not isinstance(name, str):
+        raise InvalidParameterError(
+            f"tool_choice: expected none, auto, required or a function's name, got {tool_choice!r}"
+        )
+    if name not in functions:
+        raise InvalidParameterError(f"tool_choice: tools has no function {name!r}, only {', '.join(functions)}")
+    return {name: functions[name]}
