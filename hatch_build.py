@@ -18,8 +18,9 @@ PACKAGE = "src/verax/ops/cpu"
 class NativeLibrary(BuildHookInterface):
     """Adds `libverax-SYSTEM-MACHINE.so` to wheels, and to the source tree of an editable installation.
 
-    A wheel has every level of instructions, an editable installation those that this machine runs. The environment
-    variable `VERAX_BUILD_LEVELS` names others, such as `"avx512 avx2"`.
+    A wheel has every level of instructions, an editable installation all that this machine runs, which the tests want.
+    The environment variable `VERAX_BUILD_LEVELS` names others: `"avx512 avx2"`, or `best` for the machine's best level
+    alone. The portable level is always there.
     """
 
     def dependencies(self) -> list[str]:
@@ -53,7 +54,7 @@ class NativeLibrary(BuildHookInterface):
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what was compiled aside."""
+        """Remove the folder in which a wheel's library was compiled."""
         if hasattr(self, "folder"):
             self.folder.cleanup()
 

@@ -1,15 +1,21 @@
 """Compile the native library with the machine's C++ compiler: `python -m verax.ops.cpu.build`.
 
 The package's build hook runs this file by its path, in an environment that has neither verax nor JAX: it imports the
-standard library and `verax.sampling_fields` only, and looks for XLA's headers in whatever jaxlib is there.
+standard library only, and looks for XLA's headers in whatever jaxlib is there.
 
 Which jaxlib's headers: a library runs under the jaxlib that it was compiled against and under newer ones, not under
 older ones. So the hook requires the oldest that verax supports (`HEADERS`), and one build serves all.
+
+A compiled object is kept in `$VERAX_CACHE_DIR/build` (by default `~/.cache/verax/build`; none if the variable is empty)
+under the hash of everything that it is made of: compiler, flags, source and included headers. A second environment, a
+second clone, a further level or a change of one kernel compiles what differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import importlib.util
 import os
 import platform
@@ -19,11 +25,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["HEADERS", "HERE", "BuildError", "build", "compiler", "library_name"]
+__all__ = ["BEST", "HEADERS", "HERE", "BuildError", "build", "compiler", "library_name"]
 
 HEADERS = "jaxlib>=0.10,<0.11; python_version < '3.15'", "jaxlib>=0.10; python_version >= '3.15'"
 """Requirements that bring XLA's FFI headers, for the build hook. (Python 3.14 is the newest with a jaxlib 0.10.)"""
@@ -36,8 +43,22 @@ LEVEL_ROW = re.compile(r'ROW\((\w+), (\w+),((?:[\s\\]*"[^"]*")+)')
 HERE = "here"
 """Name for all levels that this machine runs."""
 
+BEST = "best"
+"""Name for the best level that this machine runs: all that one who runs models here needs."""
+
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
 
+EMULATE_AMX = "-DVERAX_EMULATE_AMX"
+"""Flag of the level amx, in place of the compiler's own, where its tiles are emulated (kernels/emulated_amx.h)."""
+
+CACHE_BYTES = 512 << 20
+"""Size of the cache of objects above which the least recently used are removed: five levels with sanitisers, twice."""
+
+STALE_SECONDS = 3600
+"""Age from which an unfinished object in the cache is of a build that was interrupted."""
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
+"""Pattern of a header that a source includes."""
 
 _PRINT_LEVELS = """
 #include <cstdio>
@@ -97,8 +118,18 @@ def write_generated_headers(folder: Path) -> None:
     folder.joinpath("sample_fields.h").write_text(cpp_header())
 
 
+def include_flags(generated: Path, *, ffi: bool) -> list[str]:
+    """Compiler flags that name the folders of headers: of the kernels, generated, and, if `ffi`, of XLA."""
+    return ["-I", str(SOURCES), "-I", str(generated), *(("-isystem", str(headers())) if ffi else ())]
+
+
 def build(
-    target: Path, *, flags: Sequence[str] = (), programs: Sequence[Path] = (), levels: Sequence[str] = ()
+    target: Path,
+    *,
+    flags: Sequence[str] = (),
+    programs: Sequence[Path] = (),
+    levels: Sequence[str] = (),
+    emulate_amx: bool = False,
 ) -> list[str]:
     """Compile the library into `target`, replacing it only when all went well.
 
@@ -106,8 +137,10 @@ def build(
         target: the library's path; with `programs`, a folder for them.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
         programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
-        levels: names of the levels to compile beside the one for all processors, or `HERE`; every level of the
+        levels: names of the levels to compile in addition to the portable one, `BEST`, or `HERE`; every level of the
             architecture if empty.
+        emulate_amx: compile the level amx with emulated tiles, which any machine with AVX512-BF16 runs. Programs whose
+            `levels` name amx get them on a machine without AMX, too.
 
     Returns:
         The levels that it holds. A level whose flags the compiler does not know is left out.
@@ -122,38 +155,145 @@ def build(
         raise BuildError("no C++ compiler was found (c++, g++, clang++, or $CXX)")
     with tempfile.TemporaryDirectory(prefix="verax-build-") as name:
         folder = Path(name)
-        every = level_flags()
-        if unknown := sorted({*levels} - {*every, HERE}):
-            raise BuildError(f"there is no level {', '.join(unknown)}; the levels are {', '.join(every)} and {HERE}")
-        taken = {
-            level: options
-            for level, (where, options) in every.items()
-            if where in ("any", architecture(cxx)) and _compiles(cxx, options, folder)
-        }
-        if levels:
-            wanted = {*levels, *(_levels_here(cxx, taken, folder) if HERE in levels else ())}
-            taken = {level: taken[level] for level in taken if level in wanted or every[level][0] == "any"}
-        command = [*cxx, *COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in every)]
-        write_generated_headers(folder)
-        command += ["-I", str(SOURCES), "-I", str(folder), "-c", *(() if programs else ("-isystem", str(headers())))]
-        sources = [source for source in sorted(SOURCES.glob("*.cc")) if not (programs and source.stem.endswith("_ffi"))]
-        units = {folder / f"{source.stem}.o": [str(source)] for source in sources}
+        taken = _levels(cxx, levels, folder, emulate_amx=emulate_amx, tests=bool(programs))
+        emulation = [EMULATE_AMX] if EMULATE_AMX in taken.get("amx", ()) else []
+        ffi = not programs
+        command = [*COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in level_flags())]
+        sources = [source for source in sorted(SOURCES.glob("*.cc")) if ffi or not source.stem.endswith("_ffi")]
+        units = {f"{source.stem}.o": (source, emulation if source.stem == "levels" else []) for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):
             for level, options in taken.items():
-                units[folder / f"{source.stem}-{level}.o"] = [f"-DVERAX_LEVEL={level}", *options, str(source)]
-        mains = {folder / f"{program.stem}.o": [str(program)] for program in programs}
+                units[f"{source.stem}-{level}.o"] = source, [f"-DVERAX_LEVEL={level}", *options]
+        mains = {f"{program.stem}.o": (program, list[str]()) for program in programs}
+        write_generated_headers(folder)
+        objects = _Objects(cxx, include_flags(folder, ffi=ffi), folder)
+
+        def compile_unit(unit: tuple[str, tuple[Path, list[str]]]) -> str:
+            name, (source, options) = unit
+            return str(objects.compile(source, [*command, *options], folder / name))
+
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(_run, ([*command, *more, "-o", str(unit)] for unit, more in {**units, **mains}.items())))
-        link = [*cxx, *flags, "-pthread", *map(str, units)]
-        for main in mains:
-            _link([*link, str(main)], target / main.stem)
+            linked = list(pool.map(compile_unit, {**units, **mains}.items()))
+        objects.trim()
+        link = [*cxx, *flags, "-pthread", *linked[: len(units)]]
+        for program, main_object in zip(programs, linked[len(units) :], strict=True):
+            _link([*link, main_object], target / program.stem)
         if not programs:
             _link([*link, "-shared"], target)
     return list(taken)
 
 
+def _levels(
+    cxx: list[str], levels: Sequence[str], folder: Path, *, emulate_amx: bool, tests: bool
+) -> dict[str, list[str]]:
+    """Flags of each level to compile, best first, as `build` takes its arguments."""
+    every = level_flags()
+    if unknown := sorted({*levels} - {*every, HERE, BEST}):
+        names = f"{', '.join(every)}, {HERE} and {BEST}"
+        raise BuildError(f"there is no level {', '.join(unknown)}; the levels are {names}")
+    here = architecture(cxx)
+    native = {level: options for level, (where, options) in every.items() if where in ("any", here)}
+    taken = {level: options for level, options in native.items() if _compiles(cxx, options, folder)}
+    lacks_amx = tests and "amx" in levels and "amx" in native and "amx" not in _levels_here(cxx, taken, folder)
+    if emulate_amx or lacks_amx:
+        options = [flag for flag in native["amx"] if not flag.startswith("-mamx")]
+        taken = {"amx": [*options, EMULATE_AMX], **{level: taken[level] for level in taken if level != "amx"}}
+    if levels:
+        runnable = _levels_here(cxx, taken, folder) if {HERE, BEST} & {*levels} else []
+        wanted = {*levels, *(runnable if HERE in levels else runnable[:1])}
+        taken = {level: taken[level] for level in taken if level in wanted or every[level][0] == "any"}
+    return taken
+
+
+class _Objects:
+    """Compiles sources into objects, and keeps these in a cache.
+
+    An object enters the cache complete, by a rename, so an interrupted build leaves at most a temporary file; one that
+    is taken out is linked (or copied) into the build's own folder first, so no other build can remove it in between.
+    """
+
+    def __init__(self, cxx: list[str], includes: list[str], folder: Path):
+        self.cxx, self.includes, self.folder = cxx, includes, folder
+        home = os.environ.get("VERAX_CACHE_DIR", str(Path("~/.cache/verax").expanduser()))
+        self.cache = Path(home) / "build" if home else None
+        version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, check=False).stdout
+        self.compiler = f"{shutil.which(cxx[0])} {' '.join(cxx[1:])} {architecture(cxx)} {version}"
+        self.include_folders = [Path(flag) for flag in includes if not flag.startswith("-")]
+        self.texts = dict[Path, bytes]()
+
+    def compile(self, source: Path, flags: Sequence[str], target: Path) -> Path:
+        """Compile a source into `target`, or take it out of the cache."""
+        command = [*self.cxx, *flags, *self.includes, "-c", str(source), "-o"]
+        # What "native" means differs between machines, which may share a cache.
+        if self.cache is None or any("=native" in flag for flag in flags):
+            _run([*command, str(target)])
+            return target
+        kept = self.cache / f"{self._key(source, flags)}.o"
+        try:
+            os.utime(kept)  # used now, which `trim` goes by
+            _link_or_copy(kept, target)
+        except OSError:
+            _run([*command, str(target)])
+            self._keep(target, kept)
+        return target
+
+    def trim(self) -> None:
+        """Remove unfinished objects, and the least recently used ones above `CACHE_BYTES`."""
+        if self.cache is None:
+            return
+        size, now = 0, time.time()
+        kept = [(path.stat(), path) for path in self.cache.glob("*")] if self.cache.is_dir() else []
+        for status, path in sorted(kept, key=lambda entry: entry[0].st_mtime, reverse=True):
+            size += status.st_size
+            unfinished = path.suffix != ".o" and now - status.st_mtime > STALE_SECONDS
+            if unfinished or size > CACHE_BYTES:
+                path.unlink(missing_ok=True)
+
+    def _key(self, source: Path, flags: Sequence[str]) -> str:
+        """Hash of what an object is made of. Paths are not part of it: another clone has the same objects."""
+        digest = hashlib.sha256(repr((self.compiler, list(flags))).encode())
+        for path in self._with_headers(source):
+            digest.update(hashlib.sha256(self._text(path)).digest())
+        return digest.hexdigest()
+
+    def _with_headers(self, source: Path) -> Iterator[Path]:
+        """Source and all headers that it includes, in the order of first use; but for the system's."""
+        seen, waiting = {source}, [source]
+        while waiting:
+            path = waiting.pop(0)
+            yield path
+            for name in INCLUDE.findall(self._text(path).decode(errors="replace")):
+                candidates = (folder / name for folder in (path.parent, *self.include_folders))
+                header = next((header for header in candidates if header.is_file()), None)
+                if header is not None and (header := header.resolve()) not in seen:
+                    seen.add(header)
+                    waiting.append(header)
+
+    def _text(self, path: Path) -> bytes:
+        if path not in self.texts:
+            self.texts[path] = path.read_bytes()
+        return self.texts[path]
+
+    def _keep(self, compiled: Path, kept: Path) -> None:
+        unfinished = kept.with_name(f"{kept.stem}.{os.getpid()}.unfinished")
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(compiled, unfinished)
+            os.replace(unfinished, kept)
+        except OSError:  # a folder that cannot be written, a full disk: the build needs no cache
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+
+
+def _link_or_copy(kept: Path, target: Path) -> None:
+    try:
+        os.link(kept, target)
+    except OSError:  # another file system
+        shutil.copyfile(kept, target)
+
+
 def _link(command: list[str], target: Path) -> None:
-    # Beside the target, so that replacing it is one step: a process that has the old library keeps its file.
+    # Next to the target, so that replacing it is one step: a process that has the old library keeps its file.
     target.parent.mkdir(parents=True, exist_ok=True)
     linked = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -172,7 +312,7 @@ def _compiles(cxx: list[str], flags: Sequence[str], folder: Path) -> bool:
 
 
 def _levels_here(cxx: list[str], levels: Collection[str], folder: Path) -> list[str]:
-    """Those of some levels that this machine runs; all of them if a program of the compiler does not run here."""
+    """Levels out of the given ones that this machine runs, best first; all if a compiled program does not run here."""
     source, program = folder / "here.cc", folder / "here"
     source.write_text(_PRINT_LEVELS)
     defined = [f"-DVERAX_HAS_{level}={int(level in levels)}" for level in level_flags()]
@@ -200,13 +340,18 @@ def main() -> int:
         "--levels",
         nargs="+",
         default=[],
-        help=f"compile these levels and the portable one only; {HERE!r}: this machine's",
+        help=f"compile these levels and the portable one only; {HERE}: all that this machine runs; {BEST}: its best",
     )
+    parser.add_argument("--emulate-amx", action="store_true", help="emulate the tiles of the level amx")
     parser.add_argument("--programs", type=Path, nargs="+", default=[], help="make executables of these C++ files")
     options = parser.parse_args()
     try:
         levels = build(
-            options.target, flags=shlex.split(options.flags), programs=options.programs, levels=options.levels
+            options.target,
+            flags=shlex.split(options.flags),
+            programs=options.programs,
+            levels=options.levels,
+            emulate_amx=options.emulate_amx,
         )
     except BuildError as error:
         sys.stderr.write(f"verax: the native library was not built: {error}\n")

@@ -8,6 +8,17 @@
 #define VERAX_CPU __builtin_cpu_supports  // the operating system saves the registers, too
 #define VERAX_AVX512 VERAX_CPU("avx512bw") && VERAX_CPU("avx512vl") && VERAX_CPU("avx512dq")
 
+// The level amx has the processor's tiles or, for tests on other machines, emulated ones: VERAX_EMULATE_AMX, which
+// build.py defines in its units and in levels.cc. VERAX_TILES is defined in its units.
+#if defined(VERAX_EMULATE_AMX)
+#define VERAX_AMX true
+#else
+#define VERAX_AMX ::verax::amx_permitted()
+#endif
+#if (defined(__AMX_BF16__) || defined(VERAX_EMULATE_AMX)) && !defined(VERAX_PORTABLE)
+#define VERAX_TILES
+#endif
+
 // ROW(level, architecture, compiler flags, test of the processor, capabilities, ...), where `...` is the caller's.
 //
 // Capabilities: bf16_dot multiplies bfloat16, with sums of 32 bits; bf16_tiles multiplies 16 x 32 by 32 x 16 bfloat16 at
@@ -17,7 +28,7 @@
   ROW(amx, x86_64,                                                                                          \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",                                         \
-      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16") && ::verax::amx_permitted(),       \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16") && VERAX_AMX,                      \
       "bf16_dot bf16_tiles fma", __VA_ARGS__)                                                               \
   ROW(avx512_bf16, x86_64,                                                                                  \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \

@@ -6,7 +6,7 @@
 #include "blocks.h"
 #include "code_tiles.h"
 
-#if defined(__AMX_BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_TILES)
 
 namespace verax {
 namespace VERAX_LEVEL {

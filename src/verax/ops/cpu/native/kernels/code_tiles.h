@@ -16,7 +16,7 @@
 
 #include "linear_steps.h"
 
-#if defined(__AMX_BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_TILES)
 
 #include "linear_lanes.h"
 #include "tiles.h"
@@ -46,25 +46,25 @@ template <int T>
 inline void multiply_codes(const int8_t* x, int64_t next_x, const char* codes, int chunks, int32_t* sums) {
   static_assert(T == 0 || T == 1, "two sums under way");
   if constexpr (T == 0) {
-    _tile_zero(0);
+    VERAX_TILE(zero)(0);
   } else {
-    _tile_zero(1);
+    VERAX_TILE(zero)(1);
   }
   for (int c = 0; c < chunks; ++c, x += next_x, codes += CODE_TILE_BYTES) {
     if constexpr (T == 0) {
-      _tile_loadd(4, x, CHUNK);
-      _tile_loadd(6, codes, ROW_BYTES);
-      _tile_dpbsud(0, 4, 6);
+      VERAX_TILE(loadd)(4, x, CHUNK);
+      VERAX_TILE(loadd)(6, codes, ROW_BYTES);
+      VERAX_TILE(dpbsud)(0, 4, 6);
     } else {
-      _tile_loadd(5, x, CHUNK);
-      _tile_loadd(7, codes, ROW_BYTES);
-      _tile_dpbsud(1, 5, 7);
+      VERAX_TILE(loadd)(5, x, CHUNK);
+      VERAX_TILE(loadd)(7, codes, ROW_BYTES);
+      VERAX_TILE(dpbsud)(1, 5, 7);
     }
   }
   if constexpr (T == 0) {
-    _tile_stored(0, sums, ROW_BYTES);
+    VERAX_TILE(stored)(0, sums, ROW_BYTES);
   } else {
-    _tile_stored(1, sums, ROW_BYTES);
+    VERAX_TILE(stored)(1, sums, ROW_BYTES);
   }
 }
 

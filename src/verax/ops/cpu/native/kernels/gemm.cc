@@ -142,13 +142,13 @@ void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
 }
 
 void gemm_pack([[maybe_unused]] const GemmTask& t, [[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {
-#if defined(__AMX_BF16__)
+#if defined(VERAX_TILES)
   pack_tiles(t, begin, end);
 #endif
 }
 
 void gemm_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
-#if defined(__AMX_BF16__)
+#if defined(VERAX_TILES)
   if (t.packed) return multiply_block_by_tiles(t, block, scratch);
 #endif
   switch (t.kind) {

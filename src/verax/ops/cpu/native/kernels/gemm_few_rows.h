@@ -6,7 +6,7 @@
 //     transpose, * scale + bias
 #pragma once
 
-#if defined(__AMX_BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_TILES)
 
 #include "cells.h"
 #include "gemm.h"

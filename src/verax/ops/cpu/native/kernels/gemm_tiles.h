@@ -12,7 +12,7 @@
 // K, whatever is computed beside it, in both.
 #pragma once
 
-#if defined(__AMX_BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_TILES)
 
 #include "blocks.h"
 #include "cells.h"

@@ -258,7 +258,7 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
 }  // namespace
 
 void linear_pack(const LinearTask& t) {
-#if defined(__AMX_BF16__)
+#if defined(VERAX_TILES)
   if (takes_tiles(t)) return pack_digits(t);
 #endif
   switch (t.kind) {
@@ -273,7 +273,7 @@ void linear_pack(const LinearTask& t) {
 }
 
 void linear_columns(const LinearTask& t, int64_t begin, int64_t end) {
-#if defined(__AMX_BF16__)
+#if defined(VERAX_TILES)
   if (takes_tiles(t)) return tiled_columns(t, begin, end);
 #endif
   switch (t.kind) {

@@ -122,7 +122,7 @@ void linear_blocks_pack(const LinearTask& t) {
 void linear_blocks_columns(const LinearTask& t, int64_t begin, int64_t end) {
   const int64_t first = begin / BLOCK, last = (end + BLOCK - 1) / BLOCK;
   with_format(t.block, [&](auto format) {
-#if defined(__AMX_BF16__)
+#if defined(VERAX_TILES)
     if constexpr (decltype(format)::GROUP == CHUNK) {
       if (t.M >= CODE_ROWS) return code_columns<BlockCodes<decltype(format)>>(t, first, last);
     }

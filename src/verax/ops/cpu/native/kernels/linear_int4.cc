@@ -63,7 +63,7 @@ void pack(const LinearTask& t) {
   }
 }
 
-#if defined(__AMX_BF16__)
+#if defined(VERAX_TILES)
 
 // As code_tiles.h multiplies them, 128 inputs at a time.
 struct Int4Codes {
@@ -220,7 +220,7 @@ void linear_int4_pack(const LinearTask& t) { pack(t); }
 
 void linear_int4_columns(const LinearTask& t, int64_t begin, int64_t end) {
   const int64_t first = begin / BLOCK, last = (end + BLOCK - 1) / BLOCK;
-#if defined(__AMX_BF16__)
+#if defined(VERAX_TILES)
   if (t.M >= CODE_ROWS) return code_columns<Int4Codes>(t, first, last);
 #endif
   linear_units<Int4Tile>(t, first, last);

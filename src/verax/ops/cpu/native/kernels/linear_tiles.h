@@ -12,7 +12,7 @@
 
 #include "linear.h"
 
-#if defined(__AMX_BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_TILES)
 
 #include "linear_integers.h"
 #include "linear_steps.h"

@@ -4,11 +4,21 @@
 // that the first has side by side: x, packed before.
 #pragma once
 
-#if defined(__AMX_BF16__) && !defined(VERAX_PORTABLE)
+#include "../levels.h"
+
+#if defined(VERAX_TILES)
 
 #include <immintrin.h>
 
 #include <cstdint>
+
+// Operations on tiles, by their intrinsics' names: VERAX_TILE(zero)(0) is _tile_zero(0), or its emulation.
+#if defined(VERAX_EMULATE_AMX)
+#include "emulated_amx.h"
+#define VERAX_TILE(operation) ::verax::emulated_##operation
+#else
+#define VERAX_TILE(operation) _tile_##operation
+#endif
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -36,8 +46,8 @@ constexpr TileShapes FULL = {1,
 // The shapes of a thread's tiles, for as long as this lives.
 class Tiles {
  public:
-  explicit Tiles(const TileShapes& shapes = FULL) { _tile_loadconfig(&shapes); }
-  ~Tiles() { _tile_release(); }
+  explicit Tiles(const TileShapes& shapes = FULL) { VERAX_TILE(loadconfig)(&shapes); }
+  ~Tiles() { VERAX_TILE(release)(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 };
@@ -53,9 +63,9 @@ struct Strip {
 #define VERAX_TILE_DOT(y, w, x)  \
   do {                           \
     if constexpr (INTEGERS) {    \
-      _tile_dpbssd(y, w, x);     \
+      VERAX_TILE(dpbssd)(y, w, x);     \
     } else {                     \
-      _tile_dpbf16ps(y, w, x);   \
+      VERAX_TILE(dpbf16ps)(y, w, x);   \
     }                            \
   } while (0)
 
@@ -71,15 +81,15 @@ inline void add_tiles(const Strip& strip, const char* x, int64_t next_x, int64_t
         if constexpr (W == 2) _mm_prefetch(w + strip.second + r * strip.row + AHEAD, _MM_HINT_T0);
       }
     }
-    _tile_loadd(6, x, 64);
-    _tile_loadd(4, w, strip.row);
+    VERAX_TILE(loadd)(6, x, 64);
+    VERAX_TILE(loadd)(4, w, strip.row);
     VERAX_TILE_DOT(0, 4, 6);
     if constexpr (X == 2) {
-      _tile_loadd(7, x + next_x, 64);
+      VERAX_TILE(loadd)(7, x + next_x, 64);
       VERAX_TILE_DOT(1, 4, 7);
     }
     if constexpr (W == 2) {
-      _tile_loadd(5, w + strip.second, strip.row);
+      VERAX_TILE(loadd)(5, w + strip.second, strip.row);
       VERAX_TILE_DOT(2, 5, 6);
       if constexpr (X == 2) VERAX_TILE_DOT(3, 5, 7);
     }
@@ -90,24 +100,24 @@ inline void add_tiles(const Strip& strip, const char* x, int64_t next_x, int64_t
 template <int W, int X>
 inline void begin_tiles(const char* sums, bool first) {
   if (first) {
-    _tile_zero(0);
-    if constexpr (X == 2) _tile_zero(1);
-    if constexpr (W == 2) _tile_zero(2);
-    if constexpr (W == 2 && X == 2) _tile_zero(3);
+    VERAX_TILE(zero)(0);
+    if constexpr (X == 2) VERAX_TILE(zero)(1);
+    if constexpr (W == 2) VERAX_TILE(zero)(2);
+    if constexpr (W == 2 && X == 2) VERAX_TILE(zero)(3);
   } else {
-    _tile_loadd(0, sums, 64);
-    if constexpr (X == 2) _tile_loadd(1, sums + TILE_BYTES, 64);
-    if constexpr (W == 2) _tile_loadd(2, sums + 2 * TILE_BYTES, 64);
-    if constexpr (W == 2 && X == 2) _tile_loadd(3, sums + 3 * TILE_BYTES, 64);
+    VERAX_TILE(loadd)(0, sums, 64);
+    if constexpr (X == 2) VERAX_TILE(loadd)(1, sums + TILE_BYTES, 64);
+    if constexpr (W == 2) VERAX_TILE(loadd)(2, sums + 2 * TILE_BYTES, 64);
+    if constexpr (W == 2 && X == 2) VERAX_TILE(loadd)(3, sums + 3 * TILE_BYTES, 64);
   }
 }
 
 template <int W, int X>
 inline void end_tiles(char* sums) {
-  _tile_stored(0, sums, 64);
-  if constexpr (X == 2) _tile_stored(1, sums + TILE_BYTES, 64);
-  if constexpr (W == 2) _tile_stored(2, sums + 2 * TILE_BYTES, 64);
-  if constexpr (W == 2 && X == 2) _tile_stored(3, sums + 3 * TILE_BYTES, 64);
+  VERAX_TILE(stored)(0, sums, 64);
+  if constexpr (X == 2) VERAX_TILE(stored)(1, sums + TILE_BYTES, 64);
+  if constexpr (W == 2) VERAX_TILE(stored)(2, sums + 2 * TILE_BYTES, 64);
+  if constexpr (W == 2 && X == 2) VERAX_TILE(stored)(3, sums + 3 * TILE_BYTES, 64);
 }
 
 }  // namespace
