@@ -9,9 +9,9 @@ import pytest
 SOURCES = Path(__file__).parents[1] / "src" / "verax"
 
 FLOORS = (
-    {"errors", "shapes", "page"},
+    {"errors", "shapes"},
     {"_optional", "files", "progress", "builtin", "_buckets"},
-    {"_compat", "fields", "plots", "published"},
+    {"_compat", "fields", "page", "published"},
     {"machine", "ops"},
     {"nn"},
     {"models"},

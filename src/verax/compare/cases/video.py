@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin
+from verax._optional import require_optional
 from verax.checkpoint.load import random_weight
 from verax.checkpoint.names import clip as names_clip
 from verax.checkpoint.names import umt5 as names_umt5
@@ -26,7 +27,7 @@ from verax.checkpoint.video.published import VAE_2_2
 from verax.compare.align import Names
 from verax.compare.case import Case, Inputs, Shape, Side
 from verax.compare.cases.text import transformers
-from verax.compare.torch_side import reference_package, torch
+from verax.compare.torch_side import torch
 from verax.compare.trace import Watch
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_model
@@ -81,7 +82,7 @@ class PartSides(NamedTuple):
 
 def diffusers() -> Any:
     """The package."""
-    return reference_package("diffusers")
+    return require_optional("diffusers")
 
 
 def _normal(*shape: int) -> np.ndarray:
