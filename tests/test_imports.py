@@ -9,9 +9,9 @@ import pytest
 SOURCES = Path(__file__).parents[1] / "src" / "verax"
 
 FLOORS = (
-    {"errors", "shapes", "page"},
+    {"errors", "shapes"},
     {"_optional", "files", "progress", "builtin", "_buckets", "options"},
-    {"_compat", "fields", "plots", "published", "sampling_fields"},
+    {"_compat", "fields", "page", "published", "sampling_fields"},
     {"machine", "ops"},
     {"nn"},
     {"models"},

@@ -1,4 +1,4 @@
-"""Imports of packages that extras add, `video`, `server`, `plan-tpu` and others, where they are used."""
+"""Imports of packages that extras install, `video`, `server`, `plan-tpu` and others, where they are used."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 from verax.errors import MissingDependencyError
 
-__all__ = ["require_optional"]
+__all__ = ["load_pyplot", "require_optional"]
 
 _PACKAGES = {
+    "accelerate": ("accelerate", "parity"),
     "av": ("PyAV", "video"),
     "PIL": ("Pillow", "video"),
+    "diffusers": ("diffusers", "parity"),
     "ftfy": ("ftfy", "video"),
     "httptools": ("httptools", "server"),
     "jax_plugins": ("jax-cuda13-plugin", "plan-cuda"),
     "libtpu": ("libtpu", "plan-tpu"),
     "llguidance": ("llguidance", "server"),
+    "matplotlib": ("matplotlib", "compare"),
     "markdown_it": ("markdown-it-py", "server"),
     "python_multipart": ("python-multipart", "server"),
     "opentelemetry": ("opentelemetry-exporter-otlp-proto-http", "otel"),
@@ -25,23 +28,28 @@ _PACKAGES = {
     "onnx": ("onnx", "onnxruntime"),
     "onnxruntime": ("onnxruntime", "onnxruntime"),
     "openvino": ("openvino", "openvino"),
+    "optax": ("optax", "train"),
     "orbax": ("orbax-checkpoint", "train"),
     "prometheus_client": ("prometheus-client", "server"),
     "pyarrow": ("pyarrow", "ray"),
     "pygments": ("Pygments", "server"),
     "ray": ("Ray", "ray"),
+    "skimage": ("scikit-image", "compare"),
     "starlette": ("Starlette", "server"),
+    "torch": ("torch", "parity"),
+    "transformers": ("transformers", "parity"),
     "uvicorn": ("uvicorn", "server"),
     "zmq": ("pyzmq", "hosts"),
 }
 """Package and extra by module."""
 
 
-def require_optional(module: str) -> Any:
-    """Import a module of a package that an extra adds.
+def require_optional(module: str, extra: str | None = None) -> Any:
+    """Import a module of a package that an extra installs.
 
     Args:
-        module: its full name, such as `"PIL.Image"`.
+        module: full name of the module, such as `"PIL.Image"`.
+        extra: extra that the error names; the usual one of the package if None.
 
     Raises:
         MissingDependencyError: if the package is not installed.
@@ -49,5 +57,18 @@ def require_optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package, extra = _PACKAGES[module.partition(".")[0]]
-        raise MissingDependencyError(f"{package} is not installed: pip install 'verax[{extra}]'") from error
+        package, usual = _PACKAGES[module.partition(".")[0]]
+        raise MissingDependencyError(f"{package} is not installed: pip install 'verax[{extra or usual}]'") from error
+
+
+def load_pyplot(extra: str = "train") -> Any:
+    """Import `matplotlib.pyplot`, set to draw into files only.
+
+    Args:
+        extra: extra that the error names.
+
+    Raises:
+        MissingDependencyError: without matplotlib.
+    """
+    require_optional("matplotlib", extra).use("Agg")
+    return importlib.import_module("matplotlib.pyplot")

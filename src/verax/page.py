@@ -1,12 +1,18 @@
-"""One HTML page that needs no network: its frame, its style, its tables and figures."""
+"""HTML pages that need no network: their frame, style, tables, figures, and plots as SVG."""
 
 from __future__ import annotations
 
+import contextlib
 import html
-from collections.abc import Iterable, Sequence
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["escaped", "figure", "page", "table"]
+from verax._optional import load_pyplot
+
+__all__ = ["escaped", "figure", "page", "svg_style", "svg_text", "table"]
+
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -17,6 +23,7 @@ td:first-child { font-family: ui-monospace, monospace }
 tbody tr:hover { background: #f7fbff } tr.marked { background: #fde7e7 }
 .good, .bad { font-size: 20px; font-weight: bold } .good { color: #15803d } .bad { color: #b91c1c }
 figure { margin: 1.5em 0 } figcaption { font-weight: bold } svg { width: 100%; height: auto }
+img, video { max-width: 100%; height: auto }
 """
 
 
@@ -59,3 +66,25 @@ def figure(caption: str, svg: str) -> str:
 def escaped(text: Any) -> str:
     """Text for HTML."""
     return html.escape(str(text))
+
+
+@contextlib.contextmanager
+def svg_style(extra: str) -> Iterator[Any]:
+    """`matplotlib.pyplot` with the style of pages: text stays text, and a figure is the same in every run.
+
+    Args:
+        extra: extra that installs matplotlib; errors name it.
+    """
+    plt = load_pyplot(extra)
+    with plt.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "verax"}):
+        yield plt
+
+
+def svg_text(figure: Any) -> str:
+    """SVG of a figure, for a page. The figure is closed."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    load_pyplot().close(figure)
+    text = out.getvalue()
+    # Names of the plot's pieces, which nothing refers to, would stand twice in a page with two plots.
+    return re.sub(r'<g id="\w+_\d+">', "<g>", text[text.index("<svg") :])

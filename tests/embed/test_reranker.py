@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import random_sentences, tiny_encoder, tiny_reranker
 from verax import Reranker
-from verax.embed.scorers import PREFIX, SUFFIX
+from verax.embed.reranker import PREFIX, SUFFIX
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 
 QUERY = "who sat on the mat ?"

@@ -1,4 +1,4 @@
-"""Parts of a video model beside diffusers': what is compared with what, by name."""
+"""Parts of a video model, and the clip of its whole pipeline, compared with diffusers'."""
 
 import pytest
 
@@ -7,6 +7,7 @@ pytest.importorskip("diffusers")
 
 from verax.compare import compare_case
 from verax.compare.cases.video import video_case
+from verax.compare.pipelines import Clip, compare_pipelines, random_video
 from verax.errors import InvalidParameterError
 
 
@@ -28,3 +29,18 @@ def test_a_block_of_the_transformer_is_compared_in_all_of_its_parts():
 def test_an_unknown_part_is_refused():
     with pytest.raises(InvalidParameterError, match="image_encoder"):
         video_case(None, "decoder")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return random_video(tmp_path_factory.mktemp("random") / "video")
+
+
+def test_in_float32_every_frame_is_within_60_db_of_diffusers(model):
+    report = compare_pipelines(model, Clip(num_frames=5, num_inference_steps=2))
+    found = report.comparison
+    assert (found.frames, found.height, found.width) == (5, 32, 48)
+    assert min(found.psnr) > 60
+    assert min(found.ssim) > 0.9999
+    assert report.failures == []
+    assert report.first.std() > 10  # of 255: there is something to be seen

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_qwen3 import LLAMA3_ROPE, SIZES, TOKENS
+from tests.parity.test_causal_lm import LLAMA3_ROPE, SIZES, TOKENS
 from tests.support import gguf as files
 from tests.support.causal_lm import model_logits, relative
 from tests.support.tiny import tiny_checkpoint, tiny_tokenizer

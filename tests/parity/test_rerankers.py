@@ -16,7 +16,7 @@ from tests.support.tiny_encoder import (
     tiny_tokenizer,
 )
 from verax import Reranker
-from verax.embed.scorers import PREFIX, SUFFIX
+from verax.embed.reranker import PREFIX, SUFFIX
 
 DOCUMENTS = random_sentences(30, seed=5)
 QUERIES = ["who sat on the mat ?", " ".join(random_sentences(3, seed=6, most=30))]

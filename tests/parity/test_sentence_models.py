@@ -1,4 +1,4 @@
-"""Sentence encoders against transformers' models: RoBERTa, ModernBERT and Qwen3, with prompts and every pooling.
+"""Sentence encoders against transformers' models: BERT, RoBERTa, ModernBERT and Qwen3, with prompts and every pooling.
 
 Pooling and prompts are written here as sentence-transformers has them.
 """
@@ -63,6 +63,11 @@ def filled(model):
     return model.eval()
 
 
+def bert(folder, **changes):
+    tiny_tokenizer(folder)
+    return filled(transformers.BertModel(transformers.BertConfig(**{**SIZES, **changes})))
+
+
 def roberta(folder):
     tiny_tokenizer(folder, ROBERTA_SPECIAL, ROBERTA_PAIR)
     sizes = {**SIZES, "type_vocab_size": 1, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}
@@ -79,7 +84,7 @@ def qwen3(folder):
     return filled(transformers.Qwen3Model(transformers.Qwen3Config(**QWEN, tie_word_embeddings=False)))
 
 
-FAMILIES = {"roberta": roberta, "modernbert": modernbert, "qwen3": qwen3}
+FAMILIES = {"bert": bert, "roberta": roberta, "modernbert": modernbert, "qwen3": qwen3}
 
 
 def embed(model, folder, *, mode, prompt="", include_prompt=True, normalize=True, max_length=LONGEST):
@@ -104,18 +109,39 @@ def embed(model, folder, *, mode, prompt="", include_prompt=True, normalize=True
     return (torch.nn.functional.normalize(vectors) if normalize else vectors).float().numpy()
 
 
+def atol(family):
+    return 1e-5 if family == "bert" else 2e-6
+
+
 @pytest.mark.parametrize(
-    ("family", "mode"),
-    [("roberta", "mean"), ("modernbert", "cls"), ("modernbert", "mean"), ("qwen3", "lasttoken"), ("qwen3", "mean")],
+    ("family", "mode", "normalize"),
+    [
+        *(("bert", mode, normalize) for mode in ("mean", "cls") for normalize in (True, False)),
+        ("roberta", "mean", True),
+        ("modernbert", "cls", True),
+        ("modernbert", "mean", True),
+        ("qwen3", "lasttoken", True),
+        ("qwen3", "mean", True),
+    ],
 )
-def test_float32_vectors_are_those_of_transformers(family, mode, tmp_path):
+def test_float32_vectors_are_those_of_transformers(family, mode, normalize, tmp_path):
     theirs = FAMILIES[family](tmp_path)
     theirs.save_pretrained(tmp_path)
     sentence_files(tmp_path, mode=mode, max_seq_length=LONGEST)
     encoder = Encoder(tmp_path)
-    ours = encoder.encode(SENTENCES)
-    assert encoder.truncated > 0
-    np.testing.assert_allclose(ours, embed(theirs, tmp_path, mode=mode), atol=2e-6)
+    expected = embed(theirs, tmp_path, mode=mode, normalize=normalize)
+    for batch_size in (None, 8):
+        ours = encoder.encode(SENTENCES, normalize=normalize, batch_size=batch_size)
+        assert encoder.truncated > 0
+        np.testing.assert_allclose(ours, expected, atol=atol(family))
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu_new"}, {"hidden_act": "relu", "num_attention_heads": 3}])
+def test_other_activations_and_heads(changes, tmp_path):
+    theirs = bert(tmp_path, **changes)
+    theirs.save_pretrained(tmp_path)
+    expected = embed(theirs, tmp_path, mode="mean", max_length=64)
+    np.testing.assert_allclose(Encoder(tmp_path).encode(SENTENCES), expected, atol=atol("bert"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -143,14 +169,15 @@ def test_prompts_go_before_sentences_and_count_unless_told_otherwise(include_pro
     np.testing.assert_allclose(ours, expected, atol=2e-6 * max(1.0, np.abs(expected).max()))
 
 
-@pytest.mark.parametrize("family", ["modernbert", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
 def test_a_language_model_or_a_model_with_a_head_is_an_encoder_without_it(family, tmp_path):
     theirs = FAMILIES[family](tmp_path)
-    heads = {"modernbert": transformers.ModernBertForMaskedLM, "qwen3": transformers.Qwen3ForCausalLM}
+    heads = {"bert": transformers.BertForMaskedLM, "modernbert": transformers.ModernBertForMaskedLM}
+    heads["qwen3"] = transformers.Qwen3ForCausalLM
     whole = filled(heads[family](theirs.config))
     whole.save_pretrained(tmp_path)
     ours = Encoder(tmp_path, pooling="lasttoken", max_length=LONGEST).encode(SENTENCES)
-    np.testing.assert_allclose(ours, embed(whole.model, tmp_path, mode="lasttoken"), atol=2e-6)
+    np.testing.assert_allclose(ours, embed(whole.base_model, tmp_path, mode="lasttoken"), atol=atol(family))
 
 
 def test_layers_behind_the_pooling_are_those_of_sentence_transformers(tmp_path):

@@ -102,8 +102,8 @@ def run_cases(
         typer.BadParameter: where nothing can be compared.
         typer.Exit: if the two sides are not equal.
     """
-    from verax import plots
     from verax._compat import enable_compilation_cache
+    from verax._optional import load_pyplot
     from verax.compare import Case, Comparison, compare_case, show, write
     from verax.models import DTYPES
 
@@ -115,7 +115,7 @@ def run_cases(
     results: list[Comparison | VideoReport] = []
     try:
         if output is not None:
-            plots.pyplot("compare")  # before the work, not after it
+            load_pyplot("compare")  # before the work, not after it
         enable_compilation_cache()
         for name, case in made:
             if isinstance(case, Case):
@@ -170,7 +170,7 @@ def videos(
     """
     from rich.console import Console
 
-    from verax import plots
+    from verax._optional import load_pyplot
     from verax.compare.report import VideoReport
     from verax.compare.videos import compare_clips
     from verax.errors import VeraxError
@@ -180,7 +180,7 @@ def videos(
         raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
     try:
         if output is not None:
-            plots.pyplot("compare")  # before the work, not after it
+            load_pyplot("compare")  # before the work, not after it
         (a, fps), (b, other_fps) = read_clip(first, name=str(first)), read_clip(second, name=str(second))
         report = VideoReport(compare_clips(a, b), a, b, (str(first), str(second)), fps or other_fps, min_psnr)
         written = [] if output is None else report.write(output)

@@ -1,40 +1,106 @@
-"""A comparison for people and for scripts: terminal table, Markdown, one HTML page, JSON."""
+"""Reports of a comparison of layers, and of two clips: for a terminal, as Markdown, as one HTML page, as JSON."""
 
 from __future__ import annotations
 
 import base64
-import html
 import io
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rich.table
 from rich.console import Console
-from rich.table import Table
 
-from verax import plots
 from verax._optional import require_optional
 from verax.compare.comparison import MAX_RATIO, Comparison, Row
 from verax.compare.videos import DEFINITIONS, QUALITY, VideoComparison, differences
-from verax.files import atomic_path, write_text
-from verax.page import escaped, figure, page, table
-from verax.plots import svg_style, svg_text
+from verax.files import write_json, write_text
+from verax.page import escaped, figure, page, svg_style, svg_text, table
 from verax.video import files
 
-__all__ = ["VideoReport", "as_html", "as_markdown", "error_plots", "show", "summary", "write"]
-
+__all__ = ["VideoReport", "show", "write"]
 
 ROWS = 40
-"""In the terminal: of a larger model, the blocks and what stands out."""
+"""Most rows that a terminal gets without `every`: the blocks of a larger model, and what stands out."""
 
-_WORDS = ("layer", "parameter", "run", "dtype")
-"""Columns that are no numbers."""
+_WORDS = ("layer", "parameter", "run", "dtype", "figure")
+"""Columns of words. All other columns are numbers."""
+
+FPS = 24.0
+"""Frame rate of the side-by-side clip if neither clip has one."""
+
+FLOOR = 1e-9
+"""Position of zero errors on the logarithmic axis of a plot; smaller errors are drawn there too."""
+
+SIDE, OTHER, BOUND, MARK = "#1f77b4", "#ff7f0e", "#888888", "#d62728"
 
 Column = tuple[str, Callable[[Row], str]]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Table of a report: texts, and the numbers of the rows that stand out."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: Collection[int] = ()
+
+    def show(self, console: Console) -> None:
+        drawn = rich.table.Table(title=self.title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        for i, name in enumerate(self.columns):
+            # On a narrow terminal the layers' names are what gives way.
+            width = None if name in ("layer", "parameter") else max(map(len, (name, *(row[i] for row in self.rows))))
+            drawn.add_column(name, no_wrap=True, justify="left" if name in _WORDS else "right", min_width=width)
+        for i, row in enumerate(self.rows):
+            drawn.add_row(*row, style="red" if i in self.marked else None)
+        console.print(drawn)
+
+    def markdown(self) -> list[str]:
+        rows = [self.columns, ["---"] * len(self.columns), *self.rows]
+        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        return ["", f"## {self.title}", "", *lines]
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Report as a page: a title, a verdict, what was found, tables, and definitions."""
+
+    title: str
+    verdict: str
+    passed: bool
+    findings: Sequence[str]
+    tables: Sequence[_Table]
+    definitions: Sequence[str]
+
+    def markdown(self) -> str:
+        lines = [f"# {self.title}", "", f"**{self.verdict}**", "", *(f"- {line}" for line in self.findings)]
+        for each in self.tables:
+            lines += each.markdown()
+        return "\n".join([*lines, "", *(f"- {line}" for line in self.definitions), ""])
+
+    def html(self, figures: Iterable[str]) -> str:
+        def items(lines: Iterable[str]) -> list[str]:
+            return ["<ul>", *(f"<li>{escaped(line)}</li>" for line in lines), "</ul>"]
+
+        kind = "good" if self.passed else "bad"
+        body = [f"<h1>{escaped(self.title)}</h1>", f'<p class="{kind}">{self.verdict}</p>', *items(self.findings)]
+        body += figures
+        for each in self.tables:
+            body += table(each.title, each.columns, each.rows, each.marked)
+        return page(f"{self.title}: {self.verdict}", [*body, *items(self.definitions)])
+
+    def write(self, folder: Path, stem: str, record: Mapping[str, Any], figures: Iterable[str]) -> list[Path]:
+        """Write JSON, Markdown and HTML into a folder, which is made; return the paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{stem}.{kind}" for kind in ("json", "md", "html")]
+        write_json(paths[0], record)
+        write_text(paths[1], self.markdown())
+        write_text(paths[2], self.html(figures))
+        return paths
 
 
 def show(result: Comparison, console: Console, *, every: bool = False) -> None:
@@ -42,16 +108,16 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
 
     Args:
         result: the comparison.
-        console: where to.
-        every: all rows, however many.
+        console: where to print.
+        every: print all rows, however many.
     """
     rows = result.rows if every else _chosen(result)
-    _table(console, f"{result.title}, {result.dtype}", rows, _columns(result), result)
-    if result.gradients:
-        gradients = result.gradients if every else _worst(result.gradients)
-        _table(console, "gradients by parameter", gradients, _columns(result, gradients=True), result)
+    gradients = result.gradients if every else sorted(result.gradients, key=lambda row: -row.errors.l2)[:8]
+    _table(f"{result.title}, {result.dtype}", rows, _columns(result), result).show(console)
+    if gradients:
+        _table("gradients by parameter", gradients, _columns(result, gradients=True), result).show(console)
     if result.fused is not None:
-        _table(console, _OUTPUT_TITLE, _outputs(result), _output_columns(result), result)
+        _table(_OUTPUT_TITLE, _outputs(result), _output_columns(result), result).show(console)
     left = len(result.rows) - len(rows)
     if left:
         console.print(f"{left} rows more within the blocks: --all shows them, --output DIR writes them.")
@@ -60,66 +126,32 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
     console.print("[bold green]equal[/]" if result.passed else "[bold red]different[/]", highlight=False)
 
 
-def as_markdown(result: Comparison) -> str:
-    """The comparison as a page, with all rows."""
-    lines = [f"# {result.title}, {result.dtype}", "", "**equal**" if result.passed else "**different**", ""]
-    lines += [f"- {line}" for line in _findings(result)]
-    for title, rows, columns in _sections(result):
-        lines += ["", f"## {title}", "", "| " + " | ".join(name for name, _ in columns) + " |"]
-        lines.append("|" + "---|" * len(columns))
-        lines += ["| " + " | ".join(cell(row).replace("|", "\\|") for _, cell in columns) + " |" for row in rows]
-    return "\n".join([*lines, "", _definitions(result), ""])
-
-
-def as_html(result: Comparison, plots: dict[str, str]) -> str:
-    """One page that needs no network: verdict, plots, all rows.
-
-    Args:
-        result: the comparison.
-        plots: SVG by caption.
-    """
-    verdict, kind = ("equal", "good") if result.passed else ("different", "bad")
-    body = [f"<h1>{escaped(result.title)}, {result.dtype}</h1>", f'<p class="{kind}">{verdict}</p>', "<ul>"]
-    body += [f"<li>{escaped(line)}</li>" for line in _findings(result)] + ["</ul>"]
-    body += [figure(caption, svg) for caption, svg in plots.items()]
-    marked = {id(row) for row in (result.first, *result.faults) if row is not None}
-    for title, rows, columns in _sections(result):
-        cells = ([cell(row) for _, cell in columns] for row in rows)
-        body += table(
-            title, [name for name, _ in columns], cells, [i for i, row in enumerate(rows) if id(row) in marked]
-        )
-    body.append(f"<p>{escaped(_definitions(result))}</p>")
-    return page(f"{result.title}: {verdict}", body)
-
-
 def write(result: Comparison, folder: str | Path) -> list[Path]:
-    """Write `compare.json`, `compare.md` and `compare.html` into a folder, which is made; their paths.
+    """Write `compare.json`, `compare.md` and `compare.html` into a folder, which is made; return their paths.
 
     Raises:
         MissingDependencyError: without matplotlib, which draws the page's plots.
     """
-
-    folder = Path(folder)
-    pages = {
-        "compare.json": json.dumps(result.as_dict(), indent=1) + "\n",
-        "compare.md": as_markdown(result),
-        "compare.html": as_html(result, error_plots(result)),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in pages.items():
-        write_text(folder / name, text)
-    return [folder / name for name in pages]
-
-
-def _sections(result: Comparison) -> list[tuple[str, Sequence[Row], list[Column]]]:
-    found: list[tuple[str, Sequence[Row], list[Column]]] = [
-        ("Layers", result.rows, [*_columns(result), ("reference", lambda row: row.reference), _ARRANGED])
-    ]
+    plots = [figure("Errors by layer, in the order of the run", _by_layer(result))]
+    columns = [*_columns(result), ("reference", lambda row: row.reference), _ARRANGED]
+    tables = [_table("Layers", result.rows, columns, result)]
     if result.fused is not None:
-        found.insert(0, (_OUTPUT_TITLE, _outputs(result), _output_columns(result)))
+        tables.insert(0, _table(_OUTPUT_TITLE, _outputs(result), _output_columns(result), result))
     if result.gradients:
-        found.append(("Gradients", result.gradients, [*_columns(result, gradients=True), _ARRANGED]))
-    return found
+        tables.append(_table("Gradients", result.gradients, [*_columns(result, gradients=True), _ARRANGED], result))
+        series = [("relative L2 error", SIDE, "o", [row.errors.l2 for row in result.gradients])]
+        plots.append(figure("Errors of gradients by parameter", _draw(result.gradients, series, result.bound)))
+    verdict = "equal" if result.passed else "different"
+    report = _Page(
+        f"{result.title}, {result.dtype}", verdict, result.passed, _findings(result), tables, _definitions(result)
+    )
+    return report.write(Path(folder), "compare", result.as_dict(), plots)
+
+
+def _table(title: str, rows: Sequence[Row], columns: Sequence[Column], result: Comparison) -> _Table:
+    standing_out = {id(row) for row in (result.first, *result.faults) if row is not None}
+    marked = [i for i, row in enumerate(rows) if id(row) in standing_out]
+    return _Table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows], marked)
 
 
 _OUTPUT_TITLE = "output, layer by layer and as one compiled program"
@@ -195,25 +227,26 @@ def _findings(result: Comparison) -> list[str]:
     return lines + list(result.failures)
 
 
-def _definitions(result: Comparison) -> str:
-    text = (
-        "max abs: the largest absolute difference; max / mean: that, over the mean absolute value of the reference's "
-        "activations; rel. L2: the norm of the difference over the norm of the reference."
-    )
+def _definitions(result: Comparison) -> list[str]:
+    lines = [
+        "max abs: the largest absolute difference",
+        "max / mean: the largest absolute difference over the mean absolute value of the reference's activations",
+        "rel. L2: the norm of the difference over the norm of the reference",
+    ]
     if any(row.own for row in result.rows):
-        text += " own: with each layer's inputs, and what stands before it, taken from the reference."
+        lines.append("own: with each layer's inputs, and what stands before it, taken from the reference")
     if result.fused is not None:
-        text += (
-            " one compiled program: as the engines run the model, with fused operations, whose layers have no results "
-            "of their own."
+        lines.append(
+            "one compiled program: as the engines run the model, with fused operations, whose layers have no results "
+            "of their own"
         )
     if any(row.against_truth for row in result.rows):
-        text += (
-            f" f32: the reference in float32 with the same rounded weights; a ratio up to {MAX_RATIO} counts as equal."
+        lines.append(
+            f"f32: the reference in float32 with the same rounded weights; a ratio up to {MAX_RATIO} counts as equal"
         )
     if result.bound is not None:
-        text += f" Equal means a relative L2 error of at most {result.bound:.0e} in every row."
-    return text
+        lines.append(f"equal: a relative L2 error of at most {result.bound:.0e} in every row")
+    return lines
 
 
 def _chosen(result: Comparison) -> list[Row]:
@@ -233,39 +266,15 @@ def _chosen(result: Comparison) -> list[Row]:
     return [result.rows[i] for i in sorted(wanted)]
 
 
-def _worst(rows: Sequence[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: -row.errors.l2)[:8]
-
-
-def _table(console: Console, title: str, rows: Sequence[Row], columns: list[Column], result: Comparison) -> None:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name, cell in columns:
-        # On a narrow terminal the layers' names are what gives way.
-        width = None if name in ("layer", "parameter") else max(map(len, (name, *map(cell, rows))))
-        table.add_column(name, no_wrap=True, justify="left" if name in _WORDS else "right", min_width=width)
-    marked = {id(row) for row in (result.first, *result.faults) if row is not None}
-    for row in rows:
-        table.add_row(*(cell(row) for _, cell in columns), style="red" if id(row) in marked else None)
-    console.print(table)
-
-
-FPS = 24.0
-"""Frame rate of the side-by-side clip if neither clip has one."""
-
-_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0}td,th{border-bottom:1px solid #ddd;padding:.25rem .9rem;text-align:right}
-td:first-child,th:first-child{text-align:left}img,video,svg{max-width:100%;height:auto}.worst{background:#fff3d6}
-dt{font-weight:600}dd{margin:0 0 .5rem 0}details{margin:1rem 0}"""
-
-
 @dataclass(frozen=True)
 class VideoReport:
     """Comparison of two clips, and the clips themselves."""
 
     comparison: VideoComparison
     first: np.ndarray
-    """uint8 `[T, H, W, 3]`, as is `second`."""
+    """Frames of the first clip, uint8 `[T, H, W, 3]`."""
     second: np.ndarray
+    """Frames of the second clip, uint8 `[T, H, W, 3]`."""
     names: tuple[str, str]
     fps: float | None = None
     min_psnr: float | None = None
@@ -286,36 +295,44 @@ class VideoReport:
         return {"clips": self.names, **self.comparison.to_dict(), **bound}
 
     def show(self, console: Console, *, every: bool = False) -> None:
-        """Print the figures of the clip, and with `every` those of each frame."""
-        table = Table(title=" and ".join(self.names), show_header=False, title_justify="left")
-        for name, value in summary(self.comparison).items():
-            table.add_row(name, value)
-        console.print(table)
-        if every:
-            table = Table("frame", "MSE", "PSNR, dB", "SSIM", box=None, pad_edge=False)
-            for row in _frame_rows(self.comparison):
-                table.add_row(*row)
-            console.print(table)
+        """Print the figures of the clip, and with `every` the figures of each frame."""
+        for each in self._tables() if every else self._tables()[:1]:
+            each.show(console)
 
     def write(self, folder: Path) -> list[Path]:
         """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder; return their paths.
 
-        The folder is created if missing. The page of HTML needs no network and no other file.
+        The folder is created if missing. The HTML page has the plot, the worst frame and the clip in it, and needs no
+        network and no other file.
 
         Raises:
             MissingDependencyError: without PyAV, Pillow or matplotlib.
         """
         folder.mkdir(parents=True, exist_ok=True)
         clip = files.write_clip(self.panels(), folder / "side-by-side.mp4", fps=self.fps or FPS)
-        texts = {
-            "videos.json": json.dumps(self.as_dict(), indent=2) + "\n",
-            "videos.md": self.markdown(),
-            "videos.html": self.html(clip),
-        }
-        for name, text in texts.items():
-            with atomic_path(folder / name) as partial:
-                partial.write_text(text, encoding="utf-8")
-        return [*(folder / name for name in texts), clip]
+        worst, encoded = self.comparison.worst_frame, io.BytesIO()
+        require_optional("PIL.Image").fromarray(self.panels()[worst]).save(encoded, format="png")
+        triple = f"{self.names[0]}, {self.names[1]}, and their difference times {self.gain}"
+        figures = [
+            figure("By frame", _by_frame(self.comparison)),
+            figure(triple, f'<video src="{_data("video/mp4", clip.read_bytes())}" controls loop muted></video>'),
+            figure(f"Frame {worst}, the worst", f'<img alt="" src="{_data("image/png", encoded.getvalue())}">'),
+        ]
+        comparison = self.comparison
+        sizes = f"{comparison.frames} frames of {comparison.width} x {comparison.height}"
+        levels = "; ".join(f"{name} from {psnr:g} dB and SSIM {ssim:g}" for name, psnr, ssim in QUALITY)
+        report = _Page(
+            "Clips compared",
+            comparison.verdict,
+            not self.failures,
+            [f"{self.names[0]} and {self.names[1]}: {sizes}", *self.failures],
+            self._tables(),
+            [
+                f"verdict: by the whole clip, {levels}; poor below",
+                *(f"{name}: {text}" for name, text in DEFINITIONS.items()),
+            ],
+        )
+        return [*report.write(folder, "videos", self.as_dict(), figures), clip]
 
     @property
     def gain(self) -> int:
@@ -337,56 +354,17 @@ class VideoReport:
         odd = [(0, 0), (0, joined.shape[1] % 2), (0, joined.shape[2] % 2), (0, 0)]
         return np.pad(joined, odd, mode="edge")
 
-    def markdown(self) -> str:
-        """Page of the comparison in Markdown."""
-        rows = [f"| {name} | {value} |" for name, value in summary(self.comparison).items()]
-        frames = [f"| {' | '.join(row)} |" for row in _frame_rows(self.comparison)]
-        lines = [
-            f"# Clips compared: {self.comparison.verdict}",
-            "",
-            f"{self.names[0]} and {self.names[1]}: {_sizes(self.comparison)}.",
-            "",
-            "| | |",
-            "|---|---|",
-            *rows,
-            "",
-            _levels(),
-            "",
-            *(f"- {name}: {text}" for name, text in DEFINITIONS.items()),
-            "",
-            "| frame | MSE | PSNR, dB | SSIM |",
-            "|---|---|---|---|",
-            *frames,
-        ]
-        return "\n".join(lines) + "\n"
-
-    def html(self, clip: Path) -> str:
-        """Page of the comparison in HTML. The plot, the worst frame and the clip (a video file) are embedded in it."""
+    def _tables(self) -> list[_Table]:
         comparison = self.comparison
-        worst = comparison.worst_frame
-        names = [html.escape(name) for name in self.names]
-        rows = "".join(f"<tr><td>{name}<td>{value}" for name, value in summary(comparison).items())
-        frames = "".join(
-            f"<tr{' class=worst' if i == worst else ''}><td>" + "<td>".join(row)
-            for i, row in enumerate(_frame_rows(comparison))
-        )
-        terms = "".join(f"<dt>{name}<dd>{html.escape(text)}" for name, text in DEFINITIONS.items())
-        triple = f"{names[0]}, {names[1]}, and their difference times {self.gain}"
-        return (
-            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Clips compared: {comparison.verdict}</title>'
-            f"<style>{_STYLE}</style>\n<h1>Clips compared: {comparison.verdict}</h1>\n"
-            f"<p>{names[0]} and {names[1]}: {_sizes(comparison)}.\n<table>{rows}</table>\n<p>{_levels()}\n"
-            f"<h2>By frame</h2>\n{_plot(comparison)}\n"
-            f"<h2>Side by side</h2>\n<p>{triple}.\n"
-            f'<video src="{_data("video/mp4", clip.read_bytes())}" controls loop muted></video>\n'
-            f"<p>The worst frame, number {worst}:\n"
-            f'<p><img alt="the worst frame" src="{_picture(self.panels()[worst])}">\n'
-            f"<details><summary>Every frame</summary><table><tr><th>frame<th>MSE<th>PSNR, dB<th>SSIM{frames}</table>"
-            f"</details>\n<h2>Definitions</h2>\n<dl>{terms}</dl>\n</html>\n"
-        )
+        by_frame = zip(comparison.mse, comparison.psnr, comparison.ssim, strict=True)
+        frames = [[str(i), f"{mse:.3g}", _db(psnr), f"{ssim:.6f}"] for i, (mse, psnr, ssim) in enumerate(by_frame)]
+        return [
+            _Table(" and ".join(self.names), ["figure", "value"], [*_summary(comparison).items()]),
+            _Table("Every frame", ["frame", "MSE", "PSNR, dB", "SSIM"], frames, [comparison.worst_frame]),
+        ]
 
 
-def summary(comparison: VideoComparison) -> dict[str, str]:
+def _summary(comparison: VideoComparison) -> dict[str, str]:
     """Figures of the whole clip as text, by their names."""
     worst = comparison.worst_frame
     relative = comparison.relative_difference
@@ -408,53 +386,8 @@ def summary(comparison: VideoComparison) -> dict[str, str]:
     return figures
 
 
-def _frame_rows(comparison: VideoComparison) -> list[list[str]]:
-    return [
-        [str(i), f"{mse:.3g}", _db(psnr), f"{ssim:.6f}"]
-        for i, (mse, psnr, ssim) in enumerate(zip(comparison.mse, comparison.psnr, comparison.ssim, strict=True))
-    ]
-
-
 def _db(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "∞"
-
-
-def _sizes(comparison: VideoComparison) -> str:
-    return f"{comparison.frames} frames of {comparison.width} x {comparison.height}"
-
-
-def _levels() -> str:
-    levels = "; ".join(f"{name} from {psnr:g} dB and SSIM {ssim:g}" for name, psnr, ssim in QUALITY)
-    return f"The verdict goes by the whole clip: {levels}; poor below."
-
-
-def _plot(comparison: VideoComparison) -> str:
-    """Plot of PSNR and SSIM by frame, as SVG text."""
-    pyplot = plots.pyplot("compare")
-    figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
-    numbers = range(comparison.frames)
-    upper.plot(numbers, [p if math.isfinite(p) else math.nan for p in comparison.psnr], "o-", markersize=3)
-    same = [i for i, error in enumerate(comparison.mse) if error == 0]
-    for i in same:
-        upper.axvline(i, color="tab:green", alpha=0.3)
-    upper.set_ylabel("PSNR, dB")
-    upper.set_title("green: identical frames" if same else "")
-    lower.plot(numbers, comparison.ssim, "o-", markersize=3, color="tab:orange")
-    lower.set_ylabel("SSIM")
-    lower.set_xlabel("frame")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.3)
-        axes.ticklabel_format(useOffset=False)
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
-    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
-
-
-def _picture(pixels: np.ndarray) -> str:
-    encoded = io.BytesIO()
-    require_optional("PIL.Image").fromarray(pixels).save(encoded, format="png")
-    return _data("image/png", encoded.getvalue())
 
 
 def _data(kind: str, content: bytes) -> str:
@@ -462,23 +395,22 @@ def _data(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-FLOOR = 1e-9
-"""Position of zero errors on the logarithmic axis; smaller errors are drawn there too."""
-
-SIDE, OTHER, BOUND, MARK = "#1f77b4", "#ff7f0e", "#888888", "#d62728"
-
-
-def error_plots(result: Comparison) -> dict[str, str]:
-    """SVG text by caption: errors by layer, and errors of gradients if the comparison has them.
-
-    Raises:
-        MissingDependencyError: without matplotlib.
-    """
-    plots = {"Errors by layer, in the order of the run": _by_layer(result)}
-    if result.gradients:
-        series = [("relative L2 error", SIDE, "o", [row.errors.l2 for row in result.gradients])]
-        plots["Errors of gradients by parameter"] = _draw(result.gradients, series, result.bound)
-    return plots
+def _by_frame(comparison: VideoComparison) -> str:
+    """Plot of PSNR and SSIM by frame, as SVG text."""
+    with svg_style("compare") as plt:
+        drawn, (upper, lower) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
+        numbers = range(comparison.frames)
+        upper.plot(numbers, [p if math.isfinite(p) else math.nan for p in comparison.psnr], "o-", ms=3, color=SIDE)
+        same = [i for i, error in enumerate(comparison.mse) if error == 0]
+        for i in same:
+            upper.axvline(i, color="tab:green", alpha=0.3)
+        upper.set(ylabel="PSNR, dB", title="green: identical frames" if same else "")
+        lower.plot(numbers, comparison.ssim, "o-", ms=3, color=OTHER)
+        lower.set(ylabel="SSIM", xlabel="frame")
+        for axes in (upper, lower):
+            axes.grid(alpha=0.3)
+            axes.ticklabel_format(useOffset=False)
+        return svg_text(drawn)
 
 
 def _by_layer(result: Comparison) -> str:

@@ -1,9 +1,7 @@
-"""Traces and gradients of PyTorch modules. Needs torch, which verax has no other use for: `pip install
-'verax[parity]'`."""
+"""Traces and gradients of PyTorch modules. Needs torch: `pip install 'verax[parity]'`."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,36 +11,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from verax._optional import require_optional
 from verax.compare.trace import OUTPUT, Recorder, Trace, Watch, recording
-from verax.errors import MissingDependencyError
 
 __all__ = ["gradients_torch", "round_like", "to_numpy", "torch", "trace_torch"]
 
 
 def torch() -> Any:
-    """The package.
+    """The package torch.
 
     Raises:
         MissingDependencyError: where it is not installed.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingDependencyError("comparing with PyTorch needs torch: pip install 'verax[parity]'") from error
-    return torch
-
-
-def reference_package(name: str) -> Any:
-    """A package that holds a reference, on torch.
-
-    Raises:
-        MissingDependencyError: where it, or torch, is not installed.
-    """
-    torch()
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependencyError(f"the reference needs {name}: pip install 'verax[parity]'") from error
+    return require_optional("torch")
 
 
 def trace_torch(

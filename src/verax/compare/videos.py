@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from verax import progress
-from verax.errors import InvalidParameterError, MissingDependencyError
+from verax._optional import require_optional
+from verax.errors import InvalidParameterError
 
 __all__ = ["DEFINITIONS", "QUALITY", "WINDOW", "VideoComparison", "compare_clips", "decibels", "differences"]
 
@@ -143,7 +144,7 @@ def compare_clips(first: np.ndarray, second: np.ndarray) -> VideoComparison:
             f"first: frames of {first.shape[2]} x {first.shape[1]} are smaller than SSIM's window of "
             f"{WINDOW} x {WINDOW}"
         )
-    metrics = _metrics()
+    metrics = require_optional("skimage.metrics")
     mse, psnr, ssim = [], [], []
     with progress.bar("comparing frames") as report:
         for a, b in _pairs(first, second):
@@ -217,14 +218,6 @@ def _check(name: str, clip: np.ndarray) -> None:
     low, high = float(clip.min()), float(clip.max())
     if not (low >= 0 and high <= 1):  # not `<` and `>`, which NaN passes
         raise InvalidParameterError(f"{name}: expected uint8, or floats from 0 to 1, got {low:g} to {high:g}")
-
-
-def _metrics() -> Any:
-    try:
-        from skimage import metrics
-    except ImportError as error:
-        raise MissingDependencyError("SSIM needs scikit-image: pip install 'verax[compare]'") from error
-    return metrics
 
 
 def _finite(value: float) -> float | None:

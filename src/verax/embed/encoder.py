@@ -15,11 +15,19 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint import Checkpoint
-from verax.embed.buckets import Buckets, Job, PackedBuckets, PaddedBuckets, Tokens
-from verax.embed.calls import check_batch_size, check_texts, compiled, run_jobs, tokens_per_call
-from verax.embed.dense import Dense, DenseConfig
-from verax.embed.pooling import cut, normalized, pool
-from verax.embed.quantization import check_quantization, round_linear_inputs
+from verax.embed.buckets import (
+    Buckets,
+    Job,
+    PackedBuckets,
+    PaddedBuckets,
+    Tokens,
+    check_batch_size,
+    check_texts,
+    compiled,
+    run_jobs,
+    tokens_per_call,
+)
+from verax.embed.pooling import Dense, DenseConfig, check_quantization, cut, normalized, pool, round_linear_inputs
 from verax.embed.settings import EncoderSettings, open_folder
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value

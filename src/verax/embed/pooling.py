@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from verax.nn import Sentences
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.fields import Size, file_of, read_fields, read_value, require_fields
+from verax.models.bert import ACTIVATIONS
+from verax.nn import Linear, Sentences
+from verax.ops import QuantizedWeight
 
-__all__ = ["POOLINGS", "cut", "normalized", "pool"]
+__all__ = [
+    "POOLINGS",
+    "QUANTIZATIONS",
+    "Dense",
+    "DenseConfig",
+    "activation_function",
+    "check_quantization",
+    "cut",
+    "normalized",
+    "pool",
+    "round_linear_inputs",
+]
+
 
 POOLINGS = ("mean", "cls", "lasttoken")
 """The mean over all tokens, special ones included, or the first or the last token's state."""
@@ -46,3 +68,98 @@ def cut(vectors: Float32[np.ndarray, "n D"], dimensions: int, normalize: bool = 
     if not normalize:
         return kept.copy()  # not a view, which would hold the whole vectors in memory
     return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+
+
+_TORCH: dict[str, Callable[[Array], Array]] = {
+    "Identity": lambda x: x,
+    "Tanh": jnp.tanh,
+    "Sigmoid": nnx.sigmoid,
+    "ReLU": ACTIVATIONS["relu"],
+    "GELU": ACTIVATIONS["gelu"],
+    "SiLU": nnx.silu,
+}
+"""Functions by the last part of torch's name for them."""
+
+
+def activation_function(name: str, where: str) -> Callable[[Array], Array]:
+    """The function that a file of sentence-transformers names, such as `torch.nn.modules.activation.Tanh`.
+
+    Raises:
+        UnsupportedModelError: for another one, with the file.
+    """
+    module, _, found = name.rpartition(".")
+    if not module.startswith("torch.nn.modules.") or found not in _TORCH:
+        raise UnsupportedModelError(
+            f"{where}: activation function {name!r} is not supported; torch.nn's {', '.join(_TORCH)} are"
+        )
+    return _TORCH[found]
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Settings of a layer, under their names in its config.json."""
+
+    in_features: Size
+    out_features: Size
+    activation: Callable[[Array], Array]
+    bias: bool = True
+
+    @classmethod
+    def from_file(cls, config: Mapping[str, Any]) -> DenseConfig:
+        """Read the config.json of the layer's folder.
+
+        Raises:
+            UnsupportedModelError: for another activation function, a residual sum, or a missing size.
+            CheckpointError: for a value of a wrong type.
+        """
+        require_fields(config, ("in_features", "out_features"), "Dense layer")
+        if read_value(config, "use_residual", bool, False):
+            raise UnsupportedModelError(f"{file_of(config)}: use_residual is not supported")
+        name = read_value(config, "activation_function", str, "torch.nn.modules.activation.Tanh")
+        values = read_fields(config, cls, ("in_features", "out_features", "bias"))
+        return cls(**values, activation=activation_function(name, file_of(config)))
+
+
+class Dense(nnx.Module):
+    """Linear layer and activation on a sentence's vector."""
+
+    def __init__(self, config: DenseConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.activation = config.activation
+        self.linear = Linear(config.in_features, config.out_features, bias=config.bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, vectors: Float[Array, "B D"]) -> Float[Array, "B F"]:
+        """Map each vector; float32."""
+        return self.activation(self.linear(vectors))
+
+
+QUANTIZATIONS = ("int8",)
+"""Names that `Encoder` and `Reranker` take."""
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Check that there is such a quantisation.
+
+    Raises:
+        InvalidParameterError: for another name.
+    """
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise InvalidParameterError(
+            f"quantization: expected {' or '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}"
+        )
+
+
+def round_linear_inputs(model: Any, *, keep_head: bool = False) -> None:
+    """Make the linear layers with weights of 8-bit integers round their inputs to such integers too, in place.
+
+    Args:
+        model: a loaded model.
+        keep_head: keep a language model's own head, which rerankers read the answer of and no encoder calls. The head
+            that quantising makes of tied embeddings is dropped in any case: the embeddings themselves stay floats.
+    """
+    if hasattr(model, "lm_head") and (model.config.tie_word_embeddings or not keep_head):
+        model.lm_head = None
+    for _, layer in nnx.iter_modules(model):
+        if isinstance(layer, Linear):
+            weight: Any = layer.weight.get_value()
+            if isinstance(weight, QuantizedWeight):
+                layer.weight = nnx.Param[Any](replace(weight, rounds_inputs=True))

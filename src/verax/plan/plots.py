@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verax.plots import svg_style, svg_text
+from verax.page import svg_style, svg_text
 from verax.video.memory import format_bytes
 
 __all__ = ["memory_bar", "roofline"]

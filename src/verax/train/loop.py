@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
-from verax import ops, plots, progress
+from verax import ops, progress
 from verax._compat import compiler_options
-from verax._optional import require_optional
-from verax.errors import CheckpointError, InvalidParameterError, MissingDependencyError
+from verax._optional import load_pyplot, require_optional
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.train.mesh import batch_sharding, state_sharding
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Schedule:
         Raises:
             InvalidParameterError: if the warm-up leaves no step for the cosine.
         """
-        optax = _optax()
+        optax, contrib = require_optional("optax"), require_optional("optax.contrib")
         if not 0 <= self.warmup_steps < self.steps:
             raise InvalidParameterError(f"steps: {self.steps} leave none after a warm-up of {self.warmup_steps}")
         matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
@@ -78,7 +78,7 @@ class Schedule:
         if self.muon_learning_rate is None:
             update = optax.adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices)
         else:
-            update = optax.contrib.muon(
+            update = contrib.muon(
                 self._rate(self.muon_learning_rate),
                 adam_learning_rate=rate,
                 adam_b2=self.beta2,
@@ -90,7 +90,7 @@ class Schedule:
         return optax.chain(optax.clip_by_global_norm(self.clip), update)
 
     def _rate(self, peak: float) -> optax.Schedule:
-        return _optax().warmup_cosine_decay_schedule(
+        return require_optional("optax").warmup_cosine_decay_schedule(
             0.0, peak, self.warmup_steps, self.steps, self.final_fraction * peak
         )
 
@@ -100,7 +100,7 @@ class Schedule:
         def one(path: Any, leaf: Array) -> Any:
             name = jax.tree_util.keystr(path)
             inner = leaf.ndim == 2 and not any(part in name for part in self.outer)
-            return _optax().contrib.MuonDimensionNumbers() if inner else None
+            return require_optional("optax.contrib").MuonDimensionNumbers() if inner else None
 
         return jax.tree_util.tree_map_with_path(one, params)
 
@@ -157,7 +157,7 @@ def train(
             `resume`, which would overwrite it.
         MissingDependencyError: without optax, Orbax or matplotlib.
     """
-    plots.pyplot()  # before the work, not after it
+    load_pyplot()  # before the work, not after it
     optimizer = schedule.optimizer()
     # The mean starts as a copy: the parameters' own buffers are given away to the first step.
     state = (params, optimizer.init(params), None if average is None else jax.tree.map(jnp.copy, params))
@@ -255,7 +255,7 @@ class _Log:
 
 def plot_loss(folder: Path, unit: str = "nats per token") -> Path:
     """Draw `log.jsonl` as `loss.png`: the loss, its running mean, and the loss on validation data."""
-    pyplot = plots.pyplot()
+    pyplot = load_pyplot()
     entries = [e for e in read_log(folder) if "loss" in e]
     validated = [e for e in read_log(folder) if "validation_loss" in e]
     steps, losses = [e["step"] for e in entries], np.asarray([e["loss"] for e in entries])
@@ -273,15 +273,6 @@ def plot_loss(folder: Path, unit: str = "nats per token") -> Path:
     figure.savefig(folder / "loss.png", dpi=120)
     pyplot.close(figure)
     return folder / "loss.png"
-
-
-def _optax() -> Any:
-    try:
-        import optax
-        import optax.contrib
-    except ImportError as error:
-        raise MissingDependencyError("training needs optax: pip install 'verax[train]'") from error
-    return optax
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

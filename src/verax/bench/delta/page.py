@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verax import plots
+from verax._optional import load_pyplot
 from verax.bench.delta.sizes import CONFIGURATIONS
 from verax.bench.lines import outliers, rounds
 
@@ -118,7 +118,7 @@ def plot(result: dict[str, Any], path: Path) -> Path:
     Raises:
         MissingDependencyError: without matplotlib.
     """
-    pyplot = plots.pyplot()
+    pyplot = load_pyplot()
     sections = [name for name in result["settings"]["operations"] if any(c["section"] == name for c in result["cases"])]
     bars = {name: [case for case in result["cases"] if case["section"] == name] for name in sections}
     heights = [sum(len(case["sides"]) + 1 for case in cases) for cases in bars.values()]

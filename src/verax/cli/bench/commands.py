@@ -306,13 +306,13 @@ def delta(
 
         verax bench delta --only gated,decode --against transformers --output benchmarks/results
     """
-    from verax import plots
+    from verax._optional import load_pyplot
     from verax.bench.delta.page import plot
     from verax.bench.delta.run import bench_delta
     from verax.bench.delta.sizes import CONFIGURATIONS, SECTIONS
 
     if output is not None:
-        plots.pyplot()  # before the work, not after it
+        load_pyplot()  # before the work, not after it
     result = bench_delta(
         sections=only.split(",") if only else SECTIONS,
         configurations=configurations.split(",") if configurations else list(CONFIGURATIONS)[: 1 if quick else None],

@@ -12,11 +12,12 @@ from flax import nnx
 from jaxtyping import Array
 
 from verax import builtin, checkpoint, ops
+from verax._optional import require_optional
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.load import random_weights
 from verax.compare.case import Case, Inputs, Side
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
-from verax.compare.torch_side import reference_package, torch
+from verax.compare.torch_side import torch
 from verax.compare.trace import Watch
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm, load_model
@@ -120,7 +121,7 @@ def text_case(
     source: dict[str, Any] = {"pretrained_model_name_or_path": opened.folder}
     is_file = opened.folder.is_file()
     if is_file:
-        reference_package("accelerate")  # transformers' reader of these files needs it
+        require_optional("accelerate")  # transformers' reader of these files needs it
         source = {"pretrained_model_name_or_path": opened.folder.parent, "gguf_file": opened.folder.name}
     architecture, config = causal_lm(opened.config)
     rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=2)
@@ -240,7 +241,7 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
 
 def transformers() -> Any:
     """The package transformers, with its log and progress bars off."""
-    package = reference_package("transformers")
+    package = require_optional("transformers")
     package.utils.logging.set_verbosity_error()
     package.utils.logging.disable_progress_bar()
     return package

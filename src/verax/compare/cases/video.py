@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin
+from verax._optional import require_optional
 from verax.checkpoint.load import random_weight
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.names import CLIP, UMT5, WAN, Renaming, wan_vae_names
@@ -21,7 +22,7 @@ from verax.checkpoint.video.parts import EXPERTS, PARTS, VAE_2_2, diffusers_tran
 from verax.compare.align import Names
 from verax.compare.case import Case, Inputs, Shape, Side
 from verax.compare.cases.text import transformers
-from verax.compare.torch_side import reference_package, torch
+from verax.compare.torch_side import torch
 from verax.compare.trace import Watch
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_model
@@ -75,7 +76,7 @@ class PartSides(NamedTuple):
 
 def diffusers() -> Any:
     """The package."""
-    return reference_package("diffusers")
+    return require_optional("diffusers")
 
 
 def _normal(*shape: int) -> np.ndarray:

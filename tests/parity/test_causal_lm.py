@@ -1,0 +1,307 @@
+"""Language models against transformers: random weights saved by it, loaded by verax from disk."""
+
+import json
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.models.qwen3_5_moe")
+pytest.importorskip("transformers.models.gemma3")
+
+from tests.support.causal_lm import (
+    GREEDY,
+    bfloat16_errors,
+    continuations,
+    engine,
+    logits,
+    logprob_errors,
+    model_logits,
+    relative,
+    save_reference,
+)
+from verax import checkpoint
+from verax._compat import make_mesh
+from verax.checkpoint import Checkpoint
+from verax.compare.cases.text import text_case
+from verax.compare.run import compare_case
+from verax.loading import load_causal_lm
+from verax.text.engine.sampling_params import SamplingParams
+
+SIZES = dict(
+    vocab_size=301,
+    hidden_size=96,
+    intermediate_size=152,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+    bos_token_id=None,
+    eos_token_id=1,
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+SLIDING, GLOBAL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+LONG_ROPE = {GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, SLIDING: {"rope_type": "default"}}
+GEMMA_LAYERS = [SLIDING, GLOBAL, SLIDING, SLIDING]
+
+TIED, UNTIED, HEADS = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False), dict(head_dim=24)
+DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=20, linear_value_head_dim=28, head_dim=40
+)
+EXPERTS = dict(moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, **HEADS)
+SHARED = dict(shared_expert_intermediate_size=56)
+GEMMA = dict(query_pre_attn_scalar=30, sliding_window=20, **HEADS)
+
+
+class Family(NamedTuple):
+    """Classes of transformers by the beginnings of their names, and settings beyond `SIZES`."""
+
+    config: str
+    options: dict
+    model: str = ""
+
+
+FAMILIES = {
+    "qwen3": Family("Qwen3", {**TIED, **HEADS, "rope_parameters": PLAIN_ROPE}),
+    "qwen3-untied-wide-heads": Family("Qwen3", {**UNTIED, "head_dim": 40, "attention_bias": True}),
+    "qwen3-yarn": Family("Qwen3", {**TIED, **HEADS, "rope_parameters": YARN_ROPE}),
+    "qwen3-windows": Family(
+        "Qwen3",
+        {**TIED, **HEADS, "use_sliding_window": True, "sliding_window": 16, "layer_types": [SLIDING, GLOBAL] * 2},
+    ),
+    "qwen2": Family("Qwen2", TIED),
+    "qwen2-multi-head": Family("Qwen2", {**UNTIED, "num_key_value_heads": 6}),
+    "qwen2-windows": Family(
+        "Qwen2", {**TIED, "use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}
+    ),
+    "llama": Family("Llama", {**UNTIED, "rope_parameters": LLAMA3_ROPE}),
+    "llama-biased": Family("Llama", {**TIED, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "llama-linear": Family("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "mistral": Family("Mistral", {**HEADS, "sliding_window": 16}),
+    "mistral-no-window": Family("Mistral", {**TIED, "sliding_window": None}),
+    "qwen3_5": Family("Qwen3_5Text", {**DELTA, **TIED}, "Qwen3_5"),
+    "qwen3_5-untied": Family(
+        "Qwen3_5Text",
+        {
+            **DELTA,
+            "num_hidden_layers": 6,
+            "layer_types": [GLOBAL, LINEAR, LINEAR] * 2,
+            "attention_bias": True,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+        },
+        "Qwen3_5",
+    ),
+    "qwen3_next": Family("Qwen3Next", {**DELTA, **TIED, "num_experts": 0}),
+    "qwen3_next-untied": Family("Qwen3Next", {**DELTA, "mlp_only_layers": [0, 1, 2, 3], "linear_num_value_heads": 2}),
+    "qwen3_next-experts": Family("Qwen3Next", {**DELTA, **EXPERTS, **SHARED, "mlp_only_layers": [1]}),
+    "qwen3_5_moe": Family("Qwen3_5MoeText", {**DELTA, **EXPERTS, **SHARED}, "Qwen3_5Moe"),
+    "qwen3_moe": Family("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe-in-part": Family(
+        "Qwen3Moe",
+        {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False, "num_experts": 7},
+    ),
+    "gemma3": Family("Gemma3Text", {**GEMMA, "layer_types": GEMMA_LAYERS}, "Gemma3"),
+    "gemma3-long": Family(
+        "Gemma3Text", {**GEMMA, "layer_types": GEMMA_LAYERS[::-1], "rope_parameters": LONG_ROPE}, "Gemma3"
+    ),
+    "gemma3-untied": Family(
+        "Gemma3Text",
+        {**GEMMA, **UNTIED, "num_hidden_layers": 7, "num_key_value_heads": 1, "attention_bias": True},
+        "Gemma3",
+    ),
+    "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
+    "gemma2-published-caps": Family("Gemma2", {**GEMMA, "head_dim": 40}),
+}
+TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 131))
+
+
+def spread(model):
+    """Weights of real spread, biases and norms included.
+
+    Routers choose clearly, so that rounding seldom changes the choice. Decays are from a few tokens to thousands, so
+    that states matter over a whole text.
+    """
+    torch.manual_seed(0)
+    around_zero = model.config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next"))  # norms multiply by 1 + weight
+    for key, weight in model.named_parameters():
+        if key.endswith("A_log"):
+            weight.data.normal_(mean=-3.0, std=2.0)
+        elif weight.ndim > 1:
+            weight.data.normal_(std=(4 if key.endswith("mlp.gate.weight") else 1.5) * weight.shape[-1] ** -0.5)
+        else:
+            plain = key.endswith("linear_attn.norm.weight") if around_zero else not key.endswith("bias")
+            weight.data.normal_(mean=float(plain), std=0.3)
+    return model.eval()
+
+
+def reference(name, folder, dtype=None, **changes):
+    """A transformers model, saved to `folder`."""
+    family = FAMILIES[name]
+    config = getattr(transformers, f"{family.config}Config")(**{**SIZES, **family.options, **changes})
+    model = getattr(transformers, f"{family.model or family.config}ForCausalLM")(config)
+    return save_reference(spread(model), folder, dtype)
+
+
+def bound(name):
+    return 5e-6 if name.startswith("gemma") else 2e-5
+
+
+def expected_logits(theirs):
+    with torch.no_grad():
+        return theirs(torch.tensor(TOKENS)).logits.numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_logits_are_those_of_transformers(family, tmp_path):
+    theirs = reference(family, tmp_path)
+    assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < bound(family)
+
+
+GENERATED = dict.fromkeys(("qwen3", "qwen2", "llama", "qwen2-windows", "mistral", "qwen3_5", "qwen3_next"), 128)
+GENERATED |= {"qwen3_moe": 64, "qwen3_5_moe": 64}
+
+
+@pytest.mark.parametrize(("family", "count"), GENERATED.items())
+def test_greedy_tokens_are_those_of_transformers(family, count, tmp_path):
+    theirs = reference(family, tmp_path)
+    prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
+    expected = continuations(theirs, prompts, count)
+    outputs = engine(tmp_path).generate(prompts, SamplingParams(max_tokens=count, **GREEDY), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma2"])
+def test_greedy_tokens_of_a_batch_are_those_of_transformers(family, tmp_path):
+    """Three requests, two at a time; prompts and answers are longer than the window; the first prompt is cached."""
+    theirs = reference(family, tmp_path)
+    prompts = [TOKENS[0, :77].tolist(), TOKENS[1, :5].tolist(), TOKENS[0, :70].tolist()]
+    expected = continuations(theirs, prompts, 90)
+    llm = engine(tmp_path)
+    llm.generate(prompts[:1], SamplingParams(max_tokens=1, **GREEDY), use_tqdm=False)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=90, **GREEDY), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert outputs[0].num_cached_tokens >= 64
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "qwen2", "llama", "qwen3_5", "qwen3_next", "qwen3_moe", "qwen3_5_moe", "gemma3", "gemma2"],
+)
+def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
+    # Every expert is chosen: rounding turns choices among some of them over, on either side, and such a position then
+    # differs as a whole.
+    chosen = dict(num_experts_per_tok=EXPERTS["num_experts"]) if "moe" in family else {}
+    reference(family, tmp_path, torch.bfloat16, **chosen)
+    ours, theirs = bfloat16_errors(tmp_path, TOKENS)
+    assert ours <= 1.1 * theirs
+
+
+def root_mean_square(errors):
+    return np.sqrt(np.mean(np.square(errors)))
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "options", "size", "tolerance"),
+    [
+        ("qwen3", 70, {}, lambda errors: np.abs(errors).max(), 2e-4),
+        ("gemma3", 131, {}, root_mean_square, 2e-4),
+        ("gemma3", 131, {"kv_cache_dtype": "int8"}, root_mean_square, 0.15),
+        ("qwen3_next", 70, {"quantization": "int8"}, root_mean_square, 0.1),
+        ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
+    ],
+)
+def test_logprobs_of_the_engine_are_close_to_those_of_transformers(family, length, options, size, tolerance, tmp_path):
+    theirs = reference(family, tmp_path)
+    errors = logprob_errors(engine(tmp_path, **options), theirs, TOKENS[0, :length].tolist())
+    assert size(errors) < tolerance
+
+
+def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
+    """A row-parallel bias added on every device was nano-vllm's pull request 203. On the devices that there are."""
+    theirs = reference("llama-biased", tmp_path)
+    mesh = make_mesh((len(jax.devices()),), ("tensor",))
+    model = load_causal_lm(Checkpoint.open(tmp_path), dtype="float32", mesh=mesh)
+    assert relative(model_logits(model, TOKENS), expected_logits(theirs)) < 2e-5
+
+
+VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=96, num_position_embeddings=16
+)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_a_checkpoint_with_a_vision_tower_answers_texts(kind, tmp_path):
+    """Stacks of experts are read from single matrices and from one array."""
+    experts = {**EXPERTS, **SHARED, **HEADS} if kind == "Qwen3_5Moe" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**SIZES, **DELTA, **experts}, vision_config=VISION, tie_word_embeddings=True
+    )
+    theirs = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
+    theirs.save_pretrained(tmp_path / "single")
+    arrays = {name: weight.numpy() for name, weight in theirs.state_dict().items()}
+    checkpoint.save(arrays, tmp_path / "stacked", config=json.loads(theirs.config.to_json_string()))
+    layer = "model.language_model.layers.0.mlp"
+    names = {folder: Checkpoint.open(tmp_path / folder).names() for folder in ("single", "stacked")}
+    assert "model.visual.pos_embed.weight" in names["single"]
+    if experts:
+        assert f"{layer}.experts.0.gate_proj.weight" in names["single"]
+        assert f"{layer}.experts.gate_up_proj" in names["stacked"]
+    for folder in names if experts else ["single"]:
+        assert relative(logits(tmp_path / folder, TOKENS), expected_logits(theirs)) < 2e-5
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_a_gemma_with_a_vision_tower_answers_texts(layout, tmp_path):
+    """Keys as they are published, and as transformers 5 writes them."""
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    text = {**SIZES, **GEMMA, "layer_types": GEMMA_LAYERS}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4
+    )
+    theirs = spread(transformers.Gemma3ForConditionalGeneration(config))
+    theirs.save_pretrained(tmp_path)
+    weights = {}
+    for key, weight in load_file(tmp_path / "model.safetensors").items():
+        name = key.replace("model.language_model.", "").replace("language_model.model.", "")
+        weights[layout + name if "language_model" in key else key] = weight
+    save_file(weights, tmp_path / "model.safetensors")
+    assert any("vision_tower" in key for key in weights)
+    assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 5e-6
+
+
+def test_config_files_of_transformers_4_are_read_as_it_reads_them(tmp_path):
+    """Rotary bases and windows by their old names, and sizes left out that are the defaults of its classes."""
+    reference("gemma3", tmp_path)
+    old = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_parameters", "layer_types", "hidden_activation"):
+        del old[name]
+    old |= {"sliding_window_pattern": 2, "rope_local_base_freq": 5e3, "rope_theta": 2e5}
+    old["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    theirs = transformers.Gemma3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert theirs.config.layer_types == [SLIDING, GLOBAL] * 2
+    assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 5e-6
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma2"])
+def test_every_module_of_a_gemma_is_compared_by_name(family, tmp_path):
+    reference(family, tmp_path)
+    result = compare_case(text_case(tmp_path, tmp_path, tokens=40), dtype="float32")
+    assert result.passed
+    rows = {row.name for row in result.rows}
+    assert {"model.embed_tokens", "model.layers.1.post_feedforward_layernorm", "model.norm"} <= rows

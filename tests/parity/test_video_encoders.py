@@ -1,0 +1,131 @@
+"""UMT5's and CLIP's encoders against transformers', with random weights."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from verax.checkpoint.video.names import CLIP, UMT5
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel, position_rows
+
+UMT5 = dict(vocab_size=100, d_model=20, d_kv=6, d_ff=36, num_layers=3, num_heads=5, feed_forward_proj="gated-gelu")
+CLIP = dict(
+    hidden_size=24,
+    intermediate_size=52,
+    num_hidden_layers=3,
+    num_attention_heads=3,
+    image_size=35,
+    patch_size=7,
+    hidden_act="gelu",
+)
+LENGTHS = np.array([200, 131, 1])
+TOKENS = np.random.default_rng(1).integers(1, 100, (3, 200))
+TOKENS = np.where(np.arange(200) < LENGTHS[:, None], TOKENS, 0).astype(np.int32)
+PIXELS = np.random.default_rng(1).standard_normal((2, 35, 35, 3)).astype(np.float32)
+
+
+def spread(model, seed=0):
+    """Random weights in place of a torch model's own: of real spread, norms and tables included."""
+    generator = torch.Generator().manual_seed(seed)
+    for key, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.ndim > 1 and "embed" not in key and "bias" not in key:
+            weight.data = 1.5 * noise * (weight.numel() / weight.shape[0]) ** -0.5
+        else:
+            weight.data = 0.5 * noise + ("norm" in key and key.endswith("weight"))
+    return model.eval()
+
+
+def from_torch(build, table, state, dtype=jnp.float32):
+    """Module `build()` with the weights of a torch model's `state_dict`, which must have exactly its parameters."""
+    abstract = nnx.eval_shape(build)
+    parts = {}
+    for key, tensor in state.items():
+        name, part = table.backward(key)
+        parts.setdefault(name, {})[part] = tensor.float().numpy()
+    whole = {name: np.concatenate([found[i] for i in sorted(found)]) for name, found in parts.items()}
+    graph, params = nnx.split(abstract)
+    filled = []
+    for path, leaf in nnx.to_flat_state(params):
+        array = whole.pop(".".join(map(str, path)))
+        assert array.size == leaf.size
+        filled.append((path, leaf.replace(jnp.asarray(array.reshape(leaf.shape), dtype))))
+    assert not whole, f"left over: {sorted(whole)}"
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def umt5_reference(**changes):
+    model = spread(transformers.UMT5EncoderModel(transformers.UMT5Config(**{**UMT5, **changes})))
+    for block in model.encoder.block:  # scores are not scaled: trained queries are small
+        block.layer[0].SelfAttention.q.weight.data *= UMT5["d_kv"] ** -0.5
+    return model
+
+
+def umt5_theirs(model):
+    mask = np.arange(TOKENS.shape[1]) < LENGTHS[:, None]
+    with torch.no_grad():
+        states = model(torch.from_numpy(TOKENS).long(), torch.from_numpy(mask).long()).last_hidden_state
+    return states.double().numpy() * mask[..., None]
+
+
+def umt5_ours(theirs, dtype=jnp.float32):
+    config = UMT5Config.from_hf(theirs.config.to_dict())
+    state = {key: tensor for key, tensor in theirs.state_dict().items() if key != "encoder.embed_tokens.weight"}
+    model = from_torch(lambda: UMT5EncoderModel(config, dtype=dtype, rngs=nnx.Rngs(0)), UMT5, state, dtype)
+    return np.asarray(model(jnp.asarray(TOKENS), jnp.asarray(LENGTHS)))
+
+
+def clip_reference(**changes):
+    return spread(transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**{**CLIP, **changes})))
+
+
+def clip_theirs(model):
+    with torch.no_grad():
+        states = model(torch.from_numpy(PIXELS).permute(0, 3, 1, 2), output_hidden_states=True).hidden_states[-2]
+    return states.float().numpy()
+
+
+def clip_ours(theirs, dtype=jnp.float32, prefix=""):
+    config = CLIPVisionConfig.from_hf(theirs.config.to_dict())
+    state = {prefix + key: tensor for key, tensor in theirs.state_dict().items()}
+    model = from_torch(lambda: CLIPVisionModel(config, dtype=dtype, rngs=nnx.Rngs(0)), CLIP, state, dtype)
+    return np.asarray(model(jnp.asarray(PIXELS)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"relative_attention_num_buckets": 12, "relative_attention_max_distance": 50}])
+def test_float32_states_of_umt5_are_those_of_transformers(changes):
+    theirs = umt5_reference(**changes)
+    got, expected = umt5_ours(theirs), umt5_theirs(theirs.double())
+    assert np.abs(expected).mean() > 0.3
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("prefix", ["", "vision_model."])
+@pytest.mark.parametrize("changes", [{}, {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-2}])
+def test_float32_states_of_clip_are_those_of_transformers(changes, prefix):
+    theirs = clip_reference(**changes)
+    got, expected = clip_ours(theirs, prefix=prefix), clip_theirs(theirs)
+    assert got.shape == (2, 26, 24)
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("reference", "run", "ours"), [(umt5_reference, umt5_theirs, umt5_ours), (clip_reference, clip_theirs, clip_ours)]
+)
+def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(reference, run, ours):
+    # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
+    rounded = reference().bfloat16()
+    theirs, got = run(rounded), ours(rounded, jnp.bfloat16)
+    truth = run(rounded.float())
+    assert np.linalg.norm(got - truth) <= 1.1 * np.linalg.norm(theirs - truth)
+
+
+def test_every_distance_has_the_row_that_transformers_gives_it():
+    attention = umt5_reference().encoder.block[0].layer[0].SelfAttention
+    offsets = torch.arange(700)[None, :] - torch.arange(700)[:, None]
+    expected = attention._relative_position_bucket(offsets).numpy()
+    np.testing.assert_array_equal(position_rows(UMT5Config(), 700), expected)
