@@ -60,9 +60,9 @@ class Handle:
     def generate(self):
         return self
 
-    def remote(self, *arguments):
-        self.answers.append(arguments[3])
-        return Response(self._replica.generate(*arguments), self._breaks.pop(0) if self._breaks else None)
+    def remote(self, inputs):
+        self.answers.append(inputs.output_token_ids)
+        return Response(self._replica.generate(inputs), self._breaks.pop(0) if self._breaks else None)
 
 
 class Response:

@@ -14,7 +14,7 @@ import time
 from collections import abc
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from verax.ray.answer import AnswerSoFar
 from verax.ray.replica import Description, Part
 from verax.text.engine.engine_thread import Observer
 from verax.text.engine.outputs import EngineStats, RequestOutput
-from verax.text.engine.request import Message, Prompt
+from verax.text.engine.request import Message, Prompt, RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
@@ -48,16 +48,6 @@ CURRENT = 10.0
 
 LOST = (ray.exceptions.RayError, EngineDeadError)
 """Errors of a replica that has died, or is dying. An error of the request arrives as a value."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Request as replicas get it, but for the answer so far."""
-
-    prompt: Prompt | abc.Sequence[Message]
-    params: SamplingParams
-    add_special_tokens: bool
-    lora_request: LoRARequest | None
 
 
 class RemoteLLM:
@@ -162,8 +152,14 @@ class RemoteLLM:
         params = sampling_params or self.default_sampling_params()
         if params.seed is None:  # another replica has to draw alike
             params = replace(params, seed=secrets.randbits(63))
-        request = _Request(prompt, params, add_special_tokens, lora_request)
-        return self._generate(request, AnswerSoFar(params.n, continue_from))
+        inputs = RequestInput(
+            prompt,
+            params,
+            add_special_tokens=add_special_tokens,
+            output_token_ids=continue_from,
+            lora_request=lora_request,
+        )
+        return self._generate(inputs, AnswerSoFar(params.n, continue_from))
 
     async def render(
         self,
@@ -188,7 +184,7 @@ class RemoteLLM:
         self._closing = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _generate(self, request: _Request, answer: AnswerSoFar) -> AsyncGenerator[RequestOutput, None]:
+    async def _generate(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[RequestOutput, None]:
         if self._waiting >= self.max_queued_requests > 0:
             raise QueueFullError(
                 f"max_queued_requests: {self._waiting} requests wait, which is the most; try again later"
@@ -198,7 +194,7 @@ class RemoteLLM:
             while True:
                 answer.begin()
                 try:
-                    async for part in self._parts(request, answer):
+                    async for part in self._parts(inputs, answer):
                         begun()
                         moves = 0
                         output = answer.add(part)
@@ -214,16 +210,14 @@ class RemoteLLM:
             for observer in self._observers:
                 observer(0, answer.whole())
 
-    async def _parts(self, request: _Request, answer: AnswerSoFar) -> AsyncGenerator[Part, None]:
+    async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[Part, None]:
         """Parts of a request from one replica, behind the answer so far.
 
         Raises:
             RayError: if the replica is lost.
             VeraxError: if the request fails.
         """
-        response: Any = self._handle.generate.remote(
-            request.prompt, request.params, request.add_special_tokens, answer.token_ids, request.lora_request
-        )
+        response: Any = self._handle.generate.remote(replace(inputs, output_token_ids=answer.token_ids))
         try:
             async for part in response:
                 if isinstance(part, VeraxError):

@@ -11,6 +11,7 @@ from verax.bench.simulate.overheads import Overheads
 from verax.bench.simulate.step_times import StepTimes, spans_of
 from verax.text.engine.blocks import BlockManager
 from verax.text.engine.engine import Engine
+from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Schedule, Scheduler, work
 from verax.text.step.runner import ModelRunner, PendingStep
@@ -136,7 +137,7 @@ class Replica:
         self._delay_device(self._overheads.per_request, now)
         params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
         so_far = [[TOKEN] * answer.completion_tokens] if answer.completion_tokens else None
-        name = self._engine.add_request(list(request.prompt), params, output_token_ids=so_far)
+        name = self._engine.add_request(RequestInput(list(request.prompt), params, output_token_ids=so_far))
         self.answers[name] = answer
 
     @property

@@ -17,6 +17,7 @@ from verax.plan.roofline import Bound
 from verax.plan.stand_ins import Span
 from verax.plan.text import TextPlan
 from verax.text.engine.engine import Engine
+from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Schedule
 from verax.text.step.step import StepShape
@@ -185,7 +186,8 @@ def _measure_once(engine: Engine, rng: np.random.Generator) -> MeasuredTimes:
     def timed(rows: int, tokens: int, answer: int) -> dict[StepShape, list[tuple[int, float]]]:
         for _ in range(rows):
             prompt = rng.integers(engine.vocab_size, size=min(tokens, longest)).tolist()
-            engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True))
+            params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+            engine.add_request(RequestInput(prompt, params))
         return _timed(engine)
 
     by_shape: dict[StepShape, float] = {}
