@@ -1,8 +1,8 @@
-"""`RemoteLLM`: the engines of replicas as one, whose answers survive the replica that began them.
+"""`RemoteLLM`: the engines of replicas as one, whose answers survive the replica that began them; and its HTTP server.
 
 A draw depends on the request's seed and the place in the answer only. What a replica has sent of an answer is therefore
-enough for another one to go on, as if nothing had happened: the engine counts the tokens for its penalties, finds its
-place in a grammar, and holds back the same beginnings of stop strings (`continue_from` of `AsyncLLM.generate`).
+enough for another one to continue it, as if nothing had happened: the engine counts the tokens for its penalties, finds
+its place in a grammar, and holds back the same beginnings of stop strings (`continue_from` of `AsyncLLM.generate`).
 """
 
 from __future__ import annotations
@@ -11,31 +11,159 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import abc
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+import uuid
+from collections import OrderedDict, abc
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray.exceptions
+from ray import serve
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
 
 from verax import builtin, checkpoint
 from verax.errors import EngineDeadError, QueueFullError, VeraxError
 from verax.models import CausalLMConfig, causal_lm
-from verax.ray.answer import AnswerSoFar
+from verax.ray.cluster import keep_off_the_network
 from verax.ray.replica import Description, Part
+from verax.serve.app import create_app
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
 from verax.text.engine.engine_thread import Observer
-from verax.text.engine.outputs import EngineStats, RequestOutput
+from verax.text.engine.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from verax.text.engine.request import Message, Prompt, RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["RemoteLLM"]
+__all__ = ["Ingress", "RemoteLLM"]
+
+
+@dataclass
+class _Sample:
+    """One of the answers."""
+
+    given: int
+    """Number of the tokens that the caller began with, and gets nothing of."""
+    token_ids: list[int]
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    before: float = 0.0
+    """Log-probability of the tokens that earlier replicas have sent, in nats."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class AnswerSoFar:
+    """Answers to one request as they grow.
+
+    Args:
+        n: number of the answers.
+        given: tokens of each that the caller began with; None for none.
+    """
+
+    def __init__(self, n: int, given: Sequence[Sequence[int]] | None = None):
+        self._id = f"request-{uuid.uuid4().hex}"
+        self._samples = [_Sample(len(tokens), list(tokens)) for tokens in given or [()] * n]
+        self._arrival = time.perf_counter()
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+        self._prompt_token_ids: tuple[int, ...] = ()
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._num_cached = 0
+        self._metrics: RequestMetrics | None = None
+
+    @property
+    def token_ids(self) -> list[list[int]] | None:
+        """Tokens of each answer, for the next replica; None before the first of them."""
+        found = [list(sample.token_ids) for sample in self._samples]
+        return found if any(found) else None
+
+    def begin(self) -> None:
+        """Note that the next parts are those of another replica."""
+        for sample in self._samples:
+            sample.before = sample.cumulative_logprob or 0.0
+
+    def add(self, part: Part) -> RequestOutput | None:
+        """Output of what is new in a part; None if nothing is.
+
+        A replica that goes on behind an answer that is complete sends its end again, which is left out.
+        """
+        now = time.perf_counter()
+        if part.prompt_token_ids is not None:
+            if not self._prompt_token_ids:
+                self._prompt_token_ids, self._num_cached = part.prompt_token_ids, part.num_cached_tokens
+            self._prompt_logprobs = None if part.prompt_logprobs is None else list(part.prompt_logprobs)
+        if self._scheduled is None and part.metrics is not None and part.metrics.first_scheduled_time is not None:
+            # The clocks of two machines have nothing in common but their pace.
+            self._scheduled = self._arrival + part.metrics.first_scheduled_time - part.metrics.arrival_time
+        fresh = [self._add(new) for new in part.outputs if self._samples[new.index].finish_reason is None]
+        if self._first_token is None and any(new.token_ids for new in fresh):
+            self._first_token = now
+        if not fresh and not part.finished:
+            return None
+        self._metrics = RequestMetrics(
+            self._arrival,
+            self._first_token,
+            now if part.finished else None,
+            first_scheduled_time=self._scheduled,
+            num_draft_tokens=0 if part.metrics is None else part.metrics.num_draft_tokens,
+            num_accepted_tokens=0 if part.metrics is None else part.metrics.num_accepted_tokens,
+        )
+        return self._output(fresh, part.finished)
+
+    def whole(self) -> RequestOutput:
+        """The whole output, behind the last part."""
+        outputs = [
+            CompletionOutput(
+                index,
+                "".join(sample.text),
+                tuple(sample.token_ids[sample.given :]),
+                sample.cumulative_logprob,
+                sample.logprobs or None,
+                sample.finish_reason,
+                sample.stop_reason,
+            )
+            for index, sample in enumerate(self._samples)
+        ]
+        return self._output(outputs, True)
+
+    def _add(self, new: CompletionOutput) -> CompletionOutput:
+        sample = self._samples[new.index]
+        sample.token_ids += new.token_ids
+        sample.text.append(new.text)
+        sample.logprobs += new.logprobs or []
+        sample.finish_reason, sample.stop_reason = new.finish_reason, new.stop_reason
+        if new.cumulative_logprob is not None:
+            sample.cumulative_logprob = sample.before + new.cumulative_logprob
+            new = replace(new, cumulative_logprob=sample.cumulative_logprob)
+        return new
+
+    def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
+        return RequestOutput(
+            self._id,
+            None,
+            self._prompt_token_ids,
+            self._prompt_logprobs,
+            outputs,
+            finished,
+            self._num_cached,
+            self._metrics,
+        )
+
 
 MOST_MOVES = 3
 """Replicas in a row that may die of a request, or before they add to its answer. Then it is the request that fails."""
@@ -45,6 +173,9 @@ PAUSE = 0.1
 
 CURRENT = 10.0
 """Seconds for which the share of its cache that a replica has sent counts as that of now."""
+
+MOST_REPLICAS = 256
+"""Replicas whose figures are kept by name."""
 
 LOST = (ray.exceptions.RayError, EngineDeadError)
 """Errors of a replica that has died, or is dying. An error of the request arrives as a value."""
@@ -82,7 +213,10 @@ class RemoteLLM:
         self._handle = handle.options(stream=True, _by_reference=False)
         self._description = description
         self._observers: list[Observer] = []
-        self._replicas: dict[str, tuple[float, EngineStats]] = {}
+        self._replicas: OrderedDict[str, tuple[float, EngineStats]] = OrderedDict()
+        """What each replica has sent last, and when; the one that was silent longest is the first."""
+        self._past: list[EngineStats] = []
+        """Totals of replicas that are not kept by name any more, as one record; none at first."""
         self._closing = False
         self._running = 0
         self._waiting = 0
@@ -106,7 +240,7 @@ class RemoteLLM:
     def stats(self) -> EngineStats:
         """Requests that are here, the fullest cache, and the totals of all replicas so far, as they have sent them."""
         now = time.monotonic()
-        each = [stats for _, stats in self._replicas.values()]
+        each = [*self._past, *(stats for _, stats in self._replicas.values())]
         usages = [stats.kv_cache_usage for at, stats in self._replicas.values() if now - at < CURRENT]
         return EngineStats(
             num_requests_running=self._running,
@@ -222,7 +356,7 @@ class RemoteLLM:
             async for part in response:
                 if isinstance(part, VeraxError):
                     raise part
-                self._replicas[part.replica] = time.monotonic(), part.stats
+                self._note(part)
                 yield part
                 if part.finished:
                     return
@@ -231,6 +365,14 @@ class RemoteLLM:
             raise QueueFullError(f"max_queued_requests: {error}") from error
         finally:
             response.cancel()
+
+    def _note(self, part: Part) -> None:
+        """Keep what a replica has sent of itself. Names of replicas change with each restart, so only some are kept."""
+        self._replicas[part.replica] = time.monotonic(), part.stats
+        self._replicas.move_to_end(part.replica)
+        while len(self._replicas) > MOST_REPLICAS:
+            _, (_, stats) = self._replicas.popitem(last=False)
+            self._past = [EngineStats.sum([*self._past, stats])]
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[Callable[[], None]]:
@@ -252,3 +394,44 @@ class RemoteLLM:
                 self._waiting -= 1
             else:
                 self._running -= 1
+
+
+ANY_ADDRESS = "0.0.0.0"
+"""Host of a server that is called by names that it does not know itself."""
+
+
+@serve.ingress()
+class Ingress:
+    """HTTP server of replicas. Ray Serve's proxy has the socket.
+
+    Args:
+        handle: of the replicas.
+        model: the replicas' checkpoint; the built-in one if None.
+        revision: branch, tag or commit of a hub id.
+        names: names of the model in requests.
+        max_queued_requests: most requests that wait for a replica.
+        settings: of the server; the defaults, less the page, if None.
+    """
+
+    async def __init__(
+        self,
+        handle: DeploymentHandle,
+        model: str | None,
+        revision: str | None,
+        names: tuple[str, ...],
+        max_queued_requests: int,
+        settings: ServerSettings | None,
+    ):
+        keep_off_the_network()
+        description = await handle.describe.remote()
+        llm = RemoteLLM(handle, description, model, revision=revision, max_queued_requests=max_queued_requests)
+        settings = replace(settings or ServerSettings(disable_page=True), host=ANY_ADDRESS)
+        self._server = Server(llm=llm, served_names=names, root=model, settings=settings)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return create_app(self._server)
+
+    def check_health(self) -> None:
+        """Fail if the server takes no requests. Ray Serve calls it every few seconds."""
+        if not self._server.engine.is_running:
+            raise RuntimeError("the server is at its end")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verax.errors import EngineDeadError, VeraxError
-from verax.ray.actor import end_actor, keep_off_the_network, one_compiles, set_threads
+from verax.ray.cluster import end_actor, keep_off_the_network, one_compiles, set_threads
 from verax.serve.batch.client import Answer
 from verax.serve.batch.lines import RequestLine
 from verax.serve.batch.local import LocalServer
