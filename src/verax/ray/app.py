@@ -44,8 +44,8 @@ def deployment(
 ) -> Any:
     """An application of Ray Serve that answers OpenAI's HTTP about a text model, to give to `serve.run`.
 
-    Its ingress has the tokenizer and speaks HTTP; replicas have the engines. The stream of a replica that dies goes on
-    from another one with the tokens that it would have had.
+    Its ingress has the tokenizer and speaks HTTP; replicas have the engines. The stream of a replica that dies
+    continues from another one with the tokens that it would have had.
 
     Args:
         model: as in `LLM`, and so are `dtype`, `quantization`, `revision` and `options`. Every node must find it.
@@ -99,7 +99,7 @@ def replicas(
     target_ongoing_requests: float = TARGET,
     max_queued_requests: int = 1024,
 ) -> Any:
-    """An application of Ray Serve without HTTP: replicas of a server's models, behind a handle.
+    """An application of Ray Serve without HTTP: replicas of a server's models, called through a handle.
 
     Args:
         new_server: loads the models. It is pickled.

@@ -38,7 +38,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     unless `RAY_USAGE_STATS_ENABLED` is set.
 
     Args:
-        num_cpus: CPUs of a Ray that is started here; those of the machine if None.
+        num_cpus: CPUs of a Ray that is started here; all of the machine if None.
 
     Raises:
         MissingDependencyError: if Ray is not installed.
@@ -172,7 +172,7 @@ def one_compiles(*what: object) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / f"{key}.lock").open("w")
-    except OSError:  # a cache that cannot be written is no reason to refuse work
+    except OSError:  # a cache that cannot be written must not stop the work
         yield
         return
     with lock:

@@ -237,7 +237,7 @@ def actor_pool(
     batch_size: int = BATCH_SIZE,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Arguments of `Dataset.map_batches` beside the callable, such as `Generate`.
+    """Arguments of `Dataset.map_batches` that go with a callable such as `Generate`.
 
     Args:
         size: number of actors, or the least and the most of them.

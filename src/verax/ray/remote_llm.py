@@ -93,14 +93,14 @@ class AnswerSoFar:
         return found if any(found) else None
 
     def begin(self) -> None:
-        """Note that the next parts are those of another replica."""
+        """Note that the next parts come from another replica."""
         for sample in self._samples:
             sample.before = sample.cumulative_logprob or 0.0
 
     def add(self, part: Part) -> RequestOutput | None:
         """Output of what is new in a part; None if nothing is.
 
-        A replica that goes on behind an answer that is complete sends its end again, which is left out.
+        A replica that continues an answer which is complete sends its end again; that part is left out.
         """
         now = time.perf_counter()
         if part.prompt_token_ids is not None:
@@ -126,7 +126,7 @@ class AnswerSoFar:
         return self._output(fresh, part.finished)
 
     def whole(self) -> RequestOutput:
-        """The whole output, behind the last part."""
+        """The whole output, after the last part."""
         outputs = [
             CompletionOutput(
                 index,
@@ -172,7 +172,7 @@ PAUSE = 0.1
 """Seconds before a request moves, in which Ray Serve learns that its replica is dead."""
 
 CURRENT = 10.0
-"""Seconds for which the share of its cache that a replica has sent counts as that of now."""
+"""Seconds for which the share of its cache that a replica has sent counts as current."""
 
 MOST_REPLICAS = 256
 """Replicas whose figures are kept by name."""
@@ -207,7 +207,7 @@ class RemoteLLM:
         self.max_queued_requests = max_queued_requests
         self.error: BaseException | None = None
         self.num_moved = 0
-        """Requests that went on at another replica."""
+        """Requests that continued at another replica."""
         self._recommended = SamplingParams.from_generation_config(opened.generation_config)
         # By value: over the replica's own connection, in place of two messages through Ray for each part.
         self._handle = handle.options(stream=True, _by_reference=False)
@@ -254,7 +254,7 @@ class RemoteLLM:
         )
 
     def replica_stats(self) -> list[EngineStats]:
-        """The same, as those of one engine: a request is counted here, whichever replica it runs on."""
+        """Figures of all replicas as one engine: a request is counted here, whichever replica it runs on."""
         return [self.stats()]
 
     def add_observer(self, observer: Observer) -> None:
@@ -345,7 +345,7 @@ class RemoteLLM:
                 observer(0, answer.whole())
 
     async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[Part, None]:
-        """Parts of a request from one replica, behind the answer so far.
+        """Parts of a request from one replica, after the answer so far.
 
         Raises:
             RayError: if the replica is lost.

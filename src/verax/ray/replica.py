@@ -23,7 +23,7 @@ from verax.text.engine.request import RequestInput
 __all__ = ["Description", "Part", "Replica"]
 
 JOIN = 0.03
-"""Seconds for which new tokens of an answer are joined behind its first part. A message costs more than a token."""
+"""Seconds for which new tokens of an answer are joined after its first part. A message costs more than a token."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Replica:
     """Models of a server in an actor. An engine that fails ends the process, so that Ray Serve starts another.
 
     Args:
-        new_server: loads the models. Its arguments tell whether another replica has compiled the same programs.
+        new_server: loads the models. Replicas with equal arguments compile the same programs.
     """
 
     def __init__(self, new_server: functools.partial[Server]):

@@ -31,7 +31,7 @@ from verax.text.tokens.tokenizer import Tokenizer
 __all__ = ["AsyncLLM"]
 
 TOKENIZER_THREADS = 2
-"""Threads that render templates and tokenise. The tokenizer is quick beside the model, and shares the CPU with it."""
+"""Threads that render templates and tokenise. The tokenizer is quick, and shares the CPU with the model."""
 
 
 class AsyncLLM:
@@ -79,7 +79,7 @@ class AsyncLLM:
         Raises:
             CheckpointError: as `LLM`.
             UnsupportedModelError: as `LLM`.
-            InvalidParameterError: as `LLM`, and for a bound that is no whole number.
+            InvalidParameterError: as `LLM`, and for a bound that is not a whole number.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
         config = (config or EngineConfig()).with_options(options)
@@ -103,7 +103,7 @@ class AsyncLLM:
         """An AsyncLLM of a loaded LLM, which must not be used by itself until `shutdown`.
 
         Raises:
-            InvalidParameterError: for a bound that is no whole number.
+            InvalidParameterError: for a bound that is not a whole number.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
         self = cls.__new__(cls)
@@ -166,11 +166,11 @@ class AsyncLLM:
         return self._replicas.error
 
     def stats(self) -> EngineStats:
-        """State of the engines now, and their totals, all replicas together."""
+        """State of the engines now and their totals, summed over all replicas."""
         return EngineStats.sum(self.replica_stats())
 
     def replica_stats(self) -> list[EngineStats]:
-        """The same for each replica. Requests whose prompt is being tokenised wait for the first one."""
+        """State and totals of each replica. Requests whose prompt is being tokenised wait for the first one."""
         return self._replicas.stats()
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
@@ -209,7 +209,7 @@ class AsyncLLM:
             sampling_params: the checkpoint's recommended ones if None.
             request_id: an id that no unfinished request has; a new one if None.
             add_special_tokens: let the tokenizer add its special tokens to a text.
-            continue_from: an answer so far for each sample. The request goes on as it would have without a break, if
+            continue_from: an answer so far for each sample. The request continues as it would have without a break, if
                 seeds are given, and outputs have what is new only.
             lora_request: adapter of the request; the base model if None. It is read in a thread.
 

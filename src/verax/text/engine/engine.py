@@ -349,7 +349,7 @@ class Engine:
         moved = dict.fromkeys([*self.advance(), *self._ended])
         return [self.pop_output(request) if request.finished else self.outputs.of(request) for request in moved]
 
-    @ops.use_earlier_programs()  # those of the start, whatever the caller has chosen since
+    @ops.use_earlier_programs()  # the programs of the start, whatever the caller has chosen since
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
         progressed: list[Request] = []
@@ -386,7 +386,7 @@ class Engine:
         """The grammar of a request with structured output; None for others. Any thread may call it.
 
         Raises:
-            InvalidParameterError: if it is no valid grammar, takes too long to compile, or the engine takes none.
+            InvalidParameterError: if the grammar is not valid, takes too long to compile, or the engine takes none.
         """
         if params.form is None:
             return None

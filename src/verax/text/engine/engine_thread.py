@@ -61,7 +61,7 @@ class LiveRequest:
     _error: BaseException | None = None
 
     def receive(self, parts: list[CompletionOutput], finished: bool) -> None:
-        """Take new parts from the engine thread, and wake the caller. Nothing comes behind an error."""
+        """Take new parts from the engine thread, and wake the caller. Nothing comes after an error."""
         if self._error is not None:
             return
         fresh = self._fresh
@@ -278,7 +278,7 @@ class EngineThread:
         engine: the engine, which nobody else uses until the thread has ended.
         outbox: what answers go to.
         number: of the replica.
-        check_room: function that raises if so many more prompt tokens may not wait.
+        check_room: function that raises if the given number of prompt tokens may not wait as well.
         on_failure: function that is called with the error that the engine has failed with.
     """
 

@@ -1,4 +1,4 @@
-"""`LLM`: a checkpoint and an engine behind vLLM's names."""
+"""`LLM`: a checkpoint and its engine, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class LLM:
             dtype: `"bfloat16"` or `"float32"`, of weights, matmul inputs and cache; the rest is float32 in both.
             quantization: `"int8"` (a scale a row) or `"int4"` (a scale for 32 inputs): quantise the linear layers, the
                 output head among them, while loading. Checkpoints that are quantised already, as GGUF files are, run
-                as they are; `"dequantize"` makes floats in `dtype` of their weights.
+                unchanged; `"dequantize"` makes floats in `dtype` of their weights.
             revision: branch, tag or commit of a hub id.
             skip_tokenizer_init: serve token ids without a tokenizer. Prompts are token ids then, and texts are empty.
             use_tqdm: progress bars while loading and compiling, if stderr is a terminal.
             config: options of the engine.
-            options: fields of `EngineConfig` by name, such as `max_model_len`; they replace those of `config`.
+            options: fields of `EngineConfig` by name, such as `max_model_len`; they replace the fields of `config`.
 
         Raises:
             CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
@@ -124,7 +124,7 @@ class LLM:
             tokenizer: the tokenizer of prompts and texts.
             use_tqdm: a progress bar while compiling, if stderr is a terminal.
             config: options of the engine.
-            options: fields of `EngineConfig` by name; they replace those of `config`.
+            options: fields of `EngineConfig` by name; they replace the fields of `config`.
 
         Raises:
             InvalidParameterError: if the model lacks a member, an option is unknown or a size makes no sense.
@@ -210,7 +210,7 @@ class LLM:
         return write_programs(runner.compiled_programs(), Path(folder), runner.abstract_model, runner.config)
 
     def follow(self) -> None:
-        """Repeat the dispatches of rank 0 until it ends, on another host than that of rank 0.
+        """Repeat the dispatches of rank 0 until it ends, on a host of another rank.
 
         If rank 0 or another host is gone, the process ends with status 1 and a message on stderr.
 
@@ -335,7 +335,7 @@ class LLM:
         """Queue one prompt for callers who call `step` themselves; the request's id.
 
         With `output_token_ids`, an answer so far for each sample, the request continues exactly as if it had sampled
-        these tokens itself. Its outputs contain them; log-probabilities are those of the new tokens.
+        these tokens itself. Its outputs contain them; only new tokens have log-probabilities.
         """
         params = sampling_params or self.default_sampling_params()
         request = self._group.prepare(
@@ -402,7 +402,7 @@ class LLM:
         return [done[request] for request in requests]
 
     def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
-        """Run a prepared request. It is queued here, so that a generator which never began leaves nothing behind."""
+        """Run a prepared request. It is queued here: a generator that never began leaves nothing in the engine."""
         finalizing = sys.is_finalizing  # when the interpreter ends, globals may be gone before a generator is
         self._group.add(request)
         shown = request.sequences[0].detokenizer

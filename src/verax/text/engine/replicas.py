@@ -42,7 +42,7 @@ class ReplicaRouter(Generic[R]):
 
     A prompt goes where its last token is likely to be read first: to the replica with the least work, less the tokens
     of the prompt's beginning that this replica has read for an earlier one. So prompts that begin alike stay together,
-    until their replica has more work than the others by what they would have to read anew. What a replica's cache has
+    until their replica has more work than the others by what they would have to read again. What a replica's cache has
     forgotten since is not known here.
 
     Args:
@@ -55,7 +55,7 @@ class ReplicaRouter(Generic[R]):
         self._serving: dict[R, int] = {}
         """Each replica with its bit in `_readers`."""
         self._readers: OrderedDict[int, int] = OrderedDict()
-        """By hash of a prompt's beginning, whole blocks, the least recently used first: the replicas that read it."""
+        """Replicas that read the beginning of a prompt, by its hash in whole blocks; least recently used first."""
         self._lock = threading.Lock()
         for replica in replicas:
             self.add(replica)
@@ -105,7 +105,7 @@ class ReplicaRouter(Generic[R]):
         return keys
 
     def _cached_tokens(self, keys: list[int]) -> dict[R, int]:
-        """By replica: tokens of the prompt's beginning that it has read."""
+        """Tokens of the prompt's beginning that each replica has read."""
         cached = dict.fromkeys(self._serving, 0)
         readers = sum(self._serving.values())
         for i, key in enumerate(keys, start=1):
@@ -128,7 +128,7 @@ class ReplicaRouter(Generic[R]):
 
 
 class EngineGroup:
-    """Engines behind the methods of one. Their devices work at the same time: a step is dispatched before it is read.
+    """Engines with the methods of one. Their devices work at the same time: a step is dispatched before it is read.
 
     Not thread-safe, as an engine.
     """
@@ -265,7 +265,7 @@ class Replicas:
         """Refuse more prompt tokens than may wait. Any thread may.
 
         Raises:
-            QueueFullError: if these are too many beside those that wait already.
+            QueueFullError: if these and the tokens that wait already are too many.
         """
         limit, waiting = self.max_queued_tokens, self.num_waiting_tokens
         if limit is not None and waiting and waiting + num_tokens > limit:

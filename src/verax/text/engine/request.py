@@ -150,7 +150,7 @@ class Sequence:
     detokenizer: IncrementalDetokenizer | None = None
     """Running text, in requests that are streamed or have stop strings."""
     matcher: GrammarMatcher | None = None
-    """Place in the grammar of a request with structured output, behind the tokens that the host has seen."""
+    """Place in the grammar of a request with structured output, after the tokens that the host has seen."""
 
     @property
     def adapter_id(self) -> int | None:
