@@ -11,7 +11,7 @@ import yaml
 
 from tests.deploy.custom_kinds import SCHEMAS
 from verax.cli.serve import serve
-from verax.ray.application import deployment
+from verax.ray.app import deployment
 from verax.text.engine.engine_config import EngineOptions
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

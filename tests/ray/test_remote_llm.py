@@ -4,6 +4,7 @@ import asyncio
 import functools
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -41,8 +42,23 @@ def replica(llm, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "keep_off_the_network", lambda: None)
     monkeypatch.setattr(module, "JOIN", 0)
     engine = AsyncLLM.from_llm(llm)
+    _pace(engine._replicas.threads[0], engine._replicas.outbox)
     yield module.Replica(functools.partial(Server, llm=engine, served_names=("tiny",)))
     asyncio.run(engine.shutdown())
+
+
+def _pace(thread, outbox):
+    """Let an engine step only when its callers have taken what the steps before gave: a part has one token then."""
+    step = thread._step
+
+    def paced():
+        while thread._inbox.empty() and (
+            outbox._calls or any(live._fresh and not live.closed for live in list(outbox.live.values()))
+        ):
+            time.sleep(0.0005)
+        step()
+
+    thread._step = paced
 
 
 class Handle:
@@ -60,9 +76,9 @@ class Handle:
     def generate(self):
         return self
 
-    def remote(self, *arguments):
-        self.answers.append(arguments[3])
-        return Response(self._replica.generate(*arguments), self._breaks.pop(0) if self._breaks else None)
+    def remote(self, inputs):
+        self.answers.append(inputs.output_token_ids)
+        return Response(self._replica.generate(inputs), self._breaks.pop(0) if self._breaks else None)
 
 
 class Response:
@@ -123,7 +139,7 @@ CASES = {
 def test_an_answer_goes_on_exactly_where_a_replica_left_it(remote, replica, fields):
     params = SamplingParams(max_tokens=24, **fields)
     whole = asyncio.run(joined(replica._server.engine, params))
-    moved = remote(1, 1, 1)  # a part has several tokens where this process is slow: few parts are certain
+    moved = remote(1, 2, 3)
     found = asyncio.run(joined(moved, params))
     assert moved.num_moved == 3
     assert found.keys() == whole.keys()
@@ -169,6 +185,20 @@ def test_observers_get_the_whole_answer_and_the_counts_are_those_of_the_replicas
     assert len(output.outputs[0].logprobs) == 8
     assert output.metrics.total_time > output.metrics.time_to_first_token > 0
     assert moved.stats().generation_tokens >= 8
+
+
+def test_replicas_that_are_long_gone_count_without_being_kept(remote, monkeypatch):
+    from verax.ray import remote_llm
+
+    monkeypatch.setattr(remote_llm, "MOST_REPLICAS", 1)
+    moved = remote()
+    asyncio.run(joined(moved, SamplingParams(max_tokens=4, temperature=0)))
+    (name,) = moved._replicas
+    moved._replicas["another"] = moved._replicas.pop(name)  # that replica has been replaced since
+    before = moved.stats().generation_tokens
+    asyncio.run(joined(moved, SamplingParams(max_tokens=4, temperature=0)))
+    assert list(moved._replicas) == [name]
+    assert moved.stats().generation_tokens > 2 * before
 
 
 def test_a_dead_engine_ends_its_replica(replica, monkeypatch):

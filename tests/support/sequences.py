@@ -6,6 +6,6 @@ from verax.text.engine.sampling_params import SamplingParams
 
 def make_sequence(tokens, *, max_tokens=100, name="r", **params):
     params = SamplingParams(max_tokens=max_tokens, **params)
-    request = Request(name, None, tuple(tokens), params, max_tokens)
+    request = Request(name, None, tuple(tokens), params, max_tokens, arrival_time=0.0)
     request.sequences = [Sequence(request, 0, 0, list(tokens))]
     return request.sequences[0]

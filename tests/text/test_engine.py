@@ -389,3 +389,26 @@ def test_a_stop_token_that_is_kept_is_streamed_too(llm):
     (expected,) = llm.generate(["once upon"], params, use_tqdm=False)
     assert expected.outputs[0].finish_reason == "stop"
     assert "".join(llm.stream("once upon", params)) == expected.outputs[0].text != ""
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1])
+def test_a_stream_that_is_dropped_leaves_nothing_in_the_engine(llm, num_pieces):
+    expected = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].outputs
+    pieces = llm.stream(PROMPTS[1], GREEDY)
+    for _ in range(num_pieces):
+        assert next(pieces)
+    del pieces
+    assert not llm.has_unfinished_requests
+    assert llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].outputs == expected
+    llm.engine.check()
+
+
+def test_a_stream_that_is_closed_after_one_piece_leaves_the_other_requests(llm):
+    expected = llm.generate(PROMPTS[2], GREEDY, use_tqdm=False)[0].outputs
+    pieces, other = llm.stream(PROMPTS[1], GREEDY), llm.add_request(PROMPTS[2], GREEDY)
+    next(pieces)
+    pieces.close()
+    done = {}
+    while llm.has_unfinished_requests:
+        done |= {output.request_id: output.outputs for output in llm.step() if output.finished}
+    assert done == {other: expected}

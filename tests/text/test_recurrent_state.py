@@ -200,7 +200,7 @@ def test_states_are_part_of_the_memory_plan(llm):
     two = EngineConfig(block_size=4, kv_cache_memory=20 * one, tensor_parallel_size=2)
     assert plan_sizes(config.on_devices(2), "float32", two).max_num_seqs == 20  # each device has half of a state
     assert state_bytes(config.on_devices(3), 3) == one  # two key heads, which three devices cannot divide
-    with pytest.raises(InvalidParameterError, match="beside the states of 20 sequences"):
+    with pytest.raises(InvalidParameterError, match="in addition to the states of 20 sequences"):
         plan_sizes(config, "float32", EngineConfig(max_num_seqs=20, block_size=4, kv_cache_memory=20 * one))
 
 

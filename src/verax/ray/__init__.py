@@ -9,21 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verax.ray.application import deployment
-    from verax.ray.clips import Clips
+    from verax.ray.app import deployment
     from verax.ray.cluster import start_ray
-    from verax.ray.embed import Embed
-    from verax.ray.generate import Generate
-    from verax.ray.pool import actor_pool
+    from verax.ray.data import Clips, Embed, Generate, actor_pool
 
 __all__ = ["Clips", "Embed", "Generate", "actor_pool", "deployment", "start_ray"]
 
 _HOMES = {
-    "Clips": "verax.ray.clips",
-    "Embed": "verax.ray.embed",
-    "Generate": "verax.ray.generate",
-    "actor_pool": "verax.ray.pool",
-    "deployment": "verax.ray.application",
+    "Clips": "verax.ray.data",
+    "Embed": "verax.ray.data",
+    "Generate": "verax.ray.data",
+    "actor_pool": "verax.ray.data",
+    "deployment": "verax.ray.app",
     "start_ray": "verax.ray.cluster",
 }
 

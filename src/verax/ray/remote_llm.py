@@ -1,8 +1,8 @@
-"""`RemoteLLM`: the engines of replicas as one, whose answers survive the replica that began them.
+"""`RemoteLLM`: the engines of replicas as one, whose answers survive the replica that began them; and its HTTP server.
 
 A draw depends on the request's seed and the place in the answer only. What a replica has sent of an answer is therefore
-enough for another one to go on, as if nothing had happened: the engine counts the tokens for its penalties, finds its
-place in a grammar, and holds back the same beginnings of stop strings (`continue_from` of `AsyncLLM.generate`).
+enough for another one to continue it, as if nothing had happened: the engine counts the tokens for its penalties, finds
+its place in a grammar, and holds back the same beginnings of stop strings (`continue_from` of `AsyncLLM.generate`).
 """
 
 from __future__ import annotations
@@ -11,31 +11,159 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import abc
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+import uuid
+from collections import OrderedDict, abc
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray.exceptions
+from ray import serve
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
 
 from verax import builtin, checkpoint
 from verax.errors import EngineDeadError, QueueFullError, VeraxError
 from verax.models import CausalLMConfig, causal_lm
-from verax.ray.answer import AnswerSoFar
+from verax.ray.cluster import keep_off_the_network
 from verax.ray.replica import Description, Part
+from verax.serve.app import create_app
+from verax.serve.http.server import Server
+from verax.serve.http.settings import ServerSettings
 from verax.text.engine.engine_thread import Observer
-from verax.text.engine.outputs import EngineStats, RequestOutput
-from verax.text.engine.request import Message, Prompt
+from verax.text.engine.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from verax.text.engine.request import Message, Prompt, RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["RemoteLLM"]
+__all__ = ["Ingress", "RemoteLLM"]
+
+
+@dataclass
+class _Sample:
+    """One of the answers."""
+
+    given: int
+    """Number of the tokens that the caller began with, and gets nothing of."""
+    token_ids: list[int]
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    before: float = 0.0
+    """Log-probability of the tokens that earlier replicas have sent, in nats."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class AnswerSoFar:
+    """Answers to one request as they grow.
+
+    Args:
+        n: number of the answers.
+        given: tokens of each that the caller began with; None for none.
+    """
+
+    def __init__(self, n: int, given: Sequence[Sequence[int]] | None = None):
+        self._id = f"request-{uuid.uuid4().hex}"
+        self._samples = [_Sample(len(tokens), list(tokens)) for tokens in given or [()] * n]
+        self._arrival = time.perf_counter()
+        self._scheduled: float | None = None
+        self._first_token: float | None = None
+        self._prompt_token_ids: tuple[int, ...] = ()
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._num_cached = 0
+        self._metrics: RequestMetrics | None = None
+
+    @property
+    def token_ids(self) -> list[list[int]] | None:
+        """Tokens of each answer, for the next replica; None before the first of them."""
+        found = [list(sample.token_ids) for sample in self._samples]
+        return found if any(found) else None
+
+    def begin(self) -> None:
+        """Note that the next parts come from another replica."""
+        for sample in self._samples:
+            sample.before = sample.cumulative_logprob or 0.0
+
+    def add(self, part: Part) -> RequestOutput | None:
+        """Output of what is new in a part; None if nothing is.
+
+        A replica that continues an answer which is complete sends its end again; that part is left out.
+        """
+        now = time.perf_counter()
+        if part.prompt_token_ids is not None:
+            if not self._prompt_token_ids:
+                self._prompt_token_ids, self._num_cached = part.prompt_token_ids, part.num_cached_tokens
+            self._prompt_logprobs = None if part.prompt_logprobs is None else list(part.prompt_logprobs)
+        if self._scheduled is None and part.metrics is not None and part.metrics.first_scheduled_time is not None:
+            # The clocks of two machines have nothing in common but their pace.
+            self._scheduled = self._arrival + part.metrics.first_scheduled_time - part.metrics.arrival_time
+        fresh = [self._add(new) for new in part.outputs if self._samples[new.index].finish_reason is None]
+        if self._first_token is None and any(new.token_ids for new in fresh):
+            self._first_token = now
+        if not fresh and not part.finished:
+            return None
+        self._metrics = RequestMetrics(
+            self._arrival,
+            self._first_token,
+            now if part.finished else None,
+            first_scheduled_time=self._scheduled,
+            num_draft_tokens=0 if part.metrics is None else part.metrics.num_draft_tokens,
+            num_accepted_tokens=0 if part.metrics is None else part.metrics.num_accepted_tokens,
+        )
+        return self._output(fresh, part.finished)
+
+    def whole(self) -> RequestOutput:
+        """The whole output, after the last part."""
+        outputs = [
+            CompletionOutput(
+                index,
+                "".join(sample.text),
+                tuple(sample.token_ids[sample.given :]),
+                sample.cumulative_logprob,
+                sample.logprobs or None,
+                sample.finish_reason,
+                sample.stop_reason,
+            )
+            for index, sample in enumerate(self._samples)
+        ]
+        return self._output(outputs, True)
+
+    def _add(self, new: CompletionOutput) -> CompletionOutput:
+        sample = self._samples[new.index]
+        sample.token_ids += new.token_ids
+        sample.text.append(new.text)
+        sample.logprobs += new.logprobs or []
+        sample.finish_reason, sample.stop_reason = new.finish_reason, new.stop_reason
+        if new.cumulative_logprob is not None:
+            sample.cumulative_logprob = sample.before + new.cumulative_logprob
+            new = replace(new, cumulative_logprob=sample.cumulative_logprob)
+        return new
+
+    def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
+        return RequestOutput(
+            self._id,
+            None,
+            self._prompt_token_ids,
+            self._prompt_logprobs,
+            outputs,
+            finished,
+            self._num_cached,
+            self._metrics,
+        )
+
 
 MOST_MOVES = 3
 """Replicas in a row that may die of a request, or before they add to its answer. Then it is the request that fails."""
@@ -44,20 +172,13 @@ PAUSE = 0.1
 """Seconds before a request moves, in which Ray Serve learns that its replica is dead."""
 
 CURRENT = 10.0
-"""Seconds for which the share of its cache that a replica has sent counts as that of now."""
+"""Seconds for which the share of its cache that a replica has sent counts as current."""
+
+MOST_REPLICAS = 256
+"""Replicas whose figures are kept by name."""
 
 LOST = (ray.exceptions.RayError, EngineDeadError)
 """Errors of a replica that has died, or is dying. An error of the request arrives as a value."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Request as replicas get it, but for the answer so far."""
-
-    prompt: Prompt | abc.Sequence[Message]
-    params: SamplingParams
-    add_special_tokens: bool
-    lora_request: LoRARequest | None
 
 
 class RemoteLLM:
@@ -86,13 +207,16 @@ class RemoteLLM:
         self.max_queued_requests = max_queued_requests
         self.error: BaseException | None = None
         self.num_moved = 0
-        """Requests that went on at another replica."""
+        """Requests that continued at another replica."""
         self._recommended = SamplingParams.from_generation_config(opened.generation_config)
         # By value: over the replica's own connection, in place of two messages through Ray for each part.
         self._handle = handle.options(stream=True, _by_reference=False)
         self._description = description
         self._observers: list[Observer] = []
-        self._replicas: dict[str, tuple[float, EngineStats]] = {}
+        self._replicas: OrderedDict[str, tuple[float, EngineStats]] = OrderedDict()
+        """What each replica has sent last, and when; the one that was silent longest is the first."""
+        self._past: list[EngineStats] = []
+        """Totals of replicas that are not kept by name any more, as one record; none at first."""
         self._closing = False
         self._running = 0
         self._waiting = 0
@@ -116,7 +240,7 @@ class RemoteLLM:
     def stats(self) -> EngineStats:
         """Requests that are here, the fullest cache, and the totals of all replicas so far, as they have sent them."""
         now = time.monotonic()
-        each = [stats for _, stats in self._replicas.values()]
+        each = [*self._past, *(stats for _, stats in self._replicas.values())]
         usages = [stats.kv_cache_usage for at, stats in self._replicas.values() if now - at < CURRENT]
         return EngineStats(
             num_requests_running=self._running,
@@ -130,7 +254,7 @@ class RemoteLLM:
         )
 
     def replica_stats(self) -> list[EngineStats]:
-        """The same, as those of one engine: a request is counted here, whichever replica it runs on."""
+        """Figures of all replicas as one engine: a request is counted here, whichever replica it runs on."""
         return [self.stats()]
 
     def add_observer(self, observer: Observer) -> None:
@@ -162,8 +286,14 @@ class RemoteLLM:
         params = sampling_params or self.default_sampling_params()
         if params.seed is None:  # another replica has to draw alike
             params = replace(params, seed=secrets.randbits(63))
-        request = _Request(prompt, params, add_special_tokens, lora_request)
-        return self._generate(request, AnswerSoFar(params.n, continue_from))
+        inputs = RequestInput(
+            prompt,
+            params,
+            add_special_tokens=add_special_tokens,
+            output_token_ids=continue_from,
+            lora_request=lora_request,
+        )
+        return self._generate(inputs, AnswerSoFar(params.n, continue_from))
 
     async def render(
         self,
@@ -188,7 +318,7 @@ class RemoteLLM:
         self._closing = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _generate(self, request: _Request, answer: AnswerSoFar) -> AsyncGenerator[RequestOutput, None]:
+    async def _generate(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[RequestOutput, None]:
         if self._waiting >= self.max_queued_requests > 0:
             raise QueueFullError(
                 f"max_queued_requests: {self._waiting} requests wait, which is the most; try again later"
@@ -198,7 +328,7 @@ class RemoteLLM:
             while True:
                 answer.begin()
                 try:
-                    async for part in self._parts(request, answer):
+                    async for part in self._parts(inputs, answer):
                         begun()
                         moves = 0
                         output = answer.add(part)
@@ -214,21 +344,19 @@ class RemoteLLM:
             for observer in self._observers:
                 observer(0, answer.whole())
 
-    async def _parts(self, request: _Request, answer: AnswerSoFar) -> AsyncGenerator[Part, None]:
-        """Parts of a request from one replica, behind the answer so far.
+    async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[Part, None]:
+        """Parts of a request from one replica, after the answer so far.
 
         Raises:
             RayError: if the replica is lost.
             VeraxError: if the request fails.
         """
-        response: Any = self._handle.generate.remote(
-            request.prompt, request.params, request.add_special_tokens, answer.token_ids, request.lora_request
-        )
+        response: Any = self._handle.generate.remote(replace(inputs, output_token_ids=answer.token_ids))
         try:
             async for part in response:
                 if isinstance(part, VeraxError):
                     raise part
-                self._replicas[part.replica] = time.monotonic(), part.stats
+                self._note(part)
                 yield part
                 if part.finished:
                     return
@@ -237,6 +365,14 @@ class RemoteLLM:
             raise QueueFullError(f"max_queued_requests: {error}") from error
         finally:
             response.cancel()
+
+    def _note(self, part: Part) -> None:
+        """Keep what a replica has sent of itself. Names of replicas change with each restart, so only some are kept."""
+        self._replicas[part.replica] = time.monotonic(), part.stats
+        self._replicas.move_to_end(part.replica)
+        while len(self._replicas) > MOST_REPLICAS:
+            _, (_, stats) = self._replicas.popitem(last=False)
+            self._past = [EngineStats.sum([*self._past, stats])]
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[Callable[[], None]]:
@@ -258,3 +394,44 @@ class RemoteLLM:
                 self._waiting -= 1
             else:
                 self._running -= 1
+
+
+ANY_ADDRESS = "0.0.0.0"
+"""Host of a server that is called by names that it does not know itself."""
+
+
+@serve.ingress()
+class Ingress:
+    """HTTP server of replicas. Ray Serve's proxy has the socket.
+
+    Args:
+        handle: of the replicas.
+        model: the replicas' checkpoint; the built-in one if None.
+        revision: branch, tag or commit of a hub id.
+        names: names of the model in requests.
+        max_queued_requests: most requests that wait for a replica.
+        settings: of the server; the defaults, less the page, if None.
+    """
+
+    async def __init__(
+        self,
+        handle: DeploymentHandle,
+        model: str | None,
+        revision: str | None,
+        names: tuple[str, ...],
+        max_queued_requests: int,
+        settings: ServerSettings | None,
+    ):
+        keep_off_the_network()
+        description = await handle.describe.remote()
+        llm = RemoteLLM(handle, description, model, revision=revision, max_queued_requests=max_queued_requests)
+        settings = replace(settings or ServerSettings(disable_page=True), host=ANY_ADDRESS)
+        self._server = Server(llm=llm, served_names=names, root=model, settings=settings)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return create_app(self._server)
+
+    def check_health(self) -> None:
+        """Fail if the server takes no requests. Ray Serve calls it every few seconds."""
+        if not self._server.engine.is_running:
+            raise RuntimeError("the server is at its end")

@@ -6,25 +6,24 @@ import asyncio
 import contextlib
 import functools
 import os
+import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from verax.errors import EngineDeadError, VeraxError
-from verax.ray.actor import end_actor, keep_off_the_network, one_compiles, set_threads
+from verax.ray.cluster import end_actor, keep_off_the_network, one_compiles, set_threads
 from verax.serve.batch.client import Answer
 from verax.serve.batch.lines import RequestLine
 from verax.serve.batch.local import LocalServer
 from verax.serve.http.server import Server
 from verax.text.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
-from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.lora import LoRARequest
+from verax.text.engine.request import RequestInput
 
 __all__ = ["Description", "Part", "Replica"]
 
 JOIN = 0.03
-"""Seconds for which new tokens of an answer are joined behind its first part. A message costs more than a token."""
+"""Seconds for which new tokens of an answer are joined after its first part. A message costs more than a token."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Replica:
     """Models of a server in an actor. An engine that fails ends the process, so that Ray Serve starts another.
 
     Args:
-        new_server: loads the models. Its arguments tell whether another replica has compiled the same programs.
+        new_server: loads the models. Replicas with equal arguments compile the same programs.
     """
 
     def __init__(self, new_server: functools.partial[Server]):
@@ -81,32 +80,17 @@ class Replica:
         """Sizes of the engine."""
         return Description(self._server.engine.max_model_len, self._server.engine.max_num_seqs)
 
-    async def generate(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        add_special_tokens: bool,
-        answers: Sequence[Sequence[int]] | None,
-        lora_request: LoRARequest | None,
-    ) -> AsyncGenerator[Part | VeraxError, None]:
+    async def generate(self, inputs: RequestInput) -> AsyncGenerator[Part | VeraxError, None]:
         """Parts of an answer as it grows: the first at once, later ones joined; or the error that ends it.
 
         Args:
-            prompt: as in `AsyncLLM.generate`.
-            params: of the sampling, with a seed.
-            add_special_tokens: as there.
-            answers: answers so far of another replica, which these go on behind; None for none.
-            lora_request: adapter of the request.
+            inputs: the request, with a seed and, after a move, the answers so far of another replica.
         """
         first = True
         try:
-            stream = self._server.engine.generate(
-                prompt,
-                params,
-                add_special_tokens=add_special_tokens,
-                continue_from=answers,
-                lora_request=lora_request,
-            )
+            # The clock of another machine has nothing in common with the clock of this one.
+            engine: Any = self._server.engine
+            stream = engine.submit(replace(inputs, arrival_time=time.perf_counter()))
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     yield self._part(output, whole=first or output.finished)

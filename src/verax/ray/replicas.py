@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from verax.errors import EngineDeadError, VeraxError
-from verax.ray.application import check_replicas, replicas
+from verax.ray.app import check_replicas, replicas
 from verax.ray.cluster import start_ray
 from verax.ray.remote_llm import MOST_MOVES, PAUSE, RemoteLLM
 from verax.ray.replica import Description

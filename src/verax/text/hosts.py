@@ -41,7 +41,7 @@ COMPRESSED_FROM = 4096
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True):
-    """A program and the arrays that the host gives it. The device state is that which the dispatches before it left.
+    """A program and the arrays that the host gives it. Its device state is what earlier dispatches left.
 
     Attributes:
         program: `"admit"` fills a slot, `"adapt"` writes an adapter, `"step"` runs a step, `"sample"` samples the step
@@ -178,7 +178,7 @@ class Link:
         return self._socket.recv()
 
     def part(self) -> None:
-        """Expect the end of the connection, which is no loss from now on."""
+        """Expect the end of the connection, which does not count as a loss from now on."""
         self._parted = True
 
     def wait(self, timeout: float) -> None:
@@ -201,7 +201,7 @@ class Link:
 
         Args:
             descriptor: its file descriptor; None if the socket has no other connection. Others come to a port where
-                somebody listens. They have no key, so that the first handshake that succeeds is that of the connection.
+                somebody listens. They have no key, so that the first handshake that succeeds belongs to the connection.
         """
         parse = require_optional("zmq.utils.monitor").parse_monitor_message
         established = False
@@ -251,7 +251,7 @@ _log = logging.getLogger("verax.text")
 class Group:
     """The processes of one engine, as one of them sees the others. `join` makes it.
 
-    A process that is gone ends all others within ten seconds: the rest could not go on without its part of the model.
+    A process that is gone ends all others within ten seconds: the rest cannot continue without its part of the model.
 
     Attributes:
         rank: number of this process.
@@ -294,7 +294,7 @@ class Group:
         return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """The value of each rank, on every rank. All ranks call it in the same order; none goes on before the last.
+        """The value of each rank, on every rank. All ranks call it in the same order, and wait for the last.
 
         Args:
             value: what JSON can express.
@@ -366,7 +366,7 @@ class Group:
         _compat.leave_processes()
 
     def _connect(self, host: str) -> None:
-        """Make the links. The coordination service's key-value store tells followers where rank 0 listens."""
+        """Make the links. The coordination service's key-value store has the address where rank 0 listens."""
         store = _compat.coordination_store()
         if self.leads:
             listening = [Link.listen(host, rank, self._lost) for rank in range(1, self.size)]

@@ -33,12 +33,12 @@ def read(sound, changes=None):
         (BYTE_LEVEL, {"merges": None}, CheckpointError, r"tokenizer\.ggml\.merges is missing"),
         (BYTE_LEVEL, {"merges": ["a q"]}, CheckpointError, "its vocabulary is damaged"),
         (BYTE_LEVEL, {"token_type": [1]}, CheckpointError, "its vocabulary is damaged: 1 types for 3 tokens"),
-        (BYTE_LEVEL, {"eos_token_id": 9}, CheckpointError, r"eos_token_id 9 is no token"),
+        (BYTE_LEVEL, {"eos_token_id": 9}, CheckpointError, r"eos_token_id 9 is not a token"),
         (SENTENCEPIECE, {"tokens": []}, CheckpointError, "its vocabulary is damaged: it has no tokens"),
         (SENTENCEPIECE, {"scores": None}, CheckpointError, r"tokenizer\.ggml\.scores is missing"),
         (SENTENCEPIECE, {"scores": [0.0]}, CheckpointError, "its vocabulary is damaged: 1 scores for 6 tokens"),
         (SENTENCEPIECE, {"scores": ["a"] * 6}, CheckpointError, r"tokenizer\.ggml\.scores"),
-        (SENTENCEPIECE, {"unknown_token_id": 6}, CheckpointError, r"unknown_token_id 6 is no token"),
+        (SENTENCEPIECE, {"unknown_token_id": 6}, CheckpointError, r"unknown_token_id 6 is not a token"),
     ],
 )
 def test_other_kinds_and_damage_are_refused_with_the_reason(sound, changes, error, says):

@@ -16,6 +16,7 @@ from verax.bench.timing import interleave
 from verax.machine import measure_bandwidth
 from verax.ops.pages import QuantizedPages
 from verax.text.engine.llm import LLM
+from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 
@@ -104,9 +105,8 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     engine, rng = llm.engine, np.random.default_rng(0)
     prompt_length = max(1, min(length, llm.max_model_len) - 40)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
-    names = [
-        engine.add_request(rng.integers(3, engine.vocab_size, prompt_length).tolist(), params) for _ in range(rows)
-    ]
+    prompts = [rng.integers(3, engine.vocab_size, prompt_length).tolist() for _ in range(rows)]
+    names = [engine.add_request(RequestInput(prompt, params)) for prompt in prompts]
     while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.advance()
     begin = time.perf_counter()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 import weakref
 from collections import abc
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -22,7 +22,7 @@ from verax.text.engine.engine_thread import LiveRequest, Observer, RequestStream
 from verax.text.engine.llm import LLM
 from verax.text.engine.outputs import EngineStats, RequestOutput
 from verax.text.engine.replicas import Replicas
-from verax.text.engine.request import Message, Prompt, content
+from verax.text.engine.request import Message, Prompt, RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.grammar import MAX_COMPILING
 from verax.text.features.lora import LoRARequest
@@ -31,7 +31,7 @@ from verax.text.tokens.tokenizer import Tokenizer
 __all__ = ["AsyncLLM"]
 
 TOKENIZER_THREADS = 2
-"""Threads that render templates and tokenise. The tokenizer is quick beside the model, and shares the CPU with it."""
+"""Threads that render templates and tokenise. The tokenizer is quick, and shares the CPU with the model."""
 
 
 class AsyncLLM:
@@ -79,7 +79,7 @@ class AsyncLLM:
         Raises:
             CheckpointError: as `LLM`.
             UnsupportedModelError: as `LLM`.
-            InvalidParameterError: as `LLM`, and for a bound that is no whole number.
+            InvalidParameterError: as `LLM`, and for a bound that is not a whole number.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
         config = (config or EngineConfig()).with_options(options)
@@ -103,7 +103,7 @@ class AsyncLLM:
         """An AsyncLLM of a loaded LLM, which must not be used by itself until `shutdown`.
 
         Raises:
-            InvalidParameterError: for a bound that is no whole number.
+            InvalidParameterError: for a bound that is not a whole number.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
         self = cls.__new__(cls)
@@ -166,11 +166,11 @@ class AsyncLLM:
         return self._replicas.error
 
     def stats(self) -> EngineStats:
-        """State of the engines now, and their totals, all replicas together."""
+        """State of the engines now and their totals, summed over all replicas."""
         return EngineStats.sum(self.replica_stats())
 
     def replica_stats(self) -> list[EngineStats]:
-        """The same for each replica. Requests whose prompt is being tokenised wait for the first one."""
+        """State and totals of each replica. Requests whose prompt is being tokenised wait for the first one."""
         return self._replicas.stats()
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
@@ -209,7 +209,7 @@ class AsyncLLM:
             sampling_params: the checkpoint's recommended ones if None.
             request_id: an id that no unfinished request has; a new one if None.
             add_special_tokens: let the tokenizer add its special tokens to a text.
-            continue_from: an answer so far for each sample. The request goes on as it would have without a break, if
+            continue_from: an answer so far for each sample. The request continues as it would have without a break, if
                 seeds are given, and outputs have what is new only.
             lora_request: adapter of the request; the base model if None. It is read in a thread.
 
@@ -221,8 +221,16 @@ class AsyncLLM:
             RequestRefusedError: from the generator, if the request can never be served.
             CheckpointError: from the generator, if the adapter cannot be read or does not fit the model.
         """
-        return self._submit(
-            prompt, sampling_params, request_id, add_special_tokens, continue_from, lora_request, whole=False
+        params = sampling_params or self.default_sampling_params()
+        return self.submit(
+            RequestInput(
+                prompt,
+                params,
+                request_id,
+                add_special_tokens,
+                output_token_ids=continue_from,
+                lora_request=lora_request,
+            )
         )
 
     async def collect(
@@ -240,11 +248,16 @@ class AsyncLLM:
         Raises:
             VeraxError: as `generate`.
         """
-        return await anext(
-            self._submit(
-                prompt, sampling_params, request_id, add_special_tokens, continue_from, lora_request, whole=True
-            )
+        params = sampling_params or self.default_sampling_params()
+        inputs = RequestInput(
+            prompt,
+            params,
+            request_id,
+            add_special_tokens,
+            output_token_ids=continue_from,
+            lora_request=lora_request,
         )
+        return await anext(self.submit(inputs, whole=True))
 
     async def render(
         self,
@@ -296,49 +309,26 @@ class AsyncLLM:
         for pool in (self._pool, self._grammars, self._long_texts):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(
-        self,
-        prompt: Prompt | abc.Sequence[Message],
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        add_special_tokens: bool,
-        answers: abc.Sequence[abc.Sequence[int]] | None,
-        lora_request: LoRARequest | None,
-        *,
-        whole: bool,
-    ) -> RequestStream:
+    def submit(self, inputs: RequestInput, *, whole: bool = False) -> RequestStream:
+        """Answers to a request as `generate` gives them, or with `whole` in one output.
+
+        Raises:
+            VeraxError: as `generate`.
+        """
         self._check_running()
-        params = sampling_params or self.default_sampling_params()
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {params!r}")
-        if answers is not None and len(answers) != params.n:
-            raise InvalidParameterError(f"continue_from: expected an answer for each of {params.n}, got {len(answers)}")
-        items: Any = content(prompt)
-        if not isinstance(items, Iterable):
-            raise InvalidParameterError(f"prompt: expected a text, token ids or messages, got {items!r}")
-        if not isinstance(items, str):
-            items = list(items)
-        is_chat = not isinstance(items, str) and len(items) > 0 and isinstance(items[0], Mapping)
-        if self.tokenizer is None and (is_chat or isinstance(items, str)):
+        if self.tokenizer is None and (inputs.is_text or inputs.is_chat):
             raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
         self._bind_loop()
-        live = LiveRequest(
-            request_id=self._free_id() if request_id is None else request_id,
-            params=params,
-            loop=asyncio.get_running_loop(),
-            whole=whole,
-            arrival_time=time.perf_counter(),
-            prompt=items if isinstance(items, str) else None,
-            answers=answers,
-            lora_request=lora_request,
-        )
-        self._replicas.join(live, 0 if is_chat or isinstance(items, str) else len(items))
-        if is_chat or isinstance(items, str) or params.form is not None or lora_request is not None:
-            special = add_special_tokens and not is_chat
-            pool = self._pool if params.form is None else self._grammars
-            pool.submit(self._prepare, live, items, is_chat=is_chat, add_special_tokens=special)
+        streamed = self.tokenizer is not None and (not whole or inputs.output_token_ids is not None)
+        inputs = replace(inputs, request_id=inputs.request_id or self._free_id(), stream=streamed)
+        live = LiveRequest(inputs.request_id or "", inputs, asyncio.get_running_loop(), whole)
+        self._replicas.join(live)
+        if inputs.params.form is not None:
+            self._grammars.submit(self._prepare, live)
+        elif inputs.is_text or inputs.is_chat or inputs.lora_request is not None:
+            self._pool.submit(self._prepare, live)
         else:
-            self._replicas.send(live, items)
+            self._prepare(live)
         return RequestStream(live, self._replicas.abort)
 
     def _check_running(self) -> None:
@@ -360,22 +350,16 @@ class AsyncLLM:
     def _free_id(self) -> str:
         return next(name for i in self._names if (name := f"request-{i}") not in self._replicas.outbox.live)
 
-    def _prepare(self, live: LiveRequest, items: Any, *, is_chat: bool, add_special_tokens: bool) -> None:
-        """Send a request's tokens, grammar and adapter to a replica. It runs in the pool."""
-        engine = self.llm.engine
+    def _prepare(self, live: LiveRequest) -> None:
+        """Tokenise a request, compile its grammar, load its adapter, and send it to a replica. Any thread may."""
+        if live.closed or live.aborted:
+            return self._replicas.cancel(live)
         try:
-            tokens: abc.Sequence[int] = []
-            if not (live.closed or live.aborted):
-                live.grammar = engine.compile_grammar(live.params)
-                live.adapter = engine.load_adapter(live.lora_request)
-                if is_chat:
-                    live.prompt = self.llm.render(items)
-                prompt = items if live.prompt is None else live.prompt
-                tokens = engine.tokenize(prompt, add_special_tokens=add_special_tokens)
+            request = self.llm.engine.prepare(live.inputs)
         except BaseException as error:
             self._replicas.refuse(live, error)
         else:
-            self._replicas.send(live, tokens)
+            self._replicas.send(live, request)
 
 
 def _check_bounds(max_queued_requests: int, max_queued_tokens: int | None) -> None:

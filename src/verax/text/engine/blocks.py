@@ -107,16 +107,16 @@ class Prefix:
     length: int
     """Number of blocks."""
     blocks: list[int]
-    """By cache group: the block that holds `tokens` behind the prefix before them; 0 if none does."""
+    """Block of each cache group that holds `tokens` after the prefix before them; 0 if none does."""
     uses: int = 0
-    """Number of those blocks, of prefixes that are a block longer, and of sequences that go on from it."""
+    """Number of those blocks, of prefixes that are a block longer, and of sequences that continue it."""
 
 
 class PrefixTree:
     """Prefixes by their tokens themselves, so that no collision of hashes can mix texts up.
 
-    A prefix stays while a block, a longer prefix or a sequence uses it: behind a sliding window, the end of a text may
-    be in the cache when its beginning is not.
+    A prefix stays while a block, a longer prefix or a sequence uses it: with a sliding window, the end of a text may be
+    in the cache when its beginning is not.
     """
 
     def __init__(self, num_groups: int, block_size: int):
@@ -143,7 +143,7 @@ class PrefixTree:
         return longer
 
     def along(self, prefix: Prefix, tokens: TokenIds[int], length: int) -> Iterator[Prefix]:
-        """The prefixes of a text of 1, 2, ... `length` blocks behind a root, up to the first that is not there."""
+        """The prefixes of a text of 1, 2, ... `length` blocks that follow a root, up to the first that is missing."""
         size = self._block_size
         for begin in range(0, length * size, size):
             longer = self._longer.get((prefix, tuple(tokens[begin : begin + size])))
@@ -306,14 +306,14 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def admit(self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True) -> bool:
-        """Give a waiting sequence the cached blocks of its prefix, if all of its `num_tokens` would fit beside them.
+        """Give a waiting sequence the cached blocks of its prefix, if the rest of its `num_tokens` would fit too.
 
         Sets `tables` and `num_computed`. Returns False, and changes nothing, if there is no room.
 
         Args:
             sequence: a sequence that owns no blocks.
             num_tokens: length that is to fit.
-            chunk: most tokens of a step; behind a window, no more must fit at once. None for all of them.
+            chunk: most tokens of a step; with a window, no more must fit at once. None for all of them.
             use_cache: look for cached blocks.
         """
         found = self.match_prefix(sequence.tokens, sequence.adapter_id) if use_cache else []
@@ -341,7 +341,7 @@ class BlockManager:
     def grow(
         self, sequence: Sequence, num_tokens: int, *, first: int | None = None
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Append blocks until the sequence's tables hold `num_tokens`, after giving back those behind the windows.
+        """Append blocks until the sequence's tables hold `num_tokens`, after giving back blocks before the windows.
 
         Args:
             sequence: a sequence that owns blocks.
@@ -376,7 +376,7 @@ class BlockManager:
             at = prefix.length
             prefix = self._prefixes.next(prefix, sequence.tokens)
             for pool, table in zip(self._pools, sequence.tables, strict=True):
-                # Another sequence's block may hold the same tokens already; or this one is behind the window.
+                # Another sequence's block may hold the same tokens already; or this one is before the window.
                 if table[at] and not prefix.blocks[pool.group]:
                     pool.cache(table[at], prefix)
         if prefix is not before:

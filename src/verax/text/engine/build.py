@@ -77,12 +77,12 @@ def placement_mesh(mesh: Mesh | None) -> Mesh | None:
 
 
 NO_PREFIX_CACHE = (
-    "this model has recurrent layers: to go on behind a shared prefix they need the state that it left, which blocks "
+    "this model has recurrent layers: to continue a shared prefix they need the state that it left, which blocks "
     "of keys and values do not hold"
 )
 
 NO_ROLLBACK = (
-    "this model has recurrent layers, whose state cannot go back behind a draft that did not hold; leave "
+    "this model has recurrent layers, whose state cannot go back to before a draft that did not hold; leave "
     "speculative_config out"
 )
 
@@ -181,7 +181,7 @@ def new_engines(
 def warm_up(engines: abc.Sequence[Engine], *, use_tqdm: bool) -> float:
     """Compile every step of the engines; seconds taken.
 
-    The first compiles alone: where JAX's cache does not tell devices apart, as on GPUs, the others find its programs
+    The first compiles alone: where JAX's cache does not distinguish devices, as on GPUs, the others find its programs
     there. They begin at the same time, so that a host with many cores compiles for all of them at once.
 
     Args:
@@ -241,7 +241,7 @@ def _new_scheduler(sizes: RunnerConfig, config: EngineConfig, *, enable_prefix_c
 
 
 def _adapted_layers(model: CausalLM, config: EngineConfig, num_key_value_heads: int) -> AdaptedLayers:
-    """Layers that adapters can change, in a model that has so many key/value heads in its checkpoint."""
+    """Layers that adapters can change, in a model whose checkpoint has the given number of key/value heads."""
     abstract = AbstractModel.from_module(model)
     return AdaptedLayers.of(
         abstract.build,

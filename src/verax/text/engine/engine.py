@@ -1,13 +1,9 @@
-"""Limits of an engine: requests outside of them are refused before they are queued.
-
-Outputs of requests: the engine's tokens and scores as users get them.
-
-The loop around the device: requests in, one step at a time, outputs as they come. The host is one step ahead.
+"""The loop around the device: requests in, one step at a time, outputs as they come. The host is one step ahead.
 
 While the device computes step n, the host plans and dispatches step n + 1, and only then reads step n. A plan never
 needs the tokens themselves, which stay on the device; what the host learns late is that a sequence has stopped, and
-then one token of step n + 1 is thrown away. A plan with drafts (`speculative/`) needs the tokens: where there may be
-some, step n is read first.
+then one token of step n + 1 is thrown away. A plan with drafts needs the tokens: where there may be some, step n is
+read first.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ import itertools
 import time
 from collections import abc
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +25,7 @@ from verax.errors import (
     VeraxError,
 )
 from verax.text.engine.outputs import CompletionOutput, EngineStats, FinishReason, Logprob, RequestOutput
-from verax.text.engine.request import Request, Sequence
+from verax.text.engine.request import Request, RequestInput, Sequence
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Chunk, Schedule, Scheduler
 from verax.text.features.grammar import Grammar, GrammarCompiler
@@ -83,11 +80,11 @@ class RequestLimits:
             tokens: the prompt.
             params: its sampling parameters.
             stream: True if the text is to be shown as it grows.
-            answers: an answer so far for each sample.
+            answers: answers so far of the samples.
 
         Raises:
             RequestRefusedError: for the prompt, or a token outside of the vocabulary.
-            InvalidParameterError: for what needs a tokenizer where there is none, and answers that are not one each.
+            InvalidParameterError: for what needs a tokenizer where there is none.
         """
         if not tokens:
             raise RequestRefusedError("prompt: it is empty; at least one token is needed")
@@ -97,10 +94,6 @@ class RequestLimits:
                 "(max_model_len); shorten the prompt or raise max_model_len",
                 len(tokens),
                 self.max_model_len,
-            )
-        if len(answers) != params.n:
-            raise InvalidParameterError(
-                f"output_token_ids: expected an answer for each of {params.n}, got {len(answers)}"
             )
         named = {
             "logit_bias": tuple(params.logit_bias or ()),
@@ -259,82 +252,77 @@ class Engine:
         """The step that was dispatched and not read yet; None if there is none."""
         return None if self._in_flight is None else self._in_flight.schedule
 
-    def add_request(
-        self,
-        prompt: str | abc.Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        stream: bool = False,
-        output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
-        grammar: Grammar | None = None,
-        adapter: LoadedAdapter | None = None,
-    ) -> str:
-        """Queue a prompt, a text or token ids; the id that `abort` takes and outputs have.
+    def prepare(self, inputs: RequestInput, request_id: str | None = None) -> Request:
+        """Make the request of what a caller gave: rendered, tokenised, checked. Any thread may call it.
 
         Args:
-            prompt: text or token ids.
-            params: sampling parameters; the defaults if None.
-            request_id: an id that no unfinished request has; a new one if None.
-            add_special_tokens: let the tokenizer add its special tokens to a text.
-            stream: decode the text token by token, in `Sequence.detokenizer`, so that it can be shown as it grows.
-            output_token_ids: an answer so far for each sample. The request goes on as if it had sampled these tokens
-                itself. They count for `max_tokens`, and have no log-probabilities. `Sequence.detokenizer` shows only
-                what they leave undecided.
-            grammar: what `compile_grammar` gave for `params`; compiled here if None.
-            adapter: what `load_adapter` gave; None for the base model.
+            inputs: what the caller gave.
+            request_id: its id; that of `inputs`, or a new one, if None.
 
         Raises:
-            RequestRefusedError: if the request could never be served: an empty or too long prompt, a token outside of
-                the vocabulary. What is queued already is not affected.
-            InvalidParameterError: if the id is in use, or for a text, a stop string or a stream without a tokenizer, or
-                for answers that are not one for each sample or go on after their end.
+            RequestRefusedError: if it could never be served: an empty or too long prompt, a token outside of the
+                vocabulary.
+            InvalidParameterError: for a text, a stop string or a stream without a tokenizer, or a form of the answer
+                that cannot be compiled.
+            CheckpointError: if the adapter cannot be read or does not fit the model.
         """
-        params = params or SamplingParams()
-        text = prompt if isinstance(prompt, str) else None
-        tokens = self.tokenize(prompt, add_special_tokens=add_special_tokens)
-        answers = [()] * params.n if output_token_ids is None else [tuple(answer) for answer in output_token_ids]
-        self.limits.check(tokens, params, stream=stream, answers=answers)
-        grammar = grammar or self.compile_grammar(params)
-        if request_id is None:
-            request_id = f"request-{next(self._names)}"
-        if request_id in self._requests:
-            raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
+        params, prompt, special = inputs.params, inputs.prompt, inputs.add_special_tokens
+        adapter, grammar = self.load_adapter(inputs.lora_request), self.compile_grammar(params)
+        if inputs.is_chat:
+            prompt, special = self.render(prompt), False
+        tokens = self._tokenize(prompt, add_special_tokens=special)
+        answers = tuple(map(tuple, inputs.output_token_ids or ()))
+        self.limits.check(tokens, params, stream=inputs.stream, answers=answers)
         room = self.max_model_len - len(tokens)
-        request = Request(
-            request_id,
-            text,
+        return Request(
+            request_id or inputs.request_id or f"request-{next(self._names)}",
+            prompt if isinstance(prompt, str) else None,
             tokens,
             params,
             room if params.max_tokens is None else min(params.max_tokens, room),
-            stream,
+            inputs.arrival_time,
+            inputs.stream,
+            grammar,
             adapter,
+            answers,
         )
+
+    def add(self, request: Request) -> None:
+        """Queue a prepared request. If it is refused, what is queued already is not affected.
+
+        Raises:
+            InvalidParameterError: if the id is in use, or an answer so far continues after its end.
+        """
+        if request.request_id in self._requests:
+            raise InvalidParameterError(f"request_id: {request.request_id!r} is in use by an unfinished request")
+        params, tokens = request.params, request.prompt_token_ids
         # Drawn for every request, so that giving one of them a seed does not change the others'.
         drawn = int(self._seeds.integers(2**63))
         seed = drawn if params.seed is None else params.seed
-        request.sequences = [
-            Sequence(request, i, _seed_of(seed, i), list(tokens), detokenizer=self._detokenizer(request))
-            for i in range(params.n)
-        ]
-        if grammar is not None:
-            for sequence in request.sequences:
-                sequence.matcher = grammar.matcher(sequence.output_tokens)
-        self._requests[request_id] = request
+        for i in range(params.n):
+            sequence = Sequence(request, i, _seed_of(seed, i), list(tokens), detokenizer=self._detokenizer(request))
+            if request.grammar is not None:
+                sequence.matcher = request.grammar.matcher()
+            request.sequences.append(sequence)
+        self._requests[request.request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
-        for sequence, answer in zip(request.sequences, answers, strict=True):
+        for sequence, answer in zip(request.sequences, request.output_token_ids, strict=False):
             self._replay(sequence, answer)
-        return request_id
 
-    def tokenize(self, prompt: str | abc.Sequence[int], *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a prompt, which may be token ids already. Any thread may call it.
+    def add_request(self, inputs: RequestInput) -> str:
+        """Prepare and queue a request; its id."""
+        request = self.prepare(inputs)
+        self.add(request)
+        return request.request_id
 
-        Raises:
-            RequestRefusedError: for a text that is too long in any case.
-            InvalidParameterError: for a text without a tokenizer.
-        """
+    def render(self, messages: Any, **template_options: Any) -> str:
+        """The prompt of a conversation, by the checkpoint's chat template. Any thread may call it."""
+        if self.tokenizer is None:
+            raise InvalidParameterError(f"messages: a chat needs a template; {NO_TOKENIZER}")
+        return self.tokenizer.apply_chat_template(messages, **template_options)
+
+    def _tokenize(self, prompt: Any, *, add_special_tokens: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(int(token) for token in prompt)
         if self.tokenizer is None:
@@ -361,7 +349,7 @@ class Engine:
         moved = dict.fromkeys([*self.advance(), *self._ended])
         return [self.pop_output(request) if request.finished else self.outputs.of(request) for request in moved]
 
-    @ops.use_earlier_programs()  # those of the start, whatever the caller has chosen since
+    @ops.use_earlier_programs()  # the programs of the start, whatever the caller has chosen since
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
         progressed: list[Request] = []
@@ -398,7 +386,7 @@ class Engine:
         """The grammar of a request with structured output; None for others. Any thread may call it.
 
         Raises:
-            InvalidParameterError: if it is no valid grammar, takes too long to compile, or the engine takes none.
+            InvalidParameterError: if the grammar is not valid, takes too long to compile, or the engine takes none.
         """
         if params.form is None:
             return None

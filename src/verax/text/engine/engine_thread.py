@@ -10,7 +10,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections import abc, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,11 +20,8 @@ from typing import Any
 from verax.errors import EngineDeadError
 from verax.text.engine.engine import Engine
 from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepStats
-from verax.text.engine.request import Request, Sequence
-from verax.text.engine.sampling_params import SamplingParams
+from verax.text.engine.request import Request, RequestInput, Sequence
 from verax.text.engine.scheduler import work
-from verax.text.features.grammar import Grammar
-from verax.text.features.lora import LoadedAdapter, LoRARequest
 
 __all__ = ["ENDED", "EngineThread", "LiveRequest", "Observer", "Outbox", "RequestStream", "dead"]
 
@@ -41,19 +38,10 @@ class LiveRequest:
     """
 
     request_id: str
-    params: SamplingParams
+    inputs: RequestInput
     loop: asyncio.AbstractEventLoop
     whole: bool
     """True if its caller wants the answer in one piece, when it is complete."""
-    arrival_time: float
-    prompt: str | None = None
-    answers: abc.Sequence[abc.Sequence[int]] | None = None
-    """Answer so far for each sample, which the request goes on behind."""
-    grammar: Grammar | None = None
-    """Grammar of the answer, compiled."""
-    lora_request: LoRARequest | None = None
-    adapter: LoadedAdapter | None = None
-    """Adapter of the request, loaded."""
     replica: int | None = None
     """Number of the replica that serves it; None until one is chosen."""
     request: Request | None = None
@@ -73,7 +61,7 @@ class LiveRequest:
     _error: BaseException | None = None
 
     def receive(self, parts: list[CompletionOutput], finished: bool) -> None:
-        """Take new parts from the engine thread, and wake the caller. Nothing comes behind an error."""
+        """Take new parts from the engine thread, and wake the caller. Nothing comes after an error."""
         if self._error is not None:
             return
         fresh = self._fresh
@@ -112,12 +100,13 @@ class LiveRequest:
         self.closed = self.finished
         request = self.request
         if request is None:  # it was aborted on its way to the engine
-            return RequestOutput(self.request_id, self.prompt, (), None, outputs, self.finished, 0)
+            prompt = self.inputs.prompt if isinstance(self.inputs.prompt, str) else None
+            return RequestOutput(self.request_id, prompt, (), None, outputs, self.finished, 0)
         if self._metrics is None or self.finished:
             self._metrics = request.metrics
         return RequestOutput(
             self.request_id,
-            self.prompt,
+            request.prompt,
             request.prompt_token_ids,
             request.prompt_logprobs,
             outputs,
@@ -241,6 +230,11 @@ class Outbox:
                 self.end(live)
             live.receive(parts, finished)
 
+    def cancel(self, live: LiveRequest) -> None:
+        """End a request that was aborted or closed on its way to the engine."""
+        parts = [CompletionOutput(i, "", (), None, None, "abort") for i in range(live.inputs.params.n)]
+        self.receive([(live, parts, True)])
+
     def fail(self, live: LiveRequest, error: BaseException) -> None:
         """End a request with an error."""
         self.end(live)
@@ -284,7 +278,7 @@ class EngineThread:
         engine: the engine, which nobody else uses until the thread has ended.
         outbox: what answers go to.
         number: of the replica.
-        check_room: function that raises if so many more prompt tokens may not wait.
+        check_room: function that raises if the given number of prompt tokens may not wait as well.
         on_failure: function that is called with the error that the engine has failed with.
     """
 
@@ -335,12 +329,12 @@ class EngineThread:
         """State and totals. Any thread may read them."""
         return replace(self.engine.stats(), num_requests_waiting=self.num_waiting)
 
-    def add(self, live: LiveRequest, tokens: abc.Sequence[int]) -> None:
-        """Send a request to the engine. One thread at a time may."""
-        self._num_sent += live.params.n
-        self._tokens_sent += len(tokens) * live.params.n
+    def add(self, live: LiveRequest, request: Request) -> None:
+        """Send a prepared request to the engine. One thread at a time may."""
+        self._num_sent += request.params.n
+        self._tokens_sent += len(request.prompt_token_ids) * request.params.n
         live.replica = self.number
-        self._inbox.put(partial(self._add, live, tokens))
+        self._inbox.put(partial(self._add, live, request))
 
     def abort(self, live: LiveRequest) -> None:
         """End a request early, after it was marked as aborted or closed. Any thread may."""
@@ -389,42 +383,28 @@ class EngineThread:
             )
             self._outbox.post(partial(self._outbox.observe, self.number, stats))
 
-    def _add(self, live: LiveRequest, tokens: abc.Sequence[int]) -> None:
-        num_tokens = len(tokens) * live.params.n
-        self._num_arrived += live.params.n
+    def _add(self, live: LiveRequest, request: Request) -> None:
+        num_tokens = len(request.prompt_token_ids) * request.params.n
+        self._num_arrived += request.params.n
         self._tokens_arrived += num_tokens
-        if live.closed:
-            return
-        if live.aborted:
-            parts = [CompletionOutput(i, "", (), None, None, "abort") for i in range(live.params.n)]
-            self._outbox.post(partial(self._outbox.receive, [(live, parts, True)]))
+        if live.closed or live.aborted:
+            self._outbox.post(partial(self._outbox.cancel, live))
             return
         try:
             self._check_room(num_tokens)
-            self.engine.add_request(
-                tokens,
-                live.params,
-                request_id=live.request_id,
-                stream=self.engine.tokenizer is not None and (not live.whole or live.answers is not None),
-                grammar=live.grammar,
-                adapter=live.adapter,
-                output_token_ids=live.answers,
-            )
+            self.engine.add(request)
         except Exception as error:
             self._outbox.post(partial(self._outbox.fail, live, error))
             return
-        request = self.engine.request(live.request_id)
-        request.prompt, request.arrival_time = live.prompt, live.arrival_time
         live.request, live.shown = request, [len(sequence.tokens) for sequence in request.sequences]
         self._served[live.request_id] = live
-        if live.answers is not None:  # one that was given may be complete
+        if request.output_token_ids:  # one that was given may be complete
             self._report([request])
 
     def _abort(self, live: LiveRequest) -> None:
-        if self._served.get(live.request_id) is live:
-            request = self.engine.request(live.request_id)
-            self.engine.finish(request)
-            self._report([request])
+        if live.request is not None and self._served.get(live.request_id) is live:
+            self.engine.finish(live.request)
+            self._report([live.request])
         if live.closed:
             self._outbox.post(partial(self._outbox.end, live))
 
@@ -466,7 +446,7 @@ class EngineThread:
         else:
             live.shown[sequence.index] = ENDED
             text = self.engine.outputs.text(sequence) if detokenizer is None else detokenizer.finish()
-        wants_logprobs = live.params.logprobs is not None
+        wants_logprobs = sequence.request.params.logprobs is not None
         return CompletionOutput(
             sequence.index,
             text,

@@ -1,4 +1,4 @@
-"""`LLM`: a checkpoint and an engine behind vLLM's names."""
+"""`LLM`: a checkpoint and its engine, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.nn import pack_linear_weights, packed_copy
 from verax.text.engine.build import new_engines, placement_mesh, tensor_meshes, warm_up
-from verax.text.engine.engine import NO_TOKENIZER, Engine
+from verax.text.engine.engine import Engine
 from verax.text.engine.engine_config import EngineConfig, EngineOptions
 from verax.text.engine.outputs import RequestOutput, SpeculationTotals
 from verax.text.engine.replicas import EngineGroup
-from verax.text.engine.request import Message, Prompt, batch_of, content
+from verax.text.engine.request import Message, Prompt, Request, RequestInput, batch_of
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
 from verax.text.hosts import Group
@@ -66,12 +66,12 @@ class LLM:
             dtype: `"bfloat16"` or `"float32"`, of weights, matmul inputs and cache; the rest is float32 in both.
             quantization: `"int8"` (a scale a row) or `"int4"` (a scale for 32 inputs): quantise the linear layers, the
                 output head among them, while loading. Checkpoints that are quantised already, as GGUF files are, run
-                as they are; `"dequantize"` makes floats in `dtype` of their weights.
+                unchanged; `"dequantize"` makes floats in `dtype` of their weights.
             revision: branch, tag or commit of a hub id.
             skip_tokenizer_init: serve token ids without a tokenizer. Prompts are token ids then, and texts are empty.
             use_tqdm: progress bars while loading and compiling, if stderr is a terminal.
             config: options of the engine.
-            options: fields of `EngineConfig` by name, such as `max_model_len`; they replace those of `config`.
+            options: fields of `EngineConfig` by name, such as `max_model_len`; they replace the fields of `config`.
 
         Raises:
             CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
@@ -124,7 +124,7 @@ class LLM:
             tokenizer: the tokenizer of prompts and texts.
             use_tqdm: a progress bar while compiling, if stderr is a terminal.
             config: options of the engine.
-            options: fields of `EngineConfig` by name; they replace those of `config`.
+            options: fields of `EngineConfig` by name; they replace the fields of `config`.
 
         Raises:
             InvalidParameterError: if the model lacks a member, an option is unknown or a size makes no sense.
@@ -210,7 +210,7 @@ class LLM:
         return write_programs(runner.compiled_programs(), Path(folder), runner.abstract_model, runner.config)
 
     def follow(self) -> None:
-        """Repeat the dispatches of rank 0 until it ends, on another host than that of rank 0.
+        """Repeat the dispatches of rank 0 until it ends, on a host of another rank.
 
         If rank 0 or another host is gone, the process ends with status 1 and a message on stderr.
 
@@ -307,23 +307,21 @@ class LLM:
     ) -> Generator[str, None, RequestOutput]:
         """Pieces of the answer to a prompt or a conversation, as soon as they are decided; `n` must be 1.
 
-        Closing the iterator early aborts the request. Its return value (`yield from`) is the final `RequestOutput`.
+        The request enters the engine with the first piece that is asked for. Closing the iterator early aborts it. The
+        iterator's return value (`yield from`) is the final `RequestOutput`.
         """
         params = sampling_params or self.default_sampling_params()
         if params.n != 1:
             raise InvalidParameterError(f"n: a stream has one answer, got {params.n}")
-        items: Any = prompt
-        is_chat = not isinstance(prompt, (str, Mapping)) and len(items) > 0 and isinstance(items[0], Mapping)
-        text = self.render(items, **template_options) if is_chat else content(items)
-        adapter = self.engine.load_adapter(lora_request)
-        request_id = self._group.add_request(text, params, add_special_tokens=not is_chat, stream=True, adapter=adapter)
-        return self._pieces(request_id)
+        inputs = RequestInput(prompt, params, stream=True, lora_request=lora_request)
+        if inputs.is_chat and template_options:
+            text = self.render(inputs.prompt, **template_options)
+            inputs = replace(inputs, prompt=text, add_special_tokens=False)
+        return self._pieces(self._group.prepare(inputs))
 
     def render(self, messages: abc.Sequence[Message], **template_options: Any) -> str:
         """The prompt of a conversation, by the checkpoint's chat template."""
-        if self.tokenizer is None:
-            raise InvalidParameterError(f"messages: a chat needs a template; {NO_TOKENIZER}")
-        return self.tokenizer.apply_chat_template(messages, **template_options)
+        return self.engine.render(messages, **template_options)
 
     def add_request(
         self,
@@ -336,17 +334,15 @@ class LLM:
     ) -> str:
         """Queue one prompt for callers who call `step` themselves; the request's id.
 
-        With `output_token_ids`, an answer so far for each sample, the request goes on behind them exactly as if it had
-        sampled them itself. Its outputs contain them; log-probabilities are those of the new tokens.
+        With `output_token_ids`, an answer so far for each sample, the request continues exactly as if it had sampled
+        these tokens itself. Its outputs contain them; only new tokens have log-probabilities.
         """
         params = sampling_params or self.default_sampling_params()
-        return self._group.add_request(
-            content(prompt),
-            params,
-            request_id=request_id,
-            output_token_ids=output_token_ids,
-            adapter=self.engine.load_adapter(lora_request),
+        request = self._group.prepare(
+            RequestInput(prompt, params, request_id, output_token_ids=output_token_ids, lora_request=lora_request)
         )
+        self._group.add(request)
+        return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that got a token, or ended."""
@@ -370,51 +366,45 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-            params = [sampling_params or self.default_sampling_params()] * len(prompts)
-        else:
-            params = list(sampling_params) if isinstance(sampling_params, abc.Sequence) else [sampling_params]
-        if wrong := [how for how in params if not isinstance(how, SamplingParams)]:
-            raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {wrong[0]!r}")
-        if len(params) != len(prompts):
-            raise InvalidParameterError(f"sampling_params: {len(params)} given for {len(prompts)} prompts")
-        if lora_request is None or isinstance(lora_request, LoRARequest):
-            lora_requests: abc.Sequence[LoRARequest | None] = [lora_request] * len(prompts)
-        else:
-            lora_requests = lora_request
-        if len(lora_requests) != len(prompts):
-            raise InvalidParameterError(f"lora_request: {len(lora_requests)} given for {len(prompts)} prompts")
-        adapters = [self.engine.load_adapter(request) for request in lora_requests]
-        waiting: list[str] = []
-        done: dict[str, RequestOutput] = {}
+        n = len(prompts)
+        inputs = [
+            RequestInput(prompt, params, add_special_tokens=add_special_tokens, lora_request=adapter)
+            for prompt, params, adapter in zip(
+                prompts,
+                _one_each("sampling_params", self._recommended if sampling_params is None else sampling_params, n),
+                _one_each("lora_request", lora_request, n),
+                strict=True,
+            )
+        ]
+        requests = [self._group.prepare(each) for each in inputs]
+        done: dict[Request, RequestOutput] = {}
         tokens, begin = 0, time.perf_counter()
         try:
-            for prompt, how, adapter in zip(prompts, params, adapters, strict=True):
-                waiting.append(
-                    self._group.add_request(prompt, how, add_special_tokens=add_special_tokens, adapter=adapter)
-                )
-            ours = set(waiting)
+            for request in requests:
+                self._group.add(request)
+            ours = set(requests)
             with progress.bar("generating", enabled=use_tqdm) as report:
-                while len(done) < len(waiting):
+                while len(done) < n:
                     for request in self._group.advance():
-                        if request.finished and request.request_id in ours:
-                            output = done[request.request_id] = self._group.pop_output(request)
+                        if request.finished and request in ours:
+                            output = done[request] = self._group.pop_output(request)
                             if request.error is not None:
                                 raise request.error
                             tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     rate = tokens / (time.perf_counter() - begin)
-                    report(len(done), len(waiting), f"{rate:.0f} tokens/s")
-        finally:  # a refused prompt or an interrupt leaves nothing of this call behind
-            for request_id in waiting:
-                if request_id not in done:
-                    self._group.abort(request_id)
+                    report(len(done), n, f"{rate:.0f} tokens/s")
+        finally:  # an error or an interrupt leaves nothing of this call in the engines
+            for request in requests:
+                if request not in done:
+                    self._group.abort(request.request_id)
         if self.spec_decode is not None:
             _log.info("speculative decoding: %s since the start", self.spec_decode)
-        return [done[request_id] for request_id in waiting]
+        return [done[request] for request in requests]
 
-    def _pieces(self, request_id: str) -> Generator[str, None, RequestOutput]:
+    def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
+        """Run a prepared request. It is queued here: a generator that never began leaves nothing in the engine."""
         finalizing = sys.is_finalizing  # when the interpreter ends, globals may be gone before a generator is
-        request = self._group.request(request_id)
+        self._group.add(request)
         shown = request.sequences[0].detokenizer
         assert shown is not None
         try:
@@ -429,7 +419,16 @@ class LLM:
             return self._group.pop_output(request)
         finally:
             if not finalizing():
-                self._group.abort(request_id)
+                self._group.abort(request.request_id)
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    """The values of a list, one for each prompt, or one value for all of them."""
+    if not isinstance(value, abc.Sequence) or isinstance(value, str):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidParameterError(f"{name}: {len(value)} given for {count} prompts")
+    return list(value)
 
 
 def _digests(opened: checkpoint.Checkpoint, config: EngineConfig) -> dict[str, str]:

@@ -31,7 +31,7 @@ class SpeculationTotals:
     num_accepted_tokens: int = 0
     """Drafts that held."""
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    """By place in the draft: how often it held."""
+    """Number of times that each place of a draft held."""
 
     @property
     def acceptance_rate(self) -> float:
@@ -126,7 +126,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    """Log-probabilities at each token, by token id: its own first, then those of the likeliest others."""
+    """Log-probabilities at each token, by token id: its own first, then the likeliest others."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """Stop token or stop string that ended it; None if it was ended otherwise."""

@@ -17,9 +17,7 @@ from verax.errors import InvalidParameterError, QueueFullError
 from verax.text.engine.engine import Engine
 from verax.text.engine.engine_thread import EngineThread, LiveRequest, Outbox
 from verax.text.engine.outputs import EngineStats, RequestOutput
-from verax.text.engine.request import Request
-from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.lora import LoadedAdapter
+from verax.text.engine.request import Request, RequestInput
 
 __all__ = ["EngineGroup", "ReplicaRouter", "Replicas", "RoutedReplica"]
 
@@ -44,7 +42,7 @@ class ReplicaRouter(Generic[R]):
 
     A prompt goes where its last token is likely to be read first: to the replica with the least work, less the tokens
     of the prompt's beginning that this replica has read for an earlier one. So prompts that begin alike stay together,
-    until their replica has more work than the others by what they would have to read anew. What a replica's cache has
+    until their replica has more work than the others by what they would have to read again. What a replica's cache has
     forgotten since is not known here.
 
     Args:
@@ -57,7 +55,7 @@ class ReplicaRouter(Generic[R]):
         self._serving: dict[R, int] = {}
         """Each replica with its bit in `_readers`."""
         self._readers: OrderedDict[int, int] = OrderedDict()
-        """By hash of a prompt's beginning, whole blocks, the least recently used first: the replicas that read it."""
+        """Replicas that read the beginning of a prompt, by its hash in whole blocks; least recently used first."""
         self._lock = threading.Lock()
         for replica in replicas:
             self.add(replica)
@@ -107,7 +105,7 @@ class ReplicaRouter(Generic[R]):
         return keys
 
     def _cached_tokens(self, keys: list[int]) -> dict[R, int]:
-        """By replica: tokens of the prompt's beginning that it has read."""
+        """Tokens of the prompt's beginning that each replica has read."""
         cached = dict.fromkeys(self._serving, 0)
         readers = sum(self._serving.values())
         for i, key in enumerate(keys, start=1):
@@ -130,7 +128,7 @@ class ReplicaRouter(Generic[R]):
 
 
 class EngineGroup:
-    """Engines behind the methods of one. Their devices work at the same time: a step is dispatched before it is read.
+    """Engines with the methods of one. Their devices work at the same time: a step is dispatched before it is read.
 
     Not thread-safe, as an engine.
     """
@@ -145,33 +143,26 @@ class EngineGroup:
         """True if `advance` has anything to do."""
         return any(engine.has_unfinished_requests for engine in self.engines)
 
-    def add_request(
-        self,
-        prompt: str | abc.Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        stream: bool = False,
-        output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None,
-        adapter: LoadedAdapter | None = None,
-    ) -> str:
-        """Queue a prompt at one of the engines, as `Engine.add_request` does.
+    def prepare(self, inputs: RequestInput) -> Request:
+        """Make a request, with an id that no unfinished one has, as `Engine.prepare` does.
 
         Raises:
-            VeraxError: as there.
+            VeraxError: as there, or if the id is in use.
         """
+        request_id = inputs.request_id
         if request_id is None:
             request_id = next(name for i in self._names if self._engine(name := f"request-{i}") is None)
         elif self._engine(request_id) is not None:
             raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
-        tokens = self.engines[0].tokenize(prompt, add_special_tokens=add_special_tokens)
-        engine = self._router.choose(tokens, None if adapter is None else adapter.id)
-        engine.add_request(
-            tokens, params, request_id=request_id, stream=stream, output_token_ids=output_token_ids, adapter=adapter
-        )
-        engine.request(request_id).prompt = prompt if isinstance(prompt, str) else None
-        return request_id
+        return self.engines[0].prepare(inputs, request_id)
+
+    def add(self, request: Request) -> None:
+        """Queue a prepared request at one of the engines, as `Engine.add` does.
+
+        Raises:
+            InvalidParameterError: as there.
+        """
+        self._router.choose(request.prompt_token_ids, request.adapter_id).add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request at once; its output so far, or None if there is no such unfinished request."""
@@ -185,12 +176,6 @@ class EngineGroup:
     def advance(self) -> list[Request]:
         """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
         return [request for engine in self._busy() for request in engine.advance()]
-
-    def request(self, request_id: str) -> Request:
-        """An unfinished request by id."""
-        engine = self._engine(request_id)
-        assert engine is not None
-        return engine.request(request_id)
 
     def pop_output(self, request: Request) -> RequestOutput:
         """Remove a finished request from its engine; its output."""
@@ -252,12 +237,8 @@ class Replicas:
         first, *others = (thread.stats() for thread in self.threads)
         return [replace(first, num_requests_waiting=first.num_requests_waiting + self._num_preparing), *others]
 
-    def join(self, live: LiveRequest, num_tokens: int) -> None:
+    def join(self, live: LiveRequest) -> None:
         """Give a request a place in the queue. It runs on the event loop; `send` or `refuse` must follow.
-
-        Args:
-            live: the request.
-            num_tokens: its prompt's tokens, 0 if they are not known yet.
 
         Raises:
             InvalidParameterError: if its id is in use.
@@ -267,7 +248,7 @@ class Replicas:
             raise InvalidParameterError(f"request_id: {live.request_id!r} is in use by an unfinished request")
         schedulers = [thread.engine.scheduler for thread in self.threads]
         free = sum(scheduler.max_num_seqs - len(scheduler.running) for scheduler in schedulers)
-        waiting, n = self.num_waiting, live.params.n
+        waiting, n, num_tokens = self.num_waiting, live.inputs.params.n, live.inputs.num_known_tokens
         # A sample that finds a free slot does not wait.
         if waiting + n - free > self.max_queued_requests:
             raise QueueFullError(
@@ -284,7 +265,7 @@ class Replicas:
         """Refuse more prompt tokens than may wait. Any thread may.
 
         Raises:
-            QueueFullError: if these are too many beside those that wait already.
+            QueueFullError: if these and the tokens that wait already are too many.
         """
         limit, waiting = self.max_queued_tokens, self.num_waiting_tokens
         if limit is not None and waiting and waiting + num_tokens > limit:
@@ -292,19 +273,25 @@ class Replicas:
                 f"max_queued_tokens: {waiting} prompt tokens wait and {num_tokens} more exceed {limit}; try again later"
             )
 
-    def send(self, live: LiveRequest, tokens: abc.Sequence[int]) -> None:
-        """Choose the replica of a request in the queue, and send it there. Any thread may."""
-        adapter = None if live.adapter is None else live.adapter.id
+    def send(self, live: LiveRequest, request: Request) -> None:
+        """Choose the replica of a prepared request in the queue, and send it there. Any thread may."""
         with self._lock:
-            thread = self._router.choose(tokens, adapter)
-            self._num_preparing -= live.params.n
-            thread.add(live, tokens)
+            thread = self._router.choose(request.prompt_token_ids, request.adapter_id)
+            self._num_preparing -= request.params.n
+            thread.add(live, request)
 
     def refuse(self, live: LiveRequest, error: BaseException) -> None:
         """End a request in the queue with an error. Any thread may."""
         with self._lock:
-            self._num_preparing -= live.params.n
+            self._num_preparing -= live.inputs.params.n
         self.outbox.post(partial(self.outbox.fail, live, error))
+        self.outbox.notify()
+
+    def cancel(self, live: LiveRequest) -> None:
+        """End a request in the queue that was aborted or closed before it was prepared. Any thread may."""
+        with self._lock:
+            self._num_preparing -= live.inputs.params.n
+        self.outbox.post(partial(self.outbox.cancel, live))
         self.outbox.notify()
 
     def abort(self, live: LiveRequest) -> None:

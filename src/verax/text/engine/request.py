@@ -17,11 +17,11 @@ from typing import Any
 from verax.errors import InvalidParameterError, VeraxError
 from verax.text.engine.outputs import FinishReason, Logprob, RequestMetrics
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.grammar import GrammarMatcher
-from verax.text.features.lora import LoadedAdapter
+from verax.text.features.grammar import Grammar, GrammarMatcher
+from verax.text.features.lora import LoadedAdapter, LoRARequest
 from verax.text.tokens.detokenizer import IncrementalDetokenizer
 
-__all__ = ["Message", "Prompt", "Request", "Sequence", "SequenceState", "batch_of", "content"]
+__all__ = ["Message", "Prompt", "Request", "RequestInput", "Sequence", "SequenceState", "batch_of", "content"]
 
 Prompt = str | abc.Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -58,6 +58,59 @@ def content(prompt: Any) -> str | abc.Sequence[int]:
         if prompt.get(key) is not None:
             return prompt[key]
     raise InvalidParameterError(f"prompts: expected prompt or prompt_token_ids in a dictionary, got {sorted(prompt)}")
+
+
+@dataclass(frozen=True)
+class RequestInput:
+    """A request in the words of its caller: plain data, which threads and machines pass on as one value.
+
+    Raises:
+        InvalidParameterError: for a prompt or parameters of another type, or answers that are not one for each sample.
+    """
+
+    prompt: Prompt | abc.Sequence[Message]
+    """Text, token ids, or the messages of a conversation; a dictionary of text or ids becomes what it holds."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+    """Id that no unfinished request has; None for a new one."""
+    add_special_tokens: bool = True
+    """Let the tokenizer add its special tokens to a text. A conversation's template has written them already."""
+    stream: bool = False
+    """Decode the text token by token, in `Sequence.detokenizer`, so that it can be shown as it grows."""
+    output_token_ids: abc.Sequence[abc.Sequence[int]] | None = None
+    """Answer so far of each sample. The request continues as if it had sampled these tokens itself: they count for
+    `max_tokens`, and have no log-probabilities. `Sequence.detokenizer` shows only what they leave undecided."""
+    lora_request: LoRARequest | None = None
+    """Adapter of the request; None for the base model."""
+    arrival_time: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise InvalidParameterError(f"sampling_params: expected SamplingParams, got {self.params!r}")
+        answers = self.output_token_ids
+        if answers is not None and len(answers) != self.params.n:
+            raise InvalidParameterError(
+                f"output_token_ids: expected an answer for each of {self.params.n}, got {len(answers)}"
+            )
+        prompt: Any = content(self.prompt)
+        if not isinstance(prompt, Iterable):
+            raise InvalidParameterError(f"prompt: expected a text, token ids or messages, got {prompt!r}")
+        object.__setattr__(self, "prompt", prompt if isinstance(prompt, str) else tuple(prompt))
+
+    @property
+    def is_text(self) -> bool:
+        """True for a text."""
+        return isinstance(self.prompt, str)
+
+    @property
+    def is_chat(self) -> bool:
+        """True for the messages of a conversation."""
+        return isinstance(self.prompt, tuple) and bool(self.prompt) and isinstance(self.prompt[0], Mapping)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of a prompt of token ids; 0 for a text or a conversation, which the tokenizer has yet to count."""
+        return 0 if self.is_text or self.is_chat else len(self.prompt)
 
 
 class SequenceState(enum.Enum):
@@ -97,12 +150,12 @@ class Sequence:
     detokenizer: IncrementalDetokenizer | None = None
     """Running text, in requests that are streamed or have stop strings."""
     matcher: GrammarMatcher | None = None
-    """Place in the grammar of a request with structured output, behind the tokens that the host has seen."""
+    """Place in the grammar of a request with structured output, after the tokens that the host has seen."""
 
     @property
     def adapter_id(self) -> int | None:
         """Number of the adapter that computes its keys and values; None for the base model."""
-        return None if self.request.adapter is None else self.request.adapter.id
+        return self.request.adapter_id
 
     @property
     def num_tokens(self) -> int:
@@ -141,17 +194,22 @@ class Sequence:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt with its sampling parameters, and the sequences sampled from it."""
+    """A request as the engine works with it, and its progress. `Engine.prepare` makes it, complete and checked."""
 
     request_id: str
     prompt: str | None
+    """Text of the prompt; None for token ids."""
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
     """Tokens that each sequence may get: the parameter, cut to what the context holds."""
+    arrival_time: float
     stream: bool = False
     """True if the text is decoded token by token, to be shown as it grows."""
+    grammar: Grammar | None = None
     adapter: LoadedAdapter | None = None
+    output_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Answer so far of each sample, with which it begins; empty for none."""
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_draft_tokens: int = 0
@@ -159,12 +217,16 @@ class Request:
     num_accepted_tokens: int = 0
     """Drafts that held."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    arrival_time: float = field(default_factory=time.perf_counter)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     error: VeraxError | None = None
     """Failure that ended the request, if one did."""
+
+    @property
+    def adapter_id(self) -> int | None:
+        """Number of the adapter; None for the base model."""
+        return None if self.adapter is None else self.adapter.id
 
     @property
     def finished(self) -> bool:

@@ -2,7 +2,7 @@
 
 A schedule is one device step. Decoding never waits for a prompt. A prompt that is longer than the rest of the budget is
 computed in chunks, over several steps. When blocks run out, the blocks of the sequence that arrived last are freed, and
-it is computed anew later (preemption by recompute).
+it is computed again later (preemption by recompute).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verax.text.features.lora import AdapterSlots
 __all__ = ["SEQUENCE_TOKENS", "Chunk", "Schedule", "Scheduler", "work"]
 
 STEP_OVERHEAD = 32
-"""Tokens that take as long as a step takes beside them, most of it to read the weights. Measured with Qwen3-0.6B in
+"""Tokens that take as long as the fixed part of a step, most of which reads the weights. Measured with Qwen3-0.6B in
 bfloat16 on two cores with AVX2: steps of 32, 128 and 512 tokens take 0.53, 1.4 and 5.1 s."""
 
 
@@ -37,7 +37,7 @@ class Chunk:
     count: int
     sample: bool
     new_blocks: tuple[tuple[int, ...], ...]
-    """By new place in the sequence's block tables: the block of each cache group."""
+    """Block of each cache group, for each new place in the sequence's block tables."""
     first_new_block: int
     """Index of the first of `new_blocks` in the tables."""
     drafts: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class Scheduler:
         return work(self.num_waiting_tokens, len(self.waiting) + len(self.running))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind the waiting ones."""
+        """Queue a new sequence after the waiting ones."""
         self.waiting.append(sequence)
         self.num_waiting_tokens += sequence.num_prompt
 
@@ -160,10 +160,10 @@ class Scheduler:
         return plan
 
     def reserve(self, plan: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> list[Sequence]:
-        """Give sequences the blocks for drafts behind the one token that the plan computes of them.
+        """Give sequences the blocks for drafts that follow the one token which the plan computes of them.
 
-        `num_computed` stays what it is without drafts: how many hold is known after the step. Nobody is preempted for a
-        guess.
+        `num_computed` stays what it is without drafts: the number that holds is known after the step. Nobody is
+        preempted for a guess.
 
         Args:
             plan: a plan that only decodes.
@@ -227,7 +227,7 @@ class Scheduler:
             if sequence.num_pending:  # preempted with a token on its way; it is known after this step
                 return
             adapter = sequence.adapter_id
-            # Those behind it wait too. Otherwise a stream of requests for the adapters in use could keep it out.
+            # The sequences after it wait too. Otherwise a stream of requests for the adapters in use could keep it out.
             if adapter is not None and not self.adapters.has_room(adapter):
                 return
             # Room for one more token than the prompt: admitting what must be preempted at its first decode is waste.

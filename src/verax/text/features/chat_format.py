@@ -95,7 +95,7 @@ class ChatFormat:
         return "inside" if opened > closed else "over"
 
     def structured_after(self, prompt: str) -> str | None:
-        """Text behind which a grammar begins, for `StructuredOutputs(after=...)`: the end of the reasoning, or None."""
+        """Text after which a grammar begins, for `StructuredOutputs(after=...)`: the end of the reasoning, or None."""
         return CLOSE_REASONING if self.reasoning_state(prompt) == "inside" else None
 
 
@@ -159,10 +159,10 @@ class AnswerParser:
         self._reasoning: list[str] = []
         self._has_content = False
         self._space = ""
-        """White space behind a tag: dropped unless it stands between two pieces of content."""
+        """White space after a tag: dropped unless it stands between two pieces of content."""
         self._behind_tag = False
         self._raw: list[str] = []
-        """Text of what may be a call, to be given back if it is none."""
+        """Text of what may be a call, to be given back if it is not."""
         self._reader: CallReader | None = None
         self._step = self._begin if reasoning in ("open", "inside") else self._begin_content()
 
@@ -201,7 +201,7 @@ class AnswerParser:
         return self._text if self._new_reader is None or self._call_tags else self._begin_json
 
     def _begin_json(self, final: bool) -> bool:
-        """A call without tags, at the beginning of the content or behind another one."""
+        """A call without tags, at the beginning of the content or after another one."""
         rest = self._pending.lstrip("; \t\r\n" if self._calls.count else " \t\r\n")
         if not final and rest != PYTHON_TAG and PYTHON_TAG.startswith(rest):
             return False
@@ -270,7 +270,7 @@ class AnswerParser:
         return True
 
     def _pass_tag(self) -> None:
-        """Go on with content behind a tag."""
+        """Continue with content after a tag."""
         self._in_reasoning = False
         self._behind_tag = True
         self._space = ""
@@ -310,7 +310,7 @@ def parser_for(
         parse_reasoning: False leaves the reasoning and its tags in the content.
 
     Raises:
-        InvalidParameterError: if `tools` are no functions.
+        InvalidParameterError: if `tools` are not functions.
     """
     reasoning = template.reasoning_state(prompt) if parse_reasoning else "none"
     functions = read_functions(tools) if parse_tool_calls else {}
@@ -442,7 +442,7 @@ class _Lark:
         return " ".join([_literal(function_tag(function.name) + "\n"), *parts, _literal("</function>")])
 
     def _value(self, function: Function, name: str) -> str:
-        """A parameter's value, and the tag behind it."""
+        """A parameter's value, and the tag after it."""
         schema = function.parameters[name]
         types = function.types(name)
         values = schema.get("enum")

@@ -46,17 +46,17 @@ class NgramIndex:
         self._smallest = smallest
         self._largest = largest
         self._latest: dict[tuple[int, ...], int] = {}
-        """By n-gram of the smallest size: the token behind its latest place, where there is one."""
+        """Index of the token after the latest place of each n-gram of the smallest size."""
         self._earlier: list[int] = []
-        """By token: that behind the next earlier place of the n-gram before it; -1 for none."""
+        """For each token, the index of the token after the previous place of the n-gram before it; -1 for none."""
 
     def continuation(self, tokens: abc.Sequence[int], length: int) -> list[int]:
         """Tokens that followed the longest of the last n-grams at its latest place; empty if none occurred before.
 
-        A continuation that reaches the end of the text goes on with itself, so a period is continued.
+        A continuation that reaches the end of the text repeats itself, so a period is continued.
 
         Args:
-            tokens: the text. It begins with that of the call before.
+            tokens: the text, which begins with the text of the call before.
             length: number of tokens to return.
         """
         self._extend(tokens)
@@ -80,7 +80,7 @@ class NgramIndex:
         return [known[i % period] for i in range(length)]
 
     def _extend(self, tokens: abc.Sequence[int]) -> None:
-        """Add the n-grams before each token: that at the end is not one of them, it would find itself."""
+        """Add the n-grams before each token. The n-gram at the end is left out, because it would find itself."""
         for at in range(len(self._earlier), len(tokens)):
             if at < self._smallest:
                 self._earlier.append(-1)
@@ -124,7 +124,7 @@ class NgramDrafter:
         return bool(self._continuation(sequence, 1))
 
     def draft(self, schedule: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Drafts behind the newest tokens of sequences, as many of each as wanted."""
+        """Drafts that follow the newest tokens of sequences, the wanted number for each."""
         return {sequence: self._continuation(sequence, count) for sequence, count in num_drafts.items()}
 
     def _continuation(self, sequence: Sequence, length: int) -> list[int]:
@@ -147,10 +147,10 @@ class _Progress:
     known: int
     """Tokens before the drafts."""
     drafts: list[int]
-    """Drafts behind them; the last was not read itself."""
+    """Drafts after them; the last was not read itself."""
 
     def num_valid(self, sequence: Sequence) -> int:
-        """Number of tokens whose keys and values are those of the sequence's text."""
+        """Number of tokens whose keys and values belong to the sequence's text."""
         if self.tables is not sequence.tables:
             return 0
         valid = self.known
@@ -178,7 +178,7 @@ class DraftModel:
         self._abstract = AbstractModel.from_module(model)
         self._config = _sizes(model, runner.config)
         self.step_cost = weight_bytes(model) / runner.weight_bytes
-        """Bytes of its weights by those of the model: a step takes as long as its weights are read."""
+        """Bytes of its weights divided by the model's: a step takes as long as reading its weights."""
         self._progress: weakref.WeakKeyDictionary[Sequence, _Progress] = weakref.WeakKeyDictionary()
         # A sequence with drafts has two tokens at least in a step that verifies.
         most = max(1, runner.config.verify_tokens[-1] // 2)
@@ -213,7 +213,7 @@ class DraftModel:
         return sequence.num_tokens + self._num_drafts <= self._longest
 
     def draft(self, schedule: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Drafts behind the newest tokens of sequences, as many of each as wanted."""
+        """Drafts that follow the newest tokens of sequences, the wanted number for each."""
         chunks = [chunk for chunk in schedule.chunks if chunk.sequence in num_drafts]
         self._add_blocks(chunks)
         begins = [self._read_text(chunk) for chunk in chunks]

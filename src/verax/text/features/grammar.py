@@ -37,7 +37,7 @@ COMPILE_STACK = 128 << 20
 """Bytes of stack of a compiling thread: the library recurses into rules, and an overflow would end the process."""
 
 MAX_COMPILING = 2
-"""Compilations at a time: those that were given up go on until they end."""
+"""Compilations at a time: one that was given up continues until it ends."""
 
 MAX_COMPILED = 64
 """Compiled grammars that are kept: clients send the same schema again and again."""
@@ -52,7 +52,7 @@ _LIMITS = {
 """Work that llguidance may spend on a grammar, and on the lexer and the parser in a step; 1 to 2 KB are a state."""
 
 _JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
-"""No free whitespace, in which a model could go on for ever; `oneOf` is read as `anyOf`."""
+"""No free whitespace, of which a model could write without end; `oneOf` is read as `anyOf`."""
 
 
 def mask_width(vocab_size: int) -> int:
@@ -74,7 +74,7 @@ class GrammarMatcher:
         """Processor time that is left. The thread that asks for masks serves all other sequences, too."""
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Go on by tokens of the answer.
+        """Advance by tokens of the answer.
 
         Raises:
             StructuredOutputError: if the grammar does not allow them, or the answer has taken too much work.
@@ -93,8 +93,8 @@ class GrammarMatcher:
         """Set the bits of the tokens that may come next, and clear the others.
 
         Args:
-            masks: a mask behind the answer so far, then one behind each draft.
-            drafts: guesses how the answer goes on, which the grammar allows. The matcher stays where it is.
+            masks: a mask for the token after the answer so far, then one for the token after each draft.
+            drafts: guesses of the next tokens, which the grammar allows. The matcher stays where it is.
 
         Raises:
             StructuredOutputError: if that takes more work than a step may, or the answer has taken too much.
@@ -118,9 +118,9 @@ class GrammarMatcher:
         while self._after is not None and free < len(tokens):
             self.append([tokens[free]])
             free += 1
-        behind = self._after is None
+        begun = self._after is None
         self._text, self._after = text, after
-        return free + (self._matcher.validate_tokens(list(tokens[free:])) if behind else 0)
+        return free + (self._matcher.validate_tokens(list(tokens[free:])) if begun else 0)
 
     def _check(self, begin: float, earned: float = 0.0) -> None:
         """Add `earned` to the time that is left, take off what has passed since `begin`, and look for errors."""
@@ -142,7 +142,7 @@ class Grammar:
     after: str | None
 
     def matcher(self, tokens: Iterable[int] = ()) -> GrammarMatcher:
-        """A matcher behind `tokens`, with which the answer begins.
+        """A matcher after `tokens`, with which the answer begins.
 
         Raises:
             InvalidParameterError: if the grammar does not allow them.
@@ -173,7 +173,7 @@ class GrammarCompiler:
         """The grammar of a form, compiled now or before.
 
         Raises:
-            InvalidParameterError: if it is no valid grammar, or compiling it takes too long.
+            InvalidParameterError: if the grammar is not valid, or compiling it takes too much work.
             MissingDependencyError: without llguidance.
         """
         key = replace(wanted, after=None)

@@ -129,7 +129,7 @@ PROBED_TOKENS = 7
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """The linear layers that every token passes in the order of the batch, and the sizes of adapters beside them."""
+    """The linear layers that every token passes in the order of the batch, and the sizes of adapters next to them."""
 
     shapes: Mapping[str, tuple[int, int]] = field(hash=False)
     """Outputs and inputs of each layer, by its path in the model."""
@@ -178,7 +178,7 @@ class AdaptedLayers:
         jax.eval_shape(probe, weights, jax.ShapeDtypeStruct((1, PROBED_TOKENS), jnp.int32))
         if not shapes:
             raise UnsupportedModelError(
-                f"enable_lora: {found['name']} has no verax.nn.Linear that its tokens pass; adapters go beside these"
+                f"enable_lora: {found['name']} has no verax.nn.Linear that its tokens pass, next to which adapters go"
             )
         return cls(
             shapes=shapes,

@@ -2,7 +2,7 @@
 
 A step that verifies computes each sequence's newest token and its drafts, and samples the model's own token after each
 of them, from the seed and the position as always. The drafts hold up to the first that differs from what was sampled.
-The tokens are therefore those of an engine without drafts, at every temperature.
+An engine without drafts therefore gives the same tokens, at every temperature.
 
 The number of drafts depends on what held before and on a cost model, never on a clock, so it is equal in every run.
 """
@@ -38,7 +38,7 @@ __all__ = ["Acceptance", "Drafter", "Policy", "Speculator", "StepCost", "load_dr
 
 WAITING = 0.1
 """Part of a step for which the device waits for the host between steps that verify: the host must read the tokens
-first. 0.3 ms of scheduling and packing beside steps of 5 to 40 ms on a CPU."""
+first. 0.3 ms of scheduling and packing compared with steps of 5 to 40 ms on a CPU."""
 
 PRIOR = 0.5
 """Share of drafts that are expected to hold, of a sequence that had none yet."""
@@ -56,22 +56,22 @@ LONGEST_REST = 512
 class StepCost:
     """Time of a step by its number of tokens, in steps of one token.
 
-    A step reads all weights once; products are free beside that up to `free` tokens. After that `doubling` more tokens
-    take as long as the weights.
+    A step reads all weights once; products take no longer than that up to `free` tokens. After that `doubling` more
+    tokens take as long as the weights.
     """
 
     free: int
     doubling: int
 
     def __call__(self, num_tokens: int) -> float:
-        """Cost of a step of so many tokens."""
+        """Cost of a step of the given number of tokens."""
         return 1.0 + max(0, num_tokens - self.free) / self.doubling
 
     @classmethod
     def on(cls, platform: str, *, quantized: bool) -> StepCost:
         """Cost on a platform.
 
-        On a CPU it is that of the linear operation by rows (`verax bench ops --only linear --rows 1,2,4,8,16,32`).
+        On a CPU it is the cost of the linear operation by rows (`verax bench ops --only linear --rows 1,2,4,8,16,32`).
         bfloat16 takes as long with 8 rows as with one, 1.4 times as long with 16 and 2.4 times with 32; int4 takes 1.7
         times as long with 8. Accelerators compute some hundred rows while they read the weights.
         """
@@ -177,11 +177,11 @@ class Drafter(Protocol):
         ...
 
     def can_draft(self, sequence: Sequence) -> bool:
-        """True if it has a guess behind the tokens that the host knows."""
+        """True if it has a guess that follows the tokens which the host knows."""
         ...
 
     def draft(self, schedule: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """At most so many tokens of each sequence, behind the tokens that the host knows: all of them."""
+        """At most the given number of tokens for each sequence, which follow all of its tokens."""
         ...
 
 
@@ -317,8 +317,8 @@ def load_draft_model(
         pack_linear_weights(draft, few_rows=True)
     if has_recurrent_layers(draft.config):
         raise UnsupportedModelError(
-            f"speculative_config: model: {config.model} has recurrent layers, whose state cannot go back behind a "
-            "draft that did not hold"
+            f"speculative_config: model: {config.model} has recurrent layers, whose state cannot go back to "
+            "before a draft that did not hold"
         )
     ours, theirs = model.config.vocab_size, draft.config.vocab_size
     if ours != theirs:

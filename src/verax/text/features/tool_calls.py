@@ -100,7 +100,7 @@ def find_tag(text: str, tags: Sequence[str], *, final: bool = False) -> tuple[in
     """Position of the first tag, and the tag. All tags begin with `<`.
 
     If the text ends with what may become a tag, its position comes without a tag. Without either it is the text's
-    length. With `final` the text does not go on, so that only whole tags count.
+    length. With `final` the text is complete, so that only whole tags count.
     """
     at = text.find("<")
     while at >= 0:
@@ -148,7 +148,7 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
         tools: `{"type": "function", "function": {"name", "parameters", "strict"}}`, or what `function` holds by itself.
 
     Raises:
-        InvalidParameterError: naming the tool that is no function, lacks a name, or has the name of another.
+        InvalidParameterError: naming the tool that is not a function, lacks a name, or has the name of another.
     """
     found: dict[str, Function] = {}
     for i, tool in enumerate(tools or ()):
@@ -198,9 +198,9 @@ class Outcome(Enum):
     """State of a call after a piece of its text."""
 
     OPEN = "open"
-    """The call goes on: more text is needed."""
+    """The call continues: more text is needed."""
     REFUSED = "refused"
-    """The text is no call. Nothing of it was put into the sink."""
+    """The text is not a call. Nothing of it was put into the sink."""
     DONE = "done"
     """The call is over."""
 
@@ -219,7 +219,7 @@ class CallSink:
         self.count += 1
 
     def add(self, arguments: str) -> None:
-        """Go on with the arguments of the last call."""
+        """Continue the arguments of the last call."""
         if not arguments:
             return
         if self._new and self._new[-1].index == self.count - 1:
@@ -252,7 +252,7 @@ class CallReader(Protocol):
         Args:
             text: what was left over the last time, and what has come since.
             calls: takes the call.
-            final: the text does not go on.
+            final: the text is complete.
 
         Returns:
             Number of characters that were read, and the state of the call.
@@ -283,7 +283,7 @@ _COMPLETE_NUMBERS = {"zero", "whole", "fraction", "power"}
 
 
 class JsonScanner:
-    """Reads one JSON object, character by character, by RFC 8259.
+    """Reader of one JSON object, character by character, by RFC 8259.
 
     `state` is one of
         value, first value, key, first key, colon, next: what is expected, white space apart;
@@ -306,14 +306,14 @@ class JsonScanner:
         return self.state == "complete"
 
     def plain_until(self, text: str, start: int) -> int:
-        """Position behind the characters from `start` on that change nothing: those in the middle of a string."""
+        """Position after the characters from `start` on that change nothing, in the middle of a string."""
         if self.state != "string":
             return start
         found = _PLAIN.match(text, start)
         return start if found is None else found.end()
 
     def push(self, char: str) -> bool:
-        """Read a character; False, with nothing changed, if no JSON object goes on with it."""
+        """Read a character; False, with nothing changed, if no JSON object continues with it."""
         state = self.state
         if state in _NUMBER:
             following = _NUMBER[state].get(_number_class(char))
@@ -411,19 +411,19 @@ _NAMED = re.compile(_NAME)
 _OPENING = re.compile(_NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 
 _KEYS = ('"name"', '"arguments"', '"parameters"', '"type"', '"id"')
-"""Keys of a call. Another key shows that the object is none."""
+"""Keys of a call. An object with another key is not a call."""
 
 _BEHIND = re.compile(r"[\s}]*")
 """Text between a call's object and its closing tag. Models like to write a brace too many."""
 
 
 class JsonCallReader:
-    """Reads one call, and the closing tag behind it.
+    """Reader of one call and of the closing tag after it.
 
     The text is a call
 
     - once the name of a known function and the `{` of its arguments were read, in this order. From then on the
-      arguments stream. If they turn out not to be JSON, they go on as they are up to the closing tag, since what was
+      arguments stream. If they turn out not to be JSON, they stream unchanged up to the closing tag, since what was
       streamed cannot be taken back;
     - or, in any other order of keys, once the object is complete. Arguments may then be JSON in a string, or missing.
     """
@@ -521,7 +521,7 @@ class JsonCallReader:
         return True
 
     def _broken(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """Arguments that are no JSON, up to the closing tag."""
+        """Arguments that are not JSON, up to the closing tag."""
         at, tag = find_tag(text, () if self._close is None else (self._close,), final=final)
         kept = text if final and tag is None else text[:at].rstrip()
         calls.add(kept)
@@ -560,7 +560,7 @@ def function_tag(name: str) -> str:
 
 
 class XmlCallReader:
-    """Reads one call behind its first tag, `<tool_call>` or the function's.
+    """Reader of one call after its first tag, `<tool_call>` or the function's.
 
     The text is a call once the tag of a known function was read. The arguments are written as JSON. Texts stream as
     they arrive. Values of other types are cast by the function's schema when they are complete; a value that is not of
@@ -568,7 +568,7 @@ class XmlCallReader:
     """
 
     def __init__(self, functions: Mapping[str, Function], tag: str) -> None:
-        """Read a call of one of the functions behind the tag."""
+        """Read a call of one of the functions after the tag."""
         self.committed = False
         self._functions = {function_tag(name): function for name, function in functions.items()}
         self._function = self._functions.get(tag)
@@ -640,7 +640,7 @@ class XmlCallReader:
         return int(text[0] == "\n"), Outcome.OPEN
 
     def _text(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """A value that is a text, without the line break behind it."""
+        """A value that is a text, without the line break after it."""
         at, tag = find_tag(text, (_END_PARAMETER,), final=final)
         kept = text[:at] if final and tag is None else text[:at].removesuffix("\n")
         calls.add(_escaped(kept))

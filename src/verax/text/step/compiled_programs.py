@@ -50,7 +50,7 @@ class CompiledPrograms:
 
     Attributes:
         folder: the folder.
-        made_for: what the programs depend on beside the sizes.
+        made_for: what the programs depend on in addition to the sizes.
         sizes: sizes that they were compiled for.
     """
 
@@ -148,7 +148,7 @@ def loaded_programs(compiled: CompiledPrograms, sizes: RunnerConfig) -> Programs
 
 
 def check_supported(config: EngineConfig) -> None:
-    """Check that an engine has no programs beside those that a folder holds.
+    """Check that a folder can hold all programs of an engine.
 
     Raises:
         InvalidParameterError: for adapters, drafts or several devices.
@@ -191,7 +191,7 @@ def write_programs(
 
 
 def _made_for(model: AbstractModel) -> dict[str, Any]:
-    """Everything beside the sizes that the programs depend on, as JSON holds it."""
+    """Everything but the sizes that the programs depend on, as JSON holds it."""
     target = ops.target()
     cpu = {"processor": cpu_name(), "kernels": library.level()} if target.platform == "cpu" else {}
     weights = [(weight.shape, weight.dtype.name) for weight in model.weights]
@@ -214,10 +214,12 @@ def _dataclass(config: Any) -> Any:
     """A configuration, whose fields are compared.
 
     Raises:
-        InvalidParameterError: if it is no dataclass.
+        InvalidParameterError: if it is not a dataclass.
     """
     if not dataclasses.is_dataclass(config):
-        raise InvalidParameterError(f"programs: {type(config).__name__} is no dataclass, so models cannot be compared")
+        raise InvalidParameterError(
+            f"programs: {type(config).__name__} is not a dataclass, so models cannot be compared"
+        )
     return config
 
 

@@ -182,7 +182,7 @@ def step_name(shape: StepShape) -> str:
 
 
 def sampling_name(rows: int) -> str:
-    """Name of the program that samples so many rows."""
+    """Name of the program that samples the given number of rows."""
     return f"sample_{rows}"
 
 

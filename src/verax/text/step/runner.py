@@ -49,7 +49,7 @@ __all__ = ["DeviceAdapters", "ModelRunner", "PendingStep", "weight_bytes"]
 
 
 class DeviceAdapters:
-    """Matrices of the adapters in use, and the program that replaces those of one slot.
+    """Matrices of the adapters in use, and the program that replaces the matrices of one slot.
 
     Args:
         layers: the layers.
@@ -62,7 +62,7 @@ class DeviceAdapters:
         self._group = group
         shardings = None if mesh is None else tuple(NamedSharding(mesh, spec) for spec in layers.partitions)
         self.arrays = layers.new_arrays() if mesh is None else jax.jit(layers.new_arrays, out_shardings=shardings)()
-        """Matrices of all slots, which a step takes behind the model's weights."""
+        """Matrices of all slots, which a step takes after the model's weights."""
         self._numbers: list[int | None] = [None] * layers.max_loras
         """Number of the adapter in each slot."""
         options = compiler_options(ops.target().platform)
@@ -93,7 +93,7 @@ class DeviceAdapters:
         self.arrays = self._write(self.arrays, tuple(rows), slot[0])
 
     def _fill(self, matrices: Mapping[str, tuple[np.ndarray, np.ndarray]], slot: int) -> None:
-        """Write matrices by layer, with zeros where there are none, and behind those of a smaller rank."""
+        """Write matrices by layer, with zeros where there are none, and after matrices of a smaller rank."""
         rows = [np.zeros(shape, self.layers.dtype) for shape in self._row_shapes()]
         for path, down, up in zip(self.layers.shapes, rows[::2], rows[1::2], strict=True):
             if path in matrices:
@@ -111,7 +111,7 @@ class DeviceAdapters:
 
 
 def _packed(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Bytes of arrays as int32, with zeros behind them up to a whole number."""
+    """Bytes of arrays as int32, filled up with zeros to a whole number."""
     data = np.concatenate([row.reshape(-1).view(np.uint8) for row in rows])
     return np.pad(data, (0, -len(data) % 4)).view(np.int32)
 
@@ -168,7 +168,7 @@ class ModelRunner:
         self.abstract_model = replace(AbstractModel.from_module(model), adapted=adapters and adapters.layers)
         """The model without its weights."""
         self.weight_bytes = weight_bytes(model)
-        """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
+        """Bytes of weights that a decode step reads: all but embedding tables that are not the output head."""
         shardings = self.program(config.shapes[0]).shardings
         _, on_slots, on_cache, _ = shardings or (None,) * 4
         self._cache = placed(lambda: new_cache(model.config, config), on_cache)
@@ -205,7 +205,7 @@ class ModelRunner:
         Where padding takes time, only small steps are run.
         """
         for shape in self.config.shapes:
-            # What the first run of a program takes beside its work is a few milliseconds.
+            # The first run of a program takes only a few milliseconds more than the next.
             if not self.config.padding_takes_time or shape.tokens <= self.config.mixed_tokens[0]:
                 jax.block_until_ready(self._run_padding(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
@@ -222,7 +222,7 @@ class ModelRunner:
         }
 
     def compiled_programs(self) -> Iterator[tuple[str, jax.stages.Compiled]]:
-        """Every program by name, compiled anew for `write_programs`.
+        """Every program by name, compiled again for `write_programs`.
 
         A program that XLA:CPU has read from the compilation cache cannot be written again: functions are missing in it.
         """
@@ -388,7 +388,7 @@ class ModelRunner:
         return self._weights_of(shape), self._slots, self._cache, self._padding(shape)
 
     def _weights_of(self, shape: StepShape) -> tuple[jax.Array, ...]:
-        """Weights that a step takes: those of the model, and the adapters' behind them."""
+        """Weights that a step takes: the model's, then the adapters'."""
         return self._weights + self._adapters.arrays if self._adapters and shape.adapters else self._weights
 
     def _dispatch(self, shape: StepShape, packed: np.ndarray) -> StepOutput:
@@ -434,7 +434,7 @@ class ModelRunner:
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of weights that a decode step reads: all but embedding tables that are no output head."""
+    """Bytes of weights that a decode step reads: all but embedding tables that are not the output head."""
     tables = (module for _, module in nnx.iter_modules(cast(nnx.Module, model)) if isinstance(module, Embedding))
     unread = sum(table.weight.get_value().nbytes for table in tables if not is_tied_head(model, table))
     weights = jax.tree.leaves(nnx.state(model), is_leaf=lambda value: isinstance(value, ops.PackedWeight))

@@ -31,7 +31,7 @@ HOST_FRACTION = 0.25
 """Part of the free host memory that a cache takes on a CPU, where other programs live too."""
 
 MIN_BATCHED_TOKENS = {"cpu": 512}
-"""A prompt chunk on a CPU: long enough for full matmul speed, short enough that decodes beside it hardly wait."""
+"""A prompt chunk on a CPU: long enough for full matmul speed, short enough that decodes in its step hardly wait."""
 
 DEFAULT_BATCHED_TOKENS = 2048
 
@@ -118,7 +118,7 @@ class RunnerConfig:
 
     @cached_property
     def sampling_rows(self) -> list[int]:
-        """Numbers of rows that sampling is compiled for by itself: those of every step, with structured output."""
+        """Numbers of rows of every step, for which structured output compiles sampling by itself."""
         return sorted({shape.num_sampled for shape in self.shapes}) if self.structured_outputs else []
 
 
@@ -172,10 +172,12 @@ def plan_sizes(
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
     needed = -(-context // block_size)
     if affordable < max(needed, 1):
-        beside = f" beside the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
+        states_too = (
+            f" in addition to the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
+        )
         fewer = " or max_num_seqs" if states else ""
         raise InvalidParameterError(
-            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{beside}, but a "
+            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{extra}, but a "
             f"context of {context} needs {plan.bytes_for(context) / 2**20:.0f} MiB; give more, or a smaller "
             f"max_model_len{fewer}"
         )
@@ -208,7 +210,7 @@ def _joined_heads(model: CausalLMConfig, cache_dtype: DTypeLike, devices: int) -
 
 
 def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, num_layers: int | None = None) -> int:
-    """Bytes of one block, keys and values, over that many layers; over all that attend if None."""
+    """Bytes of the keys and values of one block over `num_layers` layers; over all that attend if None."""
     if num_layers is None:
         num_layers = sum(state is None for state in layer_states(model, 1))
     page = (model.num_key_value_heads, block_size, model.head_dim)
@@ -225,7 +227,7 @@ def state_bytes(model: CausalLMConfig, devices: int = 1) -> int:
 
 
 def layer_states(model: CausalLMConfig, num_seqs: int) -> list[Any]:
-    """By layer: shapes of the recurrent state of `num_seqs` sequences, or None for a layer that attends."""
+    """Shapes of each layer's recurrent state of `num_seqs` sequences; None for a layer that attends."""
     layers = range(model.num_hidden_layers)
     if not has_recurrent_layers(model):
         return [None for _ in layers]
@@ -251,7 +253,7 @@ def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_toke
 
 
 def cache_memory(devices: int = 1) -> int:
-    """Bytes that a cache may take on each of the target's devices, beside what lies in its memory already.
+    """Bytes that a cache may take on each of the target's devices, in addition to what lies in its memory already.
 
     Caches are of one size, so the device with the least free memory decides.
 

@@ -25,7 +25,7 @@ from verax.text.step.slots import Slots
 __all__ = ["Cache", "StepOutput", "StepShape", "make_step", "with_new_blocks"]
 
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
-"""By layer: key and value pages, or the recurrent state of each slot, as the configuration's `new_state` makes it."""
+"""Key and value pages of each layer, or the recurrent state of each slot that `new_state` of its configuration makes."""
 
 PROMPT_LOGPROB_CHUNK = 32
 """Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
@@ -34,7 +34,7 @@ PROMPT_LOGPROB_CHUNK = 32
 class StepShape(NamedTuple):
     """Shape that a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row.
 
-    A step that verifies drafts (`verify`) has the newest token and the drafts of each row, and samples behind each.
+    A step that verifies drafts (`verify`) has the newest token and the drafts of each row, and samples after each.
     """
 
     rows: int
@@ -67,10 +67,10 @@ class StepOutput(NamedTuple):
     """Results of a step for the host."""
 
     tokens: Int[Array, "B"]
-    """By row; in steps that verify drafts, by token."""
+    """Sampled token of each row, or of each token in steps that verify drafts."""
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
-    """By token of the step: the score of the token after it. None in decode steps and those that verify."""
+    """Score of the token that follows each token of the step. None in decode steps and steps that verify."""
     logits: Float[Array, "B V"] | None
     """Scores that `make_sampling` samples from. None without structured output."""
 
@@ -171,7 +171,7 @@ def make_step(
         model = build(weights, adapters)
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
-        # Decodes and verifications sample behind each token; a mixed step may have as many rows as tokens, too.
+        # Decodes and verifications sample after each token; a mixed step may have as many rows as tokens, too.
         newest = hidden if shape.decode or shape.verify else hidden[jnp.maximum(starts[1:] - 1, 0)]
         logits = model.logits(newest)
         if shape.verify:
@@ -199,7 +199,7 @@ def with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "
 def _visible_pages(
     pages: Int[Array, "B W"], start: Int[Array, "B"], window: int | None, block_size: int
 ) -> Int[Array, "B W"]:
-    """Page 0 in the place of pages behind the window of a row's first query: other sequences may own them by now."""
+    """Page 0 in the place of pages before the window of a row's first query, which others may own by now."""
     if window is None:
         return pages
     first = jnp.maximum(start - window + 1, 0) // block_size

@@ -2,9 +2,9 @@
 
 A template belongs to the checkpoint or to the operator; the server refuses templates of clients. The sandbox keeps a
 template from Python's attributes and bounds, by amounts alone, what templates do by mistake: ranges (jinja2's own
-limit), the results of `+`, `*` and `**`, and the length and the number of the pieces that a template writes. It does not
-bound the time of a template, macros that call themselves up to Python's limit, concatenation by `~`, or the widths and
-repetitions of filters and methods such as `center`, `format` and `replace`.
+limit), the results of `+`, `*` and `**`, and the length and the number of the pieces that a template writes. It bounds
+neither the time of a template nor macros that call themselves up to Python's limit, concatenation by `~`, or the widths
+and repetitions of filters and methods such as `center`, `format` and `replace`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from verax.text.tokens.tokenizer import Tokenizer
 __all__ = ["IncrementalDetokenizer"]
 
 _UNDECIDED = "\ufffd"
-"""Character that the decoder gives for bytes that are no whole character: an incomplete one, or invalid bytes."""
+"""Character that the decoder gives for bytes that are not a whole character: an incomplete one, or invalid bytes."""
 
 _WINDOW = 8
 """Number of tokens before a token that can change its text.
@@ -23,8 +23,8 @@ class IncrementalDetokenizer:
 
     The text of a token may depend on the tokens before it (leading spaces), and on those after it (a character of
     several tokens). Each new token is therefore decoded in a window of the last few, and undecided text is held back.
-    The text equals that of decoding all tokens at once. The cost of a token does not grow with their number. A
-    byte-level decoder needs no window behind whole characters: each of its tokens is decoded once only. Undecided are
+    Decoding all tokens at once gives the same text. The cost of a token does not grow with their number. A
+    byte-level decoder needs no window after whole characters: each of its tokens is decoded once only. Undecided are
 
     - a last U+FFFD: the bytes may be the beginning of a character;
     - a run of byte tokens (`<0x0A>`): with one invalid byte, every byte of the run becomes U+FFFD, earlier ones too.
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
             ValueError: if a stop string has ended the text already.
         """
         if self._stopped:
-            raise ValueError("a text that has ended at a stop string does not go on")
+            raise ValueError("a text that has ended at a stop string takes no more tokens")
         self._count += 1
         text = None if self._window else self._tokenizer.whole_text(token)
         if text is not None:
@@ -117,7 +117,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _visible(self, token: int) -> bool:
-        """True if a token is decoded: it is in the vocabulary, and no special token that is skipped."""
+        """True if a token is decoded: it is in the vocabulary, and not a special token that is skipped."""
         skipped = self._skip and token in self._tokenizer.special_token_ids
         return not skipped and self._tokenizer.token(token) is not None
 

@@ -69,7 +69,7 @@ class Rules(NamedTuple):
     compose: bool = False
     """Unicode's NFC first."""
     whole_words: bool = False
-    """A piece that is a token is taken as it is, whatever merges would make of it."""
+    """A piece that is a token is taken whole, whatever merges would make of it."""
     begin: bool = False
     """A beginning token goes before a text, where the file does not say."""
 
@@ -279,7 +279,7 @@ class _Metadata:
         ids = {role: self.get(f"{role}_token_id", Count, usual.get(role)) for role in _ROLES}
         for role, number in ids.items():
             if number is not None and number >= len(vocabulary.tokens):
-                raise CheckpointError(f"{self.where}: tokenizer.ggml.{role}_token_id {number} is no token")
+                raise CheckpointError(f"{self.where}: tokenizer.ggml.{role}_token_id {number} is not a token")
         return ids
 
 

@@ -100,7 +100,7 @@ class Tokenizer:
         )
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """The same tokenizer, with this Jinja text as its only chat template."""
+        """A copy of the tokenizer with this Jinja text as its only chat template."""
         return Tokenizer(
             self._backend,
             special_tokens=self._special_tokens,
@@ -121,7 +121,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_length(self) -> int:
-        """Most characters that a token stands for, up to those of its spelling in the vocabulary."""
+        """Characters of the longest token, as the vocabulary spells it."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def to_json(self) -> str:
@@ -133,14 +133,14 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def truncate(self, max_length: int) -> None:
-        """From now on, cut what is encoded to so many tokens, special tokens included and kept.
+        """Cut what is encoded from now on to `max_length` tokens, special tokens included and kept.
 
         Raises:
             InvalidParameterError: if that leaves no token for the text.
         """
         special = self._backend.num_special_tokens_to_add(False)
         if max_length <= special:
-            raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
+            raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
         self._backend.enable_truncation(max_length)
 
     def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
@@ -155,7 +155,7 @@ class Tokenizer:
         """
         special = self._backend.num_special_tokens_to_add(False)
         if max_length is not None and max_length <= special:
-            raise InvalidParameterError(f"max_length: {max_length} tokens leave none beside {special} special ones")
+            raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
         return [_cut(encoded, max_length) for encoded in self._backend.encode_batch_fast(list(texts))]
 
     def encode_pairs(
@@ -175,12 +175,12 @@ class Tokenizer:
         special = self._backend.num_special_tokens_to_add(True)
         if max_length < special + 2:
             raise InvalidParameterError(
-                f"max_length: {max_length} tokens leave none for each text beside {special} special ones"
+                f"max_length: {max_length} tokens leave none for each text besides {special} special ones"
             )
         return [_cut_pair(encoded, max_length - special) for encoded in self._backend.encode_batch(list(pairs))]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
@@ -197,7 +197,7 @@ class Tokenizer:
         return MappingProxyType(self._chat_templates)
 
     def whole_text(self, token_id: int) -> str | None:
-        """Text that a token adds behind whole characters, whatever its neighbours are; None if they matter."""
+        """Text that a token adds after whole characters, whatever its neighbours are; None if they matter."""
         if not self.is_byte_level:
             return None
         if token_id not in self._whole_texts:
@@ -225,19 +225,19 @@ class Tokenizer:
 
         Raises:
             TemplateError: if the checkpoint has no template, or it refuses the messages.
-            InvalidParameterError: if `messages` is no conversation.
+            InvalidParameterError: if `messages` is not a conversation.
         """
         if not self._chat_templates:
             raise TemplateError(
                 "this checkpoint has no chat template: give a prompt as text instead of messages, or save the model's "
-                "template as chat_template.jinja beside tokenizer.json, or give --chat-template"
+                "template as chat_template.jinja next to tokenizer.json, or give --chat-template"
             )
         name = "tool_use" if tools is not None and "tool_use" in self._chat_templates else "default"
         template = self._chat_templates.get(name)
         if template is None:
             raise TemplateError(
                 f"this checkpoint has no default chat template, only {sorted(self._chat_templates)}: save the one to "
-                "use as chat_template.jinja beside tokenizer.json"
+                "use as chat_template.jinja next to tokenizer.json"
             )
         variables = {
             **self._special_tokens,

@@ -1,7 +1,7 @@
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.ray.application import check_replicas
+from verax.ray.app import check_replicas
 
 
 @pytest.mark.parametrize(("bounds", "found"), [(1, (1, 1)), (3, (3, 3)), ((1, 8), (1, 8))])

@@ -1,1 +1,0 @@
-"""`verax batch --ray`: the lines of a file over replicas."""
