@@ -8,15 +8,19 @@ so that the build of the native library can read a table of options.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import numbers
+import textwrap
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["Option", "check_options", "is_real", "is_whole", "option", "options_of"]
+__all__ = ["Option", "check_options", "documented", "is_real", "is_whole", "option", "options_of"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +29,7 @@ class Option:
 
     doc: str
     name: str = ""
-    kind: type | None = None
+    kind: type[Any] | None = None
     """Type of a value on the command line: int, float, bool, str or Path; None for other types."""
     optional: bool = False
     """True if None is a value."""
@@ -65,13 +69,11 @@ class Option:
             raise InvalidParameterError(f"{self.name}: expected True or False, got {value!r}")
         if self.kind not in (int, float):
             return value
-        if self.kind is int:
-            right, expected = is_whole(value), "a whole number"
-        else:
-            right, expected = is_real(value), "a number"
+        whole = self.kind is int
+        right, expected = (is_whole(value), "a whole number") if whole else (is_real(value), "a number")
         low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
         if right and low <= value <= high and not (self.above and value == low):
-            return self.kind(value)
+            return int(value) if whole else float(value)
         raise InvalidParameterError(f"{self.name}: expected {expected}{self._range()}, got {value!r}")
 
     def _range(self) -> str:
@@ -120,6 +122,14 @@ def option(
     """
     made = {name: value for name, value in locals().items() if name != "default"}
     return dataclasses.field(default=default, metadata={"option": Option(**made)})
+
+
+def documented(table: type[T]) -> type[T]:
+    """Class decorator that lists a dataclass's options in its docstring, for `help()`."""
+    wrapper = textwrap.TextWrapper(width=116, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    rows = [wrapper.fill(f"{name}: {declared.doc}") for name, declared in options_of(table).items()]
+    table.__doc__ = "\n".join([inspect.cleandoc(table.__doc__ or ""), "", "Attributes:", *rows])
+    return table
 
 
 @cache

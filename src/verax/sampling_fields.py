@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verax.errors import InvalidParameterError
-from verax.options import check_options, is_real, is_whole, option, options_of
+from verax.options import check_options, documented, is_real, is_whole, option, options_of
 
 __all__ = [
     "FLOATS",
@@ -40,6 +40,7 @@ MAX_STOP_TOKEN_IDS = 64
 _SAMPLING = "Sampling"
 
 
+@documented
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
     """Sampling parameters that do not need a library; `SamplingParams` adds the form of the answer.

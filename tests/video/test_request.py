@@ -10,6 +10,7 @@ import pytest
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
+from verax.video.outputs import Callback
 from verax.video.request import ResolvedRequest, VideoOptions, make_request
 
 
@@ -20,7 +21,7 @@ def pipe(tmp_path_factory):
 
 
 def test_keyword_options_are_the_fields_of_a_request_with_their_types():
-    hints = get_type_hints(VideoRequest)
+    hints = get_type_hints(VideoRequest, localns={"Callback": Callback})
     names = [field.name for field in fields(VideoRequest)]
     assert names[0] == "prompt"
     assert get_type_hints(VideoOptions) == {name: hints[name] for name in names[1:]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,6 +13,7 @@ from jaxtyping import UInt8
 
 from verax.errors import InvalidParameterError
 from verax.video.geometry import LatentGeometry, segment_sizes
+from verax.video.options import VideoRequest
 from verax.video.outputs import Callback
 from verax.video.settings import RESOLUTIONS, VideoSettings
 
@@ -21,91 +22,6 @@ __all__ = ["ResolvedRequest", "VideoOptions", "VideoRequest", "default_size", "m
 
 OVERLAP = 17
 """Default of frames that segments share: the smaller of the two that SkyReels-V2 recommends."""
-
-
-@dataclass(frozen=True, eq=False)
-class VideoRequest:
-    """A clip to be made by `VideoPipeline.generate`. An option that is None has the checkpoint's value (`settings`).
-
-    A request is checked when a pipeline takes it: what fits depends on the checkpoint.
-
-    Attributes:
-        prompt: description of the clip; a list has one for each segment of a long clip, the last for all that follow.
-        image: first frame: a path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).
-        last_image: last frame, likewise; diffusion forcing only.
-        video: clip to continue: a path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only. The
-            result begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.
-        negative_prompt: description of what the clip should not show; unused where `guidance_scale` is 1 or less.
-        height, width: size of a frame in pixels, multiples of 16; of 32 for Wan2.2's 5B. If both are None and the
-            image is upright, so is the clip.
-        resolution: `"540P"` (544 x 960) or `"720P"` (720 x 1280) in place of height and width.
-        num_frames: number of frames, 4n + 1. More than `base_num_frames` are made in segments.
-        num_inference_steps: steps of the solver.
-        guidance_scale: scale of classifier-free guidance; 1 or less for none.
-        guidance_scale_2: scale with the second of two transformers, where noise is low; `guidance_scale` if only that
-            is given.
-        shift: shift of the noise levels towards noise, see `sigmas.noise_levels`.
-        fps: frames per second: of the file, and as an input of models that have one.
-        seed: seed of the noise. The same seed gives the same clip.
-        latents: initial noise of the first segment, `[1, channels, F, h, w]`: `[1, 16, F, height / 8, width / 8]`, and
-            `[1, 48, F, height / 16, width / 16]` for Wan2.2's 5B.
-        prompt_embeds, negative_prompt_embeds: states `[1, tokens, width]` of the text encoder in place of prompts.
-        output_type: `"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.
-        callback: function that is called after every step, see `VideoProgress`; the run ends if it returns False.
-        cache: `"teacache"` to skip the transformer's blocks in steps that change little.
-        cache_threshold: threshold of TeaCache, see `teacache.steps_running_blocks`.
-        guidance: `"batch"` for prompt and negative prompt together, `"sequential"` for one after the other, in less
-            memory; `"auto"` for the first that fits.
-        ar_step: diffusion forcing: steps by which a block is behind the one before it; 0 for all together.
-        causal_block_size: diffusion forcing: latent frames in a block; every segment must be whole blocks.
-        causal_attention: True if a block sees earlier blocks only. No released model was trained for it; diffusers does
-            it whenever there are blocks, and so does `reference="diffusers"`.
-        overlap_history: frames that segments share, 4n + 1.
-        addnoise_condition: diffusion forcing: timesteps of noise, of 1000, that are added to prefix frames where the
-            model sees them: 20 hides seams.
-        base_num_frames: frames of a segment, 4n + 1.
-        attention: an implementation of `wan.layers.ATTENTION`.
-        resume: a .safetensors file in which finished segments are kept, and from which they are taken if it exists: the
-            same request then continues where it ended, also with other prompts for later segments, or more frames.
-    """
-
-    prompt: str | Sequence[str] | None = None
-    _: KW_ONLY
-    image: Any = None
-    last_image: Any = None
-    video: Any = None
-    negative_prompt: str | None = None
-    height: int | None = None
-    width: int | None = None
-    resolution: str | None = None
-    num_frames: int | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    guidance_scale_2: float | None = None
-    shift: float | None = None
-    fps: int | None = None
-    seed: int = 42
-    latents: Any = None
-    prompt_embeds: Any = None
-    negative_prompt_embeds: Any = None
-    output_type: str = "video"
-    callback: Callback | None = None
-    cache: str | None = None
-    cache_threshold: float = 0.2
-    guidance: str = "auto"
-    ar_step: int = 0
-    causal_block_size: int | None = None
-    causal_attention: bool | None = None
-    overlap_history: int | None = None
-    addnoise_condition: int = 0
-    base_num_frames: int | None = None
-    attention: str = "auto"
-    resume: str | Path | None = None
-
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """Prompts of the segments; the last also of those after it."""
-        return () if self.prompt is None else (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
 
 
 class VideoOptions(TypedDict, total=False):

@@ -31,9 +31,9 @@ from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.machine import fingerprint
 from verax.models import CausalLM
 from verax.ops.pages import page_bytes
-from verax.text.engine.engine_config import CACHE_DTYPES
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.sizes import CACHE_DTYPES
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["REFERENCE", "VARIANTS", "bench_quality"]

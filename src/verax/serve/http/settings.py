@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from verax.errors import InvalidParameterError
+from verax.options import check_options, documented, option
 
 __all__ = ["ServerSettings"]
 
+_ACCESS = "Access"
+_LIMITS = "Limits"
 
+
+@documented
 @dataclass(frozen=True)
 class ServerSettings:
     """Settings of the server, checked when they are made.
@@ -19,74 +23,87 @@ class ServerSettings:
         InvalidParameterError: for a value out of range, with its name.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """TCP port; 0 for a free one."""
-    api_keys: tuple[str, ...] = ()
-    """Keys that are accepted; without any, requests need none."""
-    any_model_name: bool = False
-    """Accept any model name in requests, for clients with a fixed one."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Host names that requests may be for, beside the server's own address."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages, such as `https://example.com`, whose scripts may call the API."""
-    max_body_bytes: int = 8 << 20
-    max_video_body_bytes: int = 64 << 20
-    """Limit of a request's body for `/v1/videos`, which takes pictures and clips."""
-    max_n: int = 128
-    """Answers to one prompt."""
-    max_stop: int = 16
-    """Stop strings of a request."""
-    max_stop_length: int = 1024
-    """Characters of a stop string: each token is compared with as many characters before it."""
-    max_prompts: int = 256
-    """Prompts of a request."""
-    max_embedding_inputs: int = 2048
-    """Texts of a request for embeddings (OpenAI's limit), and documents of one that ranks them."""
-    max_queued_embedding_inputs: int = 8192
-    """Texts of all requests for embeddings that may wait and run at once; as many documents of those that rank."""
-    embedding_batch_size: int = 32
-    """Texts that the encoder reads at once, and pairs that the reranker does."""
-    max_queued_videos: int = 16
-    """Clips that may wait to be made."""
-    max_videos: int = 1000
-    """Clips that are kept, made or not."""
-    max_video_storage_bytes: int = 1 << 30
-    """Bytes on disk of all clips together."""
-    video_ttl: float = 3600.0
-    """Seconds for which a finished clip is kept."""
-    shutdown_timeout: float = 30.0
-    """Seconds that running requests have to finish, once the server is to end."""
-    slow_client_timeout: float = 30.0
-    """Seconds for which a client may leave its stream unread before the request is aborted, or take for its headers, or
-    for its body beside a second for each `middleware.MIN_BODY_RATE` bytes."""
-    ping_interval: float = 15.0
-    """Seconds of silence after which a stream sends a comment, so that proxies keep it open."""
-    log_format: str = "text"
-    """Format of log lines: `"text"` or `"json"`."""
-    log_prompts: bool = False
-    """Write prompts into the log."""
-    disable_page: bool = False
-    """Serve the API alone."""
-    reports: Path | None = None
-    """Folder of the reports that the page shows."""
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
+    port: int = option(8000, "Port to listen at; 0 for a free one.", low=0, high=65535)
+    any_model_name: bool = option(False, "Accept any model name, for clients with a fixed one.")
+    api_keys: tuple[str, ...] = option(
+        (),
+        "Key that requests need; can be repeated. Without any, requests need none.",
+        flags=("--api-key",),
+        envvar="VERAX_API_KEY",
+        panel=_ACCESS,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Name that the server is called by, if not its address; can be repeated.", panel=_ACCESS
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origin of web pages whose scripts may call the server (CORS); can be repeated. Such as `https://example.com`.",
+        panel=_ACCESS,
+    )
+    max_body_bytes: int = option(8 << 20, "Most bytes of a request's body.", low=1, panel=_LIMITS)
+    max_video_body_bytes: int = option(
+        64 << 20,
+        "Most bytes of a body for /v1/videos, which takes pictures and clips.",
+        low=1,
+        panel=_LIMITS,
+    )
+    max_n: int = option(128, "Most answers to one prompt.", low=1, panel=_LIMITS)
+    max_stop: int = option(16, "Most stop strings of a request.", low=1, panel=_LIMITS)
+    max_stop_length: int = option(
+        1024,
+        "Most characters of a stop string. Each token is compared with as many characters before it.",
+        low=1,
+        panel=_LIMITS,
+    )
+    max_prompts: int = option(256, "Most prompts of a request.", low=1, panel=_LIMITS)
+    max_embedding_inputs: int = option(
+        2048,
+        "Most texts of a request for embeddings, or documents of a ranking. The default is OpenAI's limit.",
+        low=1,
+        panel=_LIMITS,
+    )
+    max_queued_embedding_inputs: int = option(
+        8192,
+        "Most texts that wait or run for embeddings, or documents for rankings; more get 429.",
+        low=1,
+        panel=_LIMITS,
+    )
+    embedding_batch_size: int = option(
+        32, "Texts that the encoder or the reranker reads at once.", low=1, panel=_LIMITS
+    )
+    max_queued_videos: int = option(16, "Most clips that wait to be made; more get 429.", low=1, panel=_LIMITS)
+    max_videos: int = option(1000, "Most clips that are kept; more get 429.", low=1, panel=_LIMITS)
+    max_video_storage_bytes: int = option(
+        1 << 30, "Most bytes on disk of all clips; more get 429.", low=1, panel=_LIMITS
+    )
+    video_ttl: float = option(3600.0, "Seconds for which a finished clip is kept.", low=0, above=True, panel=_LIMITS)
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests have to finish, once the server is to end.", low=0
+    )
+    slow_client_timeout: float = option(
+        30.0,
+        "Seconds for which a client may leave its stream unread, and that it has to send its headers. A body has them "
+        "too, and a second for each `middleware.MIN_BODY_RATE` bytes.",
+        low=0,
+        above=True,
+        panel=_LIMITS,
+    )
+    ping_interval: float = option(
+        15.0,
+        "Seconds of silence after which a stream sends a comment, so that proxies keep it open.",
+        low=0,
+        above=True,
+    )
+    log_format: str = option("text", "Format of log lines: text or json.", choices=("text", "json"))
+    log_prompts: bool = option(False, "Write prompts into the log.")
+    disable_page: bool = option(False, "Serve the API alone.")
+    reports: Path | None = option(None, "Folder of reports of verax compare and verax bench, which the page shows.")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise InvalidParameterError(f"port: expected 0 to 65535, got {self.port}")
-        if self.log_format not in ("text", "json"):
-            raise InvalidParameterError(f"log_format: expected text or json, got {self.log_format!r}")
+        check_options(self)
         if not all(key.strip() and key.isascii() for key in self.api_keys):
             raise InvalidParameterError("api_keys: expected keys of ASCII characters that are not empty")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float" and not (math.isfinite(value) and value >= 0):
-                raise InvalidParameterError(f"{field.name}: expected seconds, 0 or more, got {value}")
-            if (field.name.startswith("max_") or field.name == "embedding_batch_size") and value < 1:
-                raise InvalidParameterError(f"{field.name}: expected at least 1, got {value}")
-        for name in ("ping_interval", "slow_client_timeout", "video_ttl"):
-            if not getattr(self, name):
-                raise InvalidParameterError(f"{name}: expected more than 0 seconds")
         if self.max_queued_embedding_inputs < self.max_embedding_inputs:
             raise InvalidParameterError(
                 f"max_queued_embedding_inputs: expected at least max_embedding_inputs, which is "

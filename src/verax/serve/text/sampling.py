@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -102,19 +102,26 @@ def _field_type(declared: Option) -> Any:
     """Type of the field of a number or a truth value, with its range."""
     if declared.kind is bool:
         return bool | None
-    low = {} if declared.low is None else {"gt" if declared.above else "ge": declared.low}
-    high = {} if declared.high is None else {"le": declared.high}
-    number: Any = Annotated[declared.kind, Meta(**low, **high)]
+    limits: dict[str, Any] = {} if declared.low is None else {"gt" if declared.above else "ge": declared.low}
+    if declared.high is not None:
+        limits["le"] = declared.high
+    number: Any = Annotated[declared.kind, Meta(**limits)]
     return number | None
 
 
-SamplingStruct: Any = msgspec.defstruct(
-    "SamplingStruct",
-    [(name, _field_type(declared), None) for name, declared in SAMPLING_OPTIONS.items()],
-    kw_only=True,
-    module=__name__,
-)
-"""Struct with the sampling parameters that the API has under the names and ranges of `SamplingFields`."""
+if TYPE_CHECKING:
+
+    class SamplingStruct(msgspec.Struct, kw_only=True):
+        """Struct with the sampling parameters that the API has under the names and ranges of `SamplingFields`."""
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    SamplingStruct = msgspec.defstruct(
+        "SamplingStruct",
+        [(name, _field_type(declared), None) for name, declared in SAMPLING_OPTIONS.items()],
+        kw_only=True,
+        module=__name__,
+    )
 
 
 class GenerationRequest(SamplingStruct, kw_only=True):

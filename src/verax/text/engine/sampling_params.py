@@ -11,13 +11,14 @@ from typing import Any
 
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.fields import read_value
-from verax.options import option, options_of
+from verax.options import documented, option, options_of
 from verax.sampling_fields import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingFields
 from verax.text.features.structured_outputs import StructuredOutputs
 
 __all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
 
+@documented
 @dataclass(frozen=True, slots=True)
 class SamplingParams(SamplingFields):
     """Sampling parameters of one request; names and meanings are vLLM's.
@@ -26,7 +27,7 @@ class SamplingParams(SamplingFields):
         InvalidParameterError: for a value out of range; the message begins with the field's name.
     """
 
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = option(  # noqa: RUF009
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = option(
         None, "Form that the answer must have, such as a JSON schema. A `StructuredOutputs` after construction."
     )
 

@@ -14,15 +14,18 @@ from jax.typing import DTypeLike
 from verax import ops
 from verax._buckets import powers
 from verax.errors import InvalidParameterError
-from verax.models import CausalLMConfig
+from verax.models import DTYPES, CausalLMConfig
 from verax.models.causal_lm import has_recurrent_layers, sliding_windows, state_axes
 from verax.ops.joined_heads import heads_to_join
 from verax.ops.pages import is_quantized, page_bytes
 from verax.text.engine.blocks import CacheGroup, CachePlan
-from verax.text.engine.engine_config import CACHE_DTYPES, EngineConfig
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape
 
-__all__ = ["RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
+__all__ = ["CACHE_DTYPES", "RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
+
+CACHE_DTYPES: dict[str, DTypeLike] = {**DTYPES, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+"""Dtypes of a cache by vLLM's names; `"int8"` and `"fp8"` have a scale for each token and head."""
 
 DEVICE_FRACTION = 0.9
 """Part of an accelerator's memory that weights and cache may fill: the rest is for activations (vLLM's default)."""

@@ -1,0 +1,163 @@
+"""`VideoRequest`: the options of a clip, each declared once, for Python, HTTP and the command line.
+
+The module imports the standard library only, so that `verax video --help` is quick; `verax.video.request` resolves and
+checks a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verax.options import documented, option
+
+if TYPE_CHECKING:
+    from verax.video.outputs import Callback
+
+__all__ = ["VideoRequest"]
+
+_FORCING = "Diffusion forcing"
+_SPEED = "Speed and memory"
+_CHECKPOINT = "checkpoint's"
+
+
+@documented
+@dataclass(frozen=True, eq=False)
+class VideoRequest:
+    """A clip to be made by `VideoPipeline.generate`. An option that is None has the checkpoint's value.
+
+    A request is checked when a pipeline takes it: what fits depends on the checkpoint.
+    """
+
+    prompt: str | Sequence[str] | None = option(
+        None,
+        "Description of the clip; again for each segment. A list has one description for each segment of a long clip, "
+        "and the last is for all that follow.",
+        shown="",
+    )
+    _: KW_ONLY
+    image: Any = option(
+        None,
+        "An image: the first frame. A path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).",
+    )
+    last_image: Any = option(
+        None,
+        "An image: the last frame. Of the types of `image`; diffusion forcing only.",
+        flags=("--last-image", "--end-image"),
+        panel=_FORCING,
+    )
+    video: Any = option(
+        None,
+        "A clip to continue. A path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only. The result "
+        "begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.",
+        flags=("--video", "--video-path"),
+        panel=_FORCING,
+    )
+    negative_prompt: str | None = option(
+        None,
+        "Description of what the clip should not show. Unused where `guidance_scale` is 1 or less.",
+        shown=_CHECKPOINT,
+    )
+    height: int | None = option(
+        None,
+        "Height of a frame in pixels, a multiple of 16. Of 32 for Wan2.2's 5B. If height and width are both None and "
+        "the image is upright, so is the clip.",
+        shown=_CHECKPOINT,
+    )
+    width: int | None = option(
+        None, "Width of a frame in pixels, a multiple of 16. Of 32 for Wan2.2's 5B.", shown=_CHECKPOINT
+    )
+    resolution: str | None = option(
+        None, "540P (544 x 960) or 720P (720 x 1280), in place of height and width.", shown=_CHECKPOINT
+    )
+    num_frames: int | None = option(
+        None,
+        "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.",
+        shown=_CHECKPOINT,
+    )
+    num_inference_steps: int | None = option(
+        None,
+        "Steps of the solver.",
+        flags=("--inference-steps", "--num-inference-steps"),
+        shown=_CHECKPOINT,
+    )
+    guidance_scale: float | None = option(
+        None, "Scale of classifier-free guidance; 1 or less for none.", shown=_CHECKPOINT
+    )
+    guidance_scale_2: float | None = option(
+        None,
+        "Scale with the second of two transformers, where noise is low. `guidance_scale` if only that is given.",
+        shown=_CHECKPOINT,
+    )
+    shift: float | None = option(
+        None,
+        "Shift of the noise levels: more gives more steps at high noise. See `sigmas.noise_levels`.",
+        shown=_CHECKPOINT,
+    )
+    fps: int | None = option(
+        None, "Frames per second. Of the file, and as an input of models that have one.", shown=_CHECKPOINT
+    )
+    seed: int = option(42, "The same seed gives the same clip. It seeds the noise.")
+    latents: Any = option(
+        None,
+        "Initial noise of the first segment, `[1, channels, F, h, w]`: `[1, 16, F, height / 8, width / 8]`, and "
+        "`[1, 48, F, height / 16, width / 16]` for Wan2.2's 5B.",
+    )
+    prompt_embeds: Any = option(None, "States `[1, tokens, width]` of the text encoder in place of the prompt.")
+    negative_prompt_embeds: Any = option(
+        None, "States `[1, tokens, width]` of the text encoder in place of the negative prompt."
+    )
+    output_type: str = option("video", '`"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.')
+    callback: Callback | None = option(
+        None, "Function that is called after every step, see `VideoProgress`; the run ends if it returns False."
+    )
+    cache: str | None = option(
+        None, "teacache: skip the transformer's blocks in steps that change little.", panel=_SPEED
+    )
+    cache_threshold: float = option(
+        0.2,
+        "A higher threshold skips more. See `teacache.steps_running_blocks`.",
+        flags=("--cache-threshold", "--teacache-thresh"),
+        panel=_SPEED,
+    )
+    guidance: str = option(
+        "auto",
+        "batch; sequential for less memory; auto: the first that fits. `batch` computes prompt and negative prompt "
+        "together, `sequential` one after the other.",
+        panel=_SPEED,
+    )
+    ar_step: int = option(
+        0,
+        "Steps by which a block follows the block before it; 0 for all together. Diffusion forcing only.",
+        panel=_FORCING,
+    )
+    causal_block_size: int | None = option(
+        None, "Latent frames in a block. Every segment must be whole blocks.", panel=_FORCING
+    )
+    causal_attention: bool | None = option(
+        None,
+        "True if a block sees earlier blocks only. No released model was trained for it; diffusers does it whenever "
+        'there are blocks, and so does `reference="diffusers"`.',
+    )
+    overlap_history: int | None = option(None, "Frames that segments share, 4n + 1.", panel=_FORCING)
+    addnoise_condition: int = option(
+        0,
+        "Noise on prefix frames; 20 hides seams. Timesteps, of 1000, that are added where the model sees the frames.",
+        panel=_FORCING,
+    )
+    base_num_frames: int | None = option(None, "Frames of a segment, 4n + 1.", panel=_FORCING)
+    attention: str = option(
+        "auto", "auto, standard, chunked or flash. An implementation of `wan.layers.ATTENTION`.", panel=_SPEED
+    )
+    resume: str | Path | None = option(
+        None,
+        "A .safetensors file that keeps finished segments, to continue from. If it exists, segments are taken from it: "
+        "the same request then continues where it ended, also with other prompts for later segments, or more frames.",
+    )
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Prompt of each segment; the last is also for the segments that follow."""
+        return () if self.prompt is None else (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
