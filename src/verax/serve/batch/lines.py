@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from verax.batch.results import LineError, bad_line
+from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError
-from verax.serve.http.fields import decode
 
 __all__ = [
     "ID_PREFIX",
