@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
-from verax.batch.clips import Clips
 from verax.batch.lines import InputLine
+from verax.batch.work import Clips
 from verax.errors import CheckpointError
 from verax.video.outputs import VideoOutput
 

@@ -5,9 +5,10 @@ import json
 import msgspec
 import pytest
 
-from verax.batch.results import ResultFile, bad_line
+from verax.batch.lines import bad_line
+from verax.batch.requests import AnswerLine, LineResponse
+from verax.batch.results import ResultFile
 from verax.errors import InvalidParameterError
-from verax.serve.batch.lines import AnswerLine, LineResponse
 
 GOOD = AnswerLine.of("good", LineResponse(200, "r1", msgspec.Raw(b'{"text": "a\\nb"}')))
 REFUSED = AnswerLine.of("refused", LineResponse(400, "r2", msgspec.Raw(b'{"error": {}}')))

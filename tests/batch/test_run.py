@@ -5,11 +5,10 @@ import json
 import msgspec
 import pytest
 
-from verax.batch import run as module
-from verax.batch.lines import InputFile
-from verax.batch.results import LineError, ResultFile
-from verax.batch.run import LineRun
-from verax.batch.vectors import VectorLine
+from verax.batch import results as module
+from verax.batch.lines import InputFile, LineError
+from verax.batch.results import LineRun, ResultFile
+from verax.batch.work import VectorLine
 
 GOOD = [{"custom_id": name, "text": name} for name in "abcdefgh"]
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of the published layouts, compared with the libraries that define them and with transformers."""
+"""Language models from GPTQ, AWQ, FP8 and MXFP8 checkpoints against transformers on the dequantised weights."""
 
 import json
 

@@ -9,28 +9,26 @@ from starlette.testclient import TestClient
 
 from verax.serve import app as app_module
 from verax.serve.app import create_app
-from verax.serve.http.logs import JsonFormatter, TextFormatter
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.http.telemetry import JsonFormatter, TextFormatter
 
 
-class EchoModule:
+def echo_routes(server):
     """Routes that answer the length of a body, and fail."""
 
-    @staticmethod
-    def routes(server):
-        async def echo(request):
-            return PlainTextResponse(str(len(await request.body())))
+    async def echo(request):
+        return PlainTextResponse(str(len(await request.body())))
 
-        async def fail(request):
-            raise RuntimeError("a secret")
+    async def fail(request):
+        raise RuntimeError("a secret")
 
-        return [Route("/echo", echo, methods=["POST"]), Route("/fail", fail)]
+    return [Route("/echo", echo, methods=["POST"]), Route("/fail", fail)]
 
 
 @pytest.fixture
 def client(monkeypatch):
-    monkeypatch.setattr(app_module, "ROUTE_MODULES", (*app_module.ROUTE_MODULES, EchoModule))
+    monkeypatch.setattr(app_module, "ROUTES", (*app_module.ROUTES, echo_routes))
 
     def make(server=None, **settings):
         server = server or Server(settings=ServerSettings(**settings))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from verax.errors import EngineDeadError, QueueFullError
-from verax.serve.text.batch_queue import BatchQueue
+from verax.serve.text.embeddings import BatchQueue
 
 
 class SlowEncoder:

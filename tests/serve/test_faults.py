@@ -21,9 +21,9 @@ from verax.serve.http import middleware
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.run import bind
+from verax.serve.video import jobs as store_module
 from verax.serve.video import videos
-from verax.serve.video.media import store as store_module
-from verax.serve.video.media.process import MediaDecoder
+from verax.serve.video.decode import MediaDecoder
 from verax.text.engine.async_llm import AsyncLLM
 from verax.video import files as video_files
 

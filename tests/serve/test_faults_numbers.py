@@ -16,11 +16,11 @@ from msgspec import inspect
 from tests.support.tiny_encoder import tiny_reranker
 from verax.embed.reranker import Reranker
 from verax.serve import app as app_module
-from verax.serve.http.routing import ApiRoute
+from verax.serve.http.openapi import ApiRoute
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.text.embeddings import EmbeddingRequest
-from verax.serve.video.video_fields import VideoCreate
+from verax.serve.video.videos import VideoCreate
 from verax.text.engine.async_llm import AsyncLLM
 
 pytest.importorskip("av")
@@ -51,8 +51,8 @@ def routes():
     """Path and Struct of each route that takes a body, without those that are served under `/v1` too."""
     server = Server(settings=ServerSettings(port=0))
     found = {}
-    for module in app_module.ROUTE_MODULES:
-        for route in module.routes(server):
+    for module_routes in app_module.ROUTES:
+        for route in module_routes(server):
             body = route.described.body if isinstance(route, ApiRoute) else None
             if body is not None and f"/v1{route.path}" not in found:
                 found[route.path] = body

@@ -6,9 +6,9 @@ import time
 import msgspec
 import pytest
 
-from verax.serve.http import fields
+from verax.serve.http import body as body_module
+from verax.serve.http.body import MAX_DEPTH, decode, parse_json
 from verax.serve.http.errors import ApiError
-from verax.serve.http.fields import MAX_DEPTH, decode, parse_json
 
 
 class Item(msgspec.Struct):
@@ -103,7 +103,7 @@ def test_null_is_an_absent_field():
 
 
 def test_an_unknown_field_is_accepted_and_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(fields, "_seen", set())
+    monkeypatch.setattr(body_module, "_seen", set())
     with caplog.at_level(logging.WARNING, logger="verax.serve"):
         for _ in range(2):
             decode(Body, b'{"messages": [], "unheard\\nof": 1}')

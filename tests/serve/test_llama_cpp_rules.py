@@ -12,7 +12,7 @@ from tests.support.tiny import CHAT_TEMPLATE, END
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
-from verax.serve.text.usage import Usage
+from verax.serve.text.run import Usage
 from verax.text.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 CHAT = "/v1/chat/completions"

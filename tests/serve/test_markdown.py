@@ -3,8 +3,8 @@ import re
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.serve.page import markdown
-from verax.serve.page.markdown import render
+from verax.serve.page import page as markdown
+from verax.serve.page.page import render_markdown as render
 
 
 def test_code_has_classes_and_no_styles():
@@ -14,7 +14,7 @@ def test_code_has_classes_and_no_styles():
     assert "style" not in html
 
 
-@pytest.mark.parametrize("language", sorted(markdown.LANGUAGES))
+@pytest.mark.parametrize("language", sorted(markdown._LANGUAGES))
 def test_every_language_of_the_list_is_highlighted(language):
     assert "<span" in render(f"```{language}\n[1] 'x' # = 2 <a>\nFROM x; if\n+a\n$ ls\n```\n")
 
@@ -51,7 +51,7 @@ def test_another_language_and_a_long_block_are_shown_as_they_are():
 def test_a_hostile_text_makes_no_element_that_does_anything(hostile):
     html = render(hostile)
     tags = re.findall(r"<([a-z]+\d?)((?:\s[^<>]*)?)>", html)
-    assert {name for name, _ in tags} <= markdown.TAGS
+    assert {name for name, _ in tags} <= markdown._TAGS
     for _, attributes in tags:
         names = set(re.findall(r'([\w-]+)="', re.sub(r'="[^"]*"', '="', attributes)))
         assert names <= {"href", "title", "class", "target", "rel", "start"}

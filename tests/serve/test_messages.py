@@ -8,11 +8,11 @@ from tests.serve.conftest import Api
 from tests.support.chat_run import ScriptedRun, call, running
 from verax.errors import QueueFullError
 from verax.serve.app import create_app
+from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError
-from verax.serve.http.fields import decode
 from verax.serve.http.server import Server
 from verax.serve.text import messages
-from verax.serve.text.messages_request import MessagesRequest, chat_of
+from verax.serve.text.messages import MessagesRequest, chat_of
 from verax.text.features.tool_calls import Delta
 
 PATH = "/v1/messages"

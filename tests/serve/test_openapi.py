@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from verax.serve.http.routing import ApiRoute
+from verax.serve.http.openapi import ApiRoute
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from tests.serve.page.fake import running
 from tests.support.markdown import blocks
-from verax.serve.http.security import Security
+from verax.serve.http.middleware import Security
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.http.sse import DONE, EventStream, data_event

@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from verax.serve.page.reports import MAX_DEPTH, Reports
+from verax.serve.page.page import MAX_FOLDERS as MAX_DEPTH
+from verax.serve.page.page import Reports
 
 
 @pytest.fixture

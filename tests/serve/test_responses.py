@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.support.chat_run import ScriptedRun, call, running
+from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError
-from verax.serve.http.fields import decode
 from verax.serve.text import responses
-from verax.serve.text.responses_request import ResponsesRequest, chat_of
+from verax.serve.text.responses import ResponsesRequest, chat_of
 from verax.text.features.tool_calls import Delta
 
 PATH = "/v1/responses"

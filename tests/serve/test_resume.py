@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.resume import RunningStreams
+from verax.serve.http.sse import RunningStreams
 
 ID = "conversation-0001"
 HOUR = 3600.0

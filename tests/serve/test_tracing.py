@@ -17,7 +17,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from verax.serve.http.tracing import RequestTracer
+from verax.serve.http.telemetry import RequestTracer
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

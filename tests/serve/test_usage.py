@@ -1,6 +1,6 @@
 """`Usage`: tokens are counted once, however many come at a time and of whichever sample."""
 
-from verax.serve.text.usage import Usage
+from verax.serve.text.run import Usage
 from verax.text.engine.outputs import CompletionOutput, RequestOutput
 
 

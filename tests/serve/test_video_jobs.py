@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from verax.errors import QueueFullError, RequestRefusedError
-from verax.serve.video.media.store import ClipStore
-from verax.serve.video.video_jobs import VideoJobs
+from verax.serve.video.jobs import ClipStore, VideoJobs
 from verax.video.outputs import VideoProgress
 from verax.video.request import ResolvedRequest
 

@@ -15,8 +15,8 @@ from verax.serve import app as app_module
 from verax.serve.app import create_app
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.video import jobs as store_module
 from verax.serve.video import videos
-from verax.serve.video.media import store as store_module
 
 PIL = pytest.importorskip("PIL.Image")
 av = pytest.importorskip("av")
@@ -40,7 +40,7 @@ def client(served_pipeline):
         videos=LazyModel("clips", lambda: served_pipeline), settings=ServerSettings(max_video_body_bytes=1 << 20)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app_module, "ROUTE_MODULES", (videos,))
+        patch.setattr(app_module, "ROUTES", (videos.routes,))
         app = create_app(server)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         yield client

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from verax.serve.text.chat_run import ChatEvent
-from verax.serve.text.usage import Usage
+from verax.serve.text.run import ChatEvent, Usage
 from verax.text.features.tool_calls import Delta, ToolCallDelta
 
 

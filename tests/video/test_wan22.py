@@ -12,8 +12,8 @@ from verax import VideoPipeline, VideoRequest
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.serve.video.media.preview import LatentPreview
-from verax.serve.video.video_fields import VideoCreate, resolve
+from verax.serve.video.jobs import LatentPreview
+from verax.serve.video.videos import VideoCreate, resolve
 from verax.video import programs
 from verax.video.load import describe_folder
 from verax.video.settings import read_settings

@@ -1,119 +1,275 @@
-"""The run of a file of work: some lines at a time, whose results are written in their order."""
+"""The run of a batch: bounded requests in flight, answers written as they come, and its end."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
 
-from verax.batch.lines import InputFile, InputLine
-from verax.batch.results import LineError, R, ResultFile
+import msgspec
 
-__all__ = ["LineCounts", "LineRun"]
+from verax.batch.lines import ParquetLines, bad_line
+from verax.batch.requests import VIDEOS, Answer, AnswerLine, BatchServer, LineResponse, RequestLine, read_request
+from verax.batch.results import LineCounts, ResultFile
+from verax.serve.http.errors import RETRY_AFTER
+from verax.serve.http.settings import ServerSettings
 
-SHORT = 1.0
-"""Seconds of a call below which the next one gets twice as many lines. What is lost with a process stays small, and a
-call is long enough that its beginning and end, where the device waits, do not count."""
+__all__ = ["BatchCounts", "BatchRun", "read_lines"]
+
+AHEAD = 64
+"""Lines that are read before they are needed: enough that answers never wait for the disk."""
+
+
+async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, None]:
+    """Lines of a file with their ends; the file is then closed. At most `AHEAD` lines are held, whatever its size.
+
+    The thread is a daemon of its own: a pipe that nobody writes to holds up neither the event loop nor the end of the
+    process.
+
+    Raises:
+        OSError: if reading fails.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[bytes | OSError] = asyncio.Queue()
+    room = threading.Semaphore(AHEAD)
+    over = threading.Event()
+
+    def items() -> Iterator[bytes | OSError]:
+        try:
+            yield from file
+        except OSError as error:
+            yield error
+        yield b""
+
+    def work() -> None:
+        with suppress(RuntimeError), file:  # RuntimeError: the event loop is closed
+            for item in items():
+                room.acquire()
+                if over.is_set():
+                    return
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+    threading.Thread(target=work, name="verax-batch-reader", daemon=True).start()
+    try:
+        while line := await queue.get():
+            if isinstance(line, OSError):
+                raise line
+            room.release()
+            yield line
+    finally:
+        over.set()
+        room.release()
+
+
+QUEUE_FULL = 429
+"""Status of an answer that says to try again."""
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
-class LineCounts:
-    """Counts of the lines so far.
+class BatchCounts(LineCounts):
+    """Counts of the lines so far, and of their tokens.
 
     Attributes:
-        done: lines with a result of this run that is no error.
-        failed: lines with an error of this run.
-        skipped: lines whose result an earlier run has written.
-        bytes: bytes of all these lines.
-        seconds: time of the run.
+        prompt_tokens: tokens of the prompts that were answered.
+        output_tokens: tokens of the answers.
     """
 
-    done: int = 0
-    failed: int = 0
-    skipped: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
-class LineRun(Generic[R]):
-    """Run of the lines of a file through a model.
+class _Usage(msgspec.Struct):
+    """Token counts, by the names of chats and of responses."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Used(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class BatchRun:
+    """Run of the lines of a file through a server's models.
 
     Args:
-        file: the work.
-        results: where the results go.
-        work: gives the results of some lines, in their order.
-        least: lines of the first call of `work`.
-        most: most lines of a call.
-        report: called with the counts after each call.
+        server: the models.
+        file: lines of requests.
+        output: where the answers go.
+        max_in_flight: requests that are with the server at once.
+        clips: folder for clips; lines that ask for one are errors if None.
+        shutdown_timeout: seconds that running requests have after a signal.
+        report: called with the counts after each line.
     """
 
     def __init__(
         self,
-        file: InputFile,
-        results: ResultFile[R],
-        work: Callable[[Sequence[InputLine]], Sequence[R]],
+        server: BatchServer,
+        file: BinaryIO | ParquetLines,
+        output: ResultFile[AnswerLine],
         *,
-        least: int = 1,
-        most: int = 1,
-        report: Callable[[LineCounts], None] = lambda counts: None,
+        max_in_flight: int,
+        clips: Path | None = None,
+        shutdown_timeout: float = ServerSettings.shutdown_timeout,
+        report: Callable[[BatchCounts], None] = lambda counts: None,
     ):
-        self.counts = LineCounts()
+        self.counts = BatchCounts()
+        self.stopped_by: signal.Signals | None = None
+        """The first signal that came."""
         self.complete = False
-        """True once every line has its result."""
+        """True once every line has its answer."""
+        self._server = server
+        self._shutdown_timeout = shutdown_timeout
         self._file = file
-        self._results = results
-        self._work = work
-        self._size = least
-        self._most = most
+        self._output = output
+        self._clips = clips
         self._report = report
+        self._places = asyncio.Semaphore(max_in_flight)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = 0
+        self._abandoned = False
+        self._turn = asyncio.Lock()
+        self._ended = asyncio.Event()
 
-    def run(self) -> LineCounts:
-        """Write the result of every line that has none yet. Lines of a call that is interrupted have none.
+    def run(self) -> BatchCounts:
+        """Answer every line that has no answer yet.
+
+        SIGTERM and SIGINT end the reading, and let running requests finish for `shutdown_timeout` seconds; a
+        second one abandons them at once. What is abandoned has no line in the output, so that it runs again.
 
         Raises:
-            InvalidParameterError: for a file that cannot be read.
-            OSError: if the file cannot be read, or the results not be written.
+            EngineDeadError: if the text engine fails. The lines that it did not answer have no line in the output.
+            OSError: if the input cannot be read, or the output not be written.
         """
         begin = time.perf_counter()
         try:
-            for lines in self._chunks():
-                self._answer(lines)
-                self._report(self.counts)
-            self.complete = True
+            asyncio.run(self._run())
+        except BaseExceptionGroup as group:  # of the task that failed; the others were cancelled
+            raise group.exceptions[0] from None
         finally:
             self.counts.seconds = time.perf_counter() - begin
         return self.counts
 
-    def _answer(self, lines: Sequence[InputLine | R]) -> None:
-        begin = time.perf_counter()
-        work = [line for line in lines if isinstance(line, InputLine)]
-        results = iter(self._work(work) if work else ())
-        for line in lines:
-            result = next(results) if isinstance(line, InputLine) else line
-            self._results.write(result)
-            if result.failed:
-                self.counts.failed += 1
-            else:
-                self.counts.done += 1
-        if work and time.perf_counter() - begin < SHORT:
-            self._size = min(2 * self._size, self._most)
+    async def _run(self) -> None:
+        async with self._server.running(), asyncio.TaskGroup() as group:
+            reading = group.create_task(self._read(group))
+            with self._signals(reading):
+                await asyncio.wait([reading])
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+            self.complete = not (reading.cancelled() or self._abandoned)
 
-    def _chunks(self) -> Iterator[list[InputLine | R]]:
-        """Lines and errors that are not written yet, as many as a call takes."""
-        chunk: list[InputLine | R] = []
-        for number, text in enumerate(self._file.lines(), start=1):
-            self.counts.bytes += len(text)
+    @contextmanager
+    def _signals(self, reading: asyncio.Task[None]) -> Iterator[None]:
+        """Context in which signals end the run."""
+        loop = asyncio.get_running_loop()
+
+        def stop(number: int) -> None:
+            if self.stopped_by is None:
+                self.stopped_by = signal.Signals(number)
+                reading.cancel()
+                loop.call_later(self._shutdown_timeout, self._abandon)
+            else:
+                self._abandon()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(stop, number)
+
+        before = {number: signal.signal(number, handle) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _abandon(self) -> None:
+        self._abandoned |= bool(self._tasks)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _read(self, group: asyncio.TaskGroup) -> None:
+        number = 0
+        async for text in read_lines(self._file):
+            number += 1
             if not text.strip():
+                self._count(len(text))
                 continue
-            read = self._file.read(text, number)
-            line = self._results.unanswered(self._results.kind.failure(read) if isinstance(read, LineError) else read)
-            if line is None:
+            request = self._output.unanswered(read_request(text, number))
+            if request is None:
                 self.counts.skipped += 1
-                continue
-            chunk.append(line)
-            if len(chunk) >= self._size:
-                yield chunk
-                chunk = []
-        if chunk:
-            yield chunk
+                self._count(len(text))
+            elif isinstance(request, AnswerLine):
+                self._write(request, len(text))
+            else:
+                await self._places.acquire()
+                task = group.create_task(self._serve(request, len(text)))
+                self._tasks.add(task)
+                task.add_done_callback(self._leave)
+
+    def _leave(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._places.release()
+
+    async def _serve(self, request: RequestLine, size: int) -> None:
+        if request.url == VIDEOS and self._clips is None:
+            problem = "url: a clip is written beside the output; give the output a file"
+            error = bad_line("invalid_request", problem, request.number, "url")
+            self._write(AnswerLine.failure(error, request.custom_id), size)
+            return
+        answer = await self._send(request)
+        if answer.status == QUEUE_FULL:
+            answer = await self._send_again(request, answer)
+        if answer.status < 400 and (usage := msgspec.json.decode(answer.body, type=_Used).usage) is not None:
+            self.counts.prompt_tokens += usage.prompt_tokens + usage.input_tokens
+            self.counts.output_tokens += usage.completion_tokens + usage.output_tokens
+        response = LineResponse(answer.status, answer.headers["x-request-id"], msgspec.Raw(answer.body))
+        self._write(AnswerLine.of(request.custom_id, response), size)
+
+    async def _send(self, request: RequestLine) -> Answer:
+        self._running += 1
+        try:
+            return await self._server.answer(request, self._clips)
+        finally:
+            self._running -= 1
+            self._ended.set()
+
+    async def _send_again(self, request: RequestLine, answer: Answer) -> Answer:
+        """Answer to a request that found a queue full: it is sent again whenever another one has ended.
+
+        One such request at a time is sent again, the oldest first. A request that is refused where nothing else runs is
+        too large for the queue, which is then its answer.
+        """
+        pauses = [0, RETRY_AFTER]  # the engine may still hold parts of requests that were refused
+        async with self._turn:
+            while answer.status == QUEUE_FULL and (self._running or pauses):
+                if self._running:
+                    self._ended.clear()
+                    await self._ended.wait()
+                else:
+                    await asyncio.sleep(pauses.pop(0))
+                answer = await self._send(request)
+        return answer
+
+    def _write(self, answer: AnswerLine, size: int) -> None:
+        self._output.write(answer)
+        if answer.failed:
+            self.counts.failed += 1
+        else:
+            self.counts.done += 1
+        self._count(size)
+
+    def _count(self, size: int) -> None:
+        self.counts.bytes += size
+        self._report(self.counts)

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from verax.batch.parquet import PARQUET, lines_path
+from verax.batch.lines import PARQUET, lines_path
 from verax.batch.results import ResultFile
 from verax.cli import options, serving
 from verax.cli.results import AGAIN, check_input, counted, open_results
 from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from verax.batch.parquet import ParquetLines
+    from verax.batch.lines import ParquetLines
+    from verax.batch.requests import AnswerLine, BatchServer
+    from verax.batch.run import BatchCounts, BatchRun
     from verax.ray.replicas import RunningReplicas
-    from verax.serve.batch.lines import AnswerLine
-    from verax.serve.batch.local import BatchServer
-    from verax.serve.batch.run import BatchCounts, BatchRun
     from verax.serve.http.server import Server
 
 __all__ = ["batch"]
@@ -104,8 +103,8 @@ def batch(
     encoders = serving.embedding_options(embedding_dtype, embedding_quantization, embedding_model, reranker_model)
     serving.check_one_process(ray, nnodes)
     serving.require_packages()
+    from verax.batch.run import BatchRun
     from verax.progress import bar
-    from verax.serve.batch.run import BatchRun
 
     settings = ServerSettings(
         any_model_name=any_model_name,
@@ -180,7 +179,7 @@ def batch(
             )
             counts = run.run()
         if output.suffix == PARQUET and run.complete:
-            from verax.serve.batch.parquet import write_answers
+            from verax.batch.requests import write_answers
 
             write_answers(lines_path(output), output)
     sys.stderr.write(f"{_summary(counts, failed_before)}\n")
@@ -192,7 +191,7 @@ def batch(
 
 def _local(server: Server) -> tuple[BatchServer, int]:
     """Models of this process, and the most sequences of a step."""
-    from verax.serve.batch.local import LocalServer
+    from verax.batch.requests import LocalServer
 
     return LocalServer(server), server.engine.max_num_seqs
 
@@ -212,14 +211,14 @@ def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | Non
         return open(0, "rb", closefd=False), None
     check_input(path, output, "--input")
     if path.suffix == PARQUET:
-        from verax.serve.batch.parquet import request_lines
+        from verax.batch.requests import request_lines
 
         return request_lines(path), None
     return path.open("rb"), path.stat().st_size
 
 
 def _output(path: Path, *, retry_errors: bool) -> ResultFile[AnswerLine]:
-    from verax.serve.batch.lines import AnswerLine
+    from verax.batch.requests import AnswerLine
 
     if path != _PIPE:
         return open_results(path, AnswerLine, retry_errors=retry_errors)

@@ -25,8 +25,8 @@ def make_clips(
         request: fields of `VideoRequest` for lines that do not have them.
         retry_errors: as in `ResultFile.open`.
     """
-    from verax.batch.clips import RESULTS, ClipLine, Clips
     from verax.batch.lines import InputFile
+    from verax.batch.work import RESULTS, ClipLine, Clips
     from verax.video.pipeline import VideoPipeline
 
     if folder is None or folder.suffix:

@@ -18,7 +18,7 @@ from verax.cli.results import check_input, open_results, run_lines
 if TYPE_CHECKING:
     import numpy as np
 
-    from verax.batch.run import LineCounts
+    from verax.batch.results import LineCounts
 
 __all__ = ["embed"]
 
@@ -127,9 +127,8 @@ def _embed_batch(
         encoding: arguments of `Encoder.encode`.
         retry_errors: as in `ResultFile.open`.
     """
-    from verax.batch.lines import CUSTOM_ID, InputFile
-    from verax.batch.parquet import PARQUET, lines_path
-    from verax.batch.vectors import LEAST, MOST, VectorLine, Vectors, write_vectors
+    from verax.batch.lines import CUSTOM_ID, PARQUET, InputFile, lines_path
+    from verax.batch.work import LEAST, MOST, VectorLine, Vectors, write_vectors
 
     if output is None or output.suffix not in (".jsonl", PARQUET):
         got = "none" if output is None else output
@@ -208,7 +207,7 @@ def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.nda
 
 
 def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
-    from verax.batch.vectors import numbers
+    from verax.batch.work import numbers
 
     for record, vector in zip(records, vectors, strict=True):
         file.write(json.dumps({**record, "embedding": numbers(vector)}, ensure_ascii=False) + "\n")

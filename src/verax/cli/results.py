@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from verax._optional import require_optional
-from verax.batch.parquet import PARQUET, lines_path
+from verax.batch.lines import PARQUET, lines_path
 from verax.batch.results import ResultFile, ResultLine
 
 if TYPE_CHECKING:
     from verax.batch.lines import InputFile, InputLine
-    from verax.batch.run import LineCounts
+    from verax.batch.results import LineCounts
 
 __all__ = ["AGAIN", "check_input", "counted", "open_results", "run_lines"]
 
@@ -86,7 +86,7 @@ def run_lines(
         file, results, work, least, most: as in `LineRun`. The results are closed.
         summary: gives the end of the line that is printed.
     """
-    from verax.batch.run import LineRun
+    from verax.batch.results import LineRun
     from verax.progress import bar
 
     failed_before = results.num_failed

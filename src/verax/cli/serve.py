@@ -150,9 +150,8 @@ def serve(
         raise typer.BadParameter(f"--ray: replicas are of the text model; {given[0]} needs a server of its own")
     serving.check_one_process(ray, nnodes)
     serving.require_packages("uvicorn", "httptools")
-    from verax.serve.http.logs import configure_logs
     from verax.serve.http.server import Server
-    from verax.serve.http.tracing import RequestTracer
+    from verax.serve.http.telemetry import RequestTracer, configure_logs
     from verax.serve.run import bind, run
 
     settings = ServerSettings(

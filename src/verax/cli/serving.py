@@ -16,7 +16,7 @@ from verax.serve.http.settings import ServerSettings
 if TYPE_CHECKING:
     from verax.ray.replicas import RunningReplicas
     from verax.serve.http.server import Server
-    from verax.serve.http.tracing import RequestTracer
+    from verax.serve.http.telemetry import RequestTracer
     from verax.text.features.lora import LoRARequest
 
 __all__ = [

@@ -11,11 +11,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from verax.batch.requests import Answer, LocalServer, RequestLine
 from verax.errors import EngineDeadError, VeraxError
 from verax.ray.cluster import end_actor, keep_off_the_network, one_compiles, set_threads
-from verax.serve.batch.client import Answer
-from verax.serve.batch.lines import RequestLine
-from verax.serve.batch.local import LocalServer
 from verax.serve.http.server import Server
 from verax.text.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
 from verax.text.engine.request import RequestInput

@@ -15,13 +15,12 @@ import ray.exceptions
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from verax.batch.requests import Answer, RequestLine
 from verax.errors import EngineDeadError, VeraxError
 from verax.ray.app import check_replicas, replicas
 from verax.ray.cluster import start_ray
 from verax.ray.remote_llm import MOST_MOVES, PAUSE, RemoteLLM
 from verax.ray.replica import Description
-from verax.serve.batch.client import Answer
-from verax.serve.batch.lines import RequestLine
 from verax.serve.http.server import Server
 
 __all__ = ["ReplicaServer", "RunningReplicas", "running_replicas"]

@@ -1,37 +1,131 @@
-"""The application: routes of every module, errors, and the layers around them."""
+"""The application: the routes of every module, the middleware, and the routes of the server itself."""
 
 from __future__ import annotations
 
+import time
+from typing import Any, Literal
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from verax.serve.http import health, metrics, openapi
-from verax.serve.http.errors import EXCEPTION_HANDLERS
-from verax.serve.http.middleware import BodyLimit, RequestLog
-from verax.serve.http.security import Security
+from verax.serve.http.errors import EXCEPTION_HANDLERS, ApiError, JsonResponse
+from verax.serve.http.metrics import TextMetrics
+from verax.serve.http.middleware import BodyLimit, RequestLog, Security
+from verax.serve.http.openapi import api_route, api_routes, describe
 from verax.serve.http.server import Server
 from verax.serve.page import page
-from verax.serve.text import chat, completions, embeddings, messages, models, rerank, responses, tokens
+from verax.serve.text import chat, completions, embeddings, messages, responses, tokens
 from verax.serve.video import videos
 
 __all__ = ["create_app"]
 
-ROUTE_MODULES = (
-    chat,
-    completions,
-    responses,
-    messages,
-    tokens,
-    models,
-    embeddings,
-    rerank,
-    videos,
-    health,
-    metrics,
-    openapi,
+
+class Health(msgspec.Struct, kw_only=True):
+    """State of a server that takes requests."""
+
+    status: Literal["ok"]
+
+
+class ModelObject(msgspec.Struct, kw_only=True):
+    """Model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+    """Longest sequence in tokens, of a text model."""
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Models that are served."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+def _own_routes(server: Server) -> list[Route]:
+    """Routes of the server itself: its health, metrics, description and models."""
+    created = int(time.time())
+    registry = CollectorRegistry()
+    if server.llm is not None:
+        TextMetrics(server.llm, server.served_names[0], registry)
+
+    async def health(request: Request) -> Response:
+        if server.draining:
+            raise ApiError(503, "the server is shutting down", code="draining")
+        if server.llm is not None and not server.llm.is_running:
+            raise ApiError(503, "an engine has stopped", code="engine_dead")
+        return JsonResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(request: Request) -> Response:
+        return JsonResponse(describe(request.app.routes))
+
+    async def list_models(request: Request) -> Response:
+        return JsonResponse({"object": "list", "data": _models(server, created)})
+
+    async def get_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for model in _models(server, created):
+            if model["id"] == name:
+                return JsonResponse(model)
+        raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
+
+    return [
+        *api_routes("/models", list_models, ("GET",), answer=ModelList, summary="List the models."),
+        *api_routes("/models/{name:path}", get_model, ("GET",), answer=ModelObject, summary="Describe a model."),
+        api_route("/health", health, ("GET",), answer=Health, summary="200 while requests are taken."),
+        api_route("/metrics", metrics, ("GET",), media=("text/plain",), summary="Metrics for Prometheus."),
+        Route("/openapi.json", openapi),
+    ]
+
+
+def _models(server: Server, created: int) -> list[dict[str, Any]]:
+    found: list[tuple[str, str, int | None, str | None]] = []
+    if server.llm is not None:
+        root = server.root or server.served_names[0]
+        base, length = server.served_names[0], server.llm.max_model_len
+        found += [(name, root, length, None) for name in server.served_names]
+        found += [(name, str(adapter.lora_path), length, base) for name, adapter in server.adapters.items()]
+    others = (server.encoder, server.reranker, server.videos)
+    found += [(model.name, model.root, None, None) for model in others if model is not None]
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "verax",
+            "root": root,
+            "parent": parent,
+            "max_model_len": length,
+        }
+        for name, root, length, parent in found
+    ]
+
+
+ROUTES = (
+    chat.routes,
+    completions.routes,
+    responses.routes,
+    messages.routes,
+    tokens.routes,
+    embeddings.routes,
+    embeddings.rerank_routes,
+    videos.routes,
+    _own_routes,
 )
-"""Modules with a function `routes(server)`, in the order in which their routes are tried."""
+"""Functions that give the routes of a server, in the order in which these are tried."""
 
 
 def create_app(server: Server) -> Starlette:
@@ -48,9 +142,9 @@ def create_app(server: Server) -> Starlette:
             )
         )
     layers += [Middleware(Security, server), Middleware(BodyLimit, server)]
-    modules = ROUTE_MODULES if server.settings.disable_page else (*ROUTE_MODULES, page)
+    functions = ROUTES if server.settings.disable_page else (*ROUTES, page.routes)
     app = Starlette(
-        routes=[route for module in modules for route in module.routes(server)],
+        routes=[route for routes in functions for route in routes(server)],
         middleware=layers,
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=server.lifespan,

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from verax.bench.serve.abandoned import abort_times, read_ends
-from verax.serve.http.logs import ACCESS, JsonFormatter
+from verax.serve.http.telemetry import ACCESS, JsonFormatter
 
 
 def log_line(request_id, when, duration=0.5):

@@ -7,7 +7,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from verax.serve.batch.client import call
+from verax.batch.requests import call
 
 
 async def echo(request):

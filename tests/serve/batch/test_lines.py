@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from verax.serve.batch.lines import URLS, AnswerLine, LineResponse, RequestLine, read_request
+from verax.batch.requests import URLS, AnswerLine, LineResponse, RequestLine, read_request
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "abc"}}
 

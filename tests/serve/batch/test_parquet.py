@@ -3,10 +3,10 @@ import json
 import msgspec
 import pytest
 
-from verax.batch.results import ResultFile, bad_line
+from verax.batch.lines import bad_line
+from verax.batch.requests import AnswerLine, LineResponse, RequestLine, read_request, request_lines, write_answers
+from verax.batch.results import ResultFile
 from verax.errors import InvalidParameterError
-from verax.serve.batch.lines import AnswerLine, LineResponse, RequestLine, read_request
-from verax.serve.batch.parquet import request_lines, write_answers
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `ray`: make test-ray installs it")
 pq = pytest.importorskip("pyarrow.parquet")

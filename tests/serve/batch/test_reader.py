@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from verax.serve.batch.reader import AHEAD, read_lines
+from verax.batch.run import AHEAD, read_lines
 
 
 def collect(file, most=None):

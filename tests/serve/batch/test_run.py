@@ -8,11 +8,10 @@ import time
 
 import pytest
 
+from verax.batch.requests import AnswerLine, LocalServer
 from verax.batch.results import ResultFile
+from verax.batch.run import BatchRun
 from verax.errors import EngineDeadError
-from verax.serve.batch.lines import AnswerLine
-from verax.serve.batch.local import LocalServer
-from verax.serve.batch.run import BatchRun
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.text.engine.async_llm import AsyncLLM

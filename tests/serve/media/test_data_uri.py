@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.serve.video.media.data_uri import read_data_uri
+from verax.serve.video.decode import read_data_uri
 
 
 @pytest.mark.parametrize("kind", ["image/png", "video/mp4", "image/svg+xml", "application/octet-stream;name=a.png"])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.pictures import PICTURE, bomb, saved
 from verax.errors import InvalidParameterError
-from verax.serve.video.media.decode import MediaLimits, decode
+from verax.serve.video.decode import MediaLimits, decode
 from verax.video.files import write_clip
 
 PIL = pytest.importorskip("PIL.Image")
@@ -76,5 +76,5 @@ def test_a_clip_is_bounded_in_frames_and_in_pixels_of_all_frames(tmp_path):
 
 
 def test_the_process_brings_no_jax():
-    code = "import sys, verax.serve.video.media.decode; print('jax' in sys.modules)"
+    code = "import sys, verax.serve.video.decode; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

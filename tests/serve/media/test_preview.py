@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verax.serve.video.media.preview import LatentPreview
+from verax.serve.video.jobs import LatentPreview
 
 pytest.importorskip("PIL.Image")
 

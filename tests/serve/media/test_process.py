@@ -9,9 +9,8 @@ import pytest
 
 from tests.support.pictures import PICTURE, saved
 from verax.errors import InvalidParameterError, QueueFullError
-from verax.serve.video.media import process
-from verax.serve.video.media.decode import MediaLimits
-from verax.serve.video.media.process import MediaDecoder
+from verax.serve.video import decode as process
+from verax.serve.video.decode import MediaDecoder, MediaLimits
 
 pytest.importorskip("PIL.Image")
 

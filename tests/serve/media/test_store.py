@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
-from verax.serve.video.media import store as store_module
-from verax.serve.video.media.store import VARIANTS, ClipStore, StorageFullError
+from verax.serve.video import jobs as store_module
+from verax.serve.video.jobs import VARIANTS, ClipStore, StorageFullError
 from verax.video.images import read_clip
 
 PIL = pytest.importorskip("PIL.Image")

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from verax.serve.http.errors import EXCEPTION_HANDLERS
-from verax.serve.http.security import Security
+from verax.serve.http.middleware import Security
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, EventStream, data_event
 from verax.serve.page import page

@@ -1,6 +1,6 @@
 """Errors of the HTTP API in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
 
-The paths of Anthropic's API have that one's: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+Paths of Anthropic's API have Anthropic's: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,13 +26,15 @@ from verax.errors import (
     TemplateError,
     VeraxError,
 )
-from verax.serve.http.json_response import JsonResponse
-from verax.serve.http.record import record_in
+from verax.serve.http.telemetry import record_in
 
 __all__ = [
     "EXCEPTION_HANDLERS",
     "RETRY_AFTER",
+    "AnthropicErrorAnswer",
     "ApiError",
+    "ErrorAnswer",
+    "JsonResponse",
     "anthropic_error",
     "api_error",
     "context_error",
@@ -39,8 +42,50 @@ __all__ = [
     "is_anthropic",
 ]
 
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """Error: `param` is the field that was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    """Body of every error but those of Anthropic's API."""
+
+    error: ErrorObject
+
+
+class AnthropicErrorObject(msgspec.Struct, kw_only=True):
+    """Error of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, kw_only=True):
+    """Body of every error of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorObject
+    request_id: str
+
+
+class JsonResponse(Response):
+    """Answer with a JSON body. Numbers that are not finite, which JSON lacks, become null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode an object, a list or a msgspec Struct."""
+        return msgspec.json.encode(content)
+
+
 RETRY_AFTER = 1
 """Seconds after which a client may try again, in the answers 429 and 503."""
+
 
 _TYPES = {
     401: "authentication_error",
@@ -51,6 +96,8 @@ _TYPES = {
     501: "not_implemented_error",
     503: "unavailable_error",
 }
+
+
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -59,6 +106,8 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
 _ANTHROPIC_FIELDS = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -67,8 +116,12 @@ _ANTHROPIC_FIELDS = {
 }
 """Fields of Anthropic's API by their names in a chat."""
 
+
 _ANTHROPIC_PATH = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)
+
+
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*): ")
+
 
 _log = logging.getLogger("verax.serve")
 

@@ -1,37 +1,42 @@
-"""`/metrics`: Prometheus' text format, under vLLM's names, so that its dashboards work."""
+"""Prometheus' metrics under vLLM's names, so that its dashboards work."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from verax.serve.http.routing import api_route
-from verax.serve.http.server import Server
 from verax.serve.text.engine import TextEngine
 from verax.text.engine.outputs import RequestMetrics, RequestOutput, SpeculationTotals, StepStats
 
-__all__ = ["TextMetrics", "routes"]
+__all__ = ["TextMetrics"]
 
 LABELS = ("model_name", "engine")
 """The name of the model, and the number of the replica."""
 
+
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+
+
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+
+
 WHOLE_REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Bounds of the histograms' buckets: seconds, and tokens of a step; vLLM's."""
+
 
 GAUGES = {
     "num_requests_running": "Requests in the engine.",
     "num_requests_waiting": "Requests in the queue.",
     "kv_cache_usage": "Share of the cache in use, 0 to 1.",
 }
+
+
 COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
@@ -41,6 +46,7 @@ COUNTERS = {
 }
 """Texts of metrics by the name of a field of `EngineStats`."""
 
+
 DRAFT_COUNTERS = {
     "num_drafts": "Times that drafts of a sequence were verified.",
     "num_draft_tokens": "Drafted tokens.",
@@ -48,20 +54,9 @@ DRAFT_COUNTERS = {
 }
 """The same of `SpeculationTotals`."""
 
+
 _NAMES = {"kv_cache_usage": "kv_cache_usage_perc"}
 """Names of metrics that are not their field's."""
-
-
-def routes(server: Server) -> list[Route]:
-    """Route of the metrics."""
-    registry = CollectorRegistry()
-    if server.llm is not None:
-        TextMetrics(server.llm, server.served_names[0], registry)
-
-    async def metrics(request: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-    return [api_route("/metrics", metrics, ("GET",), media=("text/plain",), summary="Metrics for Prometheus.")]
 
 
 class TextMetrics:

@@ -1,41 +1,52 @@
-"""Middleware around every request: its id, its log line, the end of the server, and the size of its body."""
+"""Middleware around every request: its id and log line, who may call, and the size of its body."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import ipaddress
 import logging
 import re
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verax.serve.http.errors import ApiError, error_response, is_anthropic
-from verax.serve.http.logs import ACCESS
-from verax.serve.http.record import RequestRecord
 from verax.serve.http.sse import ClientDisconnectedError
+from verax.serve.http.telemetry import ACCESS, RequestRecord
 
 if TYPE_CHECKING:
     from verax.serve.http.server import Server
 
-__all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog"]
+__all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog", "Security", "is_loopback"]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
 _VIDEO_PATHS = ("/v1/videos", "/videos")
+
+
 _ALWAYS_SERVED = ("/health", "/metrics")
 """Paths that are answered while the server drains."""
+
 
 MAX_HEADER_BYTES = 16 << 10
 """Bytes of a request's headers."""
 
+
 MIN_BODY_RATE = 10 << 10
 """Bytes of a body that each second beyond the server's `slow_client_timeout` needs."""
 
+
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client went away before the answer, as in nginx."""
+
 
 _log = logging.getLogger(ACCESS)
 
@@ -144,3 +155,105 @@ class BodyLimit:
             return message
 
         await self._app(scope, receive_bounded, send)
+
+
+_STATIC = "/static/"
+
+
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+class Security:
+    """Checks the host, the origin and the API key of each request before anything else sees it.
+
+    A page of another site can make a browser send requests to this server. Its origin gives it away. A name that the
+    site's owner points at 127.0.0.1 (DNS rebinding) gives itself away as the host.
+    """
+
+    def __init__(self, app: ASGIApp, server: Server):
+        settings = server.settings
+        self._app = app
+        self._keys = [_digest(key) for key in settings.api_keys]
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.allowed_origins)
+        own = {settings.host.lower(), *_LOOPBACK_NAMES} if is_loopback(settings.host) else set()
+        self._hosts = frozenset({*own, *(host.lower() for host in settings.allowed_hosts)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request that passes, or answer 401 or 403."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = Headers(scope=scope)
+            self._check_host(headers.get("host", ""))
+            self._check_origin(headers)
+            if not _is_public(scope):
+                self._check_key(headers)
+        except ApiError as error:
+            await error_response(error, scope)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, host: str) -> None:
+        # A server on all addresses is known by names that it does not know itself: those are checked only if given.
+        if self._hosts and _hostname(host) not in self._hosts:
+            raise ApiError(
+                403, f"host: {host[:100]!r} is not served here; --allowed-hosts adds names", param="host", code="host"
+            )
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or origin.lower() in self._origins:
+            return
+        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            raise ApiError(
+                403,
+                f"origin: {origin[:100]!r} may not call this server; --allowed-origins adds origins",
+                param="origin",
+                code="origin",
+            )
+
+    def _check_key(self, headers: Headers) -> None:
+        if not self._keys:
+            return
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = _digest(given)
+        # All keys are compared, so that the time says nothing about which of them was near.
+        if not sum(hmac.compare_digest(digest, key) for key in self._keys):
+            raise ApiError(
+                401,
+                "authorization: a valid API key is needed, as `Authorization: Bearer KEY` or `X-Api-Key: KEY`",
+                param="authorization",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine reaches a server at this address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_public(scope: Scope) -> bool:
+    """True for paths that need no key: the health, and the page's own files, which hold nothing of anyone."""
+    path = scope["path"]
+    files = scope["method"] in ("GET", "HEAD") and (path == "/" or path.startswith(_STATIC))
+    return path == "/health" or files
+
+
+def _hostname(host: str) -> str:
+    """Host of a Host header, without its port and brackets."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

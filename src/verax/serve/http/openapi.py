@@ -1,26 +1,100 @@
-"""`/openapi.json`: the description of the API, made of the Structs that requests are checked with."""
+"""Routes of the API, each with and without `/v1`, and their description as OpenAPI."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from verax.serve.http.errors import is_anthropic
-from verax.serve.http.json_response import JsonResponse
-from verax.serve.http.routing import ApiRoute, Described, Parameter
-from verax.serve.http.server import Server
-from verax.serve.text.answers import AnthropicErrorAnswer, ErrorAnswer
+from verax.serve.http.errors import AnthropicErrorAnswer, ErrorAnswer, is_anthropic
 
-__all__ = ["describe", "routes"]
+__all__ = ["ApiRoute", "Described", "Endpoint", "Parameter", "api_route", "api_routes", "describe"]
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Parameter of a request, as the description of the API has it.
+
+    Attributes:
+        name: its name.
+        schema: its JSON schema.
+        place: where it is.
+        description: line for people.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    place: Literal["query", "header"] = "query"
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Part of the description of the API that is about one route.
+
+    Attributes:
+        summary: line for people.
+        body: Struct of its JSON body.
+        parts: Structs that the body's schema refers to by name, and that no field has as its type.
+        files: fields of the body that are files if it comes as a form (`multipart/form-data`); none for JSON only.
+        parameters: parameters of the query and the headers.
+        answer: Struct of its JSON answer.
+        streams: True if it can answer with server-sent events.
+        media: other content types of its answer.
+        queued: True if a full queue refuses it with 429.
+        ranges: True if it can answer with a part of a file.
+    """
+
+    summary: str = ""
+    body: type[msgspec.Struct] | None = None
+    parts: tuple[type[msgspec.Struct], ...] = ()
+    files: tuple[str, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    answer: type[msgspec.Struct] | None = None
+    streams: bool = False
+    media: tuple[str, ...] = ()
+    queued: bool = False
+    ranges: bool = False
+
+
+class ApiRoute(Route):
+    """Route with what the description of the API says of it."""
+
+    described: Described = Described()
+
+
+def api_route(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",), **described: Any) -> ApiRoute:
+    """Route of an endpoint.
+
+    Args:
+        path: begins with a slash.
+        endpoint: function of a request.
+        methods: HTTP methods.
+        described: fields of `Described`.
+    """
+    route = ApiRoute(path, endpoint, methods=list(methods))
+    route.described = Described(**described)
+    return route
+
+
+def api_routes(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",), **described: Any) -> list[Route]:
+    """Routes of an endpoint at `/v1` + path and at path; the rest as `api_route`."""
+    return [api_route(prefix + path, endpoint, methods, **described) for prefix in ("/v1", "")]
+
 
 _REF = "#/components/schemas/{name}"
+
+
 _JSON, _EVENTS, _FORM = "application/json", "text/event-stream", "multipart/form-data"
+
 
 _ERRORS = {
     401: "no valid API key",
@@ -32,22 +106,23 @@ _ERRORS = {
 }
 """Errors of every route."""
 
+
 _BODY_ERRORS = {413: "the body is too long", 415: "the body has another content type"}
+
+
 _WRONG = "a field is wrong, and the message begins with its name"
+
+
 _QUEUE_FULL = "the queue is full: `Retry-After` says when to try again"
+
+
 _BEHIND_THE_END = "the range begins behind the end of the file"
 
+
 _REQUEST_ID = {"x-request-id": {"description": "id of the request, as in the log", "schema": {"type": "string"}}}
+
+
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
-
-
-def routes(server: Server) -> list[Route]:
-    """Route of the description."""
-
-    async def openapi(request: Request) -> Response:
-        return JsonResponse(describe(request.app.routes))
-
-    return [Route("/openapi.json", openapi)]
 
 
 def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:

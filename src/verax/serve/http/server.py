@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verax.errors import InvalidParameterError
 from verax.serve.http.errors import ApiError
-from verax.serve.http.resume import RunningStreams
 from verax.serve.http.settings import ServerSettings
-from verax.serve.http.sse import EventStream
+from verax.serve.http.sse import EventStream, RunningStreams
 
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import Reranker
-    from verax.serve.http.tracing import RequestTracer
+    from verax.serve.http.telemetry import RequestTracer
     from verax.serve.text.engine import TextEngine
     from verax.text.features.chat_format import ChatFormat
     from verax.text.features.lora import LoRARequest

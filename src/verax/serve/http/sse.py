@@ -1,10 +1,13 @@
-"""Server-sent events, and requests whose client goes away."""
+"""Server-sent events, requests whose client goes away, and streams that outlive their connection."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,16 +16,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from verax.errors import InvalidParameterError
 from verax.serve.http.errors import ApiError, api_error
 
-__all__ = ["DONE", "ClientDisconnectedError", "EventStream", "data_event", "named_event", "unless_disconnected"]
+__all__ = [
+    "DONE",
+    "ID_PATTERN",
+    "ClientDisconnectedError",
+    "EventStream",
+    "RunningStreams",
+    "data_event",
+    "named_event",
+    "unless_disconnected",
+]
 
 DONE = b"data: [DONE]\n\n"
 """Last event of OpenAI's streams."""
 
+
 PING = b": ping\n\n"
+
+
 HEADERS_AFTER = 2.0
 """Seconds after which a stream begins without an event. An error until then is an answer with its real status."""
+
 
 T = TypeVar("T")
 
@@ -156,3 +173,171 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+ID_PATTERN = "[A-Za-z0-9_-]{16,128}"
+"""Regular expression of an id."""
+
+
+_ID = re.compile(ID_PATTERN)
+
+
+@dataclass
+class _Stream:
+    """Bytes of one answer, and the task that makes them."""
+
+    task: asyncio.Task[None] | None = None
+    kept: bytearray = field(default_factory=bytearray)
+    """The last bytes, at most as many as the buffer holds."""
+    start: int = 0
+    """Offset of the first byte that is kept."""
+    done: bool = False
+    error: Exception | None = None
+    readers: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Event of the next change: set once, then replaced."""
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def end(self) -> int:
+        """Number of bytes so far."""
+        return self.start + len(self.kept)
+
+    def notify(self) -> None:
+        """Wake the readers."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class RunningStreams:
+    """Buffers of the streams that run, and for a short while of those that have ended. For one event loop.
+
+    Args:
+        max_streams: number of streams that are kept at once. Further ones live and die with their connection.
+        max_bytes: number of bytes that are kept of each. A reader who is further behind gets an error.
+        abandoned_after: seconds without a reader after which an answer is aborted.
+        kept_after: seconds for which an answer can be read after its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_streams: int = 64,
+        max_bytes: int = 4 << 20,
+        abandoned_after: float = 30.0,
+        kept_after: float = 60.0,
+    ):
+        self._max_streams = max_streams
+        self._max_bytes = max_bytes
+        self._abandoned_after = abandoned_after
+        self._kept_after = kept_after
+        self._streams: dict[str, _Stream] = {}
+
+    def start(self, conv_id: str | None, frames: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """Generate in a task of its own, and follow it from the beginning. An earlier stream of this id is stopped.
+
+        Without an id, or if `max_streams` are kept already, these are the frames themselves.
+
+        Args:
+            conv_id: value of the header X-Conversation-Id.
+            frames: the answer as it goes over the wire. It is closed if nobody reads it for `abandoned_after`.
+
+        Raises:
+            InvalidParameterError: if the id is not 16 to 128 letters, digits, `_` or `-`.
+        """
+        if conv_id is None:
+            return frames
+        if not _ID.fullmatch(conv_id):
+            raise InvalidParameterError("X-Conversation-Id: use 16 to 128 letters, digits, '_' or '-'")
+        self.stop(conv_id)
+        if len(self._streams) >= self._max_streams:
+            return frames
+        stream = self._streams[conv_id] = _Stream()
+        stream.task = asyncio.create_task(self._pump(conv_id, stream, frames))
+        self._stop_after(self._abandoned_after, conv_id, stream)
+        return self._read(conv_id, stream, 0)
+
+    def follow(self, conv_id: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
+        """The bytes of a stream from an offset on, until its end.
+
+        Raises:
+            KeyError: if there is no such stream, or no longer.
+            InvalidParameterError: if the bytes at the offset are not kept, or are not there yet.
+        """
+        stream = self._streams[conv_id]
+        if not stream.start <= offset <= stream.end:
+            raise InvalidParameterError(f"from: {offset} is not within {stream.start} to {stream.end}")
+        return self._read(conv_id, stream, offset)
+
+    def stop(self, conv_id: str) -> bool:
+        """Abort a stream and forget it. False if there is none."""
+        stream = self._streams.pop(conv_id, None)
+        if stream is None:
+            return False
+        self._cancel_timer(stream)
+        if stream.task is not None:
+            stream.task.cancel()
+        stream.done = True
+        stream.notify()
+        return True
+
+    async def close(self) -> None:
+        """Abort all streams, and wait for their tasks."""
+        tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
+        for conv_id in list(self._streams):
+            self.stop(conv_id)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, conv_id: str, stream: _Stream, frames: AsyncGenerator[bytes, None]) -> None:
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    stream.kept += frame
+                    excess = max(0, len(stream.kept) - self._max_bytes)
+                    del stream.kept[:excess]
+                    stream.start += excess
+                    stream.notify()
+        except Exception as error:
+            stream.error = error
+        finally:
+            stream.done = True
+            stream.notify()
+            if self._streams.get(conv_id) is stream:
+                self._stop_after(self._kept_after, conv_id, stream)
+
+    async def _read(self, conv_id: str, stream: _Stream, offset: int) -> AsyncGenerator[bytes, None]:
+        stream.readers += 1
+        if not stream.done:
+            self._cancel_timer(stream)
+        try:
+            async for chunk in self._chunks(stream, offset):
+                yield chunk
+        finally:
+            stream.readers -= 1
+            if not stream.readers and not stream.done and self._streams.get(conv_id) is stream:
+                self._stop_after(self._abandoned_after, conv_id, stream)
+
+    async def _chunks(self, stream: _Stream, offset: int) -> AsyncIterator[bytes]:
+        while True:
+            if offset < stream.start:
+                raise InvalidParameterError(f"stream: read too slowly, bytes before {stream.start} are gone")
+            if offset < stream.end:
+                unread = bytes(memoryview(stream.kept)[offset - stream.start :])
+                offset = stream.end
+                yield unread
+            elif stream.error is not None:
+                raise stream.error
+            elif stream.done:
+                return
+            else:
+                await stream.changed.wait()
+
+    def _stop_after(self, seconds: float, conv_id: str, stream: _Stream) -> None:
+        self._cancel_timer(stream)
+        stream.timer = asyncio.get_running_loop().call_later(seconds, self.stop, conv_id)
+
+    @staticmethod
+    def _cancel_timer(stream: _Stream) -> None:
+        if stream.timer is not None:
+            stream.timer.cancel()
+            stream.timer = None

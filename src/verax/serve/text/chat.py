@@ -2,29 +2,395 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.http.fields import read_body
-from verax.serve.http.json_response import JsonResponse
-from verax.serve.http.record import record_of
-from verax.serve.http.resume import ID_PATTERN
-from verax.serve.http.routing import Parameter, api_routes
+from verax.errors import QueueFullError
+from verax.serve.http.body import read_body
+from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.openapi import Parameter, api_routes
 from verax.serve.http.server import Server
-from verax.serve.http.sse import DONE, data_event, unless_disconnected
-from verax.serve.text.answers import ChatCompletion, InputTokens
-from verax.serve.text.chat_request import ChatRequest
-from verax.serve.text.chat_run import ChatAnswer, ChatEvent, ChatRun, count_tokens, run_chat
-from verax.serve.text.logprobs import prompt_logprobs
-from verax.serve.text.usage import SYSTEM_FINGERPRINT
+from verax.serve.http.sse import DONE, ID_PATTERN, data_event, unless_disconnected
+from verax.serve.http.telemetry import RequestRecord, record_of
+from verax.serve.text.run import (
+    SYSTEM_FINGERPRINT,
+    ChatAnswer,
+    ChatEvent,
+    ChatRun,
+    Choice,
+    Generated,
+    PromptLogprobs,
+    Size,
+    TokenLogprob,
+    prompt_logprobs,
+)
+from verax.serve.text.sampling import GenerationRequest, Positive, check_room, sampling_params
+from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import Delta, ToolCallDelta
 
-__all__ = ["routes"]
+__all__ = [
+    "ChatCompletion",
+    "ChatRequest",
+    "InputTokens",
+    "count_tokens",
+    "render_chat",
+    "routes",
+    "run_chat",
+    "template_messages",
+    "template_options",
+]
+
+MAX_TEMPLATE_OPTIONS = 64
+
+
+_FREE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+_RESERVED = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "template", "chat_template", "variables", "self"),
+        *("template_options", "add_generation_prompt", "continue_final_message", "tokenize", "raise_exception"),
+        *("strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner"),
+    )
+)
+"""Names that have a meaning to the renderer or in every template."""
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """Call of a function: its name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCallInput(msgspec.Struct, kw_only=True):
+    """Tool call of an earlier answer."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """Part of a message. Text is read."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallInput] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Function that a model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct, kw_only=True):
+    """Tool that a model may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True):
+    """Function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    tools: Annotated[list[ToolDefinition], Meta(min_length=1)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    max_completion_tokens: Positive | None = None
+    max_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: text as one string, arguments of calls as objects, developer as system.
+
+    Raises:
+        ApiError: 400, naming the message.
+    """
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def template_options(request: ChatRequest) -> dict[str, Any]:
+    """Variables of the chat template, and how it ends.
+
+    Raises:
+        ApiError: 400 for a name that has another meaning, and for a contradiction.
+    """
+    continued = bool(request.continue_final_message)
+    if continued and request.add_generation_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message: it contradicts add_generation_prompt; one of them ends the prompt",
+            param="continue_final_message",
+        )
+    if continued and request.messages[-1].role != "assistant":
+        raise ApiError(
+            400, "continue_final_message: the last message is not the assistant's", param="continue_final_message"
+        )
+    announced = not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    options: dict[str, Any] = {"add_generation_prompt": announced, "continue_final_message": continued}
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            options["enable_thinking"] = False
+    given = request.chat_template_kwargs or {}
+    if len(given) > MAX_TEMPLATE_OPTIONS:
+        raise ApiError(
+            400, f"chat_template_kwargs: expected at most {MAX_TEMPLATE_OPTIONS}", param="chat_template_kwargs"
+        )
+    for name in given:
+        if not _FREE_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_token"):
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: {name[:64]!r} cannot be set by a request",
+                param="chat_template_kwargs",
+            )
+    return {**options, **given}
+
+
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    if message.content is None and not (role == "assistant" and (message.tool_calls or _reasoning_of(message))):
+        raise ApiError(400, f"{where}.content: it is missing", param=f"{where}.content")
+    made: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
+    made |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    if (reasoning := _reasoning_of(message)) is not None:
+        made["reasoning_content"] = reasoning
+    if message.tool_calls:
+        made["tool_calls"] = [
+            _template_call(call, f"{where}.tool_calls[{i}].function.arguments")
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return made
+
+
+def _reasoning_of(message: ChatMessage) -> str | None:
+    return message.reasoning if message.reasoning_content is None else message.reasoning_content
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    pieces = []
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "refusal"):
+            param = f"{where}[{i}].type"
+            raise ApiError(
+                400, f"{param}: expected text, which is what this model reads, got {part.type[:50]!r}", param=param
+            )
+        if text is None:
+            param = f"{where}[{i}].text"
+            raise ApiError(400, f"{param}: it is missing", param=param)
+        pieces.append(text)
+    return "\n".join(pieces)
+
+
+def _template_call(call: ToolCallInput, where: str) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            raise ApiError(400, f"{where}: it is not valid JSON: {error}", param=where) from error
+    if not isinstance(arguments, Mapping):
+        raise ApiError(400, f"{where}: expected a JSON object", param=where)
+    made = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return made if call.id is None else {"id": call.id, **made}
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """Log-probabilities of an answer."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """Function that an answer calls, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(msgspec.Struct, kw_only=True):
+    """Tool call of an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    """Message of the assistant."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[AnswerToolCall] | None = None
+
+
+class ChatChoice(Choice, kw_only=True):
+    """One of several answers to a chat."""
+
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Generated, kw_only=True):
+    """Whole answer of `/v1/chat/completions`. A stream has OpenAI's `chat.completion.chunk`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[Size] | None = None
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """Number of tokens of a chat, or of a response's input."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Size
+
+
+async def run_chat(server: Server, request: ChatRequest, record: RequestRecord | None = None) -> ChatRun:
+    """Check a chat and queue it.
+
+    Args:
+        server: with a text engine.
+        request: the chat.
+        record: of the HTTP request, for its log line.
+
+    Raises:
+        ApiError: 400, 404 for another model, 429 if the queue is full.
+        VeraxError: for what the engine or the template refuses.
+    """
+    model = server.text_model(request.model)
+    _check(server, request)
+    if record is not None:
+        record.model = model
+        record.prompt = msgspec.to_builtins(request.messages) if server.settings.log_prompts else None
+    prompt = await render_chat(server, request)
+    tools = _tools(request)
+    choice = msgspec.to_builtins(request.tool_choice) or ("auto" if tools else "none")
+    form = server.chat_format
+    grammar = tool_grammar(form, tools, choice, request.parallel_tool_calls is not False, prompt=prompt)
+    params = sampling_params(
+        server,
+        request,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        structured_outputs=grammar,
+        after=form.structured_after(prompt),
+        **({} if request.skip_special_tokens is not None else form.sampling_overrides),
+    )
+    parsers = [
+        parser_for(form, tools=tools, prompt=prompt, parse_tool_calls=choice != "none", parse_reasoning=True)
+        for _ in range(params.n)
+    ]
+    adapter = server.adapters.get(model)
+    outputs = server.engine.generate(prompt, params, add_special_tokens=False, lora_request=adapter)
+    return ChatRun(
+        server,
+        request,
+        num_top=params.logprobs,
+        model=model,
+        prompt=prompt,
+        parsers=parsers,
+        outputs=outputs,
+        record=record,
+    )
+
+
+async def render_chat(server: Server, request: ChatRequest) -> str:
+    """Prompt of a chat, by the checkpoint's template.
+
+    Raises:
+        ApiError: 400, naming the field.
+        VeraxError: for what the template refuses.
+    """
+    options = template_options(request)
+    return await server.engine.render(template_messages(request.messages), tools=_tools(request), **options)
+
+
+async def count_tokens(server: Server, request: ChatRequest) -> int:
+    """Number of tokens of a chat's prompt.
+
+    Raises:
+        ApiError: 400, naming the field; 404 for another model.
+        VeraxError: for what the template refuses.
+    """
+    server.text_model(request.model)
+    prompt = await render_chat(server, request)
+    return len(await server.engine.encode(prompt, add_special_tokens=False))
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """Functions that the model may call."""
+    if request.tools is None or request.tool_choice == "none":
+        return None
+    return [msgspec.to_builtins(tool) for tool in request.tools]
+
+
+def _check(server: Server, request: ChatRequest) -> None:
+    """Refuse what can be refused without a template or a tokenizer."""
+    check_room(server, request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs: it needs logprobs to be true", param="top_logprobs")
+    demanded = isinstance(request.tool_choice, NamedToolChoice) or request.tool_choice == "required"
+    if demanded and request.tools is None:
+        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+    # Templates and tokenizers cost time, which a full queue has none of.
+    waiting, most = server.engine.stats().num_requests_waiting, server.engine.max_queued_requests
+    if waiting >= most > 0:
+        raise QueueFullError(f"max_queued_requests: {waiting} requests wait, which is the most; try again later")
+
 
 CONVERSATION_ID = Parameter(
     "X-Conversation-Id",

@@ -7,29 +7,62 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError, StructuredOutputError
-from verax.serve.http.errors import ApiError
-from verax.serve.http.fields import read_body
-from verax.serve.http.json_response import JsonResponse
-from verax.serve.http.merge import merged
-from verax.serve.http.record import RequestRecord, record_of
-from verax.serve.http.routing import api_routes
+from verax.serve.http.body import read_body
+from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event, unless_disconnected
-from verax.serve.text.answers import TextCompletion
-from verax.serve.text.logprobs import CompletionLogprobs, prompt_logprobs
+from verax.serve.http.telemetry import RequestRecord, record_of
+from verax.serve.text.run import (
+    SYSTEM_FINGERPRINT,
+    Choice,
+    CompletionLogprobs,
+    Generated,
+    PromptLogprobs,
+    Size,
+    Usage,
+    merged,
+    prompt_logprobs,
+)
 from verax.serve.text.sampling import Count, GenerationRequest, Refused, form_error, sampling_params
-from verax.serve.text.usage import SYSTEM_FINGERPRINT, Usage
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
-__all__ = ["CompletionRequest", "prompts_of", "routes"]
+__all__ = ["CompletionRequest", "TextCompletion", "prompts_of", "routes"]
+
+
+class CompletionLogprobLists(msgspec.Struct, kw_only=True):
+    """Log-probabilities of a completion: the first token of an echoed prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[Size]
+
+
+class TextChoice(Choice, kw_only=True):
+    """One of several completions."""
+
+    text: str
+    logprobs: CompletionLogprobLists | None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[Size] | None = None
+
+
+class TextCompletion(Generated, kw_only=True):
+    """Whole answer of `/v1/completions`. The events of a stream have the same fields."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""

@@ -1,34 +1,324 @@
-"""`/v1/embeddings`: texts and token ids to vectors, as OpenAI's API has it."""
+"""`/v1/embeddings` and `/v1/rerank`: texts to vectors and scores, through a queue that batches them."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
-from typing import Any, Literal, cast
+import threading
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 from jaxtyping import Float32
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from verax.embed.buckets import Tokens
 from verax.embed.encoder import Encoder
 from verax.embed.pooling import cut
-from verax.errors import InvalidParameterError
-from verax.serve.http.errors import ApiError
-from verax.serve.http.fields import read_body
-from verax.serve.http.json_response import JsonResponse
-from verax.serve.http.record import record_of
-from verax.serve.http.routing import api_routes
+from verax.embed.reranker import Reranker
+from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError
+from verax.serve.http.body import read_body
+from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.openapi import api_route, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import unless_disconnected
-from verax.serve.text.answers import EmbeddingList
-from verax.serve.text.batch_queue import LazyQueue
-from verax.serve.text.text_inputs import check_characters, check_limit, most_characters, renamed, too_long
+from verax.serve.http.telemetry import record_of
 
-__all__ = ["EmbeddingRequest", "routes"]
+__all__ = [
+    "BatchQueue",
+    "EmbeddingList",
+    "EmbeddingRequest",
+    "LazyQueue",
+    "Ranking",
+    "RerankRequest",
+    "check_characters",
+    "check_limit",
+    "most_characters",
+    "renamed",
+    "rerank_routes",
+    "routes",
+    "too_long",
+]
+
+
+class EmbeddingObject(msgspec.Struct, kw_only=True):
+    """Vector of a text: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: Annotated[int, Meta(ge=0)]
+    embedding: list[float] | str
+
+
+class TextUsage(msgspec.Struct, kw_only=True):
+    """Token counts of texts that are only read."""
+
+    prompt_tokens: Annotated[int, Meta(ge=0)]
+    total_tokens: Annotated[int, Meta(ge=0)]
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    """Vectors, in the order of the texts."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: TextUsage
+
+
+class RankedText(msgspec.Struct, kw_only=True):
+    """Text of a document."""
+
+    text: str
+
+
+class RankedResult(msgspec.Struct, kw_only=True):
+    """Document of a ranking: its number in the request, its score, and its text if that was asked for."""
+
+    index: Annotated[int, Meta(ge=0)]
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(msgspec.Struct, kw_only=True):
+    """Documents, the best first."""
+
+    id: str
+    model: str
+    usage: TextUsage
+    results: list[RankedResult]
+
+
+T = TypeVar("T")
+
+
+Compute = Callable[[Sequence[T]], Float32[np.ndarray, "n ..."]]
+"""Function from inputs to a result for each."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """Inputs that came together, and the future of their results."""
+
+    results: list[Any]
+    left: int
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[None]
+
+
+@dataclass(frozen=True)
+class _Row(Generic[T]):
+    """One input of a request."""
+
+    request: _Request
+    index: int
+    value: T
+
+
+class BatchQueue(Generic[T]):
+    """Bounded queue in front of a model, whose programs only the queue's thread calls.
+
+    Args:
+        compute: function that calls the model.
+        name: of the thread.
+        batch_size: inputs that are computed together.
+        max_inputs: inputs that may wait and run at once.
+    """
+
+    def __init__(self, compute: Compute[T], *, name: str, batch_size: int, max_inputs: int):
+        self._compute = compute
+        self._batch_size = batch_size
+        self._max_inputs = max_inputs
+        self._inputs = 0
+        self._rows: deque[_Row[T]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def slots(self, count: int) -> Iterator[None]:
+        """Context that holds places for `count` inputs, to be taken before they are tokenised.
+
+        Raises:
+            QueueFullError: if there are not so many.
+        """
+        with self._changed:
+            if self._inputs + count > self._max_inputs:
+                raise QueueFullError(f"{self._inputs} inputs wait or run, and {self._max_inputs} may; try again later")
+            self._inputs += count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inputs -= count
+
+    async def run(self, inputs: Sequence[T], lengths: Sequence[int]) -> Float32[np.ndarray, "n ..."]:
+        """Results of inputs, in their order. Cancelling the task leaves out those that still wait.
+
+        Args:
+            inputs: what the model takes, one or more.
+            lengths: tokens of each: inputs of like length are computed together, which pads little.
+
+        Raises:
+            EngineDeadError: if the queue is closed.
+        """
+        loop = asyncio.get_running_loop()
+        request = _Request([None] * len(inputs), len(inputs), loop, loop.create_future())
+        order = sorted(range(len(inputs)), key=lambda i: -lengths[i])
+        with self._changed:
+            if self._closed:
+                raise EngineDeadError("the model was shut down")
+            self._rows.extend(_Row(request, i, inputs[i]) for i in order)
+            self._changed.notify()
+        await request.future
+        return np.stack(request.results)
+
+    def close(self) -> None:
+        """End the thread after its batch. Requests that wait raise EngineDeadError."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        for request in {row.request for row in self._rows}:
+            _finish(request, EngineDeadError("the model was shut down"))
+        self._rows.clear()
+
+    def _work(self) -> None:
+        while (rows := self._next_batch()) is not None:
+            if not rows:
+                continue
+            try:
+                results = self._compute([row.value for row in rows])
+            except Exception as error:  # the requests fail, not the thread
+                for request in {row.request for row in rows}:
+                    _finish(request, error)
+                continue
+            for row, result in zip(rows, results, strict=True):
+                row.request.results[row.index] = result
+                row.request.left -= 1
+                if row.request.left == 0:
+                    _finish(row.request)
+
+    def _next_batch(self) -> list[_Row[T]] | None:
+        """Next inputs, without those whose request has ended; None once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._rows or self._closed)
+            if self._closed:
+                return None
+            taken: list[_Row[T]] = []
+            while self._rows and len(taken) < self._batch_size:
+                row = self._rows.popleft()
+                if not row.request.future.done():
+                    taken.append(row)
+            return taken
+
+
+class LazyQueue(Generic[T]):
+    """Queue that is made when its model is first needed, and ends with the server.
+
+    Args:
+        server: the server, with the limits of its encoder and its reranker.
+        name: of the queue's thread.
+    """
+
+    def __init__(self, server: Server, name: str):
+        self._settings = server.settings
+        self._name = name
+        self._queue: BatchQueue[T] | None = None
+        server.contexts.append(self._running)
+
+    def get(self, compute: Compute[T]) -> BatchQueue[T]:
+        """The queue; `compute` is that of the first call."""
+        if self._queue is None:
+            self._queue = BatchQueue(
+                compute,
+                name=self._name,
+                batch_size=self._settings.embedding_batch_size,
+                max_inputs=self._settings.max_queued_embedding_inputs,
+            )
+        return self._queue
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        yield
+        if self._queue is not None:
+            await asyncio.to_thread(self._queue.close)
+            self._queue = None
+
+
+def _finish(request: _Request, error: Exception | None = None) -> None:
+    """Give a request its result, on its own event loop."""
+
+    def finish() -> None:
+        if request.future.done():
+            return
+        if error is None:
+            request.future.set_result(None)
+        else:
+            request.future.set_exception(error)
+
+    if not request.loop.is_closed():
+        request.loop.call_soon_threadsafe(finish)
+
+
+CHARACTERS = 64
+"""Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
+
+
+def most_characters(max_length: int) -> int:
+    """Characters that are tokenised of a text for a model that reads `max_length` tokens."""
+    return CHARACTERS * max_length
+
+
+def check_characters(field: str, texts: Iterable[str], max_length: int) -> None:
+    """Check that texts are short enough to be tokenised whole.
+
+    Raises:
+        ApiError: 400, with the field's name.
+    """
+    longest = max(map(len, texts), default=0)
+    if longest > most_characters(max_length):
+        raise too_long(field, f"{longest} characters", -(-longest // CHARACTERS), max_length)
+
+
+def check_limit(name: str, value: int | None, most: int) -> None:
+    """Check a number of tokens that a request asks for: 1 to `most`, or -1 for as many as the model reads.
+
+    Raises:
+        ApiError: 400, with the field's name.
+    """
+    if value is not None and not 1 <= value <= most and value != -1:
+        raise ApiError(400, f"{name}: expected 1 to {most}, got {value}", param=name)
+
+
+def too_long(field: str, what: str, size: int, limit: int) -> ApiError:
+    """Error of a text that is longer than the model reads.
+
+    Args:
+        field: the field of the request.
+        what: the text's size, in words.
+        size: the same in tokens.
+        limit: tokens that the model reads.
+    """
+    return ApiError(
+        400,
+        f"{field}: {what} are more than the {limit} tokens that the model reads; see truncate_prompt_tokens",
+        **{"param": field, "code": "context_length_exceeded", "n_prompt_tokens": size, "n_ctx": limit},
+    )
+
+
+def renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:
+    """Error of an argument as that of the field that it came from."""
+    name, _, message = str(error).partition(": ")
+    return ApiError(400, f"{names.get(name, name)}: {message}", param=names.get(name, name))
 
 
 class EmbeddingRequest(msgspec.Struct):
@@ -148,3 +438,102 @@ def _encoded(vectors: Float32[np.ndarray, "n d"], how: str) -> Sequence[Any]:
     if how == "float":
         return vectors.tolist()
     return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+
+
+class RerankRequest(msgspec.Struct):
+    """Body of a request."""
+
+    query: str
+    documents: list[str | RankedText]
+    """Texts, or objects with a `text`."""
+    model: str | None = None
+    top_n: int | None = None
+    """Documents of the answer, the best ones; all of them if absent or 0."""
+    return_documents: bool = True
+    """The documents' texts are in the answer."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens that are kept of the query and a document, special ones included; -1 for as many as the model reads."""
+    user: str | None = None
+
+
+def rerank_routes(server: Server) -> list[Route]:
+    """Routes of the ranking. Their queue ends with the server."""
+    settings = server.settings
+    queues: LazyQueue[Tokens] = LazyQueue(server, "verax-rerank")
+
+    async def rerank(request: Request) -> Response:
+        body = await read_body(request, RerankRequest)
+        if server.reranker is None:
+            raise ApiError(
+                404,
+                "model: no reranker is served here; verax serve --reranker-model serves one",
+                param="model",
+                code="model_not_found",
+            )
+        name = server.check_model(body.model, (server.reranker.name,))
+        record = record_of(request)
+        record.model = name
+        documents = _documents(body, settings.max_embedding_inputs)
+        reranker = await server.reranker.get()
+        check_limit("truncate_prompt_tokens", body.truncate_prompt_tokens, reranker.max_length)
+        queue = queues.get(lambda pairs: reranker.score_tokens(pairs, batch_size=settings.embedding_batch_size))
+        with queue.slots(len(documents)):
+            pairs = await asyncio.to_thread(_pairs, body.query, documents, reranker, body.truncate_prompt_tokens)
+            lengths = [len(pair.ids) for pair in pairs]
+            scores = await unless_disconnected(request, queue.run(pairs, lengths))
+        record.prompt_tokens = sum(lengths)
+        best = np.argsort(-scores, kind="stable").tolist()[: body.top_n or None]
+        results = [{"index": i, "relevance_score": float(scores[i])} for i in best]
+        if body.return_documents:
+            results = [{**result, "document": {"text": documents[result["index"]]}} for result in results]
+        return JsonResponse(
+            {
+                "id": f"rerank-{uuid.uuid4().hex}",
+                "model": name,
+                "usage": {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens},
+                "results": results,
+            }
+        )
+
+    described = {"body": RerankRequest, "answer": Ranking, "queued": True, "summary": "Documents by a query."}
+    # Cohere's newer client calls its second version.
+    return [*api_routes("/rerank", rerank, **described), api_route("/v2/rerank", rerank, **described)]
+
+
+def _documents(body: RerankRequest, most: int) -> list[str]:
+    """Texts of the documents."""
+    if not 1 <= len(body.documents) <= most:
+        raise ApiError(400, f"documents: expected 1 to {most} texts, got {len(body.documents)}", param="documents")
+    if body.top_n is not None and body.top_n < 0:
+        raise ApiError(400, f"top_n: expected 0 or more, got {body.top_n}", param="top_n")
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    if not body.query:
+        raise ApiError(400, "query: it is empty", param="query")
+    if "" in texts:
+        raise ApiError(400, f"documents: text {texts.index('')} is empty", param="documents")
+    return texts
+
+
+def _pairs(query: str, documents: Sequence[str], reranker: Reranker, kept: int | None) -> list[Tokens]:
+    """Tokens of the query with each document.
+
+    Args:
+        query, documents: texts.
+        reranker: the model.
+        kept: tokens that are kept of each pair; -1 for as many as the model reads; None to refuse longer ones.
+    """
+    limit = kept if kept is not None and kept > 0 else reranker.max_length
+    most = most_characters(reranker.max_length)
+    if kept is None:
+        check_characters("query", [query], limit)
+        check_characters("documents", documents, limit)
+    try:
+        pairs = reranker.tokenize(query[:most], [text[:most] for text in documents], max_length=limit)
+    except InvalidParameterError as error:
+        raise renamed(error, {"max_length": "truncate_prompt_tokens"}) from error
+    if kept is None:
+        longest = max(pairs, key=lambda pair: pair.left_out)
+        if longest.left_out > 0:
+            size = len(longest.ids) + longest.left_out
+            raise too_long("documents", f"{size} tokens, the query's included,", size, limit)
+    return pairs

@@ -3,32 +3,354 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import VeraxError
-from verax.serve.http.errors import ApiError, api_error
-from verax.serve.http.fields import read_body
-from verax.serve.http.json_response import JsonResponse
-from verax.serve.http.record import record_of
-from verax.serve.http.routing import api_routes
+from verax.serve.http.body import decode, read_body
+from verax.serve.http.errors import ApiError, JsonResponse, api_error
+from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
-from verax.serve.text.answers import InputTokens, ResponseObject
-from verax.serve.text.chat_run import ChatEvent, ChatRun, count_tokens, run_chat
-from verax.serve.text.parts import Part, PartStep, PartTracker
-from verax.serve.text.responses_request import INPUT_ITEMS, ResponsesRequest, chat_of
+from verax.serve.http.telemetry import record_of
+from verax.serve.text.chat import ChatRequest, InputTokens, count_tokens, run_chat
+from verax.serve.text.run import ChatEvent, ChatRun, Part, PartStep, PartTracker
+from verax.serve.text.sampling import Positive, Refused
 
-__all__ = ["routes"]
+__all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponseObject", "ResponsesRequest", "chat_of", "routes"]
+
+LOGPROBS = "message.output_text.logprobs"
+"""Entry of `include` that asks for log-probabilities."""
+
+
+_INCLUDE = {LOGPROBS, "reasoning.encrypted_content"}
+"""Entries of `include` that are taken. Reasoning comes in the open, so that nothing has to be encrypted."""
+
+
+_NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt", "store")
+"""Fields that need a server that keeps responses."""
+
+
+class InputText(msgspec.Struct, kw_only=True):
+    """Text of a message, or of a call's result."""
+
+    type: Literal["input_text", "output_text", "refusal", "text"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ResponseMessage(msgspec.Struct, kw_only=True):
+    """Message of the conversation."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputText]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCall(msgspec.Struct, kw_only=True):
+    """Call of a function in an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(msgspec.Struct, kw_only=True):
+    """Result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(msgspec.Struct, kw_only=True):
+    """Text of a reasoning."""
+
+    type: str
+    text: str
+
+
+class InputReasoning(msgspec.Struct, kw_only=True):
+    """Reasoning of an earlier response."""
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+    id: str | None = None
+    status: str | None = None
+    encrypted_content: str | None = None
+
+
+_ITEMS: dict[str, type[msgspec.Struct]] = {
+    "message": ResponseMessage,
+    "function_call": InputCall,
+    "function_call_output": InputCallOutput,
+    "reasoning": InputReasoning,
+}
+"""Kinds of input items."""
+
+
+INPUT_ITEMS = tuple(_ITEMS.values())
+
+
+InputItem = Annotated[
+    dict[str, Any],
+    Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_ITEMS]}),
+]
+"""Item whose kind its `type` tells: a message may lack it."""
+
+
+Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
+"""Switch of what needs a server that keeps responses."""
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    """Function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    """Function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """Form of the answer: any text, a JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """Options of the reasoning."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class ResponseStreamOptions(msgspec.Struct, kw_only=True):
+    """Options of a stream. Nothing is obfuscated."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of `/v1/responses`."""
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Annotated[str, Meta(extra_json_schema={"enum": sorted(_INCLUDE)})]] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    store: Off | None = None
+    background: Off | None = None
+    previous_response_id: Refused = None
+    conversation: Refused = None
+    prompt: Refused = None
+    max_tool_calls: Refused = None
+
+
+def chat_of(request: ResponsesRequest) -> ChatRequest:
+    """The chat of a request.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    _check(request)
+    values: dict[str, Any] = {"messages": _messages(request)}
+    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
+    values |= {name: value for name in same if (value := getattr(request, name)) is not None}
+    if request.max_output_tokens is not None:
+        values["max_completion_tokens"] = request.max_output_tokens
+    if LOGPROBS in (request.include or ()) or request.top_logprobs:
+        values |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        values["reasoning_effort"] = request.reasoning.effort
+    if request.tools:
+        functions = [msgspec.to_builtins(tool) for tool in request.tools]
+        values["tools"] = [
+            {"type": "function", "function": {key: value for key, value in function.items() if key != "type"}}
+            for function in functions
+        ]
+    choice = request.tool_choice
+    if choice is not None:
+        named = isinstance(choice, NamedFunction)
+        values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+    form = request.text.format if request.text else None
+    if form is not None and form.type != "text":
+        values["response_format"] = _response_format(form)
+    return decode(ChatRequest, values)
+
+
+def _check(request: ResponsesRequest) -> None:
+    """Refuse what this server does not have."""
+    for name in _NEEDS_STATE:
+        if getattr(request, name):
+            raise ApiError(400, f"{name}: it is not supported here, as this server keeps no responses", param=name)
+    if request.max_tool_calls is not None:
+        raise ApiError(400, "max_tool_calls: it is for built-in tools, which this server lacks", param="max_tool_calls")
+    if request.truncation == "auto":
+        raise ApiError(400, "truncation: expected disabled; no part of a conversation is dropped", param="truncation")
+    for i, name in enumerate(request.include or ()):
+        if name not in _INCLUDE:
+            param = f"include[{i}]"
+            raise ApiError(400, f"{param}: expected {' or '.join(sorted(_INCLUDE))}, got {name[:100]!r}", param=param)
+    options = request.reasoning
+    for name in ("summary", "generate_summary"):
+        if options is not None and getattr(options, name) not in (None, "auto"):
+            param = f"reasoning.{name}"
+            raise ApiError(400, f"{param}: the reasoning comes whole, without a summary", param=param)
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise ApiError(400, "text.verbosity: expected medium, which changes nothing", param="text.verbosity")
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type == "json_object":
+        return {"type": "json_object"}
+    if form.schema is None:
+        raise ApiError(400, "text.format.schema: it is missing", param="text.format.schema")
+    return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema}}
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    if request.instructions:
+        made.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*made, {"role": "user", "content": request.input}]
+    for i, item in enumerate(request.input):
+        _append(made, _read_item(item, f"input[{i}]"), f"input[{i}]")
+    return made
+
+
+def _read_item(item: Mapping[str, Any], where: str) -> msgspec.Struct:
+    kind = _ITEMS.get(str(item.get("type", "message")))
+    if kind is None:
+        found = str(item.get("type"))[:50]
+        raise ApiError(400, f"{where}.type: expected {', '.join(_ITEMS)}, got {found!r}", param=f"{where}.type")
+    try:
+        return decode(kind, item)
+    except ApiError as error:
+        raise ApiError(error.status, f"{where}.{error.message}", param=f"{where}.{error.param}") from error
+
+
+def _append(made: list[dict[str, Any]], item: msgspec.Struct, where: str) -> None:
+    """Add an item. Reasoning, text and calls that follow each other are one message of the assistant."""
+    match item:
+        case InputCallOutput():
+            output = _joined(item.output, f"{where}.output")
+            made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+        case InputCall():
+            function = {"name": item.name, "arguments": item.arguments}
+            calls = _answer(made, ()).setdefault("tool_calls", [])
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+        case InputReasoning():
+            thoughts = item.content or item.summary or []
+            answer = _answer(made, ("content", "tool_calls", "reasoning_content"))
+            answer["reasoning_content"] = "\n".join(thought.text for thought in thoughts)
+        case ResponseMessage(role="assistant"):
+            _answer(made, ("content", "tool_calls"))["content"] = _joined(item.content, f"{where}.content")
+        case ResponseMessage():
+            made.append({"role": item.role, "content": _joined(item.content, f"{where}.content")})
+
+
+def _answer(made: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any]:
+    """The assistant's message that an item belongs to: the last one, or a new one if that has one of these keys."""
+    if not made or made[-1]["role"] != "assistant" or any(key in made[-1] for key in without):
+        made.append({"role": "assistant"})
+    return made[-1]
+
+
+def _joined(content: str | Sequence[InputText], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            param = f"{where}[{i}].text"
+            raise ApiError(400, f"{param}: it is missing", param=param)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """Token counts of a response."""
+
+    input_tokens: Annotated[int, Meta(ge=0)]
+    input_tokens_details: dict[str, Annotated[int, Meta(ge=0)]]
+    output_tokens: Annotated[int, Meta(ge=0)]
+    output_tokens_details: dict[str, Annotated[int, Meta(ge=0)]]
+    total_tokens: Annotated[int, Meta(ge=0)]
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """Whole answer of `/v1/responses`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    """OpenAI's items: `message`, `reasoning` and `function_call`."""
+    incomplete_details: dict[str, str] | None
+    error: None
+    usage: ResponseUsage
+    metadata: dict[str, str]
+
 
 _IDS = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
 """Beginnings of the ids of output items."""
+
 
 _FIELDS = {
     "messages": "input",

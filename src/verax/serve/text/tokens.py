@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.errors import ApiError
-from verax.serve.http.fields import decode, read_body
-from verax.serve.http.json_response import JsonResponse
-from verax.serve.http.routing import api_routes
+from verax.serve.http.body import decode, read_body
+from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
-from verax.serve.text.answers import DetokenizedText, TokenIds
-from verax.serve.text.chat_request import ChatMessage, ChatRequest, ToolDefinition
-from verax.serve.text.chat_run import render_chat
+from verax.serve.text.chat import ChatMessage, ChatRequest, ToolDefinition, render_chat
 from verax.serve.text.sampling import Count
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["DetokenizeRequest", "TokenizeRequest", "routes"]
+__all__ = ["DetokenizeRequest", "DetokenizedText", "TokenIds", "TokenizeRequest", "routes"]
+
+
+class TokenIds(msgspec.Struct, kw_only=True):
+    """Token ids of a text or a chat."""
+
+    count: Annotated[int, Meta(ge=0)]
+    max_model_len: int
+    tokens: list[Annotated[int, Meta(ge=0)]]
+    token_strs: list[str | None] | None = None
+
+
+class DetokenizedText(msgspec.Struct, kw_only=True):
+    """Text of token ids."""
+
+    prompt: str
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -1,25 +1,129 @@
-"""OpenTelemetry traces: a span for each request, sent to a collector."""
+"""What a server reports of its requests: their records, the log's lines, and OpenTelemetry's spans."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import os
+import re
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
 from starlette.types import Scope
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
-from verax.serve.http.record import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["RequestTracer"]
+__all__ = [
+    "ACCESS",
+    "JsonFormatter",
+    "RequestRecord",
+    "RequestTracer",
+    "TextFormatter",
+    "configure_logs",
+    "record_in",
+    "record_of",
+]
+
+_KEY = "verax.record"
+
+
+@dataclass
+class RequestRecord:
+    """Facts of one request for its log line."""
+
+    request_id: str
+    begin: float = field(default_factory=time.perf_counter)
+    model: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    ttft: float | None = None
+    """Seconds from the request's arrival to the first token."""
+    prompt: Any = None
+    """Prompt or messages, set only if the server is to log them."""
+
+    def first_token(self) -> None:
+        """Note that the first token is here, unless it was before."""
+        if self.ttft is None:
+            self.ttft = time.perf_counter() - self.begin
+
+    def attach(self, scope: Scope) -> None:
+        """Make the record that of a request."""
+        scope[_KEY] = self
+
+
+def record_of(request: Request) -> RequestRecord:
+    """Record of a request."""
+    return record_in(request.scope)
+
+
+def record_in(scope: Scope) -> RequestRecord:
+    """Record of the request of a scope."""
+    return scope[_KEY]
+
+
+ACCESS = "verax.serve.access"
+"""Logger of the requests. Its records have the attribute `fields`."""
+
+
+_PLAIN = re.compile(r"[!-~]+")
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level and message; of a request, `name=value` for each field."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record as text. What a client sent is quoted: it cannot begin a line of its own."""
+        fields: dict[str, Any] | None = getattr(record, "fields", None)
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        if fields is not None:
+            return f"{moment} {' '.join(f'{name}={_shown(value)}' for name, value in fields.items())}"
+        text = f"{moment} {record.levelname}: {record.getMessage()}"
+        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+class JsonFormatter(logging.Formatter):
+    """A JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write a record as one line."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z"
+        line: dict[str, Any] = {"time": moment, "level": record.levelname.lower(), "logger": record.name}
+        fields: dict[str, Any] | None = getattr(record, "fields", None)
+        line |= {"message": record.getMessage()} if fields is None else fields
+        if record.exc_info is not None:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logs(format: str) -> None:
+    """Send the logs of the server and its engines to standard error.
+
+    Args:
+        format: `"text"` or `"json"`.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    for name, level in {"verax": logging.INFO, "uvicorn": logging.WARNING}.items():
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level)
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 class RequestTracer:

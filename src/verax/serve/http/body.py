@@ -18,18 +18,34 @@ __all__ = ["MAX_DEPTH", "decode", "parse_json", "read_body"]
 MAX_DEPTH = 64
 """Levels of lists and objects in a request."""
 
+
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string of JSON, or the rest of the text where one does not end, so that a search is linear in the text."""
 
+
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
+
+
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
+
+
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<where>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
+
+
 _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
+
+
 _LONGEST_NAME = 64
+
+
 _MOST_NAMES = 1000
 
+
 _log = logging.getLogger("verax.serve")
+
+
 _seen: set[str] = set()
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 

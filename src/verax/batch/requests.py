@@ -1,0 +1,341 @@
+"""Requests in OpenAI's batch format, answered by the server's application without a socket.
+
+The format is that of https://platform.openai.com/docs/api-reference/batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Scope
+
+from verax._optional import require_optional
+from verax.batch.lines import LineError, ParquetLines, bad_line, write_rows
+from verax.errors import EngineDeadError
+from verax.files import atomic_path
+from verax.serve.app import create_app
+from verax.serve.http.body import decode
+from verax.serve.http.errors import ApiError
+from verax.serve.http.server import Server
+
+__all__ = [
+    "ID_PREFIX",
+    "URLS",
+    "VIDEOS",
+    "Answer",
+    "AnswerLine",
+    "BatchServer",
+    "LineResponse",
+    "LocalServer",
+    "RequestLine",
+    "call",
+    "make_clip",
+    "read_request",
+    "request_lines",
+    "write_answers",
+]
+
+VIDEOS = "/v1/videos"
+
+
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/rerank",
+    VIDEOS,
+)
+"""Endpoints of the server that a line may be for."""
+
+
+ID_PREFIX = "batch_req_"
+
+
+class RequestLine(msgspec.Struct, frozen=True):
+    """Request of a line.
+
+    Attributes:
+        number: of the line, from 1.
+        custom_id: the user's name for it.
+        url: one of `URLS`.
+        body: JSON object, as it stands in the line.
+    """
+
+    number: int
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+
+
+class LineResponse(msgspec.Struct, frozen=True):
+    """The server's answer to a request."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class AnswerLine(msgspec.Struct, frozen=True):
+    """Line of the output: a response, which may be an HTTP error, or the reason why none was asked for."""
+
+    BEGIN: ClassVar[bytes] = b'{"id":"%b' % ID_PREFIX.encode()
+
+    id: str
+    custom_id: str | None
+    response: LineResponse | None
+    error: LineError | None
+
+    @classmethod
+    def of(cls, custom_id: str, response: LineResponse) -> AnswerLine:
+        """The server's answer, with an id of its own."""
+        return cls(_new_id(), custom_id, response, None)
+
+    @classmethod
+    def failure(cls, error: LineError, custom_id: str | None = None) -> AnswerLine:
+        """Answer to a line that is no request, with an id of its own."""
+        return cls(_new_id(), custom_id, None, error)
+
+    @property
+    def failed(self) -> bool:
+        """True unless the server answered with what was asked for. A clip can fail after its request was accepted."""
+        response = self.response
+        if response is None or response.status_code >= 400:
+            return True
+        return msgspec.json.decode(response.body, type=_AnswerBody).error is not None
+
+
+class _AnswerBody(msgspec.Struct):
+    error: Any = None
+
+
+class _Fields(msgspec.Struct):
+    custom_id: str
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class _RequestBody(msgspec.Struct):
+    """The only field of a body that is looked at here; all others are the server's business."""
+
+    stream: Any = None
+
+
+def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
+    """Request of a line, or the answer that says what is wrong with the line.
+
+    Args:
+        text: the line, in UTF-8.
+        number: of the line, from 1.
+    """
+    custom_id = None
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        given: dict[str, Any] = {
+            name: msgspec.json.decode(raw[name]) for name in ("custom_id", "method", "url") if name in raw
+        }
+        if isinstance(given.get("custom_id"), str):
+            custom_id = given["custom_id"]
+        if "body" in raw:
+            given["body"] = raw["body"]
+        fields = decode(_Fields, given)
+        if fields.url not in URLS:
+            raise ApiError(400, f"url: expected one of {', '.join(URLS)}, got {fields.url[:100]!r}", param="url")
+        if _streams(fields.body):
+            raise ApiError(400, "body.stream: an answer in a file is a whole one; leave it out", param="body.stream")
+    except ApiError as error:
+        return AnswerLine.failure(bad_line("invalid_request", error.message, number, error.param), custom_id)
+    except msgspec.ValidationError:
+        problem = "expected a JSON object with custom_id, method, url and body"
+        return AnswerLine.failure(bad_line("invalid_json_line", problem, number))
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        return AnswerLine.failure(bad_line("invalid_json_line", f"it is not valid JSON: {error}", number), custom_id)
+    return RequestLine(number, fields.custom_id, fields.url, fields.body)
+
+
+def _new_id() -> str:
+    return f"{ID_PREFIX}{secrets.token_hex(16)}"
+
+
+def _streams(body: msgspec.Raw) -> bool:
+    try:
+        return msgspec.json.decode(body, type=_RequestBody).stream is True
+    except msgspec.ValidationError as error:
+        raise ApiError(400, "body: expected a JSON object", param="body") from error
+
+
+def request_lines(path: Path) -> ParquetLines:
+    """Rows of a file of requests as lines.
+
+    Raises:
+        InvalidParameterError: for a file that is not Parquet.
+        MissingDependencyError: if pyarrow is not installed.
+    """
+    return ParquetLines(path, ("custom_id", "method", "url", "body"), json=("body",))
+
+
+def write_answers(lines: Path, path: Path) -> None:
+    """Write the answers of a file of lines as Parquet, whole or not at all.
+
+    Columns are `id`, `custom_id`, `status_code`, `request_id`, `body` and `error`; the last two are JSON text.
+
+    Args:
+        lines: what `ResultFile` wrote.
+        path: of the file.
+    """
+    arrow = require_optional("pyarrow")
+    names = ("id", "custom_id", "status_code", "request_id", "body", "error")
+    write_rows(lines, path, {**dict.fromkeys(names, arrow.string()), "status_code": arrow.int32()}, _row)
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    answer = msgspec.json.decode(line, type=AnswerLine)
+    response, error = answer.response, answer.error
+    return {
+        "id": answer.id,
+        "custom_id": answer.custom_id,
+        "status_code": None if response is None else response.status_code,
+        "request_id": None if response is None else response.request_id,
+        "body": None if response is None else bytes(response.body).decode(),
+        "error": None if error is None else msgspec.json.encode(error).decode(),
+    }
+
+
+_HOST = b"localhost"
+"""Name that a server at a loopback address accepts."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whole answer of the application."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+async def call(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Answer:
+    """Answer to a request. Cancelling the task ends the request, as a client does that disconnects.
+
+    Args:
+        app: the application, whose lifespan is entered.
+        method: HTTP method.
+        path: path without a query.
+        body: JSON text in UTF-8, if the method has one.
+    """
+    headers = [(b"host", _HOST), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+    }
+    unread = [body]
+    start: Message = {}
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if not unread:
+            await asyncio.get_running_loop().create_future()  # this client does not disconnect
+        return {"type": "http.request", "body": unread.pop(), "more_body": False}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return Answer(start["status"], Headers(raw=start["headers"]), b"".join(parts))
+
+
+class _Video(msgspec.Struct):
+    id: str
+    status: str = ""
+
+
+async def make_clip(app: ASGIApp, body: bytes, folder: Path) -> Answer:
+    """The state of a clip once it is made or has failed, or the refusal of its request.
+
+    Args:
+        app: the application.
+        body: of a request to create a clip.
+        folder: where the file goes, under the clip's id.
+    """
+    created = await call(app, "POST", VIDEOS, body)
+    if created.status >= 400:
+        return created
+    path = f"{VIDEOS}/{msgspec.json.decode(created.body, type=_Video).id}"
+    await call(app, "GET", f"{path}/events")  # they end with the clip
+    state = await call(app, "GET", path)
+    video = msgspec.json.decode(state.body, type=_Video)
+    if video.status == "completed":
+        content = await call(app, "GET", f"{path}/content")
+        folder.mkdir(exist_ok=True)
+        with atomic_path(folder / f"{video.id}.mp4") as partial:
+            partial.write_bytes(content.body)
+    await call(app, "DELETE", path)  # makes room
+    return state
+
+
+class BatchServer(Protocol):
+    """Models that answer the lines of a batch."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Context in which requests are answered."""
+        ...
+
+    async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
+        """Answer to a line, as `LocalServer` gives it."""
+        ...
+
+
+class LocalServer:
+    """Models of this process.
+
+    Args:
+        server: the models.
+    """
+
+    def __init__(self, server: Server):
+        self._server = server
+        self._app = create_app(server)
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Context in which requests are answered; the engine stops at its end."""
+        return self._server.lifespan(self._app)
+
+    async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
+        """Answer to a line. Cancelling the task ends the request.
+
+        Args:
+            request: the line.
+            clips: folder for clips. None if there can be none in this batch.
+
+        Raises:
+            EngineDeadError: if the text engine has failed, whose answer this would be.
+        """
+        body, llm = bytes(request.body), self._server.llm
+        if request.url == VIDEOS and clips is not None:
+            answer = await make_clip(self._app, body, clips)
+        else:
+            answer = await call(self._app, "POST", request.url, body)
+        if answer.status >= 500 and llm is not None and llm.error is not None:
+            raise EngineDeadError(f"the engine has failed: {llm.error}") from llm.error
+        return answer

@@ -1,1 +1,0 @@
-"""Files of requests in OpenAI's batch format, answered by the server's application without a socket."""

@@ -1,1 +1,0 @@
-"""Images and clips from clients: data URIs, and decoding in a process of its own."""
