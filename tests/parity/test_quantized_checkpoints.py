@@ -1,4 +1,4 @@
-"""Language models from GPTQ, AWQ, FP8 and MXFP8 checkpoints against transformers on the dequantised weights."""
+"""Quantised checkpoints of the published layouts, against the libraries that define them and transformers."""
 
 import json
 

@@ -180,8 +180,8 @@ def plan_sizes(
         )
         fewer = " or max_num_seqs" if states else ""
         raise InvalidParameterError(
-            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{states_too}, but a "
-            f"context of {context} needs {plan.bytes_for(context) / 2**20:.0f} MiB; give more, or a smaller "
+            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{states_too}, but "
+            f"a context of {context} needs {plan.bytes_for(context) / 2**20:.0f} MiB; give more, or a smaller "
             f"max_model_len{fewer}"
         )
     num_blocks = plan.num_blocks(memory - states, context, max_num_seqs)
