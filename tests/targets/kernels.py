@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.sampling import sampling_shapes
 from tests.targets.resources import Resources, of_gpu, of_tpu
+from tests.targets.topology import compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
 from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
 from verax.ops.pages import QuantizedPages, is_quantized, page_bytes
-from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 
 jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices

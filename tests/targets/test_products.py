@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.targets.test_targets import skip_without_compiler
+from tests.targets.topology import topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
-from verax.plan.compiled.topology import topology_mesh
 from verax.plan.devices import find_device
 
 SIZE_IN, SIZE_OUT = 4096, 12288

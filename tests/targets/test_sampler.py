@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.support.sampling import sampling_shapes
 from tests.targets.test_targets import skip_without_compiler
 from tests.targets.thunks import thunks
+from tests.targets.topology import compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
-from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 
 ROWS, VOCAB, CONTEXT = 16, 151936, 2048
