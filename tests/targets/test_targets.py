@@ -103,11 +103,11 @@ def test_the_blocks_of_a_video_model_keep_one_residual_stream(case):
     assert step.temporaries < 16 * WAN_STREAM
 
 
-def test_a_video_model_with_attention_in_a_kernel_writes_out_no_tables_of_cos_and_sin_for_all_heads():
+def test_a_video_model_with_splash_attention_writes_out_no_tables_of_cos_and_sin_for_all_heads():
     """They and the layouts of pairs made 13 streams with two layers. One layer keeps nothing for the next."""
     skip_without_compiler("v5e")
     case = next(case for case in CASES if case.model == "t2v-1.3b")
-    with ops.use_implementations(attention="pallas"):
+    with ops.use_implementations(attention="splash"):
         found = compile_model(case.model, "v5e", depth=2, **case.options)
     (step,) = found
     assert step.refused is None

@@ -51,10 +51,8 @@ import verax.ops.gpu.attention  # isort: skip
 import verax.ops.gpu.delta  # isort: skip
 import verax.ops.gpu.linear  # isort: skip
 import verax.ops.gpu.paged  # isort: skip
-import verax.ops.gpu.sampling  # isort: skip
 import verax.ops.tpu.attention  # isort: skip
 import verax.ops.tpu.delta  # isort: skip
-import verax.ops.tpu.linear  # isort: skip
 import verax.ops.tpu.paged  # noqa: F401  # isort: skip
 
 __all__ = [
