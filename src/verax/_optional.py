@@ -1,4 +1,4 @@
-"""Imports of packages that extras add, `video`, `server`, `plan-tpu` and others, where they are used."""
+"""Imports where they are used: of packages that extras add (`video`, `server`), and of modules that load slowly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from verax.errors import MissingDependencyError
 
-__all__ = ["require_optional"]
+__all__ = ["Deferred", "require_optional"]
 
 _PACKAGES = {
     "av": ("PyAV", "video"),
@@ -51,3 +51,13 @@ def require_optional(module: str) -> Any:
     except ImportError as error:
         package, extra = _PACKAGES[module.partition(".")[0]]
         raise MissingDependencyError(f"{package} is not installed: pip install 'verax[{extra}]'") from error
+
+
+class Deferred:
+    """A module that is imported when its first name is used."""
+
+    def __init__(self, module: str):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)
