@@ -1,4 +1,4 @@
-"""Imports of packages that extras install, `video`, `server`, `plan-tpu` and others, where they are used."""
+"""Imports where they are used: of packages that extras add (`video`, `server`), and of modules that load slowly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from verax.errors import MissingDependencyError
 
-__all__ = ["load_pyplot", "require_optional"]
+__all__ = ["Deferred", "load_pyplot", "require_optional"]
 
 _PACKAGES = {
     "accelerate": ("accelerate", "parity"),
@@ -72,3 +72,13 @@ def load_pyplot(extra: str = "train") -> Any:
     """
     require_optional("matplotlib", extra).use("Agg")
     return importlib.import_module("matplotlib.pyplot")
+
+
+class Deferred:
+    """A module that is imported when its first name is used."""
+
+    def __init__(self, module: str):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._module), name)

@@ -1,7 +1,6 @@
-"""`verax plan`: exit statuses, JSON, the page, and errors that name an option."""
+"""`verax plan`: exit statuses, JSON, the tables, options of other commands, and errors that name an option."""
 
 import json
-import sys
 
 import pytest
 
@@ -19,11 +18,35 @@ def test_the_dtype_of_the_cache_decides_its_bytes(run):
     assert sizes["fp8"] == sizes["int8"] < 0.6 * sizes["bfloat16"]
 
 
-def test_the_tables_and_the_page(run, tmp_path):
-    done = run("plan", "text-builtin", "--device", "v6e", "--output", str(tmp_path / "page"))
+def test_the_tables_and_the_verdict(run):
+    done = run("plan", "text-builtin", "--device", "v6e")
     assert done.status == 0
-    assert "Times are bounds" in done.out
-    assert (tmp_path / "page" / "plan.html").is_file()
+    for words in ("text-builtin on v6e", "feed-forward", "cache", "decode step", "Times are bounds", "tokens/s of one"):
+        assert words in done.out
+    assert done.out.rstrip().endswith("fits")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "settings"),
+    [
+        (
+            "qwen3",
+            "--dtype float32 -q int8 --kv-cache-dtype fp8 --max-model-len 512 --max-num-seqs 2 "
+            "--max-num-batched-tokens 64 --tensor-parallel-size 2",
+            {"quantization": "int8", "max_model_len": 512, "max_num_batched_tokens": 64, "tensor_parallel_size": 2},
+        ),
+        ("minilm", "--dtype float32 --batch-size 4 --max-length 32", {"batch_size": 4, "max_length": 32}),
+        (
+            "t2v-1.3b",
+            "--resolution 540P --num-frames 17 --inference-steps 8 --guidance-parallel --sequence-parallel 2 "
+            "--shard-weights",
+            {"height": 544, "num_frames": 17, "num_inference_steps": 8, "sequence_parallel": 2, "shard_weights": True},
+        ),
+    ],
+)
+def test_options_have_the_names_of_the_commands_that_run_the_model(run, model, options, settings):
+    done = run("plan", model, "--device", "h100", "--json", *options.split())
+    assert settings.items() <= json.loads(done.out)["settings"].items()
 
 
 @pytest.mark.parametrize(
@@ -32,9 +55,8 @@ def test_the_tables_and_the_page(run, tmp_path):
         (["text-builtin"], "Missing option '--device'"),
         (["text-builtin", "--device", "abacus"], "--device: 'abacus' is not in the table"),
         (["nowhere", "--device", "h100"], "nowhere: no such folder"),
-        (["text-builtin", "--device", "h100", "--context", "99999"], "--context: expected 2 to"),
-        (["text-builtin", "--device", "l40s", "--compile"], "--compile: there is no compiler for 'l40s'"),
-        (["text-builtin", "--device", "h100", "--depth", "2"], "--depth: layers to compile; give --compile as well"),
+        (["text-builtin", "--device", "h100", "--max-model-len", "99999"], "--max-model-len: expected 2 to"),
+        (["text-builtin", "--device", "h100", "--height", "64"], "--height: the plan of a model of kind text has no"),
         (["text-builtin", "--device", "h100", "--kv-cache-dtype", "int4"], "--kv-cache-dtype: expected one of"),
     ],
 )
@@ -42,12 +64,4 @@ def test_wrong_usage_ends_with_2_and_one_line(run, arguments, message):
     done = run("plan", *arguments)
     assert done.status == 2
     assert message in done.err
-    assert done.err.count("\n") == 1
-
-
-def test_a_missing_compiler_ends_with_2_and_the_extra_that_has_it(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "libtpu", None)
-    done = run("plan", "text-builtin", "--device", "v5e", "--compile")
-    assert done.status == 2
-    assert "libtpu is not installed: pip install 'verax[plan-tpu]'" in done.err
     assert done.err.count("\n") == 1

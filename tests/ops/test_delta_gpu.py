@@ -9,8 +9,7 @@ from tests.support.delta_scan import cotangents, exact_scan, exact_scan_backward
 from verax import ops
 from verax.ops import delta
 from verax.ops.delta._scan import delta_chunk_scan, delta_chunk_scan_backward
-from verax.ops.gpu.delta import COLUMNS
-from verax.ops.gpu.delta_kernel import chunk_scan, chunk_scan_backward
+from verax.ops.gpu.delta_scan import COLUMNS, chunk_scan, chunk_scan_backward
 
 CASES = {
     "one chunk": ([0], {}),

@@ -11,9 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from tests.support.delta import RULES, extremes, inputs, options, oracle
 from verax import ops
 from verax.ops.delta._inverse import unit_lower_inverse
-from verax.ops.gpu import delta_kernel as triton
-from verax.ops.gpu.delta import COLUMNS
-from verax.ops.tpu import delta_kernel as pallas
+from verax.ops.gpu import delta_scan as triton
+from verax.ops.gpu.delta_scan import COLUMNS
+from verax.ops.tpu import delta_scan as pallas
 
 
 def loss_weights(rule, x):

@@ -12,11 +12,10 @@ from tests.support.delta import RULES, extremes, inputs, options, oracle
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.ops.delta import delta_slot_recurrence
-from verax.ops.gpu import delta_step_kernel as gpu_kernel
-from verax.ops.gpu.delta import _delta_step_triton
-from verax.ops.gpu.delta_step_kernel import columns_of_program
-from verax.ops.tpu import delta_step_kernel as tpu_kernel
-from verax.ops.tpu.delta import _delta_step_pallas
+from verax.ops.gpu import delta_step as gpu_kernel
+from verax.ops.gpu.delta_step import _delta_step_triton, columns_of_program
+from verax.ops.tpu import delta_step as tpu_kernel
+from verax.ops.tpu.delta_step import _delta_step_pallas
 
 CHOICES = {"reference": "reference", "triton": _delta_step_triton, "pallas": _delta_step_pallas}
 

@@ -9,8 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tests.support.delta_scan import cotangents, exact_scan, exact_scan_backward, scan_problem
 from verax import ops
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
-from verax.ops.tpu.delta import _delta_chunk_scan_pallas
-from verax.ops.tpu.delta_kernel import MAX_HEADS, chunk_scan, chunk_scan_backward, heads_of_step
+from verax.ops.tpu.delta_scan import MAX_HEADS, _delta_chunk_scan_pallas, chunk_scan, chunk_scan_backward, heads_of_step
 
 INTERPRETED = pltpu.InterpretParams(uninitialized_memory="nan")
 
@@ -80,7 +79,7 @@ def test_heads_are_multiplied_together_as_far_as_there_is_memory():
 
 def test_derivatives_are_those_of_the_reference(monkeypatch):
     arguments = scan_problem(3, [0, 0])
-    monkeypatch.setattr("verax.ops.tpu.delta_kernel.chunk_scan", delta_chunk_scan.reference)
+    monkeypatch.setattr("verax.ops.tpu.delta_scan.chunk_scan", delta_chunk_scan.reference)
 
     def loss(scan):
         return jax.grad(lambda states: jnp.sum(scan(arguments[0], states, arguments[2])[0] ** 2))(arguments[1])

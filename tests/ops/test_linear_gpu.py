@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 from verax import ops
-from verax.ops.gpu.linear import _product
-from verax.ops.gpu.linear_kernel import product, tiles_of_part
+from verax.ops.gpu.linear import _product, product, tiles_of_part
 
 WEIGHTS = {
     "int8": (8, None),
@@ -80,9 +79,7 @@ def test_every_float8_is_multiplied_as_it_is():
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_gradients_are_those_of_the_reference(kind, monkeypatch):
     x, weight, _ = problem(kind, 2)
-    monkeypatch.setattr(
-        "verax.ops.gpu.linear_kernel.product", lambda x, weight: jnp.zeros((x.shape[0], weight.size_out))
-    )
+    monkeypatch.setattr("verax.ops.gpu.linear.product", lambda x, weight: jnp.zeros((x.shape[0], weight.size_out)))
     found = jax.grad(lambda x: _product(x, weight).sum())(x)
     expected = jax.grad(lambda x: ops.linear.reference(x, weight).sum())(x)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

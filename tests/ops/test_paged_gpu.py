@@ -13,7 +13,7 @@ from tests.support.attention import (
     without_pages_behind,
 )
 from verax import ops
-from verax.ops.gpu.paged_kernel import decode_attention, num_parts, ragged_attention
+from verax.ops.gpu.paged import decode_attention, num_parts, ragged_attention
 
 LENGTHS = [1, 130, 16, 0, 257]
 

@@ -15,8 +15,7 @@ from tests.support.attention import (
     without_pages_behind,
 )
 from verax import ops
-from verax.ops.tpu.float8 import FACTOR, sixteenths
-from verax.ops.tpu.paged_kernel import decode_attention, pages_of_chunk, ragged_attention
+from verax.ops.tpu.paged import FACTOR, decode_attention, pages_of_chunk, ragged_attention, sixteenths
 
 LENGTHS = [1, 40, 16, 0, 70]
 INTERPRETED = pltpu.InterpretParams(uninitialized_memory="nan")

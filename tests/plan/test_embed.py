@@ -17,10 +17,10 @@ TINY = Described("tiny", "embedding", {"model_type": "bert", **SIZES})
 
 def test_products_are_those_of_a_formula_by_hand():
     B, T, D, F, L = 3, 20, SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_hidden_layers"]
-    found = plan_embed(TINY, DEVICE, sentences=B, tokens=T)
+    found = plan_embed(TINY, DEVICE, batch_size=B, max_length=T)
     (program,) = found["programs"]
     assert program["flops"] == B * L * (2 * T * (4 * D * D + 2 * D * F) + 4 * T * T * D)
-    assert program["flops_by_dtype"] == {"float32": program["flops"]}
+    assert program["parts_s"]["compute"] == program["flops"] / DEVICE.rate("float32")
     assert found["fits"]
     assert {row["part"] for row in found["weights"]} == {"embedding", "attention", "feed-forward", "norms"}
 
@@ -29,13 +29,13 @@ def test_weights_of_a_cpu_are_those_of_a_loaded_encoder_with_the_rows_that_fill_
     folder = tiny_encoder(tmp_path / "model", hidden_size=64)
     encoder = Encoder(folder, show_progress=False)
     cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
-    found = plan(str(folder), cpu, max_num_seqs=3, context=20)
+    found = plan(str(folder), cpu, batch_size=3, max_length=20)
     assert found["memory"]["weights"] == sum(array.nbytes for array in jax.tree.leaves(encoder._weights))
 
 
 def test_wrong_options_are_named():
-    with pytest.raises(InvalidParameterError, match="context: expected 1 to 64 tokens, got 65"):
-        plan_embed(TINY, DEVICE, tokens=65)
+    with pytest.raises(InvalidParameterError, match="max_length: expected 1 to 64 tokens, got 65"):
+        plan_embed(TINY, DEVICE, max_length=65)
     with pytest.raises(
         InvalidParameterError, match="devices: the plan of a model of kind embedding has no such option"
     ):

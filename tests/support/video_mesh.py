@@ -66,7 +66,7 @@ def planned(kind, *mesh):
     pipe = pipeline(kind, *mesh)
     request = VideoRequest("a red circle", image=PICTURE if kind == "i2v" else None, num_frames=5)
     names = dict(zip(("guidance_parallel", "sequence_parallel", "shard_weights"), mesh, strict=False))
-    found = plan(str(HOME / f"{kind}-4"), find_device("h100"), dtype="float32", frames=5, **names)
+    found = plan(str(HOME / f"{kind}-4"), find_device("h100"), dtype="float32", num_frames=5, **names)
     stages = [(row["stage"], row["weights"], row["others"], row["work"]) for row in found["stages"]]
     compiled = [(stage.stage, stage.weights, stage.others, stage.work) for stage in pipe.plan(request)]
     return {"compiled": compiled, "instant": stages}

@@ -8,9 +8,7 @@ from typing import Any
 
 import jax
 
-from verax.plan.compiled.run import compile_model
-from verax.plan.devices import find_device
-from verax.plan.model import describe
+from tests.targets.compile import Compiled, compile_model
 
 jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
 
@@ -39,7 +37,7 @@ class Case:
         return f"{self.model}-{self.device}x{self.devices}"
 
 
-_TEXT = {"max_num_seqs": 16, "context": 2048}
+_TEXT = {"max_num_seqs": 16, "max_model_len": 2048}
 _CLIP = {"num_frames": 81, "height": 480, "width": 832}
 
 CASES = [
@@ -49,7 +47,7 @@ CASES = [
         ("qwen3", 2, _TEXT, (1, 4)),
         ("hybrid", 4, _TEXT, (1,)),
         ("t2v-1.3b", 8, _CLIP, (1,)),
-        ("minilm", 2, {"sentences": 32}, (1,)),
+        ("minilm", 2, {"batch_size": 32}, (1,)),
     )
     for devices in counts
 ]
@@ -57,8 +55,6 @@ CASES = [
 
 
 @cache
-def compiled(case: Case) -> dict[str, Any]:
-    """The compilation of a case, see `compile_model`."""
-    return compile_model(
-        describe(case.model), find_device(case.device), devices=case.devices, depth=case.depth, **case.options
-    )
+def compiled(case: Case) -> list[Compiled]:
+    """The programs of a case, compiled."""
+    return compile_model(case.model, case.device, devices=case.devices, depth=case.depth, **case.options)

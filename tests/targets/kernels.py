@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.support.sampling import sampling_shapes
 from tests.targets.resources import Resources, of_gpu, of_tpu
+from tests.targets.topology import compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
 from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
 from verax.ops.pages import QuantizedPages, is_quantized, page_bytes
-from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
 
 jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
@@ -138,7 +137,7 @@ def _linear(
     kind = dtype if group is None else f"{dtype} in groups of {group}"
     return Kernel(
         "linear",
-        "pallas" if find_device(device).platform == "tpu" else "triton",
+        "triton",
         "linear_float8" if is_float else f"linear_{dtype}",
         device,
         f"{'1 row' if rows == 1 else f'{rows} rows'}, {kind}, {size_in} to {size_out}",
@@ -211,38 +210,6 @@ def _delta_step(device: str, predicted: float, rows: int = 64, slots: int = 80) 
     )
 
 
-def _sample(device: str, predicted: float, rows: int = 16, vocab: int = 151936) -> Kernel:
-    return Kernel(
-        "sample",
-        "triton",
-        "sample_by_probability",
-        device,
-        f"{rows} sequences of {vocab} tokens, top-k and top-p",
-        sampling_shapes(rows, vocab, 2048),
-        0,
-        4 * rows * vocab,
-        predicted,
-    )
-
-
-def _attention(
-    implementation: str, device: str, predicted: float, tokens: int = 32760, heads: int = 12, size: int = SIZE
-) -> Kernel:
-    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, size), dtype) for dtype in (jnp.float32, jnp.bfloat16))
-    return Kernel(
-        "attention",
-        implementation,
-        "flash_attention",
-        device,
-        f"{tokens} tokens, {heads} heads of {size}, without a mask, bfloat16",
-        (q, k, k),
-        4 * heads * size * tokens**2,
-        2 * (q.size * 4 + k.size * 2),
-        predicted,
-        {"causal": False},
-    )
-
-
 def _kernels() -> Iterator[Kernel]:
     yield _decode("pallas", "v5e", "bfloat16", 0.8)
     yield _decode("pallas", "v5e", "int8", 0.55)
@@ -254,15 +221,6 @@ def _kernels() -> Iterator[Kernel]:
     yield _delta_backward("pallas", "v5e", 0.5)
     for device in ("v5e", "v6e"):
         yield _delta_step(device, 0.7)
-    yield _attention("pallas", "v5e", 0.7)
-    yield _attention("pallas", "v5e", 0.35, tokens=4096, size=64)
-    yield _attention("pallas", "v6e", 0.1, tokens=4096, size=64)
-    yield _linear("v5e", 1, "int8", 128, 0.75)
-    yield _linear("v5e", 64, "int8", 128, 0.65)
-    yield _linear("v5e", 1, "int8", 32, 0.6)
-    yield _linear("v5e", 64, "int8", 32, 0.4)
-    yield _linear("v6e", 1, "int8", 128, 0.6)
-    yield _linear("v6e", 64, "int8", 32, 0.3)
     for device, predicted in (("h100", 0.6), ("b200", 0.4), ("rtx5090", 0.75)):
         yield _decode("triton", device, "bfloat16", predicted)
     yield _decode("triton", "h100", "int8", 0.4)
@@ -280,9 +238,6 @@ def _kernels() -> Iterator[Kernel]:
     yield _delta_backward("triton", "h100", 0.15)
     for device in ("h100", "a100", "l4", "rtx4090"):
         yield _delta_step(device, 0.7)
-    for device, predicted in (("h100", 0.025), ("a100", 0.03), ("l4", 0.23), ("rtx4090", 0.11)):
-        yield _sample(device, predicted)
-    yield _attention("triton", "h100", 0.35)
 
 
 KERNELS = list(_kernels())

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests.targets.cases import CASES, Case, compiled
+from tests.targets.compile import Compiled
 from tests.targets.kernels import KERNELS, Kernel, compiled_kernel
 from tests.targets.resources import Resources
 from verax.files import write_text
@@ -22,7 +22,6 @@ COLUMNS = (
     "model, layers",
     "program",
     "device",
-    "compiler",
     "arguments",
     "temporaries",
     "code",
@@ -44,7 +43,7 @@ KERNEL_COLUMNS = (
 )
 
 
-def render(results: dict[Case, dict[str, Any]]) -> str:
+def render(results: Mapping[Case, Sequence[Compiled]]) -> str:
     """A Markdown table of compilations."""
     return _table(COLUMNS, (row for case, result in results.items() for row in _rows(case, result)))
 
@@ -73,18 +72,15 @@ def _kernel_row(kernel: Kernel, found: Resources) -> tuple[str, ...]:
     )
 
 
-def _rows(case: Case, result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    model = f"{case.model}, {result['depth'] or 'all'}"
+def _rows(case: Case, programs: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
     device = f"{case.devices} x {case.device}"
-    for row in result["programs"]:
-        head = (model, row["name"], device, f"{result['compiler']}, JAX {result['jax']}")
-        if row["refused"]:
-            yield (*head, "refused", f"needs {_gib(row['needed'])}", "", "", f"{row['seconds']:.0f} s")
+    for one in programs:
+        head, seconds = (f"{case.model}, {case.depth}", one.name, device), f"{one.seconds:.0f} s"
+        if one.refused or one.findings is None:
+            yield (*head, "refused", f"needs {_gib(one.needed)}", "", "", seconds)
             continue
-        kinds = row["findings"]["collectives"].items()
-        collectives = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
-        sizes = (_gib(row[name]) for name in ("arguments", "temporaries", "code"))
-        yield (*head, *sizes, collectives, f"{row['seconds']:.0f} s")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in one.findings.collectives.items()) or "none"
+        yield (*head, *map(_gib, (one.arguments, one.temporaries, one.code)), kinds, seconds)
 
 
 def _gib(size: int) -> str:

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.targets.compile import programs_of
 from tests.targets.test_targets import skip_without_compiler
+from tests.targets.topology import compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
-from verax.plan.compiled.programs import programs_of
-from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
-from verax.plan.model import describe
 
 STATES = 16 * 16 * 128 * 128
 """Numbers of all slots' states, and of those of all rows: 16 sequences, 16 value heads of 128."""
@@ -36,12 +35,12 @@ def passes(name, implementation):
     """Passes over the states of all delta layers, in the engine's decode step of 16 sequences."""
     skip_without_compiler(name)
     device = find_device(name)
-    sizes = {"max_num_seqs": 16, "context": 2048, "devices": 1}
+    sizes = {"max_num_seqs": 16, "max_model_len": 2048}
     with (
         ops.use_target(device.platform, device.kind, device.memory),
         ops.use_implementations(delta_slot_recurrence=implementation),
     ):
-        decode, _ = programs_of(describe("hybrid"), device, topology_mesh(device, 1), depth=DEPTH, **sizes)
+        decode, _ = programs_of("hybrid", device, topology_mesh(device, 1), depth=DEPTH, **sizes)
         lowered = decode.lower()
     with no_compilation_cache():
         return count_passes(lowered.compile(compiler_options=dict(compiler_of(device).options)).as_text(), STATES)

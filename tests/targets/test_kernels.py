@@ -4,13 +4,11 @@ import json
 
 import pytest
 
+from tests.targets.compile import compile_model
 from tests.targets.kernels import KERNELS, compiled_kernel
 from tests.targets.test_targets import skip_without_compiler
+from tests.targets.topology import GPU_SPECS, KIB
 from verax import ops
-from verax.plan.compiled.gpu_specs import GPU_SPECS, KIB
-from verax.plan.compiled.run import compile_model
-from verax.plan.devices import find_device
-from verax.plan.model import describe
 
 VECTOR_MEMORY = 16 << 20
 """Bytes of vector memory that XLA gives to a kernel of a v5e."""
@@ -41,12 +39,12 @@ def test_the_steps_of_an_engine_run_the_kernels_and_update_the_cache_in_place(de
     skip_without_compiler(device)
     named = {"paged_attention": name, "paged_decode_attention": name}
     with ops.use_implementations(**named):
-        found = compile_model(describe("qwen3"), find_device(device), devices=1, depth=2, max_num_seqs=16, context=2048)
-    for row in found["programs"]:
-        assert row["refused"] is None, row["name"]
-        assert row["findings"]["donated_copies"] == 0, row["name"]
-    decode, _ = found["programs"]
-    assert decode["findings"]["loops_with_products"] == 0  # those of attention are in the kernel
+        found = compile_model("qwen3", device, depth=2, max_num_seqs=16, max_model_len=2048)
+    for row in found:
+        assert row.refused is None, row.name
+        assert row.findings.donated_copies == 0, row.name
+    decode, _ = found
+    assert decode.findings.loops_with_products == 0  # those of attention are in the kernel
 
 
 SMALL_HEADS = {
@@ -71,9 +69,9 @@ def test_pages_of_small_heads_are_read_where_they_lie(named, tmp_path):
     skip_without_compiler("v5e")
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HEADS))
     with ops.use_implementations(**named):
-        found = compile_model(describe(str(tmp_path)), find_device("v5e"), devices=1, max_num_seqs=16, context=2048)
-    decode, mixed = found["programs"]
+        found = compile_model(str(tmp_path), "v5e", max_num_seqs=16, max_model_len=2048)
+    decode, mixed = found
     for row in (decode, mixed):
-        assert row["refused"] is None, row["name"]
-        assert row["findings"]["donated_copies"] == 0, row["name"]
-    assert decode["temporaries"] < 32 << 20
+        assert row.refused is None, row.name
+        assert row.findings.donated_copies == 0, row.name
+    assert decode.temporaries < 32 << 20

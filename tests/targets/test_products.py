@@ -1,5 +1,4 @@
-"""Products of weights compiled for TPUs: XLA needs no kernel for 8-bit integers with a scale for each row, but one for
-those with a scale for each group of inputs."""
+"""Products of weights compiled for TPUs: XLA widens 8-bit integers with a scale for each row without a kernel."""
 
 import re
 
@@ -9,20 +8,20 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.targets.test_targets import skip_without_compiler
+from tests.targets.topology import topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
-from verax.plan.compiled.topology import topology_mesh
 from verax.plan.devices import find_device
 
 SIZE_IN, SIZE_OUT = 4096, 12288
 
 
-def compiled_product(rows, dtype, group=None, device="v5e"):
+def compiled_product(rows, dtype):
     """`ops.linear` of a weight of Qwen3-8B's feed-forward layer, compiled for a TPU."""
     weight = jax.ShapeDtypeStruct((SIZE_OUT, SIZE_IN), jnp.bfloat16)
     if dtype == "int8":
-        weight = jax.eval_shape(lambda dense: ops.quantize(dense, 8, group), weight)
-    device = find_device(device)
+        weight = jax.eval_shape(lambda dense: ops.quantize(dense, 8), weight)
+    device = find_device("v5e")
     arguments = jax.ShapeDtypeStruct((rows, SIZE_IN), jnp.float32), weight
     on_device = NamedSharding(topology_mesh(device, 1), PartitionSpec())
     with ops.use_target(device.platform, device.kind, device.memory), no_compilation_cache():
@@ -40,22 +39,6 @@ def test_int8_weights_are_widened_within_the_product(rows):
     skip_without_compiler("v5e")
     program = compiled_product(rows, "int8")
     assert program.memory_analysis().temp_size_in_bytes == 0
-    assert written(program) == {"s8"}
-
-
-def test_xla_writes_weights_in_groups_out_in_float32():
-    skip_without_compiler("v5e")
-    program = compiled_product(16, "int8", 128)
-    assert program.memory_analysis().temp_size_in_bytes >= 4 * SIZE_OUT * SIZE_IN
-
-
-@pytest.mark.parametrize(("device", "rows", "group"), [("v5e", 1, 128), ("v5e", 64, 32), ("v6e", 16, 64)])
-def test_the_kernel_reads_weights_in_groups_as_they_are_stored(device, rows, group):
-    skip_without_compiler(device)
-    with ops.use_implementations(linear="pallas"):
-        program = compiled_product(rows, "int8", group, device)
-    scales = 4 * SIZE_OUT * SIZE_IN // group
-    assert program.memory_analysis().temp_size_in_bytes <= 2 * scales
     assert written(program) == {"s8"}
 
 

@@ -10,14 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.targets.cases import CASES, compiled
+from tests.targets.compile import compile_lowered, compile_model
+from tests.targets.topology import GPU_SPECS, compiler_of, topology_mesh
 from verax import ops
 from verax.errors import MissingDependencyError
-from verax.plan.compiled.compiler import compile_lowered
-from verax.plan.compiled.gpu_specs import GPU_SPECS
-from verax.plan.compiled.run import compile_model
-from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
-from verax.plan.model import describe
 from verax.text.step.program import StepProgram
 
 ATTENTION_LAYERS = {"qwen3": 2, "hybrid": 1}
@@ -50,44 +47,44 @@ def text_case(request):
 
 def found(case, name=""):
     """Programs of a case by the beginning of their names."""
-    rows = [row for row in compiled(case)["programs"] if row["name"].startswith(name)]
+    rows = [row for row in compiled(case) if row.name.startswith(name)]
     assert rows
     return rows
 
 
 def test_programs_fit(case):
     for row in found(case):
-        assert row["refused"] is None, row["name"]
-        assert 0 < row["needed"] <= find_device(case.device).memory, row["name"]
+        assert row.refused is None, row.name
+        assert 0 < row.needed <= find_device(case.device).memory, row.name
 
 
 def test_programs_move_nothing_to_or_from_the_host(case):
-    assert [row["findings"]["host_transfers"] for row in found(case)] == [0] * len(found(case))
+    assert [row.findings.host_transfers for row in found(case)] == [0] * len(found(case))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.devices == 1], ids=str)
 def test_programs_of_one_device_have_no_collectives(case):
     skip_without_compiler(case.device)
-    assert [row["findings"]["collectives"] for row in found(case)] == [{}] * len(found(case))
+    assert [row.findings.collectives for row in found(case)] == [{}] * len(found(case))
 
 
 def test_the_cache_is_updated_in_place(text_case):
     """All of it is aliased, and no page is copied."""
     for row in found(text_case):
-        assert row["aliased"] > 0.99 * row["results"], row["name"]
-        assert row["findings"]["donated_copies"] == 0, row["name"]
+        assert row.aliased > 0.99 * row.results, row.name
+        assert row.findings.donated_copies == 0, row.name
 
 
 def test_no_step_copies_a_weight(text_case):
     """None is put beside another for one product of both, or moved to another layout: it is read once, and no more."""
     for row in found(text_case):
-        assert row["findings"]["argument_copies"] == 0, row["name"]
+        assert row.findings.argument_copies == 0, row.name
 
 
 def test_a_decode_step_multiplies_in_loops_for_attention_only(text_case):
     """Weights are multiplied outside of loops; attention reads its pages in one loop a layer."""
     (decode,) = found(text_case, "decode step")
-    assert decode["findings"]["loops_with_products"] <= ATTENTION_LAYERS[text_case.model]
+    assert decode.findings.loops_with_products <= ATTENTION_LAYERS[text_case.model]
 
 
 @pytest.mark.parametrize("case", [case for case in TEXT_CASES if case.devices > 1], ids=str)
@@ -95,7 +92,7 @@ def test_a_decode_step_adds_up_over_devices_twice_a_layer(case):
     """After attention and after the feed-forward; once more for the embedding. The scores are gathered."""
     skip_without_compiler(case.device)
     (decode,) = found(case, "decode step")
-    assert decode["findings"]["collectives"] == {"all-reduce": 2 * case.depth + 1, "all-gather": 1}
+    assert decode.findings.collectives == {"all-reduce": 2 * case.depth + 1, "all-gather": 1}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.model == "t2v-1.3b"], ids=str)
@@ -103,25 +100,25 @@ def test_the_blocks_of_a_video_model_keep_one_residual_stream(case):
     """Temporaries are a block's own, some twelve times the stream, and no sums of earlier blocks: two more for each."""
     skip_without_compiler(case.device)
     (step,) = found(case, "denoising step")
-    assert step["temporaries"] < 16 * WAN_STREAM
+    assert step.temporaries < 16 * WAN_STREAM
 
 
-def test_a_video_model_with_attention_in_a_kernel_writes_out_no_tables_of_cos_and_sin_for_all_heads():
+def test_a_video_model_with_splash_attention_writes_out_no_tables_of_cos_and_sin_for_all_heads():
     """They and the layouts of pairs made 13 streams with two layers. One layer keeps nothing for the next."""
     skip_without_compiler("v5e")
     case = next(case for case in CASES if case.model == "t2v-1.3b")
-    with ops.use_implementations(attention="pallas"):
-        found = compile_model(describe(case.model), find_device("v5e"), depth=2, **case.options)
-    (step,) = found["programs"]
-    assert step["refused"] is None
-    assert step["temporaries"] < 8 * WAN_STREAM
+    with ops.use_implementations(attention="splash"):
+        found = compile_model(case.model, "v5e", depth=2, **case.options)
+    (step,) = found
+    assert step.refused is None
+    assert step.temporaries < 8 * WAN_STREAM
 
 
 @pytest.mark.parametrize("name", GPU_SPECS)
 def test_one_layer_of_an_encoder_compiles_for_each_gpu(name):
     skip_without_compiler(name)
-    result = compile_model(describe("minilm"), find_device(name), depth=1, sentences=32)
-    assert result["fits"]
+    (program,) = compile_model("minilm", name, depth=1, batch_size=32)
+    assert program.refused is None
 
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])

@@ -4,14 +4,13 @@ from collections import Counter
 
 import pytest
 
+from tests.targets.compile import programs_of
 from tests.targets.test_targets import skip_without_compiler
 from tests.targets.thunks import KERNEL, PRODUCT, thunks
+from tests.targets.topology import compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
-from verax.plan.compiled.programs import programs_of
-from verax.plan.compiled.topology import compiler_of, topology_mesh
 from verax.plan.devices import find_device
-from verax.plan.model import describe
 
 LAYERS = 2
 
@@ -22,9 +21,9 @@ def step():
     skip_without_compiler("h100")
     device = find_device("h100")
     mesh, compiler = topology_mesh(device, 1), compiler_of(device)
-    sizes = {"max_num_seqs": 16, "context": 2048, "devices": 1}
+    sizes = {"max_num_seqs": 16, "max_model_len": 2048}
     with ops.use_target(device.platform, device.kind, device.memory):
-        decode, _ = programs_of(describe("qwen3"), device, mesh, depth=LAYERS, **sizes)
+        decode, _ = programs_of("qwen3", device, mesh, depth=LAYERS, **sizes)
         lowered = decode.lower()
     with no_compilation_cache():
         return thunks(lambda options: lowered.compile(compiler_options={**compiler.options, **options}))

@@ -101,7 +101,7 @@ def test_a_clip_is_that_of_the_weights_in_the_file(folder):
 
 def test_a_plan_has_the_bytes_that_the_pipeline_holds(folder):
     cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
-    found = plan(str(folder), cpu, frames=9, height=32, width=48)
+    found = plan(str(folder), cpu, num_frames=9, height=32, width=48)
     components = VideoPipeline.from_pretrained(folder, show_progress=False).parts.components
     assert {row["part"]: row["nbytes"] for row in found["weights"]} == {one.name: one.size for one in components}
     assert {row["part"]: row["weights"] for row in found["weights"]} == {one.name: one.parameters for one in components}

@@ -75,5 +75,5 @@ def _check_device(name: str) -> None:
     if wanted != target.device_kind:
         raise InvalidParameterError(
             f"device: programs are compiled on the device itself, which chooses tiles by trying them; {name} is "
-            f"{wanted!r}, attached is {target.device_kind!r}. verax plan --compile compiles without it, to look at"
+            f"{wanted!r}, attached is {target.device_kind!r}"
         )

@@ -1,12 +1,10 @@
-"""`verax plan`: memory and least times of a model on a device that need not be there."""
+"""`verax plan`: memory and least times of a model on a device that need not be attached."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +12,12 @@ from verax.cli import options
 
 __all__ = ["plan"]
 
-_TEXT, _VIDEO, _DEVICE, _COMPILE = "Language models and encoders", "Video", "Device", "Compilation"
+_TEXT, _ENCODER, _VIDEO, _DEVICE = "Language models", "Sentence encoders", "Clips", "Device"
+_SHEET, _CHECKPOINT = "the table's", "checkpoint's"
+
+
+def _option(help_text: str, panel: str, default: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=default, **more)
 
 
 def plan(
@@ -33,92 +36,39 @@ def plan(
             rich_help_panel=_DEVICE,
         ),
     ],
-    devices: Annotated[
-        int | None,
-        typer.Option(
-            help="Divide a language model over so many (tensor parallelism), or a clip (see verax video --devices).",
-            min=1,
-            rich_help_panel=_DEVICE,
-            show_default="1",
-        ),
-    ] = None,
-    memory: Annotated[
-        float | None,
-        typer.Option(help="GB of a device, if it is another.", rich_help_panel=_DEVICE, show_default="the table's"),
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(help="GB/s of a device's memory.", rich_help_panel=_DEVICE, show_default="the table's"),
-    ] = None,
-    flops: Annotated[
-        float | None,
-        typer.Option(help="TFLOP/s of dense bfloat16 products.", rich_help_panel=_DEVICE, show_default="the table's"),
-    ] = None,
+    memory: Annotated[float | None, _option("GB of a device, if it is another.", _DEVICE, _SHEET)] = None,
+    bandwidth: Annotated[float | None, _option("GB/s of a device's memory.", _DEVICE, _SHEET)] = None,
+    flops: Annotated[float | None, _option("TFLOP/s of dense bfloat16 products.", _DEVICE, _SHEET)] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="bfloat16 or float32.", show_default="bfloat16; of encoders float32"),
+        str | None, typer.Option(help="bfloat16 or float32.", show_default="bfloat16; of encoders float32")
     ] = None,
     quantization: options.Quantization = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(help="auto, bfloat16, float32, int8 or fp8.", rich_help_panel=_TEXT, show_default="auto"),
-    ] = None,
-    max_num_seqs: Annotated[
+    kv_cache_dtype: Annotated[str | None, _option("auto, bfloat16, float32, int8 or fp8.", _TEXT, "auto")] = None,
+    max_model_len: Annotated[int | None, _option("Tokens of each sequence.", _TEXT, "4096")] = None,
+    max_num_seqs: Annotated[int | None, _option("Sequences of a step.", _TEXT, "8")] = None,
+    max_num_batched_tokens: Annotated[int | None, _option("Token budget of a step.", _TEXT, "the engine's")] = None,
+    tensor_parallel_size: Annotated[int | None, _option("Devices that share the model.", _TEXT, "1")] = None,
+    batch_size: Annotated[int | None, _option("Sentences of a call.", _ENCODER, "8")] = None,
+    max_length: Annotated[int | None, _option("Tokens of each sentence.", _ENCODER, "128")] = None,
+    resolution: Annotated[str | None, _option("540P or 720P.", _VIDEO, _CHECKPOINT)] = None,
+    height: Annotated[int | None, _option("Pixels.", _VIDEO, _CHECKPOINT)] = None,
+    width: Annotated[int | None, _option("Pixels.", _VIDEO, _CHECKPOINT)] = None,
+    num_frames: Annotated[int | None, _option("4n + 1.", _VIDEO, _CHECKPOINT)] = None,
+    num_inference_steps: Annotated[
         int | None,
-        typer.Option(help="Sequences of a step, or sentences.", min=1, rich_help_panel=_TEXT, show_default="8"),
+        _option("Steps of the solver.", _VIDEO, _CHECKPOINT, "--inference-steps", "--num-inference-steps"),
     ] = None,
-    context: Annotated[
+    devices: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of each sequence or sentence.", min=1, rich_help_panel=_TEXT, show_default="4096 or 128"
-        ),
-    ] = None,
-    frames: Annotated[
-        int | None, typer.Option(help="4n + 1.", min=1, rich_help_panel=_VIDEO, show_default="checkpoint's")
-    ] = None,
-    height: Annotated[
-        int | None, typer.Option(help="Pixels.", min=1, rich_help_panel=_VIDEO, show_default="checkpoint's")
-    ] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Pixels.", min=1, rich_help_panel=_VIDEO, show_default="checkpoint's")
-    ] = None,
-    inference_steps: Annotated[
-        int | None,
-        typer.Option(help="Steps of the solver.", min=1, rich_help_panel=_VIDEO, show_default="checkpoint's"),
+        _option("Devices for guidance and sequence parallelism, as many of them as divide the clip.", _VIDEO, "1"),
     ] = None,
     guidance_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--guidance-parallel", help="Prompt and negative prompt on two groups of devices.", rich_help_panel=_VIDEO
-        ),
-    ] = False,
-    sequence_parallel: Annotated[
-        int | None,
-        typer.Option(
-            help="Devices of a group, which divide the tokens.", min=1, rich_help_panel=_VIDEO, show_default="1"
-        ),
+        bool | None,
+        _option("Prompt and negative prompt on two groups of devices.", _VIDEO, "off", "--guidance-parallel"),
     ] = None,
+    sequence_parallel: Annotated[int | None, _option("Devices of a group, which divide tokens.", _VIDEO, "1")] = None,
     shard_weights: Annotated[
-        bool,
-        typer.Option(
-            "--shard-weights", help="Divide the transformer's weights over the devices.", rich_help_panel=_VIDEO
-        ),
-    ] = False,
-    compile_programs: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Compile the model's programs for the device, in minutes: a TPU (extra plan-tpu), or an a100, h100, "
-            "h200, b200, l4, rtx4090 or rtx5090 (extra plan-cuda).",
-            rich_help_panel=_COMPILE,
-        ),
-    ] = False,
-    depth: Annotated[
-        int | None,
-        typer.Option(help="Compile so many layers only.", min=1, rich_help_panel=_COMPILE, show_default="all"),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write plan.html, with two pictures, and plan.json here.")
+        bool | None, _option("Divide the transformer's weights over the devices.", _VIDEO, "off", "--shard-weights")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -128,51 +78,44 @@ def plan(
 
     Examples:
 
-        verax plan qwen3-8b --device h100 --max-num-seqs 64 --context 4096
+        verax plan qwen3-8b --device h100 --max-num-seqs 64 --max-model-len 4096
 
-        verax plan Qwen3-8B/ --device v5e --devices 8
+        verax plan Qwen3-8B/ --device v5e --tensor-parallel-size 8
 
         verax plan model.gguf --device rtx4090
 
-        verax plan t2v-14b --device h200 --frames 81 --height 720 --width 1280
-
-        verax plan i2v-14b --device h100 --devices 8 --shard-weights --frames 81 --height 720 --width 1280
-
-        verax plan qwen3 --device v5e --compile --depth 2
+        verax plan i2v-14b --device h100 --devices 8 --shard-weights --num-frames 81 --resolution 720P
     """
-    if compile_programs:  # the plugins of other devices serve as compilers; JAX must not look for the devices
-        os.environ["JAX_PLATFORMS"] = "cpu"
     from verax.errors import InvalidParameterError, VeraxError
     from verax.plan.devices import find_device
-    from verax.plan.report import show, write
     from verax.plan.run import plan as make_plan
+    from verax.plan.run import show
 
-    def scaled(value: float | None, unit: float) -> float | None:
-        return None if value is None else value * unit
-
+    numbers = {"memory": (memory, 1e9), "bandwidth": (bandwidth, 1e9), "flops": (flops, 1e12)}
+    sheet = {name: value * unit for name, (value, unit) in numbers.items() if value is not None}
     try:
         result = make_plan(
             model,
-            find_device(
-                device, memory=scaled(memory, 1e9), bandwidth=scaled(bandwidth, 1e9), flops=scaled(flops, 1e12)
-            ),
-            compiled=compile_programs,
-            depth=depth,
-            devices=devices,
+            find_device(device, **sheet),
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            context=context,
-            frames=frames,
+            max_num_batched_tokens=max_num_batched_tokens,
+            tensor_parallel_size=tensor_parallel_size,
+            batch_size=batch_size,
+            max_length=max_length,
+            resolution=resolution,
             height=height,
             width=width,
-            inference_steps=inference_steps,
-            guidance_parallel=guidance_parallel or None,
+            num_frames=num_frames,
+            num_inference_steps=num_inference_steps,
+            devices=devices,
+            guidance_parallel=guidance_parallel,
             sequence_parallel=sequence_parallel,
-            shard_weights=shard_weights or None,
+            shard_weights=shard_weights,
         )
-        paths = [] if output is None else write(result, output)
     except InvalidParameterError as error:
         name, colon, rest = str(error).partition(":")
         raise typer.BadParameter(f"--{name.replace('_', '-')}{colon}{rest}") from error
@@ -184,7 +127,5 @@ def plan(
         from rich.console import Console
 
         show(result, Console())
-    for path in paths:
-        typer.echo(f"written: {path}", err=True)
     if not result["fits"]:
         raise typer.Exit(1)

@@ -48,13 +48,13 @@ import verax.ops.cpu.packed  # isort: skip
 import verax.ops.cpu.paged  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # isort: skip
-import verax.ops.gpu.delta  # isort: skip
+import verax.ops.gpu.delta_scan  # isort: skip
+import verax.ops.gpu.delta_step  # isort: skip
 import verax.ops.gpu.linear  # isort: skip
 import verax.ops.gpu.paged  # isort: skip
-import verax.ops.gpu.sampling  # isort: skip
 import verax.ops.tpu.attention  # isort: skip
-import verax.ops.tpu.delta  # isort: skip
-import verax.ops.tpu.linear  # isort: skip
+import verax.ops.tpu.delta_scan  # isort: skip
+import verax.ops.tpu.delta_step  # isort: skip
 import verax.ops.tpu.paged  # noqa: F401  # isort: skip
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Table of devices: memory, bandwidth, rates of dense products, and links, each by its maker's own sheet.
+"""Table of devices: memory, bandwidth, rates of products, and links, by the makers' sheets; and least times on them.
 
 Sheets count in powers of ten, and so does this table: a device has a little more memory than that, never less. Rates
 are those of dense products with sums in float32, at the highest clock. Links are all links of a device together, in one
@@ -15,7 +15,7 @@ from typing import Any
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["DEVICES", "Device", "find_device"]
+__all__ = ["DEVICES", "Device", "find_device", "program_row"]
 
 GB, T = 10**9, 10**12
 
@@ -154,3 +154,30 @@ def _this_machine(memory: float | None, bandwidth: float | None, flops: float | 
             rates = {name: measured[f"matmul_{name}_gflop_per_s"] * GB for name in names}
     total = round(memory or psutil.virtual_memory().total)
     return Device("cpu", "cpu", "cpu", total, bandwidth, MappingProxyType(rates), 0.0, source)
+
+
+def program_row(
+    name: str, device: Device, *, flops: float, nbytes: float, dtype: str, devices: int = 1, times: int = 1
+) -> dict[str, Any]:
+    """Work and least time of a program, for JSON: its products at their full rate, or its bytes at full bandwidth.
+
+    Args:
+        name: what the program does.
+        device: kind of device.
+        flops: operations of its products on all devices together, two for each multiplication and addition.
+        nbytes: bytes that cross the memory of one device.
+        dtype: dtype of the products' operands.
+        devices: number of devices, which divide the products evenly.
+        times: number of calls.
+    """
+    parts = {"compute": flops / device.rate(dtype) / devices, "memory": nbytes / device.bandwidth}
+    limit = max(parts, key=lambda part: parts[part])
+    return {
+        "name": name,
+        "times": times,
+        "flops": round(flops),
+        "bytes_per_device": round(nbytes),
+        "at_least_s": parts[limit],
+        "limit": limit,
+        "parts_s": parts,
+    }

@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Int
-
-from verax import models, ops
+from verax import models
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
-from verax.nn import Sentences
-from verax.plan.devices import Device
+from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
-from verax.plan.parts import packed_shapes, parts_of
-from verax.plan.roofline import bound, described
-from verax.plan.work import count, trace
+from verax.plan.parts import multiplied, packed_shapes, parts_of
 
-__all__ = ["EncoderPass", "encoder_pass", "plan_embed"]
+__all__ = ["plan_embed"]
 
 TOKENS = 128
-"""Tokens of a sentence if no context is given."""
+"""Tokens of a sentence, if `max_length` is not given."""
+
+FLOAT32_BYTES = 4
 
 
-class EncoderPass(NamedTuple):
-    """Encoder on a batch of sentences, without pooling, which multiplies nothing.
-
-    Attributes:
-        name: what it does.
-        function: function of `arguments`.
-        arguments: shapes of the state, of the tokens `[B, T]`, and of the lengths `[B]`.
-        sentences: number of sentences B.
-        tokens: tokens of each sentence T.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    sentences: int
-    tokens: int
-
-
-def encoder_pass(
-    model: Described, *, dtype: str = "float32", sentences: int = 8, tokens: int | None = None
-) -> tuple[EncoderPass, Any]:
-    """The program of an encoder, and its module of shapes.
+def plan_embed(
+    model: Described, device: Device, *, dtype: str = "float32", batch_size: int = 8, max_length: int | None = None
+) -> dict[str, Any]:
+    """Plan of an encoder, as JSON holds it.
 
     Args:
         model: the model.
+        device: kind of device.
         dtype: `"float32"`, or `"bfloat16"` for weights and inputs of products.
-        sentences: sentences of a call.
-        tokens: tokens of each sentence; 128 if None.
+        batch_size: sentences of a call.
+        max_length: tokens of each sentence; 128 if None.
 
     Raises:
         InvalidParameterError: for an option out of range.
@@ -61,36 +37,42 @@ def encoder_pass(
     """
     models.check_dtype(dtype)
     architecture, config = models.encoder(model.config)
-    tokens = tokens or min(TOKENS, config.max_position_embeddings)
-    if not 0 < tokens <= config.max_position_embeddings:
-        raise InvalidParameterError(f"context: expected 1 to {config.max_position_embeddings} tokens, got {tokens}")
+    longest = config.max_position_embeddings
+    tokens = max_length or min(TOKENS, longest)
+    if not 0 < tokens <= longest:
+        raise InvalidParameterError(f"max_length: expected 1 to {longest} tokens, got {tokens}")
     shapes: Any = model_shapes(architecture, config, dtype=models.DTYPES[dtype])
-    graph, state = nnx.split(shapes)
-
-    def encode(state: Any, ids: Int[Array, "B T"], lengths: Int[Array, "B"]) -> Float[Array, "B T D"]:
-        return models.hidden_states(nnx.merge(graph, state), ids, Sentences.padded(lengths, tokens))
-
-    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sentences, tokens), (sentences,)))
-    name = f"{sentences} sentences of {tokens} tokens"
-    return EncoderPass(name, encode, (state, ids, lengths), sentences, tokens), shapes
-
-
-def plan_embed(model: Described, device: Device, *, dtype: str = "float32", **options: Any) -> dict[str, Any]:
-    """Plan of an encoder, as JSON holds it. Arguments and errors are those of `encoder_pass`."""
-    encoder, shapes = encoder_pass(model, dtype=dtype, **options)
     parts = parts_of(packed_shapes(shapes, device))
-    with ops.use_target(device.platform, device.kind, device.memory):
-        work = count(trace(encoder.function, *encoder.arguments))
-    least = bound(work, device)
-    memory = {"weights": sum(part.nbytes for part in parts), "states": work.results}
+    memory = {
+        "weights": sum(part.nbytes for part in parts),
+        "states": FLOAT32_BYTES * batch_size * tokens * config.hidden_size,
+    }
+    products = 2 * tokens * multiplied(shapes).every + 4 * config.hidden_size * _scores(config, tokens)
+    read = sum(part.nbytes for part in parts_of(shapes) if part.part != "embedding")
+    program = program_row(
+        f"{batch_size} sentences of {tokens} tokens",
+        device,
+        flops=batch_size * products,
+        nbytes=read + memory["states"],
+        dtype=dtype,
+    )
     return {
         "kind": model.kind,
         "model": model.name,
         "device": device.as_dict(),
-        "settings": {"dtype": dtype, "sentences": encoder.sentences, "tokens": encoder.tokens},
+        "settings": {"dtype": dtype, "batch_size": batch_size, "max_length": tokens},
+        "devices": 1,
         "weights": [part._asdict() for part in parts],
         "memory": memory,
-        "programs": [described(encoder.name, work, least)],
-        "at_most": {"sentences/s": encoder.sentences / least.seconds},
+        "programs": [program],
+        "at_most": {"sentences/s": batch_size / program["at_least_s"]},
         "fits": sum(memory.values()) <= device.memory,
     }
+
+
+def _scores(config: Any, tokens: int) -> int:
+    """Pairs of a query and a key that it sees, over the layers that attend; recurrent layers are not counted."""
+    kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
+    reach = getattr(config, "local_attention", 0) // 2
+    seen = sum(min(tokens, at + reach + 1) - max(0, at - reach) for at in range(tokens))
+    return kinds.count("full_attention") * tokens**2 + kinds.count("sliding_attention") * seen

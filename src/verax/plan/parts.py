@@ -1,4 +1,4 @@
-"""Bytes of a model's weights by part and precision, whole and on each of several devices."""
+"""Weights of a model by part and precision: their bytes, whole and on each of several devices, and their products."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from verax.nn.parallel import check_divisions, divisions
 from verax.ops.division import TENSOR_AXIS, partition
 from verax.plan.devices import Device
 
-__all__ = ["Part", "nbytes_of", "packed_shapes", "parts_of", "sharded_bytes", "tensor_mesh"]
+__all__ = ["Part", "multiplied", "nbytes_of", "packed_shapes", "parts_of", "sharded_bytes", "tensor_mesh"]
 
-# The first pattern that is found in a key decides.
+# The first pattern that matches a key decides.
 _PARTS = (
     ("norms", r"(?i)norm[^.]*\.\w+$"),
     ("experts", r"\.experts\.|\.mlp\.gate\.|shared_expert_gate\."),
@@ -54,14 +54,14 @@ class Part(NamedTuple):
 
 
 def tensor_mesh(devices: int) -> AbstractMesh:
-    """Devices that need not be there, for tensor parallelism."""
+    """Mesh of abstract devices for tensor parallelism."""
     return AbstractMesh((devices,), (TENSOR_AXIS,))
 
 
 def packed_shapes(model: Any, device: Device, *, few_rows: bool = False) -> Any:
-    """A module of shapes with those of the packed weights that an engine makes on one device of a kind.
+    """A module of shapes with the packed weights that an engine makes on one device, see `nn.packed_copy`.
 
-    The arguments are those of `nn.packed_copy`. A packed weight may have more rows than the weight that it stands for.
+    A packed weight may have more rows than the weight that it stands for.
     """
     with ops.use_target(device.platform, device.kind, device.memory):
         return nnx.eval_shape(partial(packed_copy, few_rows=few_rows), model)
@@ -71,25 +71,63 @@ def parts_of(model: Any, devices: int = 1) -> list[Part]:
     """Parts of a module of shapes, the largest first. Weights are divided as the layers declare it.
 
     Raises:
-        InvalidParameterError: if a weight cannot be divided over so many devices, naming it.
+        InvalidParameterError: if a weight cannot be divided over the devices, naming it.
     """
-    check_divisions(model, devices, argument="devices")
+    check_divisions(model, devices, argument="tensor_parallel_size")
     mesh, divided = tensor_mesh(devices), divisions(model)
-    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    found: dict[tuple[str, str], list[int]] = {}
+    totals: dict[tuple[str, str], list[int]] = {}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         key, weight = ".".join(map(str, path)), leaf.get_value()
         arrays = jax.tree.leaves(weight)
         specs = jax.tree.leaves(partition(weight, divided.get(key)))
         held = sharded_bytes(arrays, [NamedSharding(mesh, spec) for spec in specs])
-        part = next((name for name, pattern in _PARTS if re.search(pattern, key)), "other")
-        if tied and key.endswith("embed_tokens.weight"):
-            part = "embedding and head"
         row = (math.prod(weight.shape), sum(map(nbytes_of, arrays)), held)
-        total = found.setdefault((part, _precision(weight)), [0, 0, 0])
+        total = totals.setdefault((_part_of(model, key), _precision(weight)), [0, 0, 0])
         total[:] = (a + b for a, b in zip(total, row, strict=True))
-    parts = [Part(*names, *numbers) for names, numbers in found.items()]
+    parts = [Part(*names, *numbers) for names, numbers in totals.items()]
     return sorted(parts, key=lambda part: -part.nbytes)
+
+
+def _part_of(model: Any, key: str) -> str:
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if tied and key.endswith("embed_tokens.weight"):
+        return "embedding and head"
+    return next((name for name, pattern in _PARTS if re.search(pattern, key)), "other")
+
+
+class Multiplied(NamedTuple):
+    """Weights of a language model that a step multiplies.
+
+    Attributes:
+        every: weights of the matrices that each token is multiplied by.
+        experts: weights of all experts.
+        chosen: weights of the experts that one token passes.
+        head: weights of the output head, which sampled tokens alone are multiplied by.
+    """
+
+    every: int
+    experts: int
+    chosen: float
+    head: int
+
+
+def multiplied(model: Any) -> Multiplied:
+    """Count the weights that a step of a language model multiplies, in a module of shapes."""
+    every = experts = head = 0
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        key, shape = ".".join(map(str, path)), leaf.get_value().shape
+        part = _part_of(model, key)
+        if len(shape) < 2 or part == "embedding":
+            continue
+        if part in ("head", "embedding and head"):
+            head += math.prod(shape)
+        elif ".experts." in key:
+            experts += math.prod(shape)
+        else:
+            every += math.prod(shape)
+    config = getattr(model.config, "experts", None)
+    share = config.num_experts_per_tok / config.num_experts if config is not None else 1.0
+    return Multiplied(every, experts, share * experts, head)
 
 
 def sharded_bytes(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> int:

@@ -1,54 +1,47 @@
-"""Plan of a language model: weights, cache and slots as the engine lays them out, work of its steps, what fits."""
+"""Plan of a language model: weights, cache and slots as the engine lays them out, least times of steps, what fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, reduce
-from operator import add
+from functools import cache, cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
 
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
 from verax.models import DTYPES, causal_lm, check_dtype
-from verax.models.causal_lm import config_on_devices
-from verax.models.qwen3_moe import Experts
-from verax.nn import Embedding, Linear
+from verax.models.causal_lm import config_on_devices, sliding_windows
 from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
-from verax.plan.devices import Device
+from verax.ops.pages import page_bytes
+from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
-from verax.plan.parts import Part, packed_shapes, parts_of, sharded_bytes, tensor_mesh
-from verax.plan.roofline import Bound, bound, described
-from verax.plan.stand_ins import Span
-from verax.plan.work import Work, count, trace
+from verax.plan.parts import Part, multiplied, nbytes_of, packed_shapes, parts_of, sharded_bytes, tensor_mesh
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.step.program import AbstractModel, StepProgram, cache_partitions, named, new_cache, step_program
-from verax.text.step.sizes import RunnerConfig, cache_memory, plan_sizes
-from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape
+from verax.text.step.program import cache_partitions, named, new_cache
+from verax.text.step.sizes import RunnerConfig, cache_memory, layer_states, plan_sizes, state_bytes
+from verax.text.step.slots import new_slots
+from verax.text.step.step import PROMPT_LOGPROB_CHUNK
 
 __all__ = ["TextPlan", "plan_text", "text_plan"]
 
-BOUNDLESS = 1 << 60
-"""Bytes for a cache that all sequences fit into at their full length."""
+UNLIMITED = 1 << 60
+"""Bytes of a cache that all sequences fit into at their full length."""
 
-CONTEXT = 4096
-"""Tokens of a sequence, if no context is given."""
-
-PROMPT = 512
-"""Tokens of the prompt that every plan has, beside one of the whole context."""
+CONTEXT, PROMPT = 4096, 512
+"""Tokens of a sequence, if `max_model_len` is not given, and of the short prompt of each plan."""
 
 MOST_SEQS = 1 << 14
-"""Sequences up to which the largest batch is looked for."""
+"""Largest batch that is looked for."""
 
-FLOAT32_BYTES = 4
+STATE_PRODUCTS = 6
+"""Operations of a delta rule for each number of a state and token: it is read, changed and read again."""
 
 
 @dataclass(frozen=True)
@@ -57,80 +50,60 @@ class TextPlan:
 
     Attributes:
         shapes: function from a number of devices to the model as they hold it, a module of shapes.
-        options: options of the engine, with batch and context.
+        options: options of the engine, with batch, context and devices.
         dtype: dtype of the weights.
         device: kind of device.
-        devices: number of devices, over which the model is divided as its layers declare it.
     """
 
     shapes: Callable[[int], Any]
     options: EngineConfig
     dtype: Any
     device: Device
-    devices: int
 
-    @cached_property
+    @property
     def model(self) -> Any:
-        """The model as the devices hold it, with heads repeated where there are more devices than heads."""
-        return self.shapes(self.devices)
-
-    @property
-    def config(self) -> Any:
-        """Configuration of the model."""
-        return self.model.config
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences of a step."""
-        return self.options.max_num_seqs or 1
-
-    @property
-    def context(self) -> int:
-        """Tokens of a sequence."""
-        return self.options.max_model_len or self.config.max_position_embeddings
+        """The model as the devices hold it, before a CPU packs its weights."""
+        return self.shapes(self.options.tensor_parallel_size)
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Weights by part."""
-        return parts_of(self.model, self.devices)
-
-    @cached_property
-    def abstract(self) -> AbstractModel:
-        """The model as programs take it."""
-        return AbstractModel.from_module(self.model)
+        """Weights by part, as the devices hold them."""
+        devices = self.options.tensor_parallel_size
+        model = packed_shapes(self.model, self.device, few_rows=True) if devices == 1 else self.model
+        return parts_of(model, devices)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights on a device."""
         return sum(part.per_device for part in self.parts)
 
-    def sizes(self, num_seqs: int | None = None, context: int | None = None) -> RunnerConfig:
-        """The engine's sizes with blocks for all sequences at their full length, by default those of the plan."""
-        options = self.options.with_options(
-            {
-                "max_num_seqs": num_seqs or self.num_seqs,
-                "max_model_len": context or self.context,
-                "kv_cache_memory": BOUNDLESS,
-                "tensor_parallel_size": self.devices,
-            }
-        )
-        with self.target():
-            return plan_sizes(self.config, self.dtype, options)
+    def target(self, memory: DeviceMemory | None = None) -> AbstractContextManager[None]:
+        """Context in which sizes and programs are the device's."""
+        device = self.device
+        return ops.use_target(device.platform, device.kind, memory or device.memory, self.options.tensor_parallel_size)
 
-    def cache_bytes(self, num_seqs: int | None = None, context: int | None = None) -> int:
-        """Bytes of the cache on a device, recurrent states included."""
-        cache = jax.eval_shape(lambda: new_cache(self.config, self.sizes(num_seqs, context)))
-        shardings = named(tensor_mesh(self.devices), cache_partitions(self.config, cache))
+    def sizes(self, **changes: Any) -> RunnerConfig:
+        """The engine's sizes, with blocks for all sequences at their full length, for the plan's options or others."""
+        with self.target():
+            options = self.options.with_options({"kv_cache_memory": UNLIMITED, **changes})
+            return plan_sizes(self.model.config, self.dtype, options)
+
+    def cache_bytes(self, **changes: Any) -> int:
+        """Bytes of the cache on a device, recurrent states included. Arguments are those of `sizes`."""
+        config = self.model.config
+        cache = jax.eval_shape(lambda: new_cache(config, self.sizes(**changes)))
+        shardings = named(tensor_mesh(self.options.tensor_parallel_size), cache_partitions(config, cache))
         return sharded_bytes(jax.tree.leaves(cache), jax.tree.leaves(shardings))
 
-    def whole_cache_bytes(self) -> int:
-        """Bytes of the cache on all devices together, what several of them have counted once."""
-        cache = jax.eval_shape(lambda: new_cache(self.config, self.sizes()))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    def slot_bytes(self) -> int:
+        """Bytes of the engine's slots, which every device has whole."""
+        sizes = self.sizes()
+        shape = sizes.max_num_seqs, sizes.max_model_len, sizes.table_width, len(sizes.groups)
+        return sum(map(nbytes_of, jax.tree.leaves(jax.eval_shape(lambda: new_slots(*shape)))))
 
     @cached_property
     def cache_room(self) -> int:
-        """Bytes that the engine gives its cache on a device beside the weights, at most; 0 if they do not fit."""
+        """Most bytes that the engine gives its cache on a device next to the weights; 0 if they do not fit."""
         free = self.device.memory - self.weight_bytes
         with self.target(DeviceMemory(max(0, free), self.device.memory)):
             return max(0, cache_memory())
@@ -140,91 +113,66 @@ class TextPlan:
         """True if all sequences fit at their full length."""
         return self.cache_bytes() <= self.cache_room
 
-    def target(self, memory: DeviceMemory | None = None) -> AbstractContextManager[None]:
-        """Context in which programs and sizes are those of the device."""
-        device = self.device
-        return ops.use_target(device.platform, device.kind, memory or device.memory, self.devices)
+    def row(self, name: str, seqs: int, steps: list[tuple[int, int]]) -> dict[str, Any]:
+        """Work and least time of steps in sequence, for JSON.
 
-    def program(self, shape: StepShape, mesh: Mesh | None = None) -> StepProgram:
-        """The engine's program of a step, with the shardings of its arguments; on abstract devices without a mesh."""
-        return step_program(self.abstract, self.sizes(), shape, mesh or tensor_mesh(self.devices))
-
-    def step(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> tuple[Work, Bound, list[float]]:
-        """Work of steps of one shape, their least time, and the share of each argument on a device.
+        Weight matrices multiply each token, the head only the last one of a sequence, and each layer multiplies a query
+        with the keys that it sees and with their values, or changes a state. In each step weights, states, and keys and
+        values that are seen are read once.
 
         Args:
-            shape: shape of the steps.
-            batches: sequences of each step.
+            name: what the steps do.
+            seqs: sequences of each step, all alike.
+            steps: tokens of a sequence in the cache before each step, and tokens of the step.
         """
-        works, shares = self._works(shape, batches)
-        total = reduce(add, works)
-        return total, self._bound(total, shape, shares, times=len(batches)), shares
-
-    def bounds(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> list[Bound]:
-        """Least time of each of several steps of one shape, which is traced once. Arguments are those of `step`."""
-        works, shares = self._works(shape, batches)
-        return [self._bound(work, shape, shares) for work in works]
-
-    def _works(self, shape: StepShape, batches: Sequence[Sequence[Span]]) -> tuple[list[Work], list[float]]:
-        with self.target():
-            program = self.program(shape)
-            traced = trace(program.function, *program.arguments)
-        return [count(traced, spans) for spans in batches], _shares(program)
-
-    def _bound(self, work: Work, shape: StepShape, shares: list[float], *, times: int = 1) -> Bound:
-        return bound(work, self.device, self.devices, shares=shares, linked=times * self._linked(shape))
-
-    def _linked(self, shape: StepShape) -> float:
-        """Bytes that a device sends to others in a step: sums after products with divided inputs, lookups, scores.
-
-        A ring sends 2 (N - 1) / N of an array that is added up, and (N - 1) / N of one that is put together.
-        """
-        if self.devices == 1:
-            return 0.0
-        others = (self.devices - 1) / self.devices
-        width = self.config.hidden_size
-        sums = sum(_num_sums(module) for _, module in nnx.iter_modules(self.model))
-        added = sums * shape.tokens * width
-        scores = shape.num_sampled * self.config.vocab_size
-        return FLOAT32_BYTES * others * (2 * added + scores)
-
-
-def _num_sums(module: Any) -> int:
-    """Sums over devices of one number for each token and width of the model, at the end of a module."""
-    if isinstance(module, Linear):
-        return int(module.divided == "in")
-    return int(isinstance(module, Embedding | Experts) and bool(module.divisions))
-
-
-def _shares(program: StepProgram) -> list[float]:
-    """Share of each array of a program's arguments that one device holds."""
-    arrays, shardings = jax.tree.leaves(program.arguments), jax.tree.leaves(program.shardings)
-    whole = [sharded_bytes([array], [sharding]) for array, sharding in zip(arrays, shardings, strict=True)]
-    return [held / max(1, array.size * array.dtype.itemsize) for held, array in zip(whole, arrays, strict=True)]
+        config, devices = self.model.config, self.options.tensor_parallel_size
+        every, experts, chosen, head = multiplied(self.model)
+        heads, size = getattr(config, "num_attention_heads", config.num_key_value_heads), config.head_dim
+        token = 2 * page_bytes((config.num_key_value_heads // devices, 1, size), self.sizes().cache_dtype)
+        layers = [*zip(sliding_windows(config), layer_states(config, 1), strict=True)]
+        numbers = sum(leaf.size for _, state in layers for leaf in jax.tree.leaves(state) if leaf.ndim == 4)
+        weights = Counter[str]()
+        for part in parts_of(self.model, devices):  # without the rows that fill a CPU's panels
+            weights[part.part] += part.per_device
+        flops = nbytes = 0
+        for before, count in steps:
+            # The engine's prompts have buckets of tokens, all multiples of this. Products of padding are counted.
+            rows = seqs if count == 1 else seqs * -(-count // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
+            flops += 2 * (rows * (every + chosen) + seqs * head) + STATE_PRODUCTS * seqs * count * numbers
+            # The mean over choices in which each expert is as likely as the others.
+            idle = (1 - chosen / experts) ** rows if experts else 0
+            nbytes += weights.total() - weights["embedding"] - idle * weights["experts"]
+            nbytes += 2 * seqs * state_bytes(config, devices)
+            for window in (window for window, state in layers if state is None):
+                keys = [min(at, window or at) for at in range(before + 1, before + count + 1)]
+                cached = before if window is None else min(before, window - 1)
+                flops += 4 * heads * size * seqs * sum(keys)
+                nbytes += token * seqs * (cached + count)
+        is_float32 = self.dtype == jnp.float32 and all(part.precision == "float32" for part in self.parts)
+        dtype = "float32" if is_float32 else "bfloat16"
+        return program_row(name, self.device, flops=flops, nbytes=nbytes, dtype=dtype, devices=devices)
 
 
 def text_plan(
     model: Described,
     device: Device,
     *,
-    devices: int = 1,
     dtype: str = "bfloat16",
     quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
     max_num_seqs: int = 8,
-    context: int | None = None,
+    max_model_len: int | None = None,
+    **options: Any,
 ) -> TextPlan:
-    """A language model on devices, checked.
+    """A language model on devices, checked. Options are those of `verax.LLM`.
 
     Args:
         model: the model.
         device: kind of device.
-        devices: number of devices.
         dtype: `"bfloat16"` or `"float32"`.
-        quantization: as `verax.LLM` takes it.
-        kv_cache_dtype: as `verax.LLM` takes it.
+        quantization: precision of the weights.
         max_num_seqs: sequences of a step.
-        context: tokens of each sequence; 4096 or the model's positions, if these are fewer, if None.
+        max_model_len: tokens of each sequence; 4096 or the model's positions, if these are fewer, if None.
+        options: `tensor_parallel_size`, `kv_cache_dtype` and `max_num_batched_tokens`.
 
     Raises:
         InvalidParameterError: for an option out of range, or weights that do not divide over the devices.
@@ -234,82 +182,64 @@ def text_plan(
 
     @cache
     def shapes(devices: int) -> Any:
-        """The model as so many devices hold it."""
-        options: Any = {"dtype": DTYPES[dtype], "quantization": quantization, "opened": model.opened}
-        found = model_shapes(architecture, config_on_devices(config, devices), **options)
-        return packed_shapes(found, device, few_rows=True) if devices == 1 else found
+        """The model as the given number of devices hold it."""
+        loading: Any = {"dtype": DTYPES[dtype], "quantization": quantization, "opened": model.opened}
+        return model_shapes(architecture, config_on_devices(config, devices), **loading)
 
     longest = config.max_position_embeddings
-    context = min(CONTEXT, longest) if context is None else context
-    if not 2 <= context <= longest:
-        raise InvalidParameterError(f"context: expected 2 to {longest} tokens, the model's positions, got {context}")
-    options = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=context, kv_cache_dtype=kv_cache_dtype)
-    plan = TextPlan(shapes, options, DTYPES[dtype], device, devices)
+    tokens = min(CONTEXT, longest) if max_model_len is None else max_model_len
+    if not 2 <= tokens <= longest:
+        raise InvalidParameterError(
+            f"max_model_len: expected 2 to {longest} tokens, the model's positions, got {tokens}"
+        )
+    engine = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=tokens, **options)
+    plan = TextPlan(shapes, engine, DTYPES[dtype], device)
     _ = plan.parts  # an error names a weight that does not divide
     return plan
 
 
-def plan_text(model: Described, device: Device, *, quantization: str | None = None, **options: Any) -> dict[str, Any]:
+def plan_text(model: Described, device: Device, **options: Any) -> dict[str, Any]:
     """Plan of a language model, as JSON holds it. Arguments and errors are those of `text_plan`."""
-    plan = text_plan(model, device, quantization=quantization, **options)
-    max_num_seqs, devices = plan.num_seqs, plan.devices
-    sizes = plan.sizes()
-    shape = StepShape(max_num_seqs, max_num_seqs, True)
-    work, least, shares = plan.step(shape, [[Span(plan.context - 1, 1)] * max_num_seqs])
-    decode = described(f"decode step: {max_num_seqs} sequences of {plan.context} tokens", work, least, shares)
-    prompts = dict.fromkeys((min(PROMPT, plan.context - 1), plan.context - 1))
+    plan = text_plan(model, device, **options)
+    sizes, config = plan.sizes(), plan.model.config
+    seqs, tokens, budget = sizes.max_num_seqs, sizes.max_model_len, sizes.max_num_batched_tokens
+    programs = [plan.row(f"decode step: {seqs} sequences of {tokens} tokens", seqs, [(tokens - 1, 1)])]
+    for prompt in dict.fromkeys((min(PROMPT, tokens - 1), tokens - 1)):
+        steps = [(before, min(budget, prompt - before)) for before in range(0, prompt, budget)]
+        name = f"prefill: a prompt of {prompt} tokens" + (f" in {len(steps)} steps" if len(steps) > 1 else "")
+        programs.append(plan.row(name, 1, steps))
+
+    def fits(**changes: Any) -> bool:
+        return plan.cache_bytes(**changes) <= plan.cache_room
+
+    def fits_on(devices: int) -> bool:
+        return replace(plan, options=replace(plan.options, tensor_parallel_size=devices)).fits
+
+    seconds = programs[0]["at_least_s"]
     return {
         "kind": model.kind,
         "model": model.name,
         "device": device.as_dict(),
         "settings": {
             "dtype": jnp.dtype(plan.dtype).name,
-            "quantization": quantization,
+            "quantization": options.get("quantization"),
             "kv_cache_dtype": plan.options.kv_cache_dtype,
-            "max_num_seqs": max_num_seqs,
-            "context": plan.context,
-            "max_num_batched_tokens": sizes.max_num_batched_tokens,
-            "devices": devices,
+            "max_num_seqs": seqs,
+            "max_model_len": tokens,
+            "max_num_batched_tokens": budget,
+            "tensor_parallel_size": plan.options.tensor_parallel_size,
         },
+        "devices": plan.options.tensor_parallel_size,
         "weights": [part._asdict() for part in plan.parts],
-        "memory": {
-            "weights": plan.weight_bytes,
-            "cache": plan.cache_bytes(),
-            "slots": _slot_bytes(plan),
-        },
+        "memory": {"weights": plan.weight_bytes, "cache": plan.cache_bytes(), "slots": plan.slot_bytes()},
         "cache_room": plan.cache_room,
-        "programs": [decode, *(_prefill(plan, sizes, tokens) for tokens in prompts)],
-        "at_most": {"tokens/s of all sequences": max_num_seqs / least.seconds, "tokens/s of one": 1 / least.seconds},
+        "programs": programs,
+        "at_most": {"tokens/s of all sequences": seqs / seconds, "tokens/s of one": 1 / seconds},
         "fits": plan.fits,
-        "largest_batch": _largest(lambda n: plan.cache_bytes(num_seqs=n) <= plan.cache_room, 1, MOST_SEQS),
-        "largest_context": _largest(
-            lambda n: plan.cache_bytes(context=n) <= plan.cache_room, 2, plan.config.max_position_embeddings
-        ),
-        "fewest_devices": next((n for n in fitting_sizes(plan.shapes(1)) if replace(plan, devices=n).fits), None),
+        "largest_batch": _largest(lambda n: fits(max_num_seqs=n), 1, plan.options.max_num_batched_tokens or MOST_SEQS),
+        "largest_context": _largest(lambda n: fits(max_model_len=n), 2, config.max_position_embeddings),
+        "fewest_devices": next(filter(fits_on, fitting_sizes(plan.shapes(1))), None),
     }
-
-
-def _prefill(plan: TextPlan, sizes: RunnerConfig, tokens: int) -> dict[str, Any]:
-    """Work and least time of reading one prompt, in as many steps as the engine's token budget makes of it."""
-    budget = sizes.max_num_batched_tokens
-    steps: dict[int, list[list[Span]]] = {}
-    for before in range(0, tokens, budget):
-        span = Span(before, min(budget, tokens - before))
-        # The engine's steps have buckets of tokens, all multiples of this. Work of padding is counted in products.
-        padded = -(-span.count // PROMPT_LOGPROB_CHUNK) * PROMPT_LOGPROB_CHUNK
-        steps.setdefault(padded, []).append([span])
-    found = [plan.step(StepShape(1, size, False), batches) for size, batches in steps.items()]
-    total = reduce(add, (work for work, _, _ in found))
-    least = Bound(*map(sum, zip(*(least for _, least, _ in found), strict=True)))
-    count = sum(map(len, steps.values()))
-    name = f"prefill: a prompt of {tokens} tokens" + (f" in {count} steps" if count > 1 else "")
-    return described(name, total, least, found[0][2])
-
-
-def _slot_bytes(plan: TextPlan) -> int:
-    """Bytes of the engine's slots, which every device has whole."""
-    _, slots, _, _ = plan.program(StepShape(1, 1, True)).arguments
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(slots))
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:

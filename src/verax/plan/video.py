@@ -1,186 +1,331 @@
-"""Plan of a video model: memory of its parts on a device, work, collectives and least time of each stage of a clip."""
+"""Plan of a clip: memory of a video model's parts on a device by stage, and least times of its programs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
 from verax import ops
-from verax.plan.clip import KEYS, STEP, Clip, ClipProgram, components, denoising, programs, read_model
-from verax.plan.devices import Device
+from verax.checkpoint.video.folder import VideoFolder
+from verax.checkpoint.video.published import UMT5_XXL, VAE, VAE_2_2, VIT_H14
+from verax.errors import InvalidParameterError
+from verax.models import DTYPES, check_dtype
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae_layers import Upsample
+from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
-from verax.plan.roofline import bound, described
-from verax.plan.work import count
-from verax.video.load import Components
+from verax.video.geometry import LatentGeometry
+from verax.video.load import Components, divided_component
 from verax.video.memory import add_residents, largest
-from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size
+from verax.video.mesh import (
+    GUIDANCE,
+    SEQUENCE,
+    abstract_mesh,
+    axis_size,
+    check_heads,
+    check_request,
+    check_shard_weights,
+    choose_parallelism,
+)
 from verax.video.programs import Component
+from verax.video.request import ResolvedRequest, VideoRequest, default_size
+from verax.video.settings import VideoSettings, read_settings
 
-__all__ = ["denoising_step", "plan_video"]
+__all__ = ["Clip", "components", "decode_flops", "plan_video", "read_clip", "step_flops"]
 
 FLOAT32_BYTES = 4
 
 SOLVER_ARRAYS = 4
 """Arrays of the latents' size that the solver keeps: the sample, and three of earlier steps."""
 
+STEP = "denoising step, prompt and negative prompt"
 
-def plan_video(model: Described, device: Device, *, dtype: str = "bfloat16", **options: Any) -> dict[str, Any]:
-    """Plan of a video model, as JSON holds it: one segment with guidance, all frames denoised together.
+GUIDED = 2
+"""Rows of a step: the prompt and the negative prompt."""
+
+
+class Clip(NamedTuple):
+    """A clip of a video model on devices.
+
+    Attributes:
+        transformer, vae, text: configurations of the model's parts.
+        image: configuration of its image encoder; None if it has none.
+        settings: defaults of the checkpoint.
+        dtype: dtype of transformer and encoders.
+        request: size and steps of the clip.
+        latents: shape of its latents `[1, F, h, w, C]`.
+        mesh: abstract devices that divide it; None for one.
+        shard_weights: True if they divide the weights of the transformer's blocks too.
+    """
+
+    transformer: WanConfig
+    vae: WanVaeConfig
+    text: UMT5Config
+    image: CLIPVisionConfig | None
+    settings: VideoSettings
+    dtype: DTypeLike
+    request: ResolvedRequest
+    latents: tuple[int, ...]
+    mesh: AbstractMesh | None
+    shard_weights: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the transformer."""
+        return math.prod(self.latents[1:-1]) // self.transformer.patch**2
+
+    @property
+    def words(self) -> int:
+        """Tokens of cross-attention: text, and patches of an image."""
+        return self.settings.text_tokens + (0 if self.image is None else self.image.num_patches + 1)
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels of an image condition, which follow the channels of the latents."""
+        return max(0, self.transformer.in_dim - self.vae.z_dim)
+
+
+def read_clip(
+    config: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    devices: int | None = None,
+    guidance_parallel: bool = False,
+    sequence_parallel: int = 1,
+    shard_weights: bool = False,
+    **size: Any,
+) -> Clip:
+    """A clip of a model, checked. Missing parts of the model are the published ones.
 
     Args:
-        model: the model.
-        device: kind of device.
+        config: folder of the model, or one of `WAN_CONFIGS`.
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
-        options: `num_frames`, `height` and `width`, the size of the clip, `inference_steps`, steps of the solver, and
-            `devices`, `guidance_parallel`, `sequence_parallel` and `shard_weights`, as `VideoPipeline` takes them;
-            those that are not given are the checkpoint's defaults, and one device.
+        devices, guidance_parallel, sequence_parallel, shard_weights: see `VideoPipeline`.
+        size: `resolution`, `height`, `width`, `num_frames` and `num_inference_steps`, as `VideoRequest` takes them.
 
     Raises:
-        InvalidParameterError: for a size that does not divide into latents and tokens, or over the devices.
+        InvalidParameterError: for a size that does not divide into latents and tokens; or, as a pipeline does, for
+            devices that cannot divide the clip.
         UnsupportedModelError: if verax has no such model.
     """
-    clip = Clip.checked(read_model(model.config), dtype, **options)
-    devices = 1 if clip.mesh is None else clip.mesh.size
-    with ops.use_target(device.platform, device.kind, device.memory, devices):
+    check_dtype(dtype)
+    if isinstance(config, str):
+        transformer, folder = WAN_CONFIGS[config], None
+        settings = VideoSettings(boundary_ratio=0.875 if config.endswith("a14b") else None)
+    else:
+        folder = VideoFolder(config)
+        transformer = WanConfig.from_hf(folder.config("transformer"))
+        settings = read_settings(folder, 1.0, kind=None, negative_prompts={})
+
+    def part(name: str, published: Mapping[str, Any]) -> Mapping[str, Any]:
+        return folder.config(name) if folder is not None and name in folder else published
+
+    is_large_vae = transformer.out_dim == WanVaeConfig.from_hf(VAE_2_2).z_dim
+    vae = WanVaeConfig.from_hf(part("vae", VAE_2_2 if is_large_vae else VAE))
+    image = CLIPVisionConfig.from_hf(part("image_encoder", VIT_H14)) if transformer.image_dim is not None else None
+    token, group = vae.pixels_per_latent * transformer.patch, vae.frames_per_latent
+    geometry = LatentGeometry(group, vae.pixels_per_latent, token, vae.z_dim, transformer.text_dim)
+    wanted = VideoRequest(**size)
+    default = default_size(wanted, settings)
+    frames = wanted.num_frames or settings.num_frames
+    height, width = wanted.height or default[0], wanted.width or default[1]
+    if frames < 1 or (frames - 1) % group:
+        raise InvalidParameterError(f"num_frames: expected a multiple of {group} and one more, got {frames}")
+    for name, value in (("height", height), ("width", width)):
+        if value < 1 or value % token:
+            raise InvalidParameterError(f"{name}: expected a multiple of {token} pixels, got {value}")
+    request = ResolvedRequest(
+        height=height,
+        width=width,
+        num_frames=frames,
+        num_inference_steps=wanted.num_inference_steps or settings.num_inference_steps,
+        guidance_scale=settings.guidance_scale,
+    )
+    guidance_parallel, sequence_parallel = choose_parallelism(
+        guidance_parallel=guidance_parallel,
+        sequence_parallel=sequence_parallel,
+        devices=devices,
+        heads=transformer.num_heads,
+        request=request,
+        settings=settings,
+        geometry=geometry,
+        attached=False,
+    )
+    mesh = abstract_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
+    check_heads(mesh, transformer)
+    check_shard_weights(mesh, shard_weights=shard_weights)
+    check_request(mesh, request, geometry)
+    latents = geometry.shape(geometry.latents(frames), height, width)
+    text = UMT5Config.from_hf(part("text_encoder", UMT5_XXL))
+    return Clip(transformer, vae, text, image, settings, DTYPES[dtype], request, latents, mesh, shard_weights)
+
+
+def components(clip: Clip) -> Components:
+    """The models, as the devices of the clip hold them."""
+
+    def part(what: str, kind: Any, config: Any, dtype: DTypeLike, *, keep: bool | None = None) -> Component[Any]:
+        mesh, sharded = clip.mesh, clip.shard_weights
+        return divided_component(what, kind, config, dtype, lambda it: it, keep=keep, mesh=mesh, shard_weights=sharded)
+
+    experts = clip.settings.boundary_ratio is not None
+    names = ("high-noise transformer", "low-noise transformer") if experts else ("transformer",)
+    return Components(
+        part("text encoder", UMT5EncoderModel, clip.text, clip.dtype),
+        None if clip.image is None else part("image encoder", CLIPVisionModel, clip.image, clip.dtype),
+        tuple(part(name, WanModel, clip.transformer, clip.dtype, keep=None if experts else True) for name in names),
+        part("video VAE", WanVae, clip.vae, jnp.float32, keep=True),
+    )
+
+
+def plan_video(model: Described, device: Device, **options: Any) -> dict[str, Any]:
+    """Plan of a video model, as JSON holds it: one segment with guidance, all frames denoised together.
+
+    Arguments and errors are those of `read_clip`.
+    """
+    clip = read_clip(model.config, **options)
+    groups, size = axis_size(clip.mesh, GUIDANCE), axis_size(clip.mesh, SEQUENCE)
+    with ops.use_target(device.platform, device.kind, device.memory, groups * size):
         models = components(clip)
-        traced = programs(clip, models)
-    rows = [_row(program, device) for program in traced]
-    keys = next(program.traced.out_avals for program in traced if program.name == KEYS)
-    work = _work(clip, models.transformers[0], keys)
-    step = next(row for row in rows if row["name"] == STEP)
-    stages = _stages(clip, models, work)
+    rows = _programs(clip, models, device)
+    seconds = {row["name"]: row["at_least_s"] for row in rows}
+    stages = _stages(clip, models)
     memory = add_residents((name, component, sum(held.values())) for name, component, held in stages)
-    most = memory.index(largest(memory))
+    at = memory.index(largest(memory))
+    parts = (models.text_encoder, models.image_encoder, *models.transformers, models.vae)
     return {
         "kind": model.kind,
         "model": model.name,
         "device": device.as_dict(),
         "settings": {
-            "dtype": dtype,
-            "clip": clip.size,
-            "inference_steps": clip.inference_steps,
-            **({} if clip.mesh is None else _division(clip)),
+            "dtype": jnp.dtype(clip.dtype).name,
+            **{name: getattr(clip.request, name) for name in ("num_frames", "height", "width", "num_inference_steps")},
+            "guidance_parallel": groups > 1,
+            "sequence_parallel": size,
+            "shard_weights": clip.shard_weights,
         },
-        "weights": [_part(component) for component in _in_order(models)],
+        "devices": groups * size,
+        "weights": [_part(component) for component in parts if component],
         "stages": [{**stage._asdict(), "together": stage.peak} for stage in memory],
-        "memory": _held(stages, most),
+        "memory": {"weights": memory[at].weights, "other models": memory[at].others, **stages[at][2]},
         "programs": rows,
-        "collectives": None if clip.mesh is None else _collectives(rows, step, device),
         "at_least": {
-            "seconds a step": step["at_least_s"],
+            "seconds a step": seconds[STEP],
             "seconds a clip": sum(row["times"] * row["at_least_s"] for row in rows),
         },
-        "fits": memory[most].peak <= device.memory,
-    }
-
-
-def denoising_step(
-    model: Described, *, depth: int | None = None, dtype: str = "bfloat16", **options: Any
-) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
-    """One forward pass of the transformer, for a prompt and a negative prompt: its name, function and arguments.
-
-    Args:
-        model: the model.
-        depth: blocks of the transformer; all if None.
-        dtype: as in `plan_video`.
-        options: size of the clip, as in `plan_video`.
-    """
-    parts = read_model(model.config)
-    if depth is not None:
-        parts = parts._replace(transformer=replace(parts.transformer, num_layers=depth))
-    clip = Clip.checked(parts, dtype, **options)
-    _, step = denoising(components(clip).transformers[0], clip)
-    return f"{STEP}: {clip.size}", *step
-
-
-_Stage = tuple[str, Component[Any], Mapping[str, int]]
-"""Name of a stage, its model, and bytes of a device beside weights, by name."""
-
-
-def _in_order(models: Components) -> list[Component[Any]]:
-    """Models in the order of their use."""
-    return [one for one in (models.text_encoder, models.image_encoder, *models.transformers, models.vae) if one]
-
-
-def _stages(clip: Clip, models: Components, work: Mapping[str, int]) -> list[_Stage]:
-    """Stages of a run, with the names of `verax video --plan`."""
-    pixels = clip.num_frames * clip.height * clip.width
-    found: list[_Stage] = [("text", models.text_encoder, {})]
-    if models.image_encoder is not None:
-        found.append(("image", models.image_encoder, {}))
-    if clip.model.condition_channels:
-        found.append(("encode", models.vae, {}))
-    found += [("denoise", transformer, work) for transformer in models.transformers]
-    return [*found, ("decode", models.vae, {"frames": 3 * FLOAT32_BYTES * pixels})]
-
-
-def _work(clip: Clip, transformer: Component[Any], keys: Sequence[Any]) -> dict[str, int]:
-    """Bytes on a device that denoising needs at least beside weights, by name, with the shapes of cross-attention keys.
-
-    Guidance may run one row after the other, so that the activations of one row count.
-    """
-    config, size = clip.model.transformer, math.prod(clip.latents[:-1])
-    tokens = size // config.patch**2 // axis_size(clip.mesh, SEQUENCE)
-    # Operands of self-attention, or of the second product of the feed-forward part.
-    operands = max(3 * config.dim, config.ffn_dim) * jnp.dtype(clip.dtype).itemsize
-    found = {
-        "latents": FLOAT32_BYTES * size * (SOLVER_ARRAYS * clip.latents[-1] + clip.model.condition_channels),
-        KEYS: sum(map(nbytes_of, keys)) // axis_size(clip.mesh, GUIDANCE),
-        "residual stream": FLOAT32_BYTES * tokens * config.dim,
-        "largest operands": tokens * operands,
-    }
-    if clip.shard_weights:
-        leaves = zip(transformer.shapes, transformer.partition, strict=True)
-        stacks = [nbytes_of(leaf) for leaf, spec in leaves if any(spec)]
-        found["largest gathered matrix"] = max(stacks) // config.num_layers
-    return found
-
-
-def _held(stages: Sequence[_Stage], at: int) -> dict[str, int]:
-    """Bytes on a device in one stage: models that are there, and what else it needs, by name."""
-    _, component, work = stages[at]
-    kept = {one.name: one.size for _, one, _ in stages[:at] if one.keep}
-    return {**kept, component.name: component.size, **work}
-
-
-def _row(program: ClipProgram, device: Device) -> dict[str, Any]:
-    """Work of all devices in a program, and its least time."""
-    one = count(program.traced)
-    work = replace(one, flops={dtype: program.devices * flops for dtype, flops in one.flops.items()})
-    least = bound(work, device, program.devices, linked=one.sent)
-    row = described(program.name, work, least, times=program.times)
-    return {**row, "devices": program.devices, "sent_per_device": one.sent}
-
-
-def _division(clip: Clip) -> dict[str, Any]:
-    """Options that divide a clip, with what `devices` alone has chosen."""
-    groups, size = (axis_size(clip.mesh, axis) for axis in (GUIDANCE, SEQUENCE))
-    return {
-        "devices": groups * size,
-        "guidance_parallel": groups > 1,
-        "sequence_parallel": size,
-        "shard_weights": clip.shard_weights,
-    }
-
-
-def _collectives(rows: Sequence[Mapping[str, Any]], step: Mapping[str, Any], device: Device) -> dict[str, Any]:
-    """Bytes that a device sends, and their share of a step that overlaps nothing; None where links are not known."""
-    links = step["parts_s"]["links"]
-    alone = max(step["parts_s"]["compute"], step["parts_s"]["memory"])
-    return {
-        "bytes_a_step": step["sent_per_device"],
-        "bytes_a_clip": sum(row["times"] * row["sent_per_device"] for row in rows),
-        "seconds_a_step": links if device.links else None,
-        "share_of_a_step": links / (links + alone) if device.links else None,
+        "fits": memory[at].peak <= device.memory,
     }
 
 
 def _part(component: Component[Any]) -> dict[str, Any]:
-    dtypes = sorted({leaf.dtype.name for leaf in component.shapes})
+    dtypes = ", ".join(sorted({leaf.dtype.name for leaf in component.shapes}))
     whole = sum(map(nbytes_of, component.shapes))
-    return Part(component.name, ", ".join(dtypes), component.parameters, whole, component.size)._asdict()
+    return Part(component.name, dtypes, component.parameters, whole, component.size)._asdict()
+
+
+_Stage = tuple[str, Component[Any], Mapping[str, int]]
+"""Name of a stage, its model, and bytes of a device besides weights, by name."""
+
+
+def _stages(clip: Clip, models: Components) -> list[_Stage]:
+    """Stages of a run, with the names of `verax video --plan`."""
+    stages: list[_Stage] = [("text", models.text_encoder, {})]
+    if models.image_encoder is not None:
+        stages.append(("image", models.image_encoder, {}))
+    if clip.condition_channels:
+        stages.append(("encode", models.vae, {}))
+    stages += [("denoise", transformer, _work(clip, transformer)) for transformer in models.transformers]
+    return [*stages, ("decode", models.vae, {"frames": _frame_bytes(clip)})]
+
+
+def _frame_bytes(clip: Clip) -> int:
+    return 3 * FLOAT32_BYTES * clip.request.num_frames * clip.request.height * clip.request.width
+
+
+def _work(clip: Clip, transformer: Component[Any]) -> dict[str, int]:
+    """Bytes on a device that denoising needs at least besides weights, by name.
+
+    Guidance may run one row after the other, so that the activations of one row count.
+    """
+    config, size, itemsize = clip.transformer, math.prod(clip.latents[:-1]), jnp.dtype(clip.dtype).itemsize
+    tokens = clip.tokens // axis_size(clip.mesh, SEQUENCE)
+    keys = 2 * config.num_layers * clip.words * config.dim * itemsize
+    work = {
+        "latents": FLOAT32_BYTES * size * (SOLVER_ARRAYS * clip.latents[-1] + clip.condition_channels),
+        "cross-attention keys": GUIDED * keys // axis_size(clip.mesh, GUIDANCE),
+        "residual stream": FLOAT32_BYTES * tokens * config.dim,
+        # Operands of self-attention, or of the second product of the feed-forward part.
+        "largest operands": tokens * max(3 * config.dim, config.ffn_dim) * itemsize,
+    }
+    if clip.shard_weights:
+        leaves = zip(transformer.shapes, transformer.partition, strict=True)
+        stacks = [nbytes_of(leaf) for leaf, spec in leaves if any(spec)]
+        work["largest gathered matrix"] = max(stacks) // config.num_layers
+    return work
+
+
+def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, Any]]:
+    """Programs that take most of a clip's time, with their least times. Encoders take some hundredths of it."""
+    options: Any = {"dtype": jnp.dtype(clip.dtype).name, "devices": 1 if clip.mesh is None else clip.mesh.size}
+    work, transformer = _work(clip, models.transformers[0]), models.transformers[0]
+    step = program_row(
+        STEP,
+        device,
+        flops=GUIDED * step_flops(clip.transformer, clip.tokens, clip.words),
+        nbytes=transformer.size + work["latents"] + work["cross-attention keys"],
+        times=clip.request.num_inference_steps,
+        **options,
+    )
+    decode = program_row(
+        "VAE decode",
+        device,
+        flops=decode_flops(models.vae.module(models.vae.shapes), clip.latents),
+        nbytes=models.vae.size + FLOAT32_BYTES * math.prod(clip.latents) + _frame_bytes(clip),
+        **options,
+    )
+    return [step, decode]
+
+
+def step_flops(config: WanConfig, tokens: int, words: int) -> int:
+    """Operations of the transformer's products for one row: its blocks, and the maps from and to patches."""
+    D, F = config.dim, config.ffn_dim
+    layer = 2 * tokens * (6 * D * D + 2 * D * F) + 4 * tokens * (tokens + words) * D
+    patch = config.patch**2 * (config.in_dim + config.out_dim)
+    return config.num_layers * layer + 2 * tokens * D * patch
+
+
+def decode_flops(vae: WanVae, latents: Sequence[int]) -> int:
+    """Operations of the decoder's products for latents `[1, F, h, w, Z]`, without tiles, whose margins cost more."""
+    _, frames, h, w, _ = latents
+    pixels, flops = h * w, 0
+
+    def convolve(*layers: Any) -> int:
+        kernels = (leaf.size for leaf in jax.tree.leaves(nnx.state(list(layers))) if leaf.ndim >= 4)
+        return 2 * frames * pixels * sum(kernels)
+
+    decoder = vae.decoder
+    flops += convolve(vae.conv2, decoder.conv1, *decoder.middle)
+    flops += 4 * frames * pixels**2 * decoder.middle[1].proj.weight.shape[0]  # attention within a frame
+    for layer in (one for level in decoder.upsamples for one in getattr(level, "upsamples", [level])):
+        if not isinstance(layer, Upsample):
+            flops += convolve(layer)
+            continue
+        if layer.time_conv is not None:  # makes two frames of each but the first
+            frames -= 1
+            flops += convolve(layer.time_conv)
+            frames = 2 * frames + 1
+        pixels *= 4
+        flops += convolve(layer.resample)
+    return flops + convolve(decoder.head)

@@ -1,1 +1,13 @@
-"""Fast implementations for GPUs: what JAX and the vendors' libraries have, registered with the operations."""
+"""Fast implementations for GPUs: cuDNN, and kernels in Pallas, chosen by name until a device has run them.
+
+Modules of Pallas are imported when a kernel is traced: they take half a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verax._optional import Deferred
+
+pl: Any = Deferred("jax.experimental.pallas")
+plgpu: Any = Deferred("jax.experimental.pallas.triton")

@@ -1,7 +1,7 @@
-"""`ops.attention` by fused kernels, which write no scores out (FlashAttention-2; Dao, 2023, arXiv:2307.08691).
+"""`ops.attention` by cuDNN, which writes no scores out (FlashAttention-2; Dao, 2023, arXiv:2307.08691).
 
-JAX calls cuDNN only by name. No mask is passed, because cuDNN would read it as a bias for each score. The kernel of
-`attention_kernel.py` takes masks, soft caps and larger heads too.
+JAX calls cuDNN only by name. No mask is passed, because cuDNN would read it as a bias for each score: calls with
+windows, segments or soft caps are left to XLA.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import AMPERE, has_compute_capability, target
-from verax.ops.attention import attention, chunked_attention, flash_kernel
+from verax.ops.attention import attention, chunked_attention
 
 __all__: list[str] = []
 
@@ -22,9 +22,6 @@ MAX_HEAD_DIM = 128
 """Largest head size on every GPU that cuDNN's kernel runs on; Hopper and later take 256."""
 
 HEAD_DIM_STEP = 8
-
-MAX_TRITON_HEAD_DIM = 256
-"""Largest head size of the kernel in Triton, whose sums stay in registers."""
 
 
 def _accepts(
@@ -63,31 +60,3 @@ def _attention_cudnn(
         return jax.jit(partial(chunked_attention, causal=causal, scale=scale))(q, k, v)
     out = jax.nn.dot_product_attention(q.astype(k.dtype), k, v, scale=scale, is_causal=causal, implementation="cudnn")
     return out.astype(jnp.float32)
-
-
-def _accepts_triton(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **_: Any) -> bool:
-    sizes = q.shape[-1] <= MAX_TRITON_HEAD_DIM and min(q.size, k.size) > 0 and q.shape[2] % k.shape[2] == 0
-    dtypes = k.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) and v.dtype == k.dtype
-    # Otherwise some queries see nothing, for which the reference has its own answer.
-    visible = k.shape[1] >= q.shape[1] or not (causal or window is not None)
-    return sizes and dtypes and visible and has_compute_capability(AMPERE)
-
-
-@attention.implementation(
-    "triton", platforms=("gpu",), single_device=True, accepts=_accepts_triton, traits={"flash"}, experimental=True
-)
-def _attention_triton(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    *,
-    causal: bool = True,
-    segments: Int[Array, "B T"] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Float[Array, "B T N H"]:
-    from verax.ops.gpu.attention_kernel import flash_attention  # Pallas takes half a second to import
-
-    options = (("causal", causal), ("scale", scale), ("window", window), ("soft_cap", soft_cap))
-    return flash_kernel(flash_attention, q, k, v, segments, options)

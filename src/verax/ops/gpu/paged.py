@@ -1,17 +1,249 @@
-"""Attention over pages by kernels for NVIDIA GPUs, `paged_kernel.py`."""
+"""Attention over pages for NVIDIA GPUs in Pallas, lowered to Triton (FlashAttention-2, FlashDecoding).
+
+    decode:  for each sequence, key/value head and part of the context, all at once:
+                 the head's G queries over the part's keys
+             parts of a sequence are put together by their highest scores, in jnp
+    ragged:  for each tile of a sequence's queries and each key/value head, all at once:
+                 the head's queries of the tile over the keys that one of them sees
+
+Either looks up a block of tokens in the page table, loads its keys and values, and updates an online softmax
+(`_attend`). Keys that no query of the tile sees are not read, whatever their pages hold.
+
+Pallas lowers to Triton or to Mosaic GPU, for which JAX deprecates Triton from 0.11 on. These kernels are Triton's: it
+compiles with JAX 0.10 as well, multiplies 16 rows at a time, and its results can be checked without a GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import ADA, AMPERE, has_compute_capability
-from verax.ops.paged import paged_attention, paged_decode_attention
+from verax.ops.attention import MASKED, exact_products, soft_capped
+from verax.ops.gpu import pl, plgpu
+from verax.ops.paged import group_queries, operand_dtype, paged_attention, paged_decode_attention, split_queries
 from verax.ops.pages import Pages
 
-__all__: list[str] = []
+__all__ = ["BLOCK", "TILE", "decode_attention", "num_parts", "ragged_attention"]
+
+BLOCK = 64
+"""Keys of a block: 16 KiB in bfloat16 with heads of 128."""
+
+MIN_ROWS = 16
+"""Rows of a product on tensor cores. With fewer queries a head, the rest are zeros."""
+
+TILE = 64
+"""Rows of a tile of a ragged batch, queries times heads: those of a product of four warps on Hopper."""
+
+PROGRAMS = 512
+"""Programs that keep an H100's 132 multiprocessors busy, some four on each."""
+
+MIN_PART = 256
+"""Tokens of a part of a context. Shorter ones would not pay for putting the parts together."""
+
+PARAMETERS = {"num_warps": 4, "num_stages": 3}
+
+
+def num_parts(rows: int, heads: int, context: int) -> int:
+    """Parts of a context, so that there are `PROGRAMS` in all.
+
+    Args:
+        rows: sequences.
+        heads: key/value heads.
+        context: tokens that the page table has room for.
+    """
+    return max(1, min(pl.cdiv(PROGRAMS, rows * heads), context // MIN_PART))
+
+
+def decode_attention(
+    q: Float[Array, "B N H"],
+    k_cache: Pages,
+    v_cache: Pages,
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    parts: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B N H"]:
+    """`ops.paged_decode_attention`; with a number of `parts`, and `interpret` as `pallas_call` takes it."""
+    (B, N, H), (_, K, p, _) = q.shape, k_cache.shape
+    G = N // K
+    parts = parts or num_parts(B, K, page_table.shape[1] * p)
+    shapes = (B, K, parts, G), (B, K, parts, G), (B, K, parts, G, H)
+    run = pl.pallas_call(
+        partial(_decode_kernel, window=window, soft_cap=soft_cap),
+        grid=(B, K, parts),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        compiler_params=plgpu.CompilerParams(**PARAMETERS),
+        interpret=interpret,
+        name="paged_decode_attention",
+    )
+    queries = group_queries(q, K, scale).astype(operand_dtype(k_cache))
+    integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths))
+    highest, sums, out = run(*integers, queries, *jax.tree.leaves((k_cache, v_cache)))
+    shares = jnp.exp(highest - highest.max(2, keepdims=True))
+    total = jnp.sum(shares * sums, 2)
+    out = jnp.sum(shares[..., None] * out, 2) / jnp.where(total == 0, 1.0, total)[..., None]  # NaN stays
+    return out.reshape(B, N, H)
+
+
+def _decode_kernel(table: Any, lengths: Any, q: Any, *refs: Any, window: int | None, soft_cap: float | None) -> None:
+    *caches, highest_out, sums_out, out = refs
+    G, H = q.shape[2:]
+    b, h, part = (pl.program_id(axis) for axis in range(3))
+    length = lengths[b]
+    first = 0 if window is None else jnp.maximum(length - window, 0)
+    # Parts are whole blocks, so that all but the last block of a sequence are full.
+    each = pl.cdiv(pl.cdiv(length - first, BLOCK), pl.num_programs(2)) * BLOCK
+    begin = first + part * each
+    rows, size = jnp.arange(max(MIN_ROWS, pl.next_power_of_2(G))), jnp.arange(H)[None]
+    queries = plgpu.load(q.at[b, h, rows[:, None], size], mask=(rows < G)[:, None], other=0.0)
+    last = jnp.broadcast_to(length - 1, rows.shape)
+    keys = begin, jnp.minimum(begin + each, length)
+    highest, sums, acc = _attend(queries, caches, table, b, h, keys, last, window, soft_cap)
+    plgpu.store(highest_out.at[b, h, part, rows], highest, mask=rows < G)
+    plgpu.store(sums_out.at[b, h, part, rows], sums, mask=rows < G)
+    plgpu.store(out.at[b, h, part, rows[:, None], size], acc, mask=(rows < G)[:, None])
+
+
+def ragged_attention(
+    q: Float[Array, "T N H"],
+    k_cache: Pages,
+    v_cache: Pages,
+    page_table: Int[Array, "B W"],
+    kv_lengths: Int[Array, "B"],
+    query_starts: Int[Array, "C"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    interpret: bool = False,
+) -> Float[Array, "T N H"]:
+    """`ops.paged_attention`; with `interpret` as `pallas_call` takes it."""
+    (T, N, H), K = q.shape, k_cache.shape[1]
+    tile = TILE // (N // K)
+    _, tile_at = split_queries(query_starts, tile)
+    # As many tiles as there may be: a full one for each `tile` queries, and one for each sequence's rest.
+    at = jnp.arange(T // tile + kv_lengths.size, dtype=jnp.int32)
+    owners, firsts = tile_at(at)
+    run = pl.pallas_call(
+        partial(_ragged_kernel, window=window, soft_cap=soft_cap),
+        grid=(at.size, K),
+        out_shape=jax.ShapeDtypeStruct((T, K, N // K, H), jnp.float32),
+        compiler_params=plgpu.CompilerParams(**PARAMETERS),
+        interpret=interpret,
+        name="paged_attention",
+    )
+    queries = group_queries(q, K, scale).astype(operand_dtype(k_cache))
+    integers = (x.astype(jnp.int32) for x in (owners, firsts, page_table, kv_lengths, query_starts))
+    out = run(*integers, queries, *jax.tree.leaves((k_cache, v_cache))).reshape(T, N, H)
+    return jnp.where((jnp.arange(T) < query_starts[-1])[:, None, None], out, 0.0)
+
+
+def _ragged_kernel(
+    owners: Any,
+    firsts: Any,
+    table: Any,
+    lengths: Any,
+    starts: Any,
+    q: Any,
+    *refs: Any,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    *caches, out = refs
+    G, H = q.shape[2:]
+    i, h = pl.program_id(0), pl.program_id(1)
+    b, first = owners[i], firsts[i]
+    length, end = lengths[b], starts[b + 1]
+    rows, size = jnp.arange(TILE), jnp.arange(H)[None]
+    token, head = first + rows // G, rows % G
+    own = (token < end) & (rows < TILE // G * G)
+    last = jnp.where(own, length - end + token, -1)
+    lowest = 0 if window is None else jnp.maximum(length - end + first - window + 1, 0)
+    keys = lowest, jnp.minimum(length - end + first + TILE // G, length)
+    places = token[:, None], h, head[:, None], size
+    queries = plgpu.load(q.at[places], mask=own[:, None], other=0.0)
+    _, sums, acc = _attend(queries, caches, table, b, h, keys, last, window, soft_cap)
+    plgpu.store(out.at[places], acc / jnp.where(sums == 0, 1.0, sums)[:, None], mask=own[:, None])
+
+
+def _attend(
+    queries: Array,
+    caches: Sequence[Any],
+    table: Any,
+    b: Any,
+    h: Any,
+    keys: tuple[Any, Any],
+    last: Array,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[Array, Array, Array]:
+    """Highest score, sum of weights and weighted sum of values of each query, `[M]`, `[M]` and `[M, H]`.
+
+    Args:
+        queries: `[M, H]`, of the sequence `b` and the key/value head `h`.
+        caches: pages of keys and of values, each with its scales if it has any.
+        table: pages of the sequences.
+        b, h: the sequence and the head.
+        keys: positions that may be seen, the first and the last but one.
+        last: last position that each query sees, `[M]`; -1 for none.
+        window: keys that a query sees.
+        soft_cap: bound of the scores.
+    """
+    k_pages, *k_scales = caches[: len(caches) // 2]
+    v_pages, *v_scales = caches[len(caches) // 2 :]
+    p, (M, H) = k_pages.shape[2], queries.shape
+    begin, end = keys
+
+    def body(i: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, sums, acc = carry
+        at = begin + i * BLOCK + jnp.arange(BLOCK)
+        there = at < end
+        pages, offsets = plgpu.load(table.at[b, at // p], mask=there, other=0), at % p
+
+        def load(cache: Any) -> Array:
+            places = pages[:, None], h, offsets[:, None], jnp.arange(H)[None]
+            rows = plgpu.load(cache.at[places], mask=there[:, None], other=jnp.zeros((), cache.dtype))
+            if cache.dtype == jnp.float8_e4m3fn:  # straight to bfloat16 takes an instruction of a sixteenth of the rate
+                rows = rows.astype(jnp.float32)
+            return rows.astype(queries.dtype)
+
+        def load_scales(cache: Any) -> Array:
+            return plgpu.load(cache.at[pages, h, offsets], mask=there, other=0.0)[None]
+
+        k = load(k_pages)
+        scores = plgpu.dot(queries, k, trans_b=True, precision=exact_products(k))
+        for scales in k_scales:
+            scores *= load_scales(scales)
+        visible = there[None] & (at[None] <= last[:, None])
+        if window is not None:
+            visible &= at[None] > last[:, None] - window
+        scores = jnp.where(visible, soft_capped(scores, soft_cap), MASKED)
+        now = jnp.maximum(highest, scores.max(1))
+        weights, shrink = jnp.where(visible, jnp.exp(scores - now[:, None]), 0.0), jnp.exp(highest - now)
+        sums = sums * shrink + weights.sum(1)
+        for scales in v_scales:
+            weights *= load_scales(scales)
+        v = load(v_pages)
+        return now, sums, acc * shrink[:, None] + plgpu.dot(weights.astype(v.dtype), v, precision=exact_products(v))
+
+    start = (
+        jnp.full((M,), MASKED, jnp.float32),
+        jnp.zeros((M,), jnp.float32),
+        jnp.zeros((M, H), jnp.float32),
+    )
+    return lax.fori_loop(0, pl.cdiv(jnp.maximum(end - begin, 0), BLOCK), body, start)
+
 
 HEAD_SIZES = (64, 128, 256)
 """Head sizes: tiles of Triton are powers of two."""
@@ -44,8 +276,6 @@ def _paged_decode_attention_triton(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B N H"]:
-    from verax.ops.gpu.paged_kernel import decode_attention  # Pallas takes half a second to import
-
     return decode_attention(q, k_cache, v_cache, page_table, kv_lengths, scale=scale, window=window, soft_cap=soft_cap)
 
 
@@ -62,7 +292,5 @@ def _paged_attention_triton(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "T N H"]:
-    from verax.ops.gpu.paged_kernel import ragged_attention
-
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return ragged_attention(q, k_cache, v_cache, page_table, kv_lengths, query_starts, **options)

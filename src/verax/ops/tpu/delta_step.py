@@ -22,12 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from verax.ops.delta import delta_slot_recurrence
 from verax.ops.delta._inputs import DeltaInputs, l2_normalize
+from verax.ops.delta._slots import step_by_kernel
+from verax.ops.delta._step import is_step
 from verax.ops.state_slots import StateSlots
+from verax.ops.tpu import pl, pltpu
 
 __all__ = ["delta_step"]
 
@@ -124,3 +126,28 @@ def _columns(rows: Float[Array, "h K"]) -> list[Array]:
     """Each row as a column."""
     whole = rows.T
     return [whole[:, h : h + 1] for h in range(whole.shape[1])]
+
+
+LANES = 128
+"""Numbers side by side in a register. Sizes of keys and values are multiples of it."""
+
+MAX_STEP_STATES = 48 * 128 * 128
+"""Numbers of a sequence's states in a decode step, for which there is: it holds four times as many, or 12 MiB."""
+
+
+def _accepts_step(
+    x: DeltaInputs, states: Any, slots: StateSlots, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any
+) -> bool:
+    _, HV, K, V = states.shape
+    dtypes = all(a.dtype in (jnp.float32, jnp.bfloat16) for a in x) and states.dtype == jnp.float32
+    sizes = K % LANES == 0 and V % LANES == 0 and HV * K * V <= MAX_STEP_STATES and x.v.size > 0 and states.size > 0
+    return dtypes and sizes and is_step(x, states, cu_seqlens) and not isinstance(scale, jax.Array)
+
+
+@delta_slot_recurrence.implementation(
+    "pallas", platforms=("tpu",), single_device=True, accepts=_accepts_step, experimental=True
+)
+def _delta_step_pallas(
+    x: DeltaInputs, states: Float[Array, "S HV K V"], slots: StateSlots, cu_seqlens: None = None, **options: Any
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
+    return step_by_kernel(delta_step, x, states, slots, **options)

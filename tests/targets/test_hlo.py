@@ -2,7 +2,7 @@
 
 import pytest
 
-from verax.plan.compiled.hlo import read_module
+from tests.targets.hlo import read_module
 
 HEAD = "HloModule jit_step, is_scheduled=true, {alias}entry_computation_layout={{(bf16[8192,1024])->bf16[2]}}\n"
 DONATED = "input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, may-alias) }, "

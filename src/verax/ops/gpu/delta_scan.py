@@ -7,7 +7,7 @@
 The gradient goes from the last chunk to the first, with a state's cotangent in the place of the state.
 
 So the state stays in registers from a sequence's first chunk to its last. Columns of a state do not meet: they are
-spread over programs, each of which reads the keys again. `gpu/paged_kernel.py` says why Triton compiles it.
+spread over programs, each of which reads the keys again. `gpu/paged.py` says why Triton compiles it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from verax.ops.delta._scan import Chunk
+from verax.ops._derivative import differentiated_as
+from verax.ops._target import AMPERE, has_compute_capability
+from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
+from verax.ops.gpu import pl, plgpu
 
 __all__ = ["chunk_scan", "chunk_scan_backward"]
 
@@ -196,3 +197,45 @@ def _backward_kernel(firsts: Any, d_final: Any, *refs: Any, columns: int, precis
     d_state = lax.fori_loop(first, end, body, d_state)
     for k, part in zip(rows, d_state, strict=True):
         plgpu.store(d_initial.at[b, h, k, v], part)
+
+
+KEY_SIZES = (32, 64, 128, 256)
+"""Sizes of keys: tiles of Triton are powers of two."""
+
+COLUMNS = 16
+"""The size of values is a multiple of it: the columns of the state in a program."""
+
+CHUNK_SIZES = (16, 32, 64)
+
+MAX_KEYS = 64 * 128
+"""Numbers of a chunk's keys, for which there is shared memory."""
+
+
+def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
+    C, K, V = chunks.found.shape[-2], *states.shape[-2:]
+    sizes = K in KEY_SIZES and V % COLUMNS == 0 and C in CHUNK_SIZES and C * K <= MAX_KEYS
+    float32 = all(x.dtype == jnp.float32 for x in (*chunks, states))
+    return sizes and float32 and chunks.value.size > 0 and states.size > 0 and has_compute_capability(AMPERE)
+
+
+@delta_chunk_scan.implementation("triton", platforms=("gpu",), single_device=True, accepts=_accepts, experimental=True)
+def _delta_chunk_scan_triton(
+    chunks: Chunk,
+    states: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    *,
+    keep_states: bool = False,
+) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
+    options = {"keep_states": keep_states}
+    reference = partial(delta_chunk_scan.reference, **options)
+    return differentiated_as(reference, partial(chunk_scan, columns=COLUMNS, **options), chunks, states, owner)
+
+
+@delta_chunk_scan_backward.implementation(
+    "triton", platforms=("gpu",), single_device=True, accepts=_accepts, experimental=True
+)
+def _delta_chunk_scan_backward_triton(
+    chunks: Chunk, d_final: Float[Array, "N m R K V"], owner: Int[Array, "n"], d_out: Float[Array, "n m R C V"]
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    kernel = partial(chunk_scan_backward, columns=COLUMNS)
+    return differentiated_as(delta_chunk_scan_backward.reference, kernel, chunks, d_final, owner, d_out)

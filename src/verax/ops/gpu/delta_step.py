@@ -8,7 +8,7 @@
 
 So a state is read once and written once, where it lies, and the keys are normalised where they are read. Columns of a
 state do not meet: programs share nothing but keys. Nothing is multiplied on tensor cores, so float32 stays float32.
-`gpu/paged_kernel.py` says why Triton compiles it.
+`gpu/paged.py` says why Triton compiles it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from verax.ops._target import AMPERE, has_compute_capability
+from verax.ops.delta import delta_slot_recurrence
 from verax.ops.delta._inputs import DeltaInputs, l2_normalize
+from verax.ops.delta._slots import step_by_kernel
+from verax.ops.delta._step import is_step
+from verax.ops.gpu import pl, plgpu
 from verax.ops.state_slots import StateSlots
 
 __all__ = ["columns_of_program", "delta_step"]
@@ -111,3 +114,30 @@ def _kernel(
         out_key = scale * key(x.read, t)
         plgpu.store(out.at[b, t, h, v], jnp.sum(out_key[:, None] * state, axis=0), mask=columns_there)
     plgpu.store(after.at[state_of(written[b])], state, mask=cells & (written[b] < S))
+
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+MAX_STEP_KEYS = 256
+"""Largest size of keys in a decode step, for which a program has registers."""
+
+MAX_NUMBERS = 1 << 31
+"""Numbers of all states in a decode step: Triton counts them in 32 bits."""
+
+
+def _accepts_step(
+    x: DeltaInputs, states: Any, slots: StateSlots, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any
+) -> bool:
+    dtypes = all(a.dtype in FLOATS for a in x) and states.dtype == jnp.float32
+    sizes = is_step(x, states, cu_seqlens) and 0 < x.read.shape[3] <= MAX_STEP_KEYS and 0 < states.size < MAX_NUMBERS
+    constant = not isinstance(scale, jax.Array)
+    return dtypes and sizes and x.v.size > 0 and constant and has_compute_capability(AMPERE)
+
+
+@delta_slot_recurrence.implementation(
+    "triton", platforms=("gpu",), single_device=True, accepts=_accepts_step, experimental=True
+)
+def _delta_step_triton(
+    x: DeltaInputs, states: Float[Array, "S HV K V"], slots: StateSlots, cu_seqlens: None = None, **options: Any
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
+    return step_by_kernel(delta_step, x, states, slots, **options)

@@ -16,16 +16,16 @@ transposed, so that a decay by channel is a row of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from verax.ops.delta._scan import Chunk
-from verax.ops.tpu.products import product
+from verax.ops._derivative import differentiated_as
+from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
+from verax.ops.tpu import pl, pltpu, product
 
 __all__ = ["chunk_scan", "chunk_scan_backward", "heads_of_step"]
 
@@ -195,3 +195,41 @@ def _backward_kernel(owner: Any, d_final: Any, *refs: Any) -> None:
     def _() -> None:
         for h in heads:
             d_initial[0, h] = d_state[h].T
+
+
+LANES, SUBLANES = 128, 8
+"""Numbers side by side in a register, and rows of it. Sizes of keys and values are multiples of the first, tokens of a
+chunk of the second."""
+
+MAX_STATE, MAX_CHUNK = 256 * 256, 64
+"""Numbers of a state, and tokens of a chunk, for which there is vector memory."""
+
+
+def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
+    C, K, V = chunks.found.shape[-2], *states.shape[-2:]
+    sizes = K % LANES == 0 and V % LANES == 0 and C % SUBLANES == 0 and K * V <= MAX_STATE and C <= MAX_CHUNK
+    float32 = all(x.dtype == jnp.float32 for x in (*chunks, states))
+    return sizes and float32 and chunks.value.size > 0 and states.size > 0
+
+
+@delta_chunk_scan.implementation("pallas", platforms=("tpu",), single_device=True, accepts=_accepts, experimental=True)
+def _delta_chunk_scan_pallas(
+    chunks: Chunk,
+    states: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    *,
+    keep_states: bool = False,
+) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
+    options = {"keep_states": keep_states}
+    reference = partial(delta_chunk_scan.reference, **options)
+    return differentiated_as(reference, partial(chunk_scan, **options), chunks, states, owner)
+
+
+@delta_chunk_scan_backward.implementation(
+    "pallas", platforms=("tpu",), single_device=True, accepts=_accepts, experimental=True
+)
+def _delta_chunk_scan_backward_pallas(
+    chunks: Chunk, d_final: Float[Array, "N m R K V"], owner: Int[Array, "n"], d_out: Float[Array, "n m R C V"]
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    reference = delta_chunk_scan_backward.reference
+    return differentiated_as(reference, chunk_scan_backward, chunks, d_final, owner, d_out)

@@ -1,1 +1,0 @@
-"""Compilation of a model's programs for devices that are not attached: memory, collectives, copies."""

@@ -1,0 +1,121 @@
+"""Operations of a plan against XLA's own count of a compiled program, in models large enough that products prevail."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tests.support.tiny import HYBRID, tiny_config
+from verax import models, ops
+from verax.loading import model_shapes
+from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.vae import WanVae
+from verax.models.wan.vae_config import WanVaeConfig
+from verax.nn import Sentences
+from verax.plan.devices import find_device
+from verax.plan.embed import plan_embed
+from verax.plan.model import Described
+from verax.plan.text import text_plan
+from verax.plan.video import decode_flops, step_flops
+
+DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)
+WIDE = dict(hidden_size=256, intermediate_size=640, vocab_size=2048)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=256, tie_word_embeddings=False)
+ENCODER = dict(WIDE, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
+
+
+def counted(function, *shapes):
+    """Operations that XLA counts in a compiled function of arrays, whose loops count once."""
+    with ops.use_implementations(**dict.fromkeys(ops.operations(), "reference")):
+        return jax.jit(function).lower(*shapes).compile().cost_analysis()["flops"]
+
+
+def of_model(model, function, *arguments):
+    """Operations of a function of a module and arrays."""
+    graph, state = nnx.split(model)
+    return counted(lambda state, *arrays: function(nnx.merge(graph, state), *arrays), state, *arguments)
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def check(planned, counted, padding=0.0):
+    """Elementwise operations, which a plan leaves out, are some hundredths of the products.
+
+    XLA leaves out products with the zeros around a convolution's input, a plan does not.
+    """
+    assert (1 - padding) * planned <= counted < 1.1 * planned
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "seqs", "tokens"),
+    [
+        ("qwen3", {}, 4, 1),
+        ("qwen3", {}, 1, 32),
+        ("qwen3", {"tie_word_embeddings": False, "head_dim": 32}, 4, 1),
+        ("qwen3_moe", EXPERTS, 4, 1),
+        ("qwen3_5_text", HYBRID, 4, 1),
+    ],
+)
+def test_a_language_model(family, changes, seqs, tokens):
+    config = tiny_config(family, **(WIDE | changes))
+    plan = text_plan(Described("model", "text", config), DEVICE, dtype="float32")
+
+    def step(model, ids, lengths):
+        states = models.hidden_states(model, ids, Sentences.padded(lengths, tokens))
+        return model.logits(states[:, -1])
+
+    found = of_model(plan.model, step, shape(seqs, tokens, dtype=jnp.int32), shape(seqs, dtype=jnp.int32))
+    masked = tokens * (tokens - 1) // 2  # scores that the reference computes and masks
+    heads = config["num_attention_heads"] * plan.model.config.head_dim
+    hidden = 4 * heads * masked * config["num_hidden_layers"] if masked else 0
+    check(plan.row("step", seqs, [(0, tokens)])["flops"], found - hidden)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+def test_a_sentence_encoder(model_type):
+    config = {"model_type": model_type, **ENCODER}
+    (program,) = plan_embed(Described("model", "embedding", config), DEVICE, batch_size=2, max_length=16)["programs"]
+    architecture, sizes = models.encoder(config)
+    module = model_shapes(architecture, sizes, dtype=jnp.float32)
+
+    def encode(model, ids, lengths):
+        return models.hidden_states(model, ids, Sentences.padded(lengths, 16))
+
+    found = of_model(module, encode, shape(2, 16, dtype=jnp.int32), shape(2, dtype=jnp.int32))
+    check(program["flops"], found)
+
+
+def test_a_step_of_a_clip():
+    config = WanConfig(dim=192, ffn_dim=512, num_heads=4, num_layers=2, text_dim=64, freq_dim=32)
+    model = nnx.eval_shape(lambda: WanModel(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    context = jax.eval_shape(lambda state, text: nnx.merge(graph, state).encode_context(text), state, shape(1, 24, 64))
+    latents = shape(1, 1, 16, 24, config.in_dim)  # the head's loop over frames has one turn
+    found = of_model(model, lambda model, *arrays: model(*arrays), latents, shape(1), context)
+    check(step_flops(config, 8 * 12, 24), found)
+
+
+def test_the_decoder_of_a_clip():
+    config = WanVaeConfig(base_dim=32, dim_mult=(1, 2, 2), num_res_blocks=1, temperal_downsample=(False, True))
+    vae = nnx.eval_shape(lambda: WanVae(config, rngs=nnx.Rngs(0)))
+    latents = 1, 33, 32, 32, config.z_dim
+    check(decode_flops(vae, latents), of_model(vae, lambda vae, z: vae.decode(z), shape(*latents)), padding=0.1)
+
+
+def test_the_decoder_with_residual_levels():
+    config = WanVaeConfig(
+        base_dim=24,
+        decoder_base_dim=32,
+        dim_mult=(1, 2, 2),
+        num_res_blocks=1,
+        temperal_downsample=(False, True),
+        is_residual=True,
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+    )
+    vae = nnx.eval_shape(lambda: WanVae(config, rngs=nnx.Rngs(0)))
+    latents = 1, 33, 32, 32, config.z_dim
+    check(decode_flops(vae, latents), of_model(vae, lambda vae, z: vae.decode(z), shape(*latents)), padding=0.1)

@@ -1,0 +1,283 @@
+"""Programs of a model compiled for devices that are not attached: memory, collectives, copies.
+
+    python -m tests.targets.compile qwen3 v5e --devices 4 --depth 2 --max-num-seqs 16 --max-model-len 2048
+
+Results are kept by a hash of the program in `compiled/` in verax's folder of caches, see `files.cache_folder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from tests.targets.hlo import Findings, read_module
+from tests.targets.topology import GPU_SPECS, TPUS, Compiler, compiler_of, topology_mesh
+from verax import models, ops
+from verax._compat import no_compilation_cache
+from verax.errors import VeraxError
+from verax.files import cache_folder, write_json
+from verax.loading import model_shapes
+from verax.nn import Sentences
+from verax.plan.devices import Device, find_device
+from verax.plan.model import Described, describe
+from verax.plan.text import text_plan
+from verax.plan.video import components, read_clip
+from verax.text.step.program import AbstractModel, StepProgram, step_program
+from verax.video.denoise import Denoiser
+from verax.video.programs import floats
+
+__all__ = ["Compiled", "compile_lowered", "compile_model", "programs_of"]
+
+READER = 2
+"""Version of what is read out of a compiled program: results of other versions are not taken from the cache."""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_NEEDED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT]?)")
+
+
+class Compiled(NamedTuple):
+    """A compiled program, or the compiler's refusal of it. Bytes are those of one device.
+
+    Attributes:
+        name: what the program does.
+        seconds: time that the compilation took, when it was done.
+        arguments: bytes of the arguments; 0 if the program was refused, as in the following.
+        results: bytes of the results, those that take the memory of arguments included.
+        aliased: bytes of results that take the memory of arguments.
+        temporaries: bytes of the buffers in between.
+        code: bytes of the program itself.
+        needed: bytes that have to fit; of a refused program as the compiler says it, 0 if it does not.
+        refused: the compiler's message that the program does not fit; None if it does.
+        findings: what the program's text says; None if it was refused.
+    """
+
+    name: str
+    seconds: float
+    arguments: int = 0
+    results: int = 0
+    aliased: int = 0
+    temporaries: int = 0
+    code: int = 0
+    needed: int = 0
+    refused: str | None = None
+    findings: Findings | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record for JSON."""
+        return {**self._asdict(), "findings": None if self.findings is None else self.findings._asdict()}
+
+
+def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, device: str) -> Compiled:
+    """Compile a program, or read what an earlier compilation of the same program by the same compiler found.
+
+    Results are in `compiled/` in verax's folder of caches, see `files.cache_folder`.
+
+    Args:
+        name: what the program does.
+        lowered: the program, on a mesh of `topology.topology_mesh`.
+        compiler: compiler of the device.
+        device: name of the device, and how many there are.
+
+    Raises:
+        VeraxError: if the compiler fails, with the first line of its message.
+    """
+    # The text has the rest: shapes, shardings, donated arguments, the number of devices.
+    by = (compiler.version, compiler.options, compiler.description)
+    key = json.dumps([READER, jax.__version__, *by, device, lowered.as_text()])
+    folder = cache_folder()
+    stored = None if folder is None else folder / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    if stored is not None and (known := _read(stored)) is not None:
+        return known._replace(name=name)
+    result = _compile(name, lowered, compiler)
+    if stored is not None:
+        _write(stored, result)
+    return result
+
+
+def _compile(name: str, lowered: jax.stages.Lowered, compiler: Compiler) -> Compiled:
+    begin = time.perf_counter()
+    try:
+        with no_compilation_cache():
+            compiled = lowered.compile(compiler_options=dict(compiler.options))
+    except jax.errors.JaxRuntimeError as error:
+        message = str(error).partition("\n")[0]
+        if not message.startswith("RESOURCE_EXHAUSTED"):
+            raise VeraxError(f"{name}: {compiler.version} fails to compile it: {message}") from error
+        said = _NEEDED.search(message)
+        needed = round(float(said[1]) * _UNITS[said[2]]) if said else 0
+        return Compiled(name, time.perf_counter() - begin, needed=needed, refused=message)
+    seconds = time.perf_counter() - begin
+    memory: Any = compiled.memory_analysis()
+    arguments, results, aliased, temporaries, code = (
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.generated_code_size_in_bytes,
+    )
+    return Compiled(
+        name,
+        seconds,
+        arguments,
+        results,
+        aliased,
+        temporaries,
+        code,
+        needed=arguments + results - aliased + temporaries + code,
+        findings=read_module(compiled.as_text() or ""),
+    )
+
+
+def _read(path: Path) -> Compiled | None:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        findings = fields.pop("findings")
+        return Compiled(**fields, findings=None if findings is None else Findings(**findings))
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or of no use: it is compiled again
+        return None
+
+
+def _write(path: Path, result: Compiled) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result.as_dict())
+    except OSError:  # a read-only home is no reason to refuse work
+        return
+
+
+def programs_of(
+    model: str, device: Device, mesh: Mesh, *, depth: int | None = None, **options: Any
+) -> list[StepProgram]:
+    """The programs that take most of a model's time, the largest of each kind that its engine has.
+
+    Of a language model, the decode step and the mixed step; of an encoder, one batch of sentences; of a video model,
+    one denoising step.
+
+    Args:
+        model: see `plan.model.describe`.
+        device: kind of device.
+        mesh: the devices, with an axis `tensor`.
+        depth: layers of the model, or blocks of the transformer; all if None.
+        options: options of `text_plan`, of `plan_embed` or of `read_clip`.
+    """
+    described = describe(model)
+    if described.kind == "text":
+        plan = text_plan(_with_depth(described, depth), device, tensor_parallel_size=mesh.size, **options)
+        jaxtyping.config.update("jaxtyping_disable", True)  # the tests' checker would read a weight, which is a shape
+        sizes, abstract = plan.sizes(), AbstractModel.from_module(plan.model)
+        jaxtyping.config.update("jaxtyping_disable", False)
+        decode = max(shape for shape in sizes.shapes if shape.decode)
+        mixed = max((shape for shape in sizes.shapes if not shape.decode), key=lambda shape: (shape.tokens, shape.rows))
+        names = {
+            decode: f"decode step: {decode.rows} sequences of {sizes.max_model_len} tokens",
+            mixed: f"mixed step: {mixed.rows} sequences, {mixed.tokens} tokens",
+        }
+        return [replace(step_program(abstract, sizes, shape, mesh), name=name) for shape, name in names.items()]
+    if described.kind == "video":
+        name, function, arguments = _denoising_step(described, depth, options)
+    else:
+        name, function, arguments = _encoder_pass(_with_depth(described, depth), **options)
+    whole = PartitionSpec()
+    return [StepProgram(name, function, arguments, jax.tree.map(lambda _: whole, arguments), whole, mesh, donated=())]
+
+
+def _encoder_pass(model: Described, batch_size: int, max_length: int = 128) -> tuple[str, Any, tuple[Any, ...]]:
+    """Name, function and arguments of an encoder on a batch of sentences, without pooling."""
+    architecture, config = models.encoder(model.config)
+    graph, state = nnx.split(model_shapes(architecture, config, dtype=jnp.float32))
+
+    def encode(state: Any, ids: Any, lengths: Any) -> Any:
+        return models.hidden_states(nnx.merge(graph, state), ids, Sentences.padded(lengths, max_length))
+
+    ids, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch_size, max_length), (batch_size,)))
+    return f"{batch_size} sentences of {max_length} tokens", encode, (state, ids, lengths)
+
+
+def _denoising_step(
+    model: Described, depth: int | None, options: Mapping[str, Any]
+) -> tuple[str, Any, tuple[Any, ...]]:
+    """Name, function and arguments of one pass of the transformer, for a prompt and a negative prompt."""
+    clip = read_clip(model.config, **options)
+    if depth is not None:
+        clip = clip._replace(transformer=replace(clip.transformer, num_layers=depth))
+    (transformer, *_), config, settings = components(clip).transformers, clip.transformer, clip.settings
+    denoiser = Denoiser(transformer)
+    patches = 0 if clip.image is None else clip.image.num_patches + 1
+    image = None if config.image_dim is None else floats(2, patches, config.image_dim)
+    text = floats(2, settings.text_tokens, config.text_dim)
+    context = jax.eval_shape(denoiser.context_program.function, transformer.shapes, text, image)
+    fps = jax.ShapeDtypeStruct((1,), jnp.int32) if config.inject_sample_info else None
+
+    def velocity(weights: Any, latents: Any, timesteps: Any, context: Any, fps: Any) -> Any:
+        rows, _ = denoiser.velocity(transformer.module(weights), latents, timesteps, context, fps)
+        return denoiser.combine(rows, latents.shape, settings.guidance_scale)
+
+    latents = floats(*clip.latents[:-1], config.in_dim)
+    arguments = transformer.shapes, latents, jax.ShapeDtypeStruct((), jnp.int32), context, fps
+    request = clip.request
+    size = f"{request.num_frames} frames of {request.height} x {request.width}"
+    return f"denoising step, prompt and negative prompt: {size}", velocity, arguments
+
+
+def _with_depth(model: Described, depth: int | None) -> Described:
+    """A model cut to its first layers."""
+    if depth is None:
+        return model
+    cut = {**model.config, "num_hidden_layers": depth}
+    if "layer_types" in cut:
+        cut["layer_types"] = cut["layer_types"][:depth]
+    return model._replace(config=cut)
+
+
+def compile_model(
+    model: str, name: str, *, devices: int = 1, depth: int | None = None, **options: Any
+) -> list[Compiled]:
+    """Compile a model's programs, which takes minutes. Weights need not be there.
+
+    Args:
+        model: see `plan.model.describe`.
+        name: name of the device.
+        devices: number of devices.
+        depth, options: see `programs_of`.
+
+    Raises:
+        InvalidParameterError: for a device without a compiler, or an option out of range.
+        MissingDependencyError: if the compiler of the device is not installed.
+    """
+    device = find_device(name)
+    compiler, mesh = compiler_of(device), topology_mesh(device, devices)
+    with ops.use_target(device.platform, device.kind, device.memory, devices):
+        programs = programs_of(model, device, mesh, depth=depth, **options)
+        return [compile_lowered(one.name, one.lower(), compiler, f"{devices} x {name}") for one in programs]
+
+
+def main() -> None:
+    """Compile the programs of a model, and print what was compiled as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="as verax plan takes it")
+    parser.add_argument("device", help=", ".join((*TPUS, *GPU_SPECS)))
+    numbers = ("depth", "max-num-seqs", "max-model-len", "batch-size", "num-frames", "height", "width")
+    for number in ("devices", *numbers):
+        parser.add_argument(f"--{number}", type=int)
+    given = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
+    print(
+        json.dumps([one.as_dict() for one in compile_model(given.pop("model"), given.pop("device"), **given)], indent=2)
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
+    main()

@@ -1,0 +1,113 @@
+"""Compilation without the device, by this machine's own compiler in the place of another's."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.targets import compile
+from tests.targets.compile import compile_lowered, compile_model, programs_of
+from tests.targets.topology import GPU_SPECS, TPUS, Compiler, compiler_of, target_config, topology_mesh
+from verax._compat import make_mesh
+from verax.errors import InvalidParameterError, VeraxError
+from verax.ops._target import _compute_capability
+from verax.plan.devices import DEVICES, find_device
+
+LOCAL = Compiler("jaxlib", "jaxlib", "", {})
+HERE = find_device("cpu", memory=4e9, bandwidth=1e10, flops=1e12)
+FULL = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (29.22G) exceeds available HBM.\nMore lines."
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERAX_CACHE_DIR", str(tmp_path))
+    return tmp_path / "compiled"
+
+
+def lowered(size=64):
+    x = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    return jax.jit(lambda x, y: (x @ y, y + 1), donate_argnums=1).trace(x, x).lower()
+
+
+def test_bytes_are_those_of_arguments_and_results_and_donated_buffers_count_once():
+    found = compile_lowered("a product", lowered(), LOCAL, "here")
+    size = 64 * 64 * 4
+    assert (found.name, found.refused, found.arguments, found.aliased) == ("a product", None, 2 * size, size)
+    assert found.needed == found.arguments + found.results - found.aliased + found.temporaries + found.code
+    assert found.findings.collectives == {}
+
+
+def test_the_same_program_is_compiled_once(cache, monkeypatch):
+    first = compile_lowered("one", lowered(), LOCAL, "here")
+    compile_lowered("one", lowered(32), LOCAL, "here")
+    compile_lowered("one", lowered(), LOCAL, "there")
+    assert len(list(cache.iterdir())) == 3
+    monkeypatch.setattr(compile, "_compile", lambda *_: pytest.fail("it was compiled again"))
+    assert compile_lowered("again", lowered(), LOCAL, "here") == first._replace(name="again")
+
+
+class Failing:
+    """A lowered program that does not compile."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def as_text(self):
+        return self.message
+
+    def compile(self, **_):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_program_that_does_not_fit_is_refused_and_another_failure_is_an_error():
+    found = compile_lowered("large", Failing(FULL), LOCAL, "here")
+    assert (found.needed, found.refused) == (round(29.22 * 2**30), FULL.partition("\n")[0])
+    with pytest.raises(VeraxError, match=r"broken: jaxlib .* fails to compile it: INTERNAL: a bug$"):
+        compile_lowered("broken", Failing("INTERNAL: a bug\nin many lines"), LOCAL, "here")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "names"),
+    [
+        ("text-builtin", {"max_num_seqs": 2, "max_model_len": 32}, ["decode step", "mixed step"]),
+        ("encoder-builtin", {"batch_size": 2, "max_length": 16}, ["2 sentences of 16 tokens"]),
+        (
+            "video-builtin",
+            {"num_frames": 5, "height": 32, "width": 32},
+            ["denoising step, prompt and negative prompt"],
+        ),
+    ],
+)
+def test_each_kind_of_model_has_its_programs(model, options, names, monkeypatch):
+    monkeypatch.setattr(compile, "find_device", lambda name: HERE)
+    monkeypatch.setattr(compile, "compiler_of", lambda device: LOCAL)
+    monkeypatch.setattr(compile, "topology_mesh", lambda device, count: make_mesh((count,), ("tensor",)))
+    programs = compile_model(model, "here", depth=1, **options)
+    assert [one.name.partition(":")[0] for one in programs] == names
+    assert all(one.findings.host_transfers == 0 for one in programs)
+
+
+def test_a_depth_cuts_layers_and_the_lists_that_have_an_entry_for_each():
+    mesh = make_mesh((1,), ("tensor",))
+    one, two = (programs_of("hybrid", HERE, mesh, depth=depth)[0].arguments[0] for depth in (1, 2))
+    assert len(one) < len(two)
+
+
+@pytest.mark.parametrize("name", GPU_SPECS)
+def test_a_gpu_is_described_as_in_the_table_of_devices(name):
+    device, text = DEVICES[name], target_config(DEVICES[name])
+    major, minor = _compute_capability(device.kind).split(".")
+    assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
+    assert f"device_memory_size: {device.memory}" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_devices_without_a_compiler_and_too_many_of_them_are_refused(monkeypatch):
+    with pytest.raises(InvalidParameterError, match=r"no plugin compiles for 'l40s'.*v5e.*h100"):
+        compiler_of(find_device("l40s"))
+    assert {*TPUS, *GPU_SPECS} <= {*DEVICES}
+    monkeypatch.setitem(sys.modules, "libtpu", types.ModuleType("libtpu"))
+    with pytest.raises(InvalidParameterError, match="devices: programs are compiled for up to 16 of v5e, got 17"):
+        topology_mesh(find_device("v5e"), 17)
