@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.delta import RULES, extremes, inputs, options, oracle
 from verax import ops
-from verax.ops.delta._inverse import unit_lower_inverse
+from verax.ops.delta._chunk import unit_lower_inverse
 from verax.ops.gpu import delta_kernel as triton
 from verax.ops.gpu.delta import COLUMNS
 from verax.ops.tpu import delta_kernel as pallas

@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 from jaxtyping import Array
 
 from verax import ops
-from verax.ops.pages import Pages
+from verax.ops.paged import Pages
 
 __all__ = ["REGISTERED", "CallWork", "PagedWork", "Span", "use_stand_ins"]
 

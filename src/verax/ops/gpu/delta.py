@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops._derivative import differentiated_as
+from verax.ops._dispatch import differentiated_as
 from verax.ops._target import AMPERE, has_compute_capability
 from verax.ops.delta import DeltaInputs, delta_slot_recurrence
+from verax.ops.delta._chunk import is_step
+from verax.ops.delta._inputs import StateSlots
+from verax.ops.delta._recurrence import step_by_kernel
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
-from verax.ops.delta._slots import step_by_kernel
-from verax.ops.delta._step import is_step
-from verax.ops.state_slots import StateSlots
 
 __all__: list[str] = []
 

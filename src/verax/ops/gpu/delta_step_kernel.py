@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from verax.ops.delta._inputs import DeltaInputs, l2_normalize
-from verax.ops.state_slots import StateSlots
+from verax.ops.delta._inputs import DeltaInputs, StateSlots, l2_normalize
 
 __all__ = ["columns_of_program", "delta_step"]
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import ADA, AMPERE, has_compute_capability
-from verax.ops.paged import paged_attention, paged_decode_attention
-from verax.ops.pages import Pages
+from verax.ops.paged import Pages, paged_attention, paged_decode_attention
 
 __all__: list[str] = []
 

@@ -27,8 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from verax.ops.attention import MASKED, exact_products, soft_capped
-from verax.ops.paged import group_queries, operand_dtype, split_queries
-from verax.ops.pages import Pages
+from verax.ops.paged import Pages, group_queries, operand_dtype, split_queries
 
 __all__ = ["BLOCK", "TILE", "decode_attention", "num_parts", "ragged_attention"]
 

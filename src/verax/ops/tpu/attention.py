@@ -7,8 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops.attention import attention, flash_kernel
-from verax.ops.joined_heads import heads_to_join
+from verax.ops.attention import attention, flash_kernel, heads_to_join
 
 __all__: list[str] = []
 

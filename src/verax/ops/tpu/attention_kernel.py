@@ -24,8 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from verax.ops.attention import MASKED, soft_capped
-from verax.ops.joined_heads import heads_to_join
+from verax.ops.attention import MASKED, heads_to_join, soft_capped
 from verax.ops.tpu.products import product
 
 __all__ = ["flash_attention"]

@@ -26,8 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from verax.ops.delta._inputs import DeltaInputs, l2_normalize
-from verax.ops.state_slots import StateSlots
+from verax.ops.delta._inputs import DeltaInputs, StateSlots, l2_normalize
 
 __all__ = ["delta_step"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from verax.ops._derivative import differentiated_as
+from verax.ops._dispatch import differentiated_as
 from verax.ops.linear import linear
 from verax.ops.quantized import QuantizedWeight
 

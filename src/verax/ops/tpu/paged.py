@@ -7,8 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from verax.ops.paged import paged_attention, paged_decode_attention
-from verax.ops.pages import Pages
+from verax.ops.paged import Pages, paged_attention, paged_decode_attention
 
 __all__: list[str] = []
 

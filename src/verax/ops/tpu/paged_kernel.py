@@ -25,8 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from verax.ops.attention import MASKED, soft_capped
-from verax.ops.paged import group_queries, num_up_to, operand_dtype, split_queries
-from verax.ops.pages import Pages, QuantizedPages, gather_scales
+from verax.ops.paged import Pages, QuantizedPages, gather_scales, group_queries, num_up_to, operand_dtype, split_queries
 from verax.ops.tpu.float8 import FACTOR, sixteenths
 from verax.ops.tpu.products import product
 
