@@ -25,7 +25,7 @@ from verax.models import causal_lm, encoder
 from verax.models.clip import CLIPVisionConfig
 from verax.models.umt5 import UMT5Config
 from verax.models.wan.model import WanConfig
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVaeConfig
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer

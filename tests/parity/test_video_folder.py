@@ -28,8 +28,7 @@ from verax.models.clip import CLIPVisionModel as Clip
 from verax.models.umt5 import UMT5Config as OurUMT5Config
 from verax.models.umt5 import UMT5EncoderModel as OurUMT5
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 SIZES = dict(num_attention_heads=2, attention_head_dim=12, text_dim=16, freq_dim=256, ffn_dim=32, num_layers=2)
 IMAGE = dict(in_channels=36, out_channels=16, image_dim=16, added_kv_proj_dim=24)

@@ -11,8 +11,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from verax.checkpoint.names.wan_vae import table_for
 from verax.checkpoint.video.published import VAE, VAE_2_2
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 CONFIGS = {
     "as in diffusers' tests": dict(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1),

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 SIZES: dict[str, Any] = dict(
     num_attention_heads=2,

@@ -18,8 +18,7 @@ from tests.support.tiny_video import video_folder
 from tests.support.video_hlo import collectives
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.plan.devices import find_device
 from verax.plan.run import plan
 from verax.video.memory import plan_memory

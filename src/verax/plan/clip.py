@@ -20,8 +20,7 @@ from verax.models import DTYPES, check_dtype
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.plan.work import trace
 from verax.video.denoise import Denoiser
 from verax.video.geometry import LatentGeometry

@@ -20,9 +20,8 @@ from verax.loading import load_weights
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
-from verax.nn.sharded import shard_blocks
+from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.nn.parallel import shard_blocks
 from verax.video.mesh import AnyMesh, tensor_mesh
 from verax.video.programs import Component
 

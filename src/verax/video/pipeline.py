@@ -15,7 +15,7 @@ from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.models.wan.model import WanConfig
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVaeConfig
 from verax.video.calls import PipelineParts
 from verax.video.conditioning import CONDITIONINGS
 from verax.video.denoise import Denoiser

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from verax.models.clip import CLIPVisionModel
 from verax.models.umt5 import UMT5EncoderModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.video.mesh import REPLICATED, AnyMesh, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, floats, shapes_of
 

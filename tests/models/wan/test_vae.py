@@ -10,8 +10,7 @@ from flax import nnx
 
 from verax.checkpoint.video.published import VAE_2_2
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.video.stages import tile_at_once
 
 CONFIG = WanVaeConfig(base_dim=4, dim_mult=(1, 2), num_res_blocks=1, temperal_downsample=(True,))

@@ -20,8 +20,7 @@ from verax.checkpoint.video.published import VAE_2_2
 from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.plan.work import Work as CountedWork
 from verax.plan.work import count, trace
 from verax.video.load import divided_component

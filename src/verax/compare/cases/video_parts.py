@@ -28,8 +28,7 @@ from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan import layers as wan_layers
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 
 __all__ = ["PART_SIDES", "PartSides", "diffusers"]
 

@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 
 from verax import ops
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import Tails
 from verax.nn import CausalConv3d, Conv2d
 from verax.train.loop import Schedule, train
