@@ -11,7 +11,7 @@ from flax import nnx
 from tests.support.lam import abstract, lam_config, load_lam, random_weights, relative, run, shapes
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.models import LamConfig, encoder
-from verax.models.lam_layers import EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet
+from verax.models.lam import EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet
 
 PUBLISHED = {
     "model_type": "lam",

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from verax._compat import make_mesh
 from verax.nn import LayerNorm, Linear
-from verax.nn.sharded import ShardedBlocks, scan_blocks
+from verax.nn.parallel import ShardedBlocks, scan_blocks
 
 LAYERS = 3
 

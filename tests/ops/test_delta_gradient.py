@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.delta import RULES, extremes, inputs, options, oracle
 from verax import ops
-from verax.ops.delta._inverse import unit_lower_inverse
+from verax.ops.delta._chunk import unit_lower_inverse
 from verax.ops.gpu import delta_scan as triton
 from verax.ops.gpu.delta_scan import COLUMNS
 from verax.ops.tpu import delta_scan as pallas

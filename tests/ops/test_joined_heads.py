@@ -7,7 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.attention import exact_paged_attention, paged_problem
 from verax import ops
-from verax.ops.joined_heads import join_heads, own_results, spread_queries
+from verax.ops.attention import join_heads, own_results, spread_queries
 from verax.ops.tpu.paged import ragged_attention
 
 

@@ -16,7 +16,7 @@ from tests.support.attention import (
     without_pages_behind,
 )
 from verax import ops
-from verax.ops.pages import QuantizedPages, page_bytes
+from verax.ops.paged import QuantizedPages, page_bytes
 
 STATIC = ("window", "scale", "soft_cap")
 attention = jax.jit(ops.paged_attention, static_argnames=STATIC)

@@ -9,8 +9,7 @@ from tests.support.tiny import HYBRID, tiny_config
 from verax import models, ops
 from verax.loading import model_shapes
 from verax.models.wan.model import WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.nn import Sentences
 from verax.plan.devices import find_device
 from verax.plan.embed import plan_embed

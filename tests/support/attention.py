@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from verax.ops.pages import QuantizedPages, quantize_tokens
+from verax.ops.paged import QuantizedPages, quantize_tokens
 
 quantized_tokens = jax.jit(quantize_tokens, static_argnames="dtype")
 

@@ -22,7 +22,7 @@ from verax import ops
 from verax._compat import no_compilation_cache
 from verax.ops.delta import DeltaInputs
 from verax.ops.delta._scan import Chunk
-from verax.ops.pages import QuantizedPages, is_quantized, page_bytes
+from verax.ops.paged import QuantizedPages, is_quantized, page_bytes
 from verax.plan.devices import find_device
 
 jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices

@@ -19,13 +19,18 @@ from verax.models.bert import (
     RobertaForSequenceClassification,
 )
 from verax.models.causal_lm import (
+    AttentionFn,
     CausalLM,
     CausalLMConfig,
     DividedStateConfig,
     RecurrentConfig,
+    RecurrentLayer,
+    RunRecurrent,
     SlidingWindowConfig,
+    causal_attention,
     check_causal_lm_class,
     final_hidden_states,
+    run_from_zeros,
 )
 from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from verax.models.lam import LamConfig, LamModel
@@ -33,7 +38,6 @@ from verax.models.modernbert import ModernBertConfig, ModernBertForSequenceClass
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
 from verax.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from verax.models.token_mixers import AttentionFn, RecurrentLayer, RunRecurrent, causal_attention, run_from_zeros
 from verax.nn import Sentences
 
 __all__ = [

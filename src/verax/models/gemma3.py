@@ -24,8 +24,8 @@ from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Positive, Size, check_multiple, file_of, read_fields, read_value
 from verax.files import JsonObject
+from verax.models.causal_lm import AttentionFn, causal_attention
 from verax.models.qwen3 import Qwen3ForCausalLM, Rotary
-from verax.models.token_mixers import AttentionFn, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 from verax.ops.attention import soft_capped
 

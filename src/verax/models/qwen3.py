@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
-from verax.models.token_mixers import AttentionFn, causal_attention
+from verax.models.causal_lm import AttentionFn, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]

@@ -23,9 +23,9 @@ from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
+from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
 from verax.models.qwen3_moe import STACKED_EXPERTS, ExpertsConfig, SparseMoeBlock
-from verax.models.token_mixers import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear
 from verax.nn.parallel import own_part
 from verax.ops.division import Division

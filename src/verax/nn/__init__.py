@@ -6,13 +6,15 @@ from verax.nn.layers import (
     Embedding,
     LayerNorm,
     Linear,
+    LowRank,
     RMSNorm,
     fused_gelu_mlp,
     fused_linear,
     fused_swiglu,
+    is_tied_head,
+    pack_linear_weights,
+    packed_copy,
 )
-from verax.nn.low_rank import LowRank
-from verax.nn.packing import is_tied_head, pack_linear_weights, packed_copy
 from verax.nn.sentences import Sentences
 
 __all__ = [

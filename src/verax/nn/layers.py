@@ -1,19 +1,21 @@
-"""Linear, Embedding, convolutions and norms: parameters as the checkpoint stores them, arithmetic by `verax.ops`."""
+"""Linear, Embedding, convolutions, norms and low-rank adapters: parameters as the checkpoint stores them, arithmetic by
+`verax.ops`; and the weights of a whole model in the layout in which the processor multiplies them fastest.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from verax import ops
-from verax.nn.low_rank import LowRank, low_rank_changes
 from verax.nn.parallel import concatenate_parts, num_parts, part_index, sum_parts
 from verax.ops.conv import Padding, Stride
 from verax.ops.division import Division
@@ -25,11 +27,43 @@ __all__ = [
     "Embedding",
     "LayerNorm",
     "Linear",
+    "LowRank",
     "RMSNorm",
     "fused_gelu_mlp",
     "fused_linear",
     "fused_swiglu",
+    "is_tied_head",
+    "low_rank_changes",
+    "pack_linear_weights",
+    "packed_copy",
 ]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Low-rank adapters of one linear layer (LoRA, Hu et al., 2021, arXiv:2106.09685), several of them in one batch.
+
+    The matrices of all adapters lie in two stacks. A product with each stack and a choice between them serve a batch
+    whose tokens use different adapters, as in S-LoRA (arXiv:2311.03285). The inner width is small, so that computing
+    all adapters for all tokens costs less than sorting the tokens. R is the number of adapters times their rank. An
+    adapter's scale is part of its rows of `up`.
+    """
+
+    down: Float[Array, "R D"]
+    up: Float[Array, "F R"]
+    chosen: Bool[Array, "T R"]
+    """True for the rows of `down` that belong to the token's adapter."""
+
+    def change(self, reduced: Float[Array, "*B R"]) -> Float[Array, "*B F"]:
+        """Change of the layer's result, of the inputs' products with `down`; the T tokens have any shape B."""
+        return ops.linear(jnp.where(self.chosen.reshape(reduced.shape), reduced, 0.0), self.up)
+
+
+def low_rank_changes(x: Float[Array, "*B D"], adapters: Sequence[LowRank]) -> tuple[Float[Array, "*B F"], ...]:
+    """Changes of the results of several layers with the same input."""
+    reduced = ops.multi_linear(x, [adapter.down for adapter in adapters])
+    return tuple(adapter.change(each) for adapter, each in zip(adapters, reduced, strict=True))
+
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights: GPT-2's, and transformers' `initializer_range`."""
@@ -280,3 +314,39 @@ class LayerNorm(nnx.Module):
         weight = self.weight[...]
         bias = jnp.zeros_like(weight) if self.bias is None else self.bias[...]
         return ops.layer_norm(x, weight, bias, self.eps, residual)
+
+
+def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
+    """Replace the weights of linear layers by those that `ops.pack_weight` makes of them, in place.
+
+    Weights are packed one after the other, so that both forms are in memory of one weight only.
+
+    Args:
+        model: module on one device.
+        few_rows: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
+            head too (`is_tied_head`) is packed as well.
+    """
+    pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
+    for _, layer in nnx.iter_modules(model):
+        if isinstance(layer, Linear) or (few_rows and isinstance(layer, Embedding) and is_tied_head(model, layer)):
+            layer.weight = nnx.Param[Any](pack(layer.weight.get_value(), few_rows=few_rows))
+
+
+def packed_copy(model: Any, *, few_rows: bool = False) -> Any:
+    """A model with packed weights in modules of its own. Those of `model` keep the arrays that they have.
+
+    The arguments are those of `pack_linear_weights`.
+    """
+    copy = nnx.merge(*nnx.split(model))
+    pack_linear_weights(copy, few_rows=few_rows)
+    return copy
+
+
+def is_tied_head(model: Any, table: Embedding) -> bool:
+    """True if a table of embeddings is the output head of its model too.
+
+    `model.config.tie_word_embeddings` says so. Without a configuration, or that field in it, no table is a head.
+    """
+    config: Any = getattr(model, "config", None)
+    tied = getattr(config, "tie_word_embeddings", False)
+    return tied and table.weight.get_value().shape[0] == config.vocab_size

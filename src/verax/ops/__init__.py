@@ -2,6 +2,7 @@
 
 from verax.ops import delta, hierarchical, sampling
 from verax.ops._dispatch import (
+    Example,
     Implementation,
     Operation,
     chosen_implementations,
@@ -12,40 +13,30 @@ from verax.ops._dispatch import (
     use_implementations,
     use_unfused,
 )
-from verax.ops._example import Example
 from verax.ops._target import Target, target, use_target
-from verax.ops.activations import gelu
 from verax.ops.attention import attention
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.conv import conv2d, conv3d
 from verax.ops.delta import comba, delta_rule, dplr_delta_rule, gated_delta_product, gated_delta_rule, kda
+from verax.ops.delta._inputs import StateSlots
 from verax.ops.grouped import grouped_linear
 from verax.ops.hierarchical import hierarchical_delta_rule, hierarchical_gated_delta_rule, local_delta_rule
 from verax.ops.linear import gelu_mlp, linear, multi_linear, swiglu
-from verax.ops.materialize import materialize
-from verax.ops.norm import layer_norm, rms_norm
+from verax.ops.memory import materialize, update_rows
 from verax.ops.packed import PackedWeight, pack_weight
-from verax.ops.paged import paged_attention, paged_decode_attention, write_pages
-from verax.ops.pages import Pages, QuantizedPages, new_pages
+from verax.ops.paged import Pages, QuantizedPages, new_pages, paged_attention, paged_decode_attention, write_pages
+from verax.ops.pointwise import gelu, layer_norm, rms_norm
 from verax.ops.quantized import QuantizedWeight, quantize
-from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables
+from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables, swap_pairs
 from verax.ops.short_convolution import short_convolution
-from verax.ops.state_slots import StateSlots
-from verax.ops.swap_pairs import swap_pairs
-from verax.ops.update_rows import update_rows
 
 # Fast implementations register themselves with the operations above.
-import verax.ops.cpu.activations  # isort: skip
 import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.delta  # isort: skip
-import verax.ops.cpu.hierarchical  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
-import verax.ops.cpu.gemm  # isort: skip  (after linear: it is preferred where both take a call)
-import verax.ops.cpu.grouped  # isort: skip
-import verax.ops.cpu.norm  # isort: skip
 import verax.ops.cpu.packed  # isort: skip
-import verax.ops.cpu.paged  # isort: skip
+import verax.ops.cpu.pointwise  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # isort: skip
 import verax.ops.gpu.delta_scan  # isort: skip

@@ -1,40 +1,131 @@
 """One function per operation, several implementations behind it: chosen by target, shape and dtype while tracing.
 
 The reference is short jnp code, runs everywhere, and is the oracle that tests hold every other implementation against.
+An implementation becomes a function of the program, which equal calls share, such as the calls of a model's layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from verax.errors import InvalidParameterError
-from verax.ops._example import Example
 from verax.ops._target import Target, check_platform, target, target_key
-from verax.ops._trace import trace_once
 
 __all__ = [
+    "Example",
     "Implementation",
     "Operation",
+    "bfloat16",
+    "boolean",
     "chosen_implementations",
+    "differentiated_as",
+    "float32",
+    "int32",
     "operation",
     "operations",
+    "trace_once",
     "tracing_context",
     "use_earlier_programs",
     "use_implementations",
     "use_unfused",
 ]
 
+
+@dataclass(frozen=True)
+class Example:
+    """Arguments of a call, arrays as `jax.ShapeDtypeStruct`.
+
+    Attributes:
+        args, kwargs: the call's.
+        label: what distinguishes it from the operation's other examples, such as `"1 row"`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    label: str = ""
+
+
+def float32(*shape: int) -> Any:
+    """An array's shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def bfloat16(*shape: int) -> Any:
+    """An array's shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def int32(*shape: int) -> Any:
+    """An array's shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def boolean(*shape: int) -> Any:
+    """An array's shape and dtype."""
+    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, type)
+"""Types of arguments that are no arrays and whose equal values have equal programs."""
+
+
+class _Array:
+    """Mark in the place of an argument that is an array."""
+
+
+def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Result of a call, which while tracing becomes a function of the program, shared by all equal calls.
+
+    Calls are equal if their arrays have equal shapes and dtypes, and their other arguments and contexts are equal. XLA
+    inlines such functions. Calls without an array that is traced, and those with arguments of other types than arrays
+    and plain values, are not shared.
+
+    Args:
+        function: a function of its arguments and of `context` alone.
+        context: everything else that its program depends on.
+        args: its arguments.
+        kwargs: its arguments by name.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    others = tuple(_Array if isinstance(leaf, jax.Array) else leaf for leaf in leaves)
+    if not any(isinstance(one, Tracer) for one in arrays) or not all(isinstance(x, _PLAIN) for x in others):
+        return function(*args, **kwargs)
+    # Equal values of different types, such as 1 and 1.0, have programs of their own.
+    types = tuple(type(other) for other in others)
+    return _shared(function)(structure, others, types, context, *arrays)
+
+
+@functools.cache
+def _shared(function: Callable[..., R]) -> Callable[..., R]:
+    """The function of arrays, under `jax.jit`; its name is what profiles show."""
+
+    def run(structure: Any, others: tuple[Any, ...], types: Any, context: Any, *arrays: jax.Array) -> R:
+        given = iter(arrays)
+        args, kwargs = jax.tree.unflatten(structure, [next(given) if x is _Array else x for x in others])
+        return function(*args, **kwargs)
+
+    run.__name__ = run.__qualname__ = getattr(function, "__name__", "implementation").strip("_")
+    return jax.jit(run, static_argnums=(0, 1, 2, 3))
+
 
 Choice = str | Callable[..., Any]
 """An implementation's name, or a function in the place of one."""
@@ -362,3 +453,22 @@ def use_unfused() -> AbstractContextManager[None]:
     The references of all operations that are registered with `fused=True` are selected.
     """
     return use_implementations(**{name: REFERENCE for name, op in _REGISTRY.items() if op.fused})
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def differentiated_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: Any) -> Any:
+    """`kernel(*args)`, whose derivative is that of `reference(*args)`.
+
+    Args:
+        reference: function with the kernel's results, which JAX differentiates.
+        kernel: function that it does not.
+        args: arguments of both.
+    """
+    return kernel(*args)
+
+
+@differentiated_as.defjvp
+def _jvp(
+    reference: Callable[..., Any], kernel: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    return differentiated_as(reference, kernel, *primals), jax.jvp(reference, primals, tangents)[1]

@@ -11,10 +11,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, float32
+from verax.ops._dispatch import Example, float32, operation
 
-__all__ = ["attention", "chunked_attention", "exact_products", "flash_kernel", "soft_capped"]
+__all__ = [
+    "attention",
+    "chunked_attention",
+    "exact_products",
+    "flash_kernel",
+    "heads_to_join",
+    "join_heads",
+    "own_results",
+    "soft_capped",
+    "spread_queries",
+]
 
 MASKED = -1e30
 """Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
@@ -174,3 +183,47 @@ def _flash_kernel_jvp(
     *arrays, segments = primals
     other = partial(attention.restricted(exclude={"flash"}), segments=segments, **dict(options))
     return jax.jvp(other, tuple(arrays), tangents[:3])
+
+
+# Heads of keys and values joined: m heads of size H lie side by side as one of size m H.
+#
+# A register of a TPU has 128 numbers side by side. A head of 64 fills half of one, two joined heads fill it. A query
+# has zeros where the heads lie that are not its own, so that its scores are its own head's:
+#
+#     [q 0] . [k0 k1] = q . k0        [0 q] . [k0 k1] = q . k1
+#
+# Its result holds the values of all m heads, of which its own part is taken. An implementation sees fewer, larger heads
+# with m times as many queries each. A key that is not finite makes NaN of the scores of the heads joined with its own.
+JOINED = {32: 4, 64: 2}
+"""Heads that fill a register, by their size."""
+
+
+def heads_to_join(H: int) -> int:
+    """Heads of size H that fill a register together; 1 of a size that is not joined."""
+    return JOINED.get(H, 1)
+
+
+def join_heads(x: Float[Array, "*B K H"], m: int) -> Float[Array, "*B J W"]:
+    """Keys or values with each m heads as one."""
+    return x.reshape(*x.shape[:-2], -1, m * x.shape[-1])
+
+
+def spread_queries(q: Float[Array, "*B N H"], K: int, m: int) -> Float[Array, "*B N W"]:
+    """Queries for joined heads: zeros beside the heads that are not theirs.
+
+    Args:
+        q: queries, head n of them for key/value head `n // (N / K)`.
+        K: heads of keys and values before they were joined.
+        m: joined heads.
+    """
+    *lead, N, H = q.shape
+    own = jnp.eye(m, dtype=bool)[:, None, :, None]
+    spread = jnp.where(own, q.reshape(*lead, K // m, m, N // K, 1, H), 0)
+    return spread.reshape(*lead, N, m * H)
+
+
+def own_results(out: Float[Array, "*B N W"], K: int, m: int) -> Float[Array, "*B N H"]:
+    """Each query's part of a result with joined heads; arguments as in `spread_queries`."""
+    *lead, N, joined = out.shape
+    parts = out.reshape(*lead, K // m, m, N // K, m, joined // m)
+    return jnp.stack([parts[..., i, :, i, :] for i in range(m)], axis=-3).reshape(*lead, N, joined // m)

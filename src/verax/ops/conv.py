@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, float32
+from verax.ops._dispatch import Example, float32, operation
 from verax.ops.attention import exact_products
 
 __all__ = ["ConvShape", "Padding", "Stride", "conv2d", "conv3d"]

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, bfloat16, float32, int32
+from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
 from verax.ops.linear import linear
 from verax.ops.quantized import QuantizedWeight
 

@@ -13,11 +13,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, bfloat16, float32
-from verax.ops.activations import gelu
+from verax.ops._dispatch import Example, bfloat16, float32, operation
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.packed import PackedWeight
+from verax.ops.pointwise import gelu
 from verax.ops.quantized import QuantizedWeight, round_inputs
 
 __all__ = ["gelu_mlp", "linear", "multi_linear", "swiglu"]

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, float32
+from verax.ops._dispatch import Example, float32, operation
 from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["PANEL_ROWS", "PackedWeight", "pack_weight"]

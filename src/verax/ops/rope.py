@@ -1,4 +1,6 @@
-"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), and its scalings in checkpoints."""
+"""Rotary position embedding (Su et al., 2021, arXiv:2104.09864), its scalings in checkpoints, and the exchange of
+neighbours that its interleaved convention needs.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,9 @@ from jaxtyping import Array, Float, Int
 from verax.errors import UnsupportedModelError
 from verax.fields import MAX_NUMBER, Finite, Positive, file_of, read_value
 from verax.files import JsonObject
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, float32
+from verax.ops._dispatch import Example, float32, operation
 
-__all__ = ["RotaryConfig", "apply_rotary", "rotary_tables"]
+__all__ = ["RotaryConfig", "apply_rotary", "rotary_tables", "swap_pairs"]
 
 
 @dataclass(frozen=True)
@@ -180,3 +181,26 @@ def apply_rotary(
 @apply_rotary.example
 def _examples() -> list[Example]:
     return [Example((float32(4, 16, 128), float32(4, 64), float32(4, 64)))]
+
+
+@operation
+def swap_pairs(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+    """`(x2, x1, x4, x3, ...)` for `(x1, x2, x3, x4, ...)` along the last axis, which is even."""
+    return x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape)
+
+
+# XLA:TPU reverses an axis of two in a layout with the tokens last. So it copied the queries and keys of Wan there and
+# back and, where a kernel fixes the layout of attention's inputs, wrote tables of cos and sin out for all heads, which
+# it kept from layer to layer. A permutation in the matrix unit fits the layouts around it (docs/accelerators.md has
+# the bytes). Ones and zeros in the highest precision, where a float32 is the sum of three bfloat16 numbers, change no
+# bit of finite numbers.
+@swap_pairs.implementation("product", platforms=("tpu",), accepts=lambda x: x.dtype == jnp.float32)
+def _swap_by_product(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
+    H = x.shape[-1]
+    permutation = np.eye(H, dtype=np.float32)[np.arange(H) ^ 1]
+    return jnp.einsum("...h,hk->...k", x, permutation, precision=jax.lax.Precision.HIGHEST)
+
+
+@swap_pairs.example
+def _swap_pairs_examples() -> list[Example]:
+    return [Example((float32(16, 12, 128),))]

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, boolean, float32, int32
+from verax.ops._dispatch import Example, boolean, float32, int32, operation
 from verax.sampling_fields import FLOATS, INTS, OFF
 
 __all__ = [

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, float32
-from verax.ops.state_slots import StateSlots
+from verax.ops._dispatch import Example, float32, operation
+from verax.ops.delta._inputs import StateSlots
 
 __all__ = ["short_convolution"]
 

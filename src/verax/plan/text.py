@@ -19,7 +19,7 @@ from verax.models import DTYPES, causal_lm, check_dtype
 from verax.models.causal_lm import config_on_devices, sliding_windows
 from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
-from verax.ops.pages import page_bytes
+from verax.ops.paged import page_bytes
 from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, multiplied, nbytes_of, packed_shapes, parts_of, sharded_bytes, tensor_mesh

@@ -15,14 +15,13 @@ from jax.typing import DTypeLike
 
 from verax import ops
 from verax.checkpoint.video.folder import VideoFolder
-from verax.checkpoint.video.published import UMT5_XXL, VAE, VAE_2_2, VIT_H14
+from verax.checkpoint.video.parts import UMT5_XXL, VAE, VAE_2_2, VIT_H14
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES, check_dtype
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.models.wan.vae import WanVae
-from verax.models.wan.vae_config import WanVaeConfig
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import Upsample
 from verax.plan.devices import Device, program_row
 from verax.plan.model import Described

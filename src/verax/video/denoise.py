@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32
 
+from verax.models.wan.layers import SequenceParallel
 from verax.models.wan.model import WanConfig, WanContext, WanModel
-from verax.models.wan.sequence import SequenceParallel
 from verax.video import unipc
 from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, AnyMesh, axis_size, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, shapes_of

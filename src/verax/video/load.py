@@ -21,7 +21,7 @@ from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
-from verax.nn.sharded import shard_blocks
+from verax.nn.parallel import shard_blocks
 from verax.video.mesh import AnyMesh, tensor_mesh
 from verax.video.programs import Component
 from verax.video.settings import read_settings

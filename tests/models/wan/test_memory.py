@@ -12,7 +12,7 @@ from tests.support.cpu import needs_library
 from verax._compat import compiler_options
 from verax.models.wan.layers import Float32Linear
 from verax.models.wan.model import WanConfig, WanModel
-from verax.ops.update_rows import ROWS
+from verax.ops.memory import ROWS
 
 D, F = 128, 1024
 CONFIG = WanConfig(dim=D, ffn_dim=F, num_heads=8, num_layers=2, in_dim=4, out_dim=1, text_dim=10, freq_dim=16)

@@ -12,7 +12,7 @@ from tests.support.cpu import for_each_level, needs_library
 from tests.support.gguf import random_blocks
 from verax import ops
 from verax.ops.cpu import library
-from verax.ops.cpu.gemm import MOST_INTEGERS
+from verax.ops.cpu.linear import MOST_INTEGERS
 from verax.ops.quantized import QuantizedWeight, round_inputs
 
 pytestmark = needs_library

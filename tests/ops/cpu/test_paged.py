@@ -27,7 +27,7 @@ from tests.support.cpu import for_each_level, needs_library
 from verax import ops
 from verax._compat import compiler_options
 from verax.ops.cpu import library
-from verax.ops.pages import QuantizedPages
+from verax.ops.paged import QuantizedPages
 
 pytestmark = needs_library
 

@@ -29,15 +29,15 @@ from verax.models.wan.layers import (
     Head,
     ImageEmbedding,
     PatchEmbedding,
+    SequenceParallel,
     Sequential,
     block_causal,
     gelu_tanh,
     rotary_tables,
     sinusoid,
 )
-from verax.models.wan.sequence import SequenceParallel
 from verax.nn import Embedding, Linear
-from verax.nn.sharded import STACKED_BLOCKS, scan_blocks
+from verax.nn.parallel import STACKED_BLOCKS, scan_blocks
 
 __all__ = ["WAN_CONFIGS", "WanConfig", "WanContext", "WanModel"]
 

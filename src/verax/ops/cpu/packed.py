@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from verax.ops._derivative import differentiated_as
-from verax.ops.activations import gelu
+from verax.ops._dispatch import differentiated_as
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.cpu import library
-from verax.ops.cpu.gemm import DOT, MOST_INTEGERS, TILES, VECTORS, takes
+from verax.ops.cpu.linear import DOT, MOST_INTEGERS, TILES, VECTORS, takes
 from verax.ops.linear import Weight, gelu_mlp, linear, multi_linear, rounded_to, swiglu
 from verax.ops.packed import PackedWeight, pack_weight
+from verax.ops.pointwise import gelu
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []

@@ -4,10 +4,9 @@ One recurrence (`DeltaInputs`) with a reference, a chunked implementation and a 
 cases.
 """
 
-from verax.ops.delta import _chunk, _step  # noqa: F401  (they register their implementations)
+from verax.ops.delta import _chunk  # noqa: F401  (it registers its implementation)
 from verax.ops.delta._inputs import DeltaInputs
-from verax.ops.delta._parallel import sequence_parallel
-from verax.ops.delta._recurrence import delta_recurrence
+from verax.ops.delta._recurrence import delta_recurrence, delta_slot_recurrence
 from verax.ops.delta._rules import (
     DeltaOptions,
     comba,
@@ -16,9 +15,9 @@ from verax.ops.delta._rules import (
     gated_delta_product,
     gated_delta_rule,
     kda,
+    sequence_parallel,
 )
 from verax.ops.delta._scan import delta_chunk_scan, delta_chunk_scan_backward
-from verax.ops.delta._slots import delta_slot_recurrence
 
 __all__ = [
     "DeltaInputs",

@@ -10,23 +10,38 @@ what the tokens write is `Z = (I + L)^-1 beta (v - (erase exp(G)) S)`, the outpu
 next chunk starts from `exp(G_C) S + (write exp(G_C - G))^T Z`. Decays by channel stand inside the dot products.
 
 Axes: `[n m C D]` and `[n m R C D]` for n chunks, m = B H batches and key heads, R value heads of each key head.
+
+A packed sequence always starts a chunk: it is cut as it would be alone, so its result is the same packed or not, bit
+for bit as far as XLA allows. Shapes are static, and nothing waits.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.ops._target import target
 from verax.ops.delta._decay import LogDecay, decayed_products
 from verax.ops.delta._inputs import DeltaInputs
-from verax.ops.delta._inverse import unit_lower_inverse
-from verax.ops.delta._packing import Layout, align
 from verax.ops.delta._recurrence import delta_recurrence
 from verax.ops.delta._scan import Chunk, advance, delta_chunk_scan, delta_chunk_scan_backward, matmul
 
-__all__ = ["SMALLEST_CHUNK", "chunk_backward", "chunk_forward", "chunk_layout"]
+__all__ = [
+    "SMALLEST_CHUNK",
+    "Layout",
+    "align",
+    "chunk_backward",
+    "chunk_forward",
+    "chunk_layout",
+    "is_step",
+    "unit_lower_inverse",
+]
 
 CHUNK_SIZES = {"cpu": 16}
 """Best chunk size by platform, measured (docs/delta.md); `CHUNK_SIZE` elsewhere."""
@@ -171,3 +186,137 @@ def _prepare(x: DeltaInputs, erase_before_decay: bool) -> Chunk:
         read=grouped(x.read) * jnp.exp(decay.since_start()),
         inner=decayed_products(x.read, x.write, decay, decay, diagonal=True),
     )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Positions of tokens in chunks. The slots left over hold zeros, which leave any state as it is."""
+
+    tokens: int
+    chunks: int
+    size: int
+    batch: int
+    owner: Int[Array, "n"]
+    """Packed sequence of each chunk, N or more for an unused chunk; 0 where nothing is packed."""
+    source: Int[Array, "slots"] | None
+    """Token in each slot, `tokens` for none; None where nothing is packed."""
+    slot: Int[Array, "T"] | None
+    """Slot of each token, past the end for tokens of no sequence."""
+
+    def to_chunks(self, x: Array) -> Array:
+        """`[B, T, ...]` to `[n, B, C, ...]`."""
+        if self.source is None:
+            x = jnp.pad(x, [(0, 0), (0, self.chunks * self.size - self.tokens)] + [(0, 0)] * (x.ndim - 2))
+        else:
+            x = x.at[:, self.source].get(mode="fill", fill_value=0)
+        return jnp.moveaxis(x.reshape(self.batch, self.chunks, self.size, *x.shape[2:]), 1, 0)
+
+    def from_chunks(self, x: Array) -> Array:
+        """`[n, B, C, ...]` to `[B, T, ...]`; zeros for tokens of no sequence."""
+        x = jnp.moveaxis(x, 0, 1).reshape(self.batch, self.chunks * self.size, *x.shape[3:])
+        if self.slot is None:
+            return x[:, : self.tokens]
+        return x.at[:, self.slot].get(mode="fill", fill_value=0)
+
+
+def align(batch: int, tokens: int, size: int, cu_seqlens: Int[Array, "M"] | None) -> Layout:
+    """Cut `tokens` tokens into chunks of `size`, each packed sequence from a chunk of its own."""
+    if cu_seqlens is None:
+        chunks = -(-tokens // size)
+        return Layout(tokens, chunks, size, batch, jnp.zeros((chunks,), jnp.int32), None, None)
+    sequences = cu_seqlens.shape[0] - 1
+    lengths = jnp.diff(cu_seqlens)
+    first = jnp.concatenate([jnp.zeros_like(lengths[:1]), jnp.cumsum(-(-lengths // size))])
+    # Each sequence may leave all but one slot of its last chunk empty: that bounds the sum of the rounded lengths.
+    chunks = (tokens + sequences * (size - 1)) // size
+    owner = jnp.searchsorted(first, jnp.arange(chunks), side="right") - 1
+    of = jnp.minimum(owner, sequences - 1)
+    position = (jnp.arange(chunks) - first[of])[:, None] * size + jnp.arange(size)
+    used = (position < lengths[of][:, None]) & (owner < sequences)[:, None]
+    source = jnp.where(used, cu_seqlens[of][:, None] + position, tokens).reshape(-1)
+    token = jnp.arange(tokens)
+    sequence = jnp.searchsorted(cu_seqlens, token, side="right") - 1
+    of = jnp.minimum(sequence, sequences - 1)
+    slot = jnp.where(sequence < sequences, first[of] * size + token - cu_seqlens[of], chunks * size)
+    return Layout(tokens, chunks, size, batch, owner, source, slot)
+
+
+# The matrices of the delta rule (`I + L`, L from products of keys) have small inverses but large powers when keys
+# repeat: Neumann series, repeated doubling and Newton's iteration multiply those powers and lose every digit. Here
+# inverses of diagonal blocks are joined pairwise, as in blocked substitution, by products of small matrices only.
+@jax.custom_vjp
+def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    """`(I + lower)^-1` for strictly lower triangular matrices; C is a power of two.
+
+    With X the inverse of the diagonal blocks of size b, and S the blocks of `lower` that couple the odd blocks to the
+    even ones before them, `X - X S X` is the inverse of the diagonal blocks of size 2b.
+    """
+    C = lower.shape[-1]
+    inverse = jnp.eye(C, dtype=lower.dtype) - jnp.where(_couples(C, 0), lower, 0.0)
+    for level in range(1, int(math.log2(C))):
+        step = jnp.where(_couples(C, level), lower, 0.0)
+        inverse = inverse - _product(inverse, _product(step, inverse))
+    return inverse
+
+
+def _couples(C: int, level: int) -> np.ndarray:
+    """Mask of the rows of odd blocks of size `2^level` and the columns of the block before."""
+    block = np.arange(C) >> level
+    return (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
+
+
+def _forward(lower: Array) -> tuple[Array, Array]:
+    inverse = unit_lower_inverse(lower)
+    return inverse, inverse
+
+
+def _backward(inverse: Array, cotangent: Array) -> tuple[Array]:
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (-jnp.tril(_product(transposed, _product(cotangent, transposed)), -1),)
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+unit_lower_inverse.defvjp(_forward, _backward)
+
+
+# One decode step: few tokens, unrolled, with one product of both keys with the state each. It is registered after the
+# chunked implementation, so that it is preferred.
+STEP_TOKENS = 4
+"""Most steps of a dense call that is unrolled: rules may take several steps a token."""
+
+
+def is_step(x: DeltaInputs, initial_state: object, cu_seqlens: object = None, **_: object) -> bool:
+    """True for a dense call of few tokens."""
+    return cu_seqlens is None and 1 <= x.read.shape[1] <= STEP_TOKENS
+
+
+@delta_recurrence.implementation("step", accepts=is_step)
+def _delta_step(
+    x: DeltaInputs,
+    initial_state: Float[Array, "N HV K V"],
+    cu_seqlens: Int[Array, "M"] | None = None,
+    *,
+    scale: float | Array = 1.0,
+    use_qk_l2norm: bool = False,
+    erase_before_decay: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
+    x = x.ready(scale, use_qk_l2norm)
+    B, T, HV, V = x.v.shape
+    H, K = x.read.shape[2:]
+    state = initial_state.reshape(B, H, HV // H, K, V)
+    outs = []
+    for t in range(T):
+        read, erase, write = (key[:, t, :, None] for key in x[:3])
+        v, beta, g = (a[:, t].reshape(B, H, HV // H, -1) for a in x[3:])
+        decay = jnp.exp(g)
+        # Both keys read the old state at once; the output follows without reading the new one.
+        keys = jnp.stack(jnp.broadcast_arrays(erase if erase_before_decay else erase * decay, read * decay), axis=-2)
+        found = jnp.einsum("bhrmk,bhrkv->bhrmv", keys, state, precision=lax.Precision.HIGHEST)
+        written = beta * (v - found[..., 0, :])
+        outs.append(found[..., 1, :] + jnp.sum(read * write, axis=-1, keepdims=True) * written)
+        state = decay[..., None] * state + write[..., None] * written[..., None, :]
+    return jnp.stack(outs, axis=1).reshape(x.v.shape), state.reshape(initial_state.shape)

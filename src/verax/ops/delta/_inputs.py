@@ -1,6 +1,8 @@
 """The one recurrence that every rule of the family is a case of, and the checks that stand before it.
 
 Letters are those of the field: B batch, T tokens, H key heads, HV value heads, K key size, V value size, N sequences.
+
+`StateSlots` are the places of an array where an engine keeps the recurrent states of its sequences.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["DeltaInputs", "check_axes", "check_shapes", "interleave", "l2_normalize"]
+__all__ = ["DeltaInputs", "StateSlots", "check_axes", "check_shapes", "interleave", "l2_normalize"]
 
 L2_EPSILON = 1e-6
 """Under the root of a key's squared norm, as in flash-linear-attention and transformers."""
@@ -69,3 +71,22 @@ def check_shapes(**given: tuple[Array | None, tuple[int, ...]]) -> None:
     for name, (array, expected) in given.items():
         if array is not None and array.shape != expected:
             raise InvalidParameterError(f"{name}: expected shape {list(expected)}, got {list(array.shape)}")
+
+
+class StateSlots(NamedTuple):
+    """Slots of N sequences, no two of which share one."""
+
+    slot: Int[Array, "N"]
+    """Slot of each sequence. A number past the last slot marks a row of padding: its state is dropped, and its outputs
+    mean nothing, but are finite if its inputs are."""
+    fresh: Bool[Array, "N"]
+    """True for a sequence that starts from zeros, whatever the last owner left in its slot."""
+
+    def load(self, states: Float[Array, "S *D"]) -> Float[Array, "N *D"]:
+        """States of the sequences, from those of all slots."""
+        empty = self.fresh | (self.slot >= states.shape[0])
+        return jnp.where(empty.reshape(-1, *[1] * (states.ndim - 1)), 0.0, states.at[self.slot].get(mode="clip"))
+
+    def store(self, states: Float[Array, "S *D"], new: Float[Array, "N *D"]) -> Float[Array, "S *D"]:
+        """States of all slots, with new ones in those of the sequences."""
+        return states.at[self.slot].set(new, mode="drop")

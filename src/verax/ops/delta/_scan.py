@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from verax.ops._dispatch import operation
-from verax.ops._example import Example, float32, int32
+from verax.ops._dispatch import Example, float32, int32, operation
 
 __all__ = ["Chunk", "advance", "delta_chunk_scan", "delta_chunk_scan_backward", "matmul", "matmul_tn"]
 

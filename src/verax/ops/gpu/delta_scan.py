@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from verax.ops._derivative import differentiated_as
+from verax.ops._dispatch import differentiated_as
 from verax.ops._target import AMPERE, has_compute_capability
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
 from verax.ops.gpu import pl, plgpu

@@ -22,11 +22,10 @@ from jaxtyping import Array, Float
 
 from verax.ops._target import AMPERE, has_compute_capability
 from verax.ops.delta import delta_slot_recurrence
-from verax.ops.delta._inputs import DeltaInputs, l2_normalize
-from verax.ops.delta._slots import step_by_kernel
-from verax.ops.delta._step import is_step
+from verax.ops.delta._chunk import is_step
+from verax.ops.delta._inputs import DeltaInputs, StateSlots, l2_normalize
+from verax.ops.delta._recurrence import step_by_kernel
 from verax.ops.gpu import pl, plgpu
-from verax.ops.state_slots import StateSlots
 
 __all__ = ["columns_of_program", "delta_step"]
 

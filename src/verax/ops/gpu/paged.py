@@ -27,8 +27,7 @@ from jaxtyping import Array, Float, Int
 from verax.ops._target import ADA, AMPERE, has_compute_capability
 from verax.ops.attention import MASKED, exact_products, soft_capped
 from verax.ops.gpu import pl, plgpu
-from verax.ops.paged import group_queries, operand_dtype, paged_attention, paged_decode_attention, split_queries
-from verax.ops.pages import Pages
+from verax.ops.paged import Pages, group_queries, operand_dtype, paged_attention, paged_decode_attention, split_queries
 
 __all__ = ["BLOCK", "TILE", "decode_attention", "num_parts", "ragged_attention"]
 

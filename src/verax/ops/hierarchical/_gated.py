@@ -15,8 +15,7 @@ from jaxtyping import Array, Float, Int
 from verax.errors import InvalidParameterError
 from verax.ops.delta._inputs import check_axes, check_shapes, l2_normalize
 from verax.ops.delta._rules import gated_delta_rule
-from verax.ops.hierarchical._chunks import Pair
-from verax.ops.hierarchical._flux import ResonanceFlux, chunk_flux, token_flux
+from verax.ops.hierarchical._inputs import Pair, ResonanceFlux, chunk_flux, token_flux
 
 __all__ = ["HierarchicalState", "hierarchical_gated_delta_rule"]
 

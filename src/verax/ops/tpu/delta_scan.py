@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from verax.ops._derivative import differentiated_as
+from verax.ops._dispatch import differentiated_as
 from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
 from verax.ops.tpu import pl, pltpu, product
 

@@ -25,10 +25,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from verax.ops.delta import delta_slot_recurrence
-from verax.ops.delta._inputs import DeltaInputs, l2_normalize
-from verax.ops.delta._slots import step_by_kernel
-from verax.ops.delta._step import is_step
-from verax.ops.state_slots import StateSlots
+from verax.ops.delta._chunk import is_step
+from verax.ops.delta._inputs import DeltaInputs, StateSlots, l2_normalize
+from verax.ops.delta._recurrence import step_by_kernel
 from verax.ops.tpu import pl, pltpu
 
 __all__ = ["delta_step"]

@@ -25,6 +25,9 @@ from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Int
 
 from verax.ops.attention import MASKED, soft_capped
 from verax.ops.paged import (
+    Pages,
+    QuantizedPages,
+    gather_scales,
     group_queries,
     num_up_to,
     operand_dtype,
@@ -32,7 +35,6 @@ from verax.ops.paged import (
     paged_decode_attention,
     split_queries,
 )
-from verax.ops.pages import Pages, QuantizedPages, gather_scales
 from verax.ops.tpu import pl, pltpu, product
 
 __all__ = ["FACTOR", "TILE", "decode_attention", "pages_of_chunk", "ragged_attention", "sixteenths"]

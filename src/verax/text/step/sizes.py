@@ -16,8 +16,8 @@ from verax._buckets import powers
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES, CausalLMConfig
 from verax.models.causal_lm import has_recurrent_layers, sliding_windows, state_axes
-from verax.ops.joined_heads import heads_to_join
-from verax.ops.pages import is_quantized, page_bytes
+from verax.ops.attention import heads_to_join
+from verax.ops.paged import is_quantized, page_bytes
 from verax.text.engine.blocks import CacheGroup, CachePlan
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape

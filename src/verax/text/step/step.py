@@ -16,7 +16,7 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM, RecurrentLayer
 from verax.models.causal_lm import final_hidden_states
-from verax.ops.joined_heads import join_heads, own_results, spread_queries
+from verax.ops.attention import join_heads, own_results, spread_queries
 from verax.ops.paged import num_up_to
 from verax.text.engine.blocks import CacheGroup
 from verax.text.step.sampler import Logprobs, no_logprobs, sample, score
