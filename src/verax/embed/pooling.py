@@ -1,4 +1,4 @@
-"""From the hidden states of a sentence's tokens to its vector."""
+"""Vectors from the hidden states of a sentence's tokens: pooling, further layers, and 8-bit products (W8A8)."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ __all__ = [
 
 
 POOLINGS = ("mean", "cls", "lasttoken")
-"""The mean over all tokens, special ones included, or the first or the last token's state."""
+"""Poolings: the mean over all tokens, special ones included, or the state of the first or the last token."""
 
 
 def pool(
     hidden: Float[Array, "B T D"], sentences: Sentences, pooling: str, skipped: int | Int[Array, ""] = 0
 ) -> Float[Array, "S D"]:
-    """One vector a sentence, float32; padding does not count.
+    """Pool hidden states into one vector a sentence, float32. Padding does not count.
 
     Args:
-        hidden: states.
-        sentences: where the sentences lie.
+        hidden: hidden states.
+        sentences: places of the sentences.
         pooling: one of `POOLINGS`.
-        skipped: first tokens that do not count for a mean: those of a prompt.
+        skipped: number of first tokens, a prompt's, that do not count for a mean.
     """
     if pooling == "mean":
         return sentences.mean(hidden, skipped)
@@ -87,12 +87,12 @@ def activation_function(name: str, where: str) -> Callable[[Array], Array]:
     Raises:
         UnsupportedModelError: for another one, with the file.
     """
-    module, _, found = name.rpartition(".")
-    if not module.startswith("torch.nn.modules.") or found not in _TORCH:
+    module, _, function = name.rpartition(".")
+    if not module.startswith("torch.nn.modules.") or function not in _TORCH:
         raise UnsupportedModelError(
             f"{where}: activation function {name!r} is not supported; torch.nn's {', '.join(_TORCH)} are"
         )
-    return _TORCH[found]
+    return _TORCH[function]
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def round_linear_inputs(model: Any, *, keep_head: bool = False) -> None:
 
     Args:
         model: a loaded model.
-        keep_head: keep a language model's own head, which rerankers read the answer of and no encoder calls. The head
-            that quantising makes of tied embeddings is dropped in any case: the embeddings themselves stay floats.
+        keep_head: keep a language model's own head, from which rerankers read the answer. Encoders do not call it. The
+            head that quantising makes of tied embeddings is dropped in any case: the embeddings themselves stay floats.
     """
     if hasattr(model, "lm_head") and (model.config.tie_word_embeddings or not keep_head):
         model.lm_head = None
