@@ -27,12 +27,12 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.pooling import Dense, DenseConfig, check_quantization, cut, normalized, pool, round_linear_inputs
+from verax.embed.pooling import Dense, DenseConfig, cut, load_for_calls, normalized, pool
 from verax.embed.settings import EncoderSettings, open_folder
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
 from verax.loading import load_model
-from verax.nn import Sentences, pack_linear_weights
+from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
@@ -86,7 +86,6 @@ class Encoder:
         begin = time.perf_counter()
         opened = open_folder(builtin.encoder() if model is None else model, revision)
         model_class, config = models.encoder(opened.config)
-        check_quantization(quantization)
         self.model_config = config
         self.settings = EncoderSettings.from_folder(
             opened.folder, positions=config.max_position_embeddings, pooling=pooling, max_length=max_length
@@ -99,12 +98,8 @@ class Encoder:
         self._dimensions = self.check_dimensions(dimensions)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.truncate(self.settings.max_length)
+        loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
         weights = models.DTYPES[dtype]
-        with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = load_model(opened, model_class, config, dtype=weights, quantization=quantization, progress=report)
-        if quantization is not None:
-            round_linear_inputs(loaded)
-        pack_linear_weights(loaded)
         dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
         pooling = self.settings.pooling
         self._packs = getattr(loaded, "takes_packed_sentences", True)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from verax import models, progress
+from verax import models
 from verax._compat import enable_compilation_cache
 from verax.checkpoint import Checkpoint
 from verax.embed.buckets import (
@@ -25,14 +25,13 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.pooling import activation_function, check_quantization, round_linear_inputs
+from verax.embed.pooling import activation_function, load_for_calls
 from verax.embed.settings import open_folder, read_max_length
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import file_of, read_value
 from verax.files import JsonObject, read_json
-from verax.loading import load_model
 from verax.models import causal_lm, cross_encoder, hidden_states
-from verax.nn import Sentences, pack_linear_weights
+from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["RankedDocument", "Reranker", "Scorer", "scorer_of"]
@@ -231,19 +230,9 @@ class Reranker:
         self._scorer, model_class, self.model_config = scorer_of(
             opened, Tokenizer.from_folder(opened.folder), max_length
         )
-        check_quantization(quantization)
-        with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = load_model(
-                opened,
-                model_class,
-                self.model_config,
-                dtype=models.DTYPES[dtype],
-                quantization=quantization,
-                progress=report,
-            )
-        if quantization is not None:
-            round_linear_inputs(loaded, keep_head=True)
-        pack_linear_weights(loaded)
+        loaded = load_for_calls(
+            opened, model_class, self.model_config, dtype, quantization, keep_head=True, show_progress=show_progress
+        )
         scores = self._scorer.scores
 
         def score(
