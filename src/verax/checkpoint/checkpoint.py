@@ -1,4 +1,4 @@
-"""A checkpoint: configuration and weights by name, of a Hugging Face folder of safetensors files or one GGUF file."""
+"""Checkpoints: configuration and weights by name, of a Hugging Face folder of safetensors files or one GGUF file."""
 
 from __future__ import annotations
 

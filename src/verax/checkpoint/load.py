@@ -1,4 +1,8 @@
-"""Loading of a checkpoint's weights into a model: the path of a parameter is its key in the checkpoint."""
+"""Loading of a checkpoint's weights into a model: the path of a parameter is its key in the checkpoint.
+
+`Placement` copies a weight to one device, or each part of it to a device of a mesh; `HostMemory` has the arrays of CPU
+devices in large pages; `random_weights` stands in for a checkpoint in comparisons and measurements.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,6 @@ from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
 __all__ = ["HostMemory", "Placement", "load_module", "random_weight", "random_weights"]
-
 
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 _dequantize = jax.jit(lambda weight: weight.dequantize())

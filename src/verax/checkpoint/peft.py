@@ -30,7 +30,6 @@ from verax.files import atomic_path, read_json, write_json
 
 __all__ = ["CONFIG", "PREFIX", "SAFETENSORS", "Adapter", "Pair", "merge", "save_adapter"]
 
-
 CONFIG = "adapter_config.json"
 SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 

@@ -1,4 +1,4 @@
-"""Local path of a checkpoint that is given as a folder, a GGUF file or a Hugging Face hub id."""
+"""Local path of a checkpoint that is given as a folder, a GGUF file or a Hugging Face hub id; and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tokenizers
 from verax.errors import CheckpointError
 
 __all__ = ["read_tokenizer", "resolve", "resolve_video"]
-
 
 TOKENIZER_FILES = (
     "tokenizer*",

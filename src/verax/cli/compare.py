@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
 

@@ -1,4 +1,8 @@
-"""Alignment of two traces: arrays are matched by name, by a table between names, and last by shape and order."""
+"""Alignment of two traces: arrays are matched by name, by a table between names, and last by shape and order.
+
+The arrangement of one side's array in the other's shape (`Layout`: axes transposed, merged or split) is found by shapes
+alone, never by values: an arrangement that makes an error small would hide it.
+"""
 
 from __future__ import annotations
 

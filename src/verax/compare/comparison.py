@@ -18,7 +18,6 @@ from verax.errors import InvalidParameterError
 
 __all__ = ["MAX_RATIO", "MAX_REL", "Comparison", "Errors", "Row", "measure", "measure_rows", "noise"]
 
-
 MAX_REL = 1e-4
 """Bound on the relative L2 error of every layer in float32, where none is given."""
 

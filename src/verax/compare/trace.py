@@ -20,7 +20,6 @@ from verax.files import write_text
 
 __all__ = ["OUTPUT", "Entry", "Recorder", "Trace", "Watch", "recording", "split_call", "tap"]
 
-
 OUTPUT = "(output)"
 """Name of the output of the whole call."""
 

@@ -33,7 +33,6 @@ __all__ = [
     "tokens_per_call",
 ]
 
-
 SHORTEST = 16
 """Tokens of the smallest bucket."""
 

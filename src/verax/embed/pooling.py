@@ -35,7 +35,6 @@ __all__ = [
     "pool",
 ]
 
-
 POOLINGS = ("mean", "cls", "lasttoken")
 """Poolings: the mean over all tokens, special ones included, or the state of the first or the last token."""
 

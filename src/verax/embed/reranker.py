@@ -1,4 +1,4 @@
-"""The two ways by which a model scores a pair of texts: a cross-encoder's logit, and a language model's "yes"."""
+"""Rerankers: a checkpoint scores documents for a query, by a cross-encoder's logit or a language model's "yes"."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["RankedDocument", "Reranker", "Scorer", "scorer_of"]
-
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Instruction that Qwen3-Reranker was published with."""

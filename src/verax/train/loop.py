@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RunStates", "Schedule", "has_state", "plot_loss", "read_log", "train"]
 
-
 LOG = "log.jsonl"
 
 Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]

@@ -1,4 +1,4 @@
-"""Losses of a language model and of an encoder, and products in bfloat16 with gradients in bfloat16."""
+"""Losses of a language model and of an encoder, and linear layers whose gradients are products in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 __all__ = ["contrastive_loss", "next_token_loss", "rounded_gradient_linear", "weighted_next_token_loss"]
-
 
 MAX_SCORES = 1 << 25
 """Scores that are in memory at once: 128 MB, or 220 tokens with a vocabulary of 150,000."""

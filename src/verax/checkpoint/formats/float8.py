@@ -54,7 +54,6 @@ __all__ = [
     "powers_of_two",
 ]
 
-
 DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 _NAN = 0x7F
 """Bits of a NaN without its sign. The type has no infinity."""

@@ -1,8 +1,12 @@
-"""Reading a GGUF file by memory-mapping: llama.cpp's format of weights, configuration and tokenizer in one file.
+"""GGUF files, memory-mapped: llama.cpp's format of weights, configuration and tokenizer in one file.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's reader makes an array of each
 string of the vocabulary (10 s and 500 MB for 150,000 tokens), and keeps the pages of weights. Its table of types and
 its `dequantize`, the numpy form of llama.cpp's own, are used here.
+
+Names of tensors, order of their rows and config.json as metadata follow llama.cpp's converter
+(`convert_hf_to_gguf.py`). Matrices of the block types that `ops.linear` multiplies, the embeddings among them, keep
+their blocks (`BlockQuantizedWeight`). Other block types are dequantised while they are read.
 """
 
 from __future__ import annotations
@@ -36,7 +40,6 @@ __all__ = [
     "tensor_key",
     "tensor_name",
 ]
-
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")

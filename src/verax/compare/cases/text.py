@@ -27,7 +27,6 @@ from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["EncoderReference", "embed_case", "text_case", "transformers"]
 
-
 TOKENS = 40
 """Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
 

@@ -41,7 +41,6 @@ from verax.models.wan.vae_config import WanVaeConfig
 
 __all__ = ["PART_SIDES", "RANDOM", "VIDEO_PARTS", "PartSides", "build_part", "diffusers", "has_part", "video_case"]
 
-
 FRAMES, HEIGHT, WIDTH = 3, 8, 10
 """Size of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
 

@@ -22,7 +22,6 @@ from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Batch", "Example", "Examples", "read_examples", "shuffled_batches", "validation_batches"]
 
-
 FORMS = 'an object with "messages", with "prompt" and "completion", or with "text"'
 
 

@@ -1,4 +1,4 @@
-"""Fine-tuning: a checkpoint and a file of examples to an adapter, or to a changed checkpoint."""
+"""Fine-tuning: a checkpoint and a file of examples become an adapter, or a changed checkpoint."""
 
 from __future__ import annotations
 
