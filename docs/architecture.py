@@ -37,7 +37,6 @@ HELPERS = (
     "files",
     "machine",
     "page",
-    "plots",
     "progress",
     "published",
     "shapes",

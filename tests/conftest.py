@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Decides how a test's programs are compiled, those of its fixtures and of the processes that it starts too."""
+    """Decides how a test's programs are compiled, also in its fixtures and in the processes that it starts."""
     quick = _is_quick(item)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
     if "jax" in sys.modules:
@@ -77,7 +77,7 @@ def freed_memory():
     a fixture of the session is an object of that engine and stays.
 
     What is alive after a file is frozen: a collection walks all objects, which takes a second once a few libraries and
-    programs are loaded, and then finds garbage among those of the current file only.
+    programs are loaded, and then finds garbage among the objects of the current file only.
     """
     yield
     gc.collect()

@@ -1,4 +1,4 @@
-"""Public signatures: those of the code are those of `tests/api.txt`, so that a change of one is seen in its commit.
+"""Public signatures of the code equal `tests/api.txt`, so that a change of one is seen in its commit.
 
 `python -m tests.test_api` writes the file.
 """

@@ -28,11 +28,11 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-"""Folders and files of each floor, the lowest first. Those of one floor do not import each other."""
+"""Folders and files of each floor, the lowest first. Folders of one floor do not import each other."""
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, late imports and those of types among them."""
+    """Modules of the package that a file imports, including late imports and imports of types."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

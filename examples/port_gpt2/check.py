@@ -1,7 +1,7 @@
 """The proof of `gpt2.py`: random weights in transformers' GPT-2 and in ours, compared layer by layer.
 
-Run it with `python examples/port_gpt2/check.py`; it exits with 1 if anything is off. With `bfloat16` behind, both run
-in it, and PyTorch in float32 says who is nearer to the truth. Needs `pip install 'verax[parity]'`.
+Run it with `python examples/port_gpt2/check.py`; it exits with 1 if anything is off. With the argument `bfloat16` both
+run in it, and PyTorch in float32 says which side is nearer to the truth. Needs `pip install 'verax[parity]'`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verax.compare import Case, Side, compare_case
 from verax.compare.outputs import candidates, compare_logits, first_difference
 
 SIZES = dict(vocab_size=97, n_positions=64, n_embd=48, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
-"""Small enough for a second, and a vocabulary that is no power of two."""
+"""Small enough for a second, and a vocabulary that is not a power of two."""
 
 
 def reference(folder: Path) -> transformers.GPT2LMHeadModel:

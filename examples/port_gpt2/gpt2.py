@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019) as a Flax NNX module whose paths are the keys of the published checkpoints.
 
-Follows transformers' `GPT2LMHeadModel`. docs/porting.md tells how it came about, and what was wrong on the way.
+Follows transformers' `GPT2LMHeadModel`. docs/porting.md describes how it was written, and what was wrong on the way.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "pad_token_id": 0,
 }
-"""Entries of config.json except for the size of the vocabulary, which is that of the tokenizer."""
+"""Entries of config.json except for the size of the vocabulary, which the tokenizer decides."""
 
 SCHEDULE = Schedule(steps=400, peak_learning_rate=3e-3, warmup_steps=40, weight_decay=0.01)
 
@@ -68,7 +68,7 @@ def train_builtin(
 ) -> Path:
     """Train the built-in encoder and export it as a Hugging Face folder, `output / "model"`, which is returned.
 
-    `output` also receives the training state, the log and the loss plot. The arguments are those of
+    `output` also receives the training state, the log and the loss plot. Arguments as in
     `recipes.text.recipe.train_builtin`.
     """
     schedule = SCHEDULE.of(steps)

@@ -10,7 +10,7 @@ from recipes.text.words import words
 
 
 class Beat(NamedTuple):
-    """One step of a plot: a choice of sentences, and how often the step is told at all."""
+    """One step of a plot: a choice of sentences, and how often the step occurs at all."""
 
     choices: tuple[str, ...]
     share: float = 1.0

@@ -1,6 +1,6 @@
 """Tokenizer of the built-in model: byte-level BPE as in GPT-2 and Qwen, with every digit as a separate token.
 
-There is no normaliser, and the alphabet holds all 256 bytes, so that decoding restores every text exactly. The saved
+Nothing is normalised, and the alphabet holds all 256 bytes, so that decoding restores every text exactly. The saved
 folder loads with `tokenizers` and with transformers' AutoTokenizer.
 """
 

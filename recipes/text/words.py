@@ -54,7 +54,7 @@ ANIMALS = {
 }
 
 STORY_ANIMALS = (*ANIMALS, "hedgehog", "penguin", "otter", "deer", "kitten", "puppy", "dragon", "robot")
-"""Animals of stories: those of the fact tables and a few more."""
+"""Animals of stories: the ones of the fact tables and a few more."""
 
 GIRLS = words(
     "Mia Anna Lily Emma Lucy Sara Nora Ella Zoe Ruby Rosa Ivy Molly Daisy Clara Alice Grace Nina Tina Luna Maya Hana "

@@ -16,7 +16,7 @@ from verax.errors import InvalidParameterError
 __all__ = ["Seen", "classify"]
 
 LEAST_DIFFERENCE = 40.0
-"""Least distance in RGB of a shape's pixel from the gradient behind it: far above noise, below `CONTRAST`."""
+"""Least distance in RGB of a shape's pixel from the gradient underneath: far above noise, below `CONTRAST`."""
 
 LEAST_TRAVEL = 0.08
 """Least way of a moving shape, as a part of the side that it moves along: half of the least that is drawn."""

@@ -64,7 +64,7 @@ def train_reader(
 ) -> Reader:
     """Train the text encoder on captions alone, with state, log and plot in `output`.
 
-    The arguments are those of `recipe.train_builtin`.
+    Arguments as in `recipe.train_builtin`.
     """
     schedule = SCHEDULE.of(steps)
     graph, params = nnx.split(initial(seed))

@@ -85,7 +85,7 @@ def train_transformer(
 ) -> Trainee:
     """Train transformer and encoders, with state, log and plot in `output`.
 
-    The other arguments are those of `recipe.train_builtin`.
+    Other arguments as in `recipe.train_builtin`.
 
     Args:
         clips: training data.

@@ -48,7 +48,7 @@ CONFIG = WanVaeConfig(
 SCHEDULE = Schedule(steps=1600, peak_learning_rate=2e-3, warmup_steps=40, weight_decay=0.0, beta2=0.99)
 
 DECODER_SCHEDULE = Schedule(steps=600, peak_learning_rate=1e-3, warmup_steps=20, weight_decay=0.0, beta2=0.99)
-"""Schedule of the decoder alone, on whole clips. The latents, and models trained on them, stay as they are."""
+"""Schedule of the decoder alone, on whole clips. The latents, and models trained on them, do not change."""
 
 Cuts = tuple[tuple[float, tuple[tuple[int, int, int], ...]], ...]
 
@@ -90,7 +90,7 @@ def train_vae(
 ) -> WanVae:
     """Train the VAE, with state, log and plot in `output`, and return it in float32 with measured statistics.
 
-    The arguments are those of `recipe.train_builtin`.
+    Arguments as in `recipe.train_builtin`.
     """
     schedule = SCHEDULE.of(steps)
     graph, params = initial(seed)
@@ -124,10 +124,10 @@ def refine_decoder(
 ) -> WanVae:
     """Train the decoder further, with state, log and plot in `output`, and return the model with that decoder.
 
-    The other arguments are those of `recipe.train_builtin`.
+    Other arguments as in `recipe.train_builtin`.
 
     Args:
-        vae: VAE from `train_vae`; its encoder stays as it is.
+        vae: VAE from `train_vae`; its encoder is not changed.
     """
     schedule = DECODER_SCHEDULE.of(steps)
     graph, decoder, fixed = nnx.split(vae, lambda path, _: path[0] in ("decoder", "conv2"), ...)

@@ -35,19 +35,22 @@ def at_least(sizes: Sequence[int], wanted: int) -> int:
 
 
 def cheapest_part(sizes: Sequence[int], wanted: int, overhead: int) -> int:
-    """The part of `wanted` to take now, the rest later, in the least time: all of it, or as much as fills a size.
+    """Part of `wanted` to take now, the rest later, in the least time: all of it, or as much as fills a size.
+
+    A part costs its size and the overhead. Taking all at once pads up to the next size; taking the size below leaves a
+    rest, for which the same choice is made again. The cheaper of the two wins, and results are kept by their arguments.
 
     Args:
         sizes: ascending sizes, the last of them at least `wanted`.
-        wanted: what there is in all, 1 or more.
-        overhead: what each part costs beside its size.
+        wanted: items in all, 1 or more.
+        overhead: cost of a part in addition to its size.
     """
     return _cheapest(tuple(sizes), wanted, overhead)[1]
 
 
 @functools.lru_cache(maxsize=4096)
 def _cheapest(sizes: tuple[int, ...], wanted: int, overhead: int) -> tuple[int, int]:
-    """Cost of `wanted`, and the part to take first."""
+    """Least cost of `wanted` items, and the part to take first."""
     at = bisect.bisect_left(sizes, wanted)
     whole = overhead + sizes[at], wanted
     if at == 0:

@@ -54,10 +54,10 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     XLA:CPU before 0.11 rewrites bfloat16 scatters, slices and gathers through float32 copies of the *whole* buffer, the
     paged cache included. Switching that pass off keeps them in place; every dot must then accumulate in float32. Its
     pass `cse_barrier_expander` drops optimization barriers before fusion, which then computes a shared value, such as
-    the sines of rotary embeddings, anew in each layer.
+    the sines of rotary embeddings, again in each layer.
 
-    XLA:GPU merges products of the same inputs, such as those of queries, keys and values, into one. For that it copies
-    their weights side by side in every run, and a decode step reads and writes them two times more than it has to.
+    XLA:GPU merges products of the same inputs, such as queries, keys and values, into one. For that it copies their
+    weights side by side in every run, and a decode step reads and writes them two times more than it has to.
     """
     if platform == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
         return {"xla_disable_hlo_passes": "float-normalization-bf16,cse_barrier_expander"}
@@ -129,7 +129,7 @@ def enable_compilation_cache() -> None:
     folder = home / f"jaxlib-{JAXLIB}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a read-only home is no reason to refuse work
+    except OSError:  # a read-only home must not stop the work
         return
     _set_cache(str(folder))
 

@@ -17,7 +17,7 @@ __all__ = ["JsonObject", "atomic_path", "cache_folder", "read_json", "write_json
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file or folder to, beside `path`, and rename it to `path` when the block succeeds.
+    """Yield a path to write a file or folder to, next to `path`, and rename it to `path` when the block succeeds.
 
     The process's number is in its name, so that two processes do not write to one file, and so is the ending of `path`,
     by which libraries choose a format. If the block raises, what was written is removed and what was at `path` stays.
@@ -70,8 +70,8 @@ def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
     """Read a JSON object, or a list with `kind=list`.
 
     Args:
-        path: of the file.
-        kind: of the value, `dict` or `list`.
+        path: path of the file.
+        kind: type of the value, `dict` or `list`.
         optional: if True, a missing file is an empty value.
 
     Returns:
@@ -84,7 +84,7 @@ def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text)
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except FileNotFoundError as error:
         if optional:
             return JsonObject({}, path) if kind is dict else kind()

@@ -59,7 +59,7 @@ QUANTIZATIONS: dict[str, Precision] = {"int8": (8, None), "int4": (4, 32)}
 """Precisions by the names that users give."""
 
 DEQUANTIZE = "dequantize"
-"""Name that stands for none of them: weights that are quantised in the checkpoint become floats."""
+"""Name for no quantisation: weights that are quantised in the checkpoint become floats."""
 
 
 def load_model(
@@ -236,12 +236,12 @@ def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
     """A language model in memory, its weights divided over devices as its layers declare it.
 
     Args:
-        model: the model, which stays as it is.
+        model: the model, which is not changed.
         mesh: devices of an axis `tensor`. Where there are more devices than key/value heads, the result has each head
             several times.
 
     Raises:
-        InvalidParameterError: if it does not divide over so many devices.
+        InvalidParameterError: if it does not divide over the devices.
     """
     module: Any = model
     repeats, config = head_repeats(model.config, mesh.size), config_on_devices(model.config, mesh.size)

@@ -14,20 +14,20 @@ Report = Callable[..., None]
 """`report(done, total, note="")`."""
 
 _showing: list[Progress] = []
-"""The bars that are to be seen now."""
+"""Bars that are shown now."""
 
 
 def shown() -> bool:
-    """True if bars are to be seen: stderr is a terminal."""
+    """True if bars are shown, which is where stderr is a terminal."""
     return Console(stderr=True).is_terminal
 
 
 @contextlib.contextmanager
 def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Report]:
-    """A bar named `label`, driven by the function that it yields. Silent where stderr is no terminal.
+    """A bar named `label`, driven by the function that it yields. Silent where stderr is not a terminal.
 
     Args:
-        label: what is going on, as a few words.
+        label: a few words for the work.
         enabled: False for none at all.
         count: show done/total (for things), rather than a percentage (for bytes).
     """

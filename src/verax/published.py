@@ -1,4 +1,4 @@
-"""Published models that can be installed as packages: the extra `real`. They are no part of verax.
+"""Published models that can be installed as packages: the extra `real`. They are not part of verax.
 
 Gemma 3 270M is under Gemma's terms of use (https://ai.google.dev/gemma/terms), all-MiniLM-L6-v2 under Apache-2.0.
 """
@@ -49,15 +49,15 @@ def minilm() -> Path | None:
     Raises:
         CheckpointError: if the package's archive is missing or damaged.
     """
-    # Importing the package prints a line.
-    found = importlib.util.find_spec(_MINILM)
-    if found is None or found.origin is None:
+    # Importing the package would print a line.
+    spec = importlib.util.find_spec(_MINILM)
+    if spec is None or spec.origin is None:
         return None
     folder = Path.home() / ".cache" / "verax" / "all-MiniLM-L6-v2"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with atomic_path(folder) as partial, zipfile.ZipFile(Path(found.origin).parent / "model.zip") as archive:
+            with atomic_path(folder) as partial, zipfile.ZipFile(Path(spec.origin).parent / "model.zip") as archive:
                 archive.extractall(partial)
         except (OSError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{_MINILM}: {error}; install it again: {INSTALL}") from error

@@ -8,6 +8,7 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -15,6 +16,7 @@ from flax import nnx
 from tests.checkpoint.small import raw_file
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load, load_module
+from verax.checkpoint.load import DRAWN, random_weight
 from verax.errors import CheckpointError
 from verax.nn import Linear, RMSNorm
 from verax.ops import quantize
@@ -51,7 +53,7 @@ def test_every_float_type_loads_into_every_other(tmp_path, stored, wanted):
 
 
 def test_the_loaded_model_does_not_depend_on_the_file_any_more(tmp_path):
-    # Data at a multiple of 64 bytes is what a CPU device would take for its own memory as it is.
+    # Data at a multiple of 64 bytes is what a CPU device would use as its own memory.
     kernel = np.arange(4096, dtype=np.float32).reshape(64, 64)
     header = {"weight": {"dtype": "F32", "shape": [64, 64], "data_offsets": [0, kernel.nbytes]}}
     text = json.dumps(header).encode().ljust(120)
@@ -230,3 +232,31 @@ def test_a_weight_quantised_in_pieces_is_that_of_one_piece(tmp_path, monkeypatch
             assert (loaded.bits, loaded.group_size, loaded.shape) == (bits, group_size, (37, 64))
             np.testing.assert_array_equal(loaded.values, whole.values)
             np.testing.assert_array_equal(loaded.scales, whole.scales)
+
+
+def test_matrices_keep_the_scale_of_what_they_multiply():
+    x = np.random.default_rng(1).standard_normal((8, 300), np.float32)
+    assert abs(np.std(x @ random_weight("linear.weight", (400, 300)).T) - 1) < 0.05
+    assert abs(random_weight("conv.weight", (50, 6, 3, 3)).std() - 54**-0.5) < 0.01
+
+
+def test_norms_are_around_one_and_biases_around_zero():
+    for name, middle in (("norm.weight", 1), ("norm.bias", 0), ("norm.gamma", 1)):
+        weight = random_weight(name, (5000, 1, 1))
+        assert abs(weight.mean() - middle) < 0.02
+        assert abs(weight.std() - 0.3) < 0.02
+
+
+def test_rows_of_a_large_matrix_differ():
+    weight = random_weight("table.weight", (4099, 500), ml_dtypes.bfloat16)
+    assert weight.shape == (4099, 500)
+    assert weight.dtype == ml_dtypes.bfloat16
+    assert len(weight) * 500 > 2 * DRAWN
+    assert len(np.unique(weight.astype(np.float32), axis=0)) == len(weight)
+
+
+def test_a_weight_is_of_its_name_and_seed_alone():
+    weight = random_weight("a.weight", (3, 4))
+    np.testing.assert_array_equal(weight, random_weight("a.weight", (3, 4)))
+    assert not np.allclose(weight, random_weight("b.weight", (3, 4)))
+    assert not np.allclose(weight, random_weight("a.weight", (3, 4), seed=1))

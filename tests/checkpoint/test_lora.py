@@ -1,4 +1,4 @@
-"""LoRA files, in each format: what PEFT computes, added in float32 and rounded once; what does not fit is told."""
+"""LoRA files, in each format: PEFT's result, added in float32 and rounded once; and errors where it does not fit."""
 
 import json
 
@@ -144,7 +144,7 @@ def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "message"),
     [
         ({"x.ffn.0.lora_A.weight": (3, 6), "x.ffn.0.lora_B.weight": (10, 3)}, "x.ffn.0.lora_A.weight, x.ffn"),
         ({"lora_te_text_model.lora_down.weight": (3, 6)}, "lora_te_text_model.lora_down.weight"),
@@ -156,8 +156,8 @@ def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
         ({"blocks.0.ffn.0.diff": (6, 6)}, "shape \\[10, 6\\]"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_an_error_that_names_it(tensors, told, base, tmp_path):
-    with pytest.raises(CheckpointError, match=rf"lora\.safetensors: .*{told}"):
+def test_what_does_not_fit_is_an_error_that_names_it(tensors, message, base, tmp_path):
+    with pytest.raises(CheckpointError, match=rf"lora\.safetensors: .*{message}"):
         changed(
             base, {key: np.ones(shape, np.float32) for key, shape in tensors.items()}, tmp_path / "lora.safetensors"
         )

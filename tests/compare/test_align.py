@@ -99,7 +99,7 @@ def test_calls_are_put_together_along_the_axis_that_keeps_all_sizes():
 def test_a_name_with_another_shape_is_told():
     found = align(trace(a=(2, 3), b=(2,)), trace(a=(2, 4), b=(2,)))
     assert [pair.ours for pair in found.pairs] == [("b",)]
-    assert found.mismatched == [("a", "a", "[2, 3] is no arrangement of [2, 4]")]
+    assert found.mismatched == [("a", "a", "[2, 3] is not an arrangement of [2, 4]")]
 
 
 def test_what_is_left_is_matched_by_shape_in_order_and_marked():

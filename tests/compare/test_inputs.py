@@ -64,7 +64,7 @@ def test_a_pickle_is_not_opened(tmp_path):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (Inputs(arrays={"y": IDS}), "'y' is none of its inputs; it takes x "),
+        (Inputs(arrays={"y": IDS}), "it does not take 'y'; it takes x "),
         (Inputs(arrays={"x": IDS[0]}), r"x has shape \[3\], expected \[any, 3\]"),
         (Inputs(arrays={"x": IDS[:, :2]}), r"x has shape \[2, 2\], expected \[any, 3\]"),
         (Inputs(arrays={"x": IDS[:0]}), "not empty"),
@@ -113,4 +113,4 @@ def test_texts_are_rows_of_their_tokens():
 )
 def test_tokens_that_no_model_takes_are_refused(arrays, message, tmp_path):
     with pytest.raises(InvalidParameterError, match=message):
-        _rows(tmp_path, 10, Inputs(arrays=arrays), 4, count=2, most=20)
+        _rows(tmp_path, 10, Inputs(arrays=arrays), 4, count=2, longest=20)

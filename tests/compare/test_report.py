@@ -47,8 +47,8 @@ def test_an_undefined_number_is_an_error():
 
 def test_a_missing_output_and_mismatched_shapes_fail():
     result = comparison(row("a", 0.0))
-    result.alignment.mismatched.append(("x", "y", "[2] is no arrangement of [3]"))
-    assert result.failures == ["x and y: [2] is no arrangement of [3]", "the outputs could not be compared"]
+    result.alignment.mismatched.append(("x", "y", "[2] is not an arrangement of [3]"))
+    assert result.failures == ["x and y: [2] is not an arrangement of [3]", "the outputs could not be compared"]
 
 
 def test_at_a_lower_precision_the_ratio_decides():

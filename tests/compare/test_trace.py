@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from verax.compare import Trace, Watch, run_compiled, tap, trace_jax
+from verax.compare import Side, Trace, Watch, run_compiled, tap, trace_jax
 from verax.compare.trace import OUTPUT
 from verax.errors import CheckpointError, InvalidParameterError
 
@@ -47,7 +47,7 @@ X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_every_call_of_every_module_is_recorded_by_its_path(jit):
-    trace = trace_jax(Model(), X, jit=jit)
+    trace = trace_jax(Side(Model(), (X,)), jit=jit)
     found = {name: trace[name].tolist() for name in trace}
     assert found == {
         "layers.0": (2 * X).tolist(),
@@ -65,7 +65,7 @@ def test_every_call_of_every_module_is_recorded_by_its_path(jit):
 
 def test_what_a_module_gives_can_be_replaced():
     other = {"layers.1": np.zeros_like(X), "scanned#2": np.ones(2, np.float32)}
-    trace = trace_jax(Model(), X, replace=lambda name, shape: other.get(name))
+    trace = trace_jax(Side(Model(), (X,)), replace=lambda name, shape: other.get(name))
     np.testing.assert_array_equal(trace["layers.1"], 6 * X)  # its own result, from which it was replaced
     np.testing.assert_array_equal(trace["inner"], 0 * X)
     np.testing.assert_array_equal(trace["before"], [[0, 0], [1, 1]])
@@ -86,7 +86,7 @@ def test_inputs_and_watched_functions_are_recorded_and_the_class_is_left_as_it_w
         Watch(holder, "twice", outputs=("once", "again")),
         Watch(holder, "pair", outputs=("a", "b"), axes=(1, 0)),
     )
-    trace = trace_jax(Caller(), X, watch=watches, inputs=("^scale$",))
+    trace = trace_jax(Side(Caller(), (X,), watch=watches, inputs=("^scale$",)))
     expected = {"once": 2 * X, "again": 4 * X, "a": X.T, "b": X, "scale.input": 4 * X + X.T}
     assert {name: trace[name].tolist() for name in expected} == {name: x.tolist() for name, x in expected.items()}
     assert Scale.__call__ is plain
@@ -96,7 +96,7 @@ def test_a_plain_function_is_traced_by_its_taps():
     def function(x):
         return tap("double", 2 * x) + 1
 
-    other = trace_jax(function, X, replace=lambda name, shape: X if name == "double" else None)
+    other = trace_jax(Side(function, (X,)), replace=lambda name, shape: X if name == "double" else None)
     np.testing.assert_array_equal(other["double"], 2 * X)
     np.testing.assert_array_equal(other[OUTPUT], X + 1)
     np.testing.assert_array_equal(function(X), 2 * X + 1)  # outside of a trace
@@ -121,12 +121,12 @@ def test_a_folder_in_use_and_a_compiled_replacement_are_refused(tmp_path):
     with pytest.raises(InvalidParameterError, match="folder"):
         Trace(tmp_path)
     with pytest.raises(InvalidParameterError, match="jit"):
-        trace_jax(Model(), X, jit=True, replace=lambda name, shape: None)
+        trace_jax(Side(Model(), (X,)), jit=True, replace=lambda name, shape: None)
 
 
 def test_a_compiled_run_keeps_the_output_only_and_takes_arguments_that_are_no_arrays():
     call = lambda model, x, *, times, on: times * model(x) if on else x
-    trace = run_compiled(Model(), X, call=call, times=np.float32(2), on=True)
+    trace = run_compiled(Side(Model(), (X,), {"times": np.float32(2), "on": True}, call))
     assert {name: trace[name].tolist() for name in trace} == {OUTPUT: (2 * 4620 * X).tolist()}
-    plain = run_compiled(lambda x: x + 1, X)
+    plain = run_compiled(Side(lambda x: x + 1, (X,)))
     np.testing.assert_array_equal(plain[OUTPUT], X + 1)

@@ -183,8 +183,8 @@ def test_the_files_of_sentence_transformers_decide_unless_told_otherwise(tmp_pat
     tiny_encoder(tmp_path)
     sentence_files(tmp_path, mode="cls", max_seq_length=9)
     assert (Encoder(tmp_path).settings.pooling, Encoder(tmp_path).max_length) == ("cls", 9)
-    told = Encoder(tmp_path, pooling="mean", max_length=12)
-    assert (told.settings.pooling, told.max_length) == ("mean", 12)
+    chosen = Encoder(tmp_path, pooling="mean", max_length=12)
+    assert (chosen.settings.pooling, chosen.max_length) == ("mean", 12)
 
 
 def test_the_newer_name_of_the_pooling_is_read(tmp_path):
@@ -256,12 +256,12 @@ def test_queries_and_documents_have_their_own_prompts(prompted, encoder):
 
 def test_the_default_prompt_of_the_files_is_used_unless_another_is_named(tmp_path):
     tiny_encoder(tmp_path)
-    told = tmp_path / "config_sentence_transformers.json"
-    told.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "topic"}))
+    file = tmp_path / "config_sentence_transformers.json"
+    file.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "topic"}))
     encoder = Encoder(tmp_path)
     np.testing.assert_array_equal(encoder.encode("the cat"), encoder.encode("the cat", prompt_name="topic"))
     np.testing.assert_array_equal(encoder.encode("fox : the cat", prompt=""), encoder.encode("the cat"))
-    told.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "other"}))
+    file.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "other"}))
     with pytest.raises(CheckpointError, match="default_prompt_name: there is no prompt 'other'"):
         Encoder(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Encoders and rerankers with `quantization="int8"`: close to float32, exact beside a reference of their arithmetic."""
+"""Encoders and rerankers with `quantization="int8"`: close to float32, and equal to a reference of their arithmetic."""
 
 from functools import partial
 

@@ -267,7 +267,7 @@ def test_a_checkpoint_with_a_vision_tower_answers_texts(kind, tmp_path):
 
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
 def test_a_gemma_with_a_vision_tower_answers_texts(layout, tmp_path):
-    """Keys as they are published, and as transformers 5 writes them."""
+    """Published keys, and the keys that transformers 5 writes."""
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
     text = {**SIZES, **GEMMA, "layer_types": GEMMA_LAYERS}
     config = transformers.Gemma3Config(

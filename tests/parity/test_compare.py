@@ -22,18 +22,14 @@ class Text:
     def __init__(self, folder):
         case = text_case("random", folder, tokens=9)
         side = case.reference("float32")
-        self.reference = self._trace(trace_torch, side)
+        self.reference = trace_torch(side)
         self.ours = case.ours("float32")
 
     def run(self):
-        ours = self._trace(trace_jax, self.ours)
+        ours = trace_jax(self.ours)
         alignment = align(ours, self.reference)
-        own = self._trace(trace_jax, self.ours, replace=_injection(alignment.pairs, self.reference))
+        own = trace_jax(self.ours, replace=_injection(alignment.pairs, self.reference))
         return Comparison("text", measure_rows(alignment.pairs, ours, self.reference, own=own), alignment)
-
-    @staticmethod
-    def _trace(trace, side, **options):
-        return trace(side.model, *side.args, call=side.call, watch=side.watch, inputs=side.inputs, **options)
 
 
 @pytest.fixture(scope="module")

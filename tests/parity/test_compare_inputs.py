@@ -75,7 +75,7 @@ def test_a_part_of_a_video_model_runs_on_given_arrays():
 
 
 @pytest.mark.parametrize(
-    ("part", "arrays", "told"),
+    ("part", "arrays", "message"),
     [
         ("transformer", {"latents": np.ones((1, 36, 2, 4, 6))}, "it takes hidden_states"),
         ("transformer", {"hidden_states": np.ones((1, 36, 2, 5, 6))}, "divisible by 2"),
@@ -84,6 +84,6 @@ def test_a_part_of_a_video_model_runs_on_given_arrays():
         ("image_encoder", {"pixel_values": np.ones((1, 3, 20, 20))}, r"expected \[any, 3, 35, 35\]"),
     ],
 )
-def test_arrays_that_a_part_does_not_take_are_refused(part, arrays, told):
-    with pytest.raises(InvalidParameterError, match=told):
+def test_arrays_that_a_part_does_not_take_are_refused(part, arrays, message):
+    with pytest.raises(InvalidParameterError, match=message):
         cases_video.video_case(None, part, inputs=Inputs(arrays=arrays)).reference("float32")

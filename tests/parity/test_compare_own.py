@@ -81,7 +81,7 @@ def test_an_error_is_located_in_the_run_and_in_the_gradients(theirs):
     assert any("gradients have" in failure for failure in result.failures)
 
 
-def test_gradients_of_one_side_only_are_told(theirs):
+def test_gradients_of_one_side_only_are_named(theirs):
     frozen = copy.deepcopy(theirs)
     frozen.norm.register_parameter("weight", None)
     result = compare(frozen, JaxNet(theirs), X, names=NAMES, backward=True)
@@ -200,13 +200,13 @@ def test_given_arrays_are_arguments_of_both_calls(own, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "told"),
+    ("text", "arguments", "message"),
     [("ours = 1", [], "defines no reference"), (PAIR, ["--dtype", "bfloat16"], "`case`")],
 )
-def test_a_file_that_does_not_define_enough_is_told(own, text, arguments, told):
+def test_a_file_that_does_not_define_enough_is_an_error(own, text, arguments, message):
     status, _, err = own(*arguments, text=text)
     assert status == 2
-    assert told in err
+    assert message in err
 
 
 def test_the_command_reports_writes_and_sets_the_exit_status(theirs, monkeypatch, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""The delta rule beside the PyTorch forms that people have: transformers' and, where installed, fla's plain ones."""
+"""The delta rule against PyTorch: transformers' functions and, where installed, fla's plain ones."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -85,7 +85,7 @@ def tokens(outputs):
 
 
 def test_greedy_tokens_of_a_batch_are_those_of_transformers(registered, folder, expected):
-    # Six prompts of different lengths for four slots; the longest is computed in two chunks, beside decodes.
+    # Six prompts of different lengths for four slots; the longest is computed in two chunks, together with decodes.
     llm = serve(folder)
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     compiled = llm.engine.runner.num_compiled()

@@ -104,7 +104,7 @@ def test_the_other_byte_order_is_turned_round(tmp_path):
         turned = np.frombuffer(plain, f"u{tensor.element_size()}").byteswap().tobytes()
         assert content.count(plain) == 1
         content = content.replace(plain, turned)
-    # The member that names the order gets shorter, so that the archive has to be written anew.
+    # The member that names the order gets shorter, so that the archive has to be written again.
     with zipfile.ZipFile(tmp_path / "f.pth") as old, zipfile.ZipFile(tmp_path / "g.pth", "w") as new:
         for member in old.infolist():
             at = member.header_offset

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of the published layouts, against the libraries that define them and transformers."""
+"""Quantised checkpoints of the published layouts, compared with the libraries that define them, and transformers."""
 
 import json
 
@@ -40,8 +40,8 @@ LAYOUTS = {
 }
 SKIPPED = ("v_proj",)  # modules_to_not_convert, or ignored, by each method's name for it
 ROUNDED, INTEGERS = 0.01, 0.03
-"""Relative error of logits with inputs that are rounded to bfloat16, or to 8 bits beside 4-bit weights. Zero points are
-anywhere here: weights are not centred, so that errors of the inputs count more than beside real ones."""
+"""Relative error of logits with inputs that are rounded to bfloat16, or to 8 bits for 4-bit weights. Zero points are
+anywhere here: weights are not centred, so that errors of the inputs count more than with real ones."""
 
 
 def theirs(folder, config, floats, tokens):

@@ -95,8 +95,8 @@ def test_a_language_model_gives_the_probability_of_yes_as_on_its_model_card(inst
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
     prefix, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in (PREFIX, SUFFIX))
     max_length = len(prefix) + len(suffix) + 200
-    told = instruction or "Given a web search query, retrieve relevant passages that answer the query"
-    pairs = [f"<Instruct>: {told}\n<Query>: {QUERIES[0]}\n<Document>: {document}" for document in DOCUMENTS]
+    task = instruction or "Given a web search query, retrieve relevant passages that answer the query"
+    pairs = [f"<Instruct>: {task}\n<Query>: {QUERIES[0]}\n<Document>: {document}" for document in DOCUMENTS]
     inputs = tokenizer(
         pairs, padding=False, truncation="longest_first", max_length=max_length - len(prefix) - len(suffix)
     )

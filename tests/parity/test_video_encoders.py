@@ -8,6 +8,7 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.support.torch_weights import from_torch, spread
 from verax.checkpoint.video import names
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel, position_rows
@@ -26,36 +27,6 @@ LENGTHS = np.array([200, 131, 1])
 TOKENS = np.random.default_rng(1).integers(1, 100, (3, 200))
 TOKENS = np.where(np.arange(200) < LENGTHS[:, None], TOKENS, 0).astype(np.int32)
 PIXELS = np.random.default_rng(1).standard_normal((2, 35, 35, 3)).astype(np.float32)
-
-
-def spread(model, seed=0):
-    """Random weights in place of a torch model's own: of real spread, norms and tables included."""
-    generator = torch.Generator().manual_seed(seed)
-    for key, weight in model.named_parameters():
-        noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim > 1 and "embed" not in key and "bias" not in key:
-            weight.data = 1.5 * noise * (weight.numel() / weight.shape[0]) ** -0.5
-        else:
-            weight.data = 0.5 * noise + ("norm" in key and key.endswith("weight"))
-    return model.eval()
-
-
-def from_torch(build, table, state, dtype=jnp.float32):
-    """Module `build()` with the weights of a torch model's `state_dict`, which must have exactly its parameters."""
-    abstract = nnx.eval_shape(build)
-    parts = {}
-    for key, tensor in state.items():
-        name, part = table.backward(key)
-        parts.setdefault(name, {})[part] = tensor.float().numpy()
-    whole = {name: np.concatenate([found[i] for i in sorted(found)]) for name, found in parts.items()}
-    graph, params = nnx.split(abstract)
-    filled = []
-    for path, leaf in nnx.to_flat_state(params):
-        array = whole.pop(".".join(map(str, path)))
-        assert array.size == leaf.size
-        filled.append((path, leaf.replace(jnp.asarray(array.reshape(leaf.shape), dtype))))
-    assert not whole, f"left over: {sorted(whole)}"
-    return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
 def umt5_reference(**changes):
@@ -92,7 +63,9 @@ def clip_theirs(model):
 def clip_ours(theirs, dtype=jnp.float32, prefix=""):
     config = CLIPVisionConfig.from_hf(theirs.config.to_dict())
     state = {prefix + key: tensor for key, tensor in theirs.state_dict().items()}
-    model = from_torch(lambda: CLIPVisionModel(config, dtype=dtype, rngs=nnx.Rngs(0)), names.CLIP, state, dtype)
+    model = from_torch(
+        lambda: CLIPVisionModel(config, dtype=dtype, rngs=nnx.Rngs(0)), names.CLIP, state, dtype, reshape=True
+    )
     return np.asarray(model(jnp.asarray(PIXELS)))
 
 

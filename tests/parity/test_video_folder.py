@@ -83,7 +83,7 @@ PIPELINES = {
 }
 PIPELINES_2_2 = {"experts": "WanImageToVideoPipeline", "5b": "WanPipeline"}
 MORE = {"experts": {"boundary_ratio": 0.8}, "5b": {"expand_timesteps": True}}
-"""Settings of model_index.json beside the parts."""
+"""Settings of model_index.json in addition to the parts."""
 
 
 def save_folder(folder, kind):

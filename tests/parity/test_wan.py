@@ -10,6 +10,7 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
+from tests.support.torch_weights import from_torch
 from verax.checkpoint.video.names import WAN
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 
@@ -51,15 +52,7 @@ def reference(sizes, kind="SkyReelsV2Transformer3DModel"):
 def load(model, dtype=jnp.float32):
     """Our model with diffusers' weights; all of them, and no other."""
     config = WanConfig.from_hf(dict(model.config, _class_name=type(model).__name__))
-    graph, state = nnx.split(nnx.eval_shape(lambda: WanModel(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    weights = {WAN.backward(name)[0]: weight.float().numpy() for name, weight in model.state_dict().items()}
-    filled = []
-    for path, leaf in nnx.to_flat_state(state):
-        weight = weights.pop(".".join(map(str, path)))
-        assert weight.shape == leaf.shape
-        filled.append((path, leaf.replace(jnp.asarray(weight, leaf.dtype))))
-    assert not weights
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    return from_torch(lambda: WanModel(config, dtype=dtype, rngs=nnx.Rngs(0)), WAN, model.state_dict())
 
 
 def inputs(sizes, batch=2):

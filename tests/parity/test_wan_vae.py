@@ -9,6 +9,7 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
+from tests.support.torch_weights import from_torch
 from verax.checkpoint.video.names import wan_vae_names
 from verax.checkpoint.video.parts import VAE, VAE_2_2
 from verax.models.wan.vae import WanVae, WanVaeConfig
@@ -40,17 +41,9 @@ def reference(name):
 
 
 def ported(model, dtype=jnp.float32):
-    table = wan_vae_names(model.config)
-    weights = {table.backward(key)[0]: value.float().numpy() for key, value in model.state_dict().items()}
     config = WanVaeConfig.from_hf(model.config)
-    graph, state = nnx.split(nnx.eval_shape(lambda: WanVae(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    filled = []
-    for path, leaf in nnx.to_flat_state(state):
-        weight = weights.pop(".".join(map(str, path)))
-        assert weight.shape == leaf.shape
-        filled.append((path, leaf.replace(jnp.asarray(weight, dtype))))
-    assert not weights
-    return nnx.merge(graph, nnx.from_flat_state(filled))
+    build = lambda: WanVae(config, dtype=dtype, rngs=nnx.Rngs(0))
+    return from_torch(build, wan_vae_names(model.config), model.state_dict(), dtype)
 
 
 @pytest.fixture(scope="module", params=PLAIN)

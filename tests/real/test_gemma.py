@@ -1,4 +1,4 @@
-"""Gemma 3 270M as published, a GGUF file of Q4_K_M, beside transformers on the same dequantised float32 weights.
+"""Gemma 3 270M as published, a GGUF file of Q4_K_M, against transformers on the same dequantised float32 weights.
 
 transformers reads the tokens that verax generated and says at each what it would have taken itself. That they agree at
 every token means that its own greedy continuation is the same.
@@ -36,9 +36,9 @@ class Tolerance(NamedTuple):
     """Root mean square of the errors of a text's log-probabilities."""
 
 
-# Rounded inputs move the log-probabilities of prose by 0.032 in the root mean square, those of the HTML below by 0.12,
+# Rounded inputs move the log-probabilities of prose by 0.032 in the root mean square, of the HTML below by 0.12,
 # at every level alike. This decides one near tie for a token 0.7 below the best one: of 400 tokens with the kernels for
-# AVX2, and of 2,000 behind all prompts with those for AVX-512.
+# AVX2, and of 2,000 after all prompts with the kernels for AVX-512.
 STORED_LOGIT = 1.0 if library.level() == "avx2" or PROMPTS == ALL_PROMPTS else 0.5
 TOLERANCES = {"float32": Tolerance(1e-4, 1e-4, 1e-4, 1e-4), "stored": Tolerance(STORED_LOGIT, 0.025, 5e-3, 0.05)}
 """By precision. As it is stored, a layer's inputs are rounded to bfloat16 or int8, as in llama.cpp."""
@@ -102,7 +102,7 @@ def reference(all_answers):
 
 
 def logits(model, tokens, begin, rows=64):
-    """transformers' logits `[V]` behind each token from `begin` on."""
+    """transformers' logits `[V]` after each token from `begin` on."""
     with torch.no_grad():
         hidden = model.model(torch.tensor([tokens])).last_hidden_state[0, begin:]
         for part in hidden.split(rows):

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 as published: vectors beside transformers', and what the model is known to find alike."""
+"""all-MiniLM-L6-v2 as published: vectors against transformers', and texts that the model is known to find alike."""
 
 import numpy as np
 import pytest

@@ -22,10 +22,10 @@ def adapter_weights(sizes, *, seed=0, rank=4, ranks=None, spread=1.0):
 
     Args:
         sizes: outputs and inputs by module.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         rank: rank of the modules that `ranks` does not have.
         ranks: rank by module.
-        spread: size of the change beside a weight that preserves the scale of its inputs, at `lora_alpha == r`.
+        spread: size of the change relative to a weight that preserves the scale of its inputs, at `lora_alpha == r`.
     """
     rng = np.random.default_rng(seed)
     weights = {}

@@ -104,7 +104,7 @@ def exact_paged_attention(arrays, table, lengths, starts, *, scale=None, window=
         k, v = (np.swapaxes(x[table[b]], 1, 2).reshape(-1, x.shape[1], x.shape[3])[:length] for x in caches)
         rows = slice(starts[b], starts[b + 1])
         positions = length - starts[b + 1] + np.arange(starts[b], starts[b + 1])
-        behind = positions[:, None] - np.arange(length)
-        visible = (behind >= 0) & (behind < (window or np.inf))
+        distance = positions[:, None] - np.arange(length)
+        visible = (distance >= 0) & (distance < (window or np.inf))
         out[rows] = exact_attention(q[rows], k, v, visible, scale, soft_cap)
     return out

@@ -47,7 +47,7 @@ def engine(folder: Path, **options) -> LLM:
 
 
 def continuations(theirs, prompts: list[list[int]], tokens: int) -> list[tuple[int, ...]]:
-    """Greedy tokens of a transformers model behind each prompt."""
+    """Greedy tokens of a transformers model after each prompt."""
     result = []
     for prompt in prompts:
         out = theirs.generate(
@@ -58,7 +58,7 @@ def continuations(theirs, prompts: list[list[int]], tokens: int) -> list[tuple[i
 
 
 def bfloat16_errors(folder: Path, tokens: np.ndarray) -> tuple[float, float]:
-    """Relative errors in bfloat16 of verax and of transformers, beside transformers in float32.
+    """Relative errors in bfloat16 of verax and of transformers, both against transformers in float32.
 
     Args:
         folder: a checkpoint whose weights are rounded to bfloat16 already, so that the float32 run is the truth of
@@ -76,7 +76,7 @@ def bfloat16_errors(folder: Path, tokens: np.ndarray) -> tuple[float, float]:
 
 
 def logprob_errors(llm: LLM, theirs, prompt: list[int], **options) -> np.ndarray:
-    """Prompt log-probabilities of an engine less those of a transformers model, from the second token on.
+    """Differences of prompt log-probabilities, of an engine less a transformers model, from the second token on.
 
     `options` go to `LLM.generate`.
     """

@@ -35,7 +35,7 @@ def inputs(rule, B=2, T=37, H=2, HV=4, K=12, V=20, seed=0):
 
 
 def options(rule):
-    """Options of a call of `rule`, beside its arrays."""
+    """Options of a call of `rule`, other than its arrays."""
     return {"num_householder": HOUSEHOLDERS} if rule == "gated_delta_product" else {}
 
 

@@ -1,9 +1,11 @@
-"""A process of its own that has several virtual devices of the CPU."""
+"""Processes with several virtual devices of the CPU, and the collectives of a program."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -22,3 +24,11 @@ def run_on_devices(count, module, *arguments):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def collectives(program):
+    """Number of each kind of collective in the first program that a `video.programs.Program` has compiled."""
+    compiled = next(iter(program._compiled.values()))
+    return Counter(
+        re.findall(r" (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)\(", compiled.as_text())
+    )

@@ -28,7 +28,7 @@ class FakeServer:
     cut_at: int = 0
     """Bytes of each write, to cut chunks and events anywhere; 0 for whole ones."""
     forgets: bool = False
-    """True to go on counting the requests of clients that disconnected."""
+    """True to continue counting the requests of clients that disconnected."""
     pause: float = 0.0
     """Seconds between two tokens."""
     tokenized: str | None = None

@@ -48,7 +48,7 @@ def join(rank, port, **options):
 
 
 def ended(process, seconds=120):
-    """Status and error output of a process that ends within so many seconds."""
+    """Status and error output of a process that ends within the given number of seconds."""
     _, errors = process.communicate(timeout=seconds)
     return process.returncode, errors
 

@@ -2,7 +2,7 @@
 
 
 def primitives(jaxpr):
-    """Names of the equations in order, those of a called program in the place of its call."""
+    """Names of the equations in order, with a called program's in the place of its call."""
     for equation in jaxpr.eqns:
         called = [value for value in equation.params.values() if hasattr(value, "eqns")]
         if not called:

@@ -25,7 +25,7 @@ class MarkdownError(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `line` is that of its first line of code, counted from 1."""
+    """One fenced block. `line` is the number of its first line of code, from 1."""
 
     page: Path
     line: int
@@ -75,7 +75,7 @@ def inline_commands(page: Path) -> list[str]:
 
 
 def is_generated(page: Path) -> bool:
-    """True if a command writes the page out of measurements: its commands are those of the measurements."""
+    """True if a command writes the page from measurements: its commands are the measurements'."""
     return page.parent.name == "reports" or page.read_text(encoding="utf-8").startswith("<!-- Written by")
 
 

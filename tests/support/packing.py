@@ -1,6 +1,6 @@
 """Quantised weights packed by the published rules, one number at a time, and what the packed arrays stand for.
 
-Nothing here is shared with the package's own readers.
+The packing shares nothing with the package's own readers.
 """
 
 import json
@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.support.tiny import random_weights, tiny_config, tiny_tokenizer
+from verax.checkpoint import Checkpoint
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -90,16 +91,24 @@ def mxfp4(rng, F, D):
     return {"weight_packed": (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8), "weight_scale": exponents}, weight
 
 
+def open_packed(folder, arrays, scheme):
+    """A checkpoint of one weight `up.weight`: arrays by the last part of their key, and its `quantization_config`."""
+    stored = {f"up.{name}": array for name, array in arrays.items() if array is not None}
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": scheme}))
+    return Checkpoint.open(folder)
+
+
 def quantized_checkpoint(folder, pack, scheme, *, seed=0, skip=(), **changes):
-    """Tiny model with its linear layers packed by `pack(rng, F, D)`; the same as float32 arrays by key.
+    """Tiny model with its linear layers packed by `pack(rng, F, D)`; returns float32 arrays by key.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         pack: function to arrays by the last part of their key, and the weight that they stand for.
         scheme: config.json's `quantization_config`.
-        seed: of the weights.
-        skip: layers that stay as they are, by a part of their key.
-        changes: of config.json.
+        seed: seed of the weights.
+        skip: layers that stay unchanged, by a part of their key.
+        changes: changes of config.json.
     """
     config = tiny_config(num_hidden_layers=1, hidden_size=128, intermediate_size=192, head_dim=32, **changes)
     rng = np.random.default_rng(seed)

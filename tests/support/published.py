@@ -11,7 +11,7 @@ BUILD = Path(__file__).parents[2] / "build"
 
 
 def vocabulary(name):
-    """A GGUF file of llama.cpp's source package, with a vocabulary only; beside it are texts and their ids."""
+    """A GGUF file of llama.cpp's source package, with a vocabulary only; next to it are texts and their ids."""
     for path in BUILD.glob(f"llama.cpp/*/vendor/llama.cpp/models/ggml-vocab-{name}.gguf"):
         return path
     pytest.skip("llama.cpp's vocabularies are missing in build/llama.cpp: `make real-tokenizers` fetches them")

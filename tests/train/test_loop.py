@@ -153,10 +153,10 @@ def test_muon_trains_inner_matrices_and_adamw_the_rest(tmp_path):
         steps=2, peak_learning_rate=0.1, warmup_steps=0, weight_decay=0.0, clip=1e6, muon_learning_rate=0.1
     )
 
-    def told(params, batch):
+    def linear_loss(params, batch):
         return sum(jnp.vdot(gradient, params[name]) for name in ("inner", "head", "embedding")) + params["bias"].sum()
 
-    moved = train(told, params, batches, schedule, tmp_path, stop_at=1, show_progress=False)
+    moved = train(linear_loss, params, batches, schedule, tmp_path, stop_at=1, show_progress=False)
     directions = np.linalg.svd(moved["inner"], compute_uv=False)
     assert directions.min() > 0.5 * directions.max()
     np.testing.assert_allclose(np.sqrt(np.mean(moved["inner"] ** 2)), 0.1 * 0.2, rtol=0.3)

@@ -1,4 +1,4 @@
-"""A checkpoint: configuration and weights by name, of a Hugging Face folder of safetensors files or one GGUF file."""
+"""Checkpoints: configuration and weights by name, of a Hugging Face folder of safetensors files or one GGUF file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verax.ops.quantized import QuantizedWeight
 __all__ = ["Checkpoint", "fingerprint"]
 
 SINGLE = "model.safetensors"
-"""The weights, if they are in one file."""
+"""Name of the file of all weights, if there is only one."""
 
 INDEX = "model.safetensors.index.json"
 """Name of the index, which maps each weight to its file if there are several."""
@@ -87,7 +87,7 @@ class QuantizedEntry(Protocol):
 
 
 class Checkpoint:
-    """An open checkpoint. Weights are mapped, not read. Quantised ones go by the key that they would have as floats."""
+    """An open checkpoint. Weights are mapped, not read. A quantised weight has the key that it would have as floats."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self.metadata = metadata
-        """A GGUF file's own, which has the tokenizer; empty for a folder."""
+        """Metadata of a GGUF file, with its tokenizer; empty for a folder."""
         self._files = files
         self.packed = packed
         """The quantised weights."""
@@ -144,7 +144,7 @@ class Checkpoint:
         return cls(folder, read_json(folder / "config.json"), generation_config, _open_files(folder))
 
     def with_files(self, files: Mapping[str, TensorFile]) -> Checkpoint:
-        """The same checkpoint with the weights of these keys from other files."""
+        """This checkpoint with the weights of some keys from other files."""
         every = {**self._files, **files}
         return Checkpoint(
             self.folder, self.config, self.generation_config, every, packed=self.packed, metadata=self.metadata
@@ -208,10 +208,10 @@ class Checkpoint:
 
 
 def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
-    """Each weight's file, of those of one name: `stem.safetensors`, else those of its index, else all numbered ones.
+    """File of each weight, by key: `stem.safetensors`, else the files of its index, else all numbered ones.
 
     Returns:
-        nothing, if there is none of these.
+        Nothing if the folder has none of these.
 
     Raises:
         CheckpointError: naming the file that is missing or damaged.
@@ -222,10 +222,10 @@ def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
         return dict.fromkeys(opened.tensors, opened)
     if index.is_file():
         return _open_indexed(index)
-    shards = [(path, found) for path in sorted(folder.glob("*.safetensors")) if (found := _SHARD.fullmatch(path.name))]
-    shards = [(path, found) for path, found in shards if found["stem"] == stem]
-    for path, found in shards:
-        names = [f"{stem}-{i:05}-of-{found['count']}.safetensors" for i in range(1, int(found["count"]) + 1)]
+    shards = [(path, match) for path in sorted(folder.glob("*.safetensors")) if (match := _SHARD.fullmatch(path.name))]
+    shards = [(path, match) for path, match in shards if match["stem"] == stem]
+    for path, match in shards:
+        names = [f"{stem}-{i:05}-of-{match['count']}.safetensors" for i in range(1, int(match["count"]) + 1)]
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             raise CheckpointError(f"{folder}: {', '.join(absent[:10])} missing, which {path.name} is one of a set with")
@@ -233,7 +233,7 @@ def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
 
 
 def open_together(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
-    """Each weight's file, of several that no index goes with.
+    """File of each weight, by key, among several files without an index.
 
     Raises:
         CheckpointError: naming a file that is missing or damaged, or two that have the same weight.
@@ -251,7 +251,7 @@ def open_together(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
-    """Each weight's file. As in transformers, one file goes before an index, and either before files of other names."""
+    """File of each weight, by key. As in transformers, one file precedes an index, and either precedes other names."""
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return open_stem(folder, "model")
     paths = sorted(folder.glob("*.safetensors"))

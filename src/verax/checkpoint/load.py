@@ -1,4 +1,8 @@
-"""Loading of a checkpoint's weights into a model: the path of a parameter is its key in the checkpoint."""
+"""Loading of a checkpoint's weights into a model: the path of a parameter is its key in the checkpoint.
+
+`Placement` copies a weight to one device, or each part of it to a device of a mesh; `HostMemory` has the arrays of CPU
+devices in large pages; `random_weights` stands in for a checkpoint in comparisons and measurements.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,6 @@ from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
 __all__ = ["HostMemory", "Placement", "load_module", "random_weight", "random_weights"]
-
 
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 _dequantize = jax.jit(lambda weight: weight.dequantize())
@@ -55,13 +58,13 @@ def load_module(
     """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights; return the filled module.
 
     Keys, shapes and dtypes are checked before the first weight is read. Weights are read one at a time, and the pages
-    of the file are released after each. The host holds at most one weight beside those that are placed on the host.
+    of the file are released after each. The host holds at most one weight more than those that are placed on it.
 
     Args:
         abstract: the module; a variable's path, joined by dots, is its key in the checkpoint.
         checkpoint: source of the weights. Its files may change afterwards: the module has copies.
-        dtype: dtype of the loaded float weights, whatever float type the file has; if None, that of the module's
-            variable. Variables that are not floats keep their dtype, and the file must have the same.
+        dtype: dtype of the loaded float weights, whatever float type the file has; if None, the dtype of the
+            module's variable. Variables that are not floats keep their dtype, and the file must have the same.
         mesh: devices to divide the weights over; the default device if None.
         divisions: division over the mesh of each divided weight, by key of the module. Each device reads its part
             only. A weight without a division is whole on every device.
@@ -82,7 +85,7 @@ def load_module(
     graph, state = nnx.split(abstract)
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     keys = {name: _keys(stacks[name]) if name in stacks else [aliases.get(name, name)] for name in flat}
-    every = [key for found in keys.values() for key in found]
+    every = [key for source_keys in keys.values() for key in source_keys]
     _check_keys(every, checkpoint, tuple(ignore))
     places = {name: _placement(mesh, divisions.get(name), repeats) for name in flat}
     for name, (_, leaf) in flat.items():
@@ -170,7 +173,7 @@ def _place_stack(
         if structure is None:
             floats = isinstance(matrix, np.ndarray)
             shapes = [((stack.shape[0], *array.shape), dtype if floats else array.dtype) for array in arrays]
-            whole, structure = [memory.empty(*each) for each in shapes], kind
+            whole, structure = [memory.empty(*shape_and_dtype) for shape_and_dtype in shapes], kind
         elif kind != structure:
             raise CheckpointError(f"{name}: matrix {i} is not of the same precision as those before it")
         for into, array in zip(whole, arrays, strict=True):
@@ -211,7 +214,7 @@ def _keys(stack: StackedKeys) -> list[str]:
 
 
 def _check_shape(expected: tuple[int, ...], source: str | StackedKeys, checkpoint: Checkpoint) -> None:
-    """Check that the file's shape, or that of each of a stack's matrices, is that of the model's variable.
+    """Check that the model's variable has the shape of the file's array, or of the matrices of its stack.
 
     Raises:
         CheckpointError: with file, key and both shapes.
@@ -228,7 +231,7 @@ def _check_shape(expected: tuple[int, ...], source: str | StackedKeys, checkpoin
 
 
 def _fitting_dtype(keys: Iterable[str], leaf: Any, checkpoint: Checkpoint, dtype: DTypeLike | None) -> np.dtype[Any]:
-    """The dtype to load a weight as, which is that of all of its keys.
+    """Dtype to load a weight as. All of its keys have it.
 
     Raises:
         CheckpointError: if the file's dtype does not fit the model's variable.
@@ -257,8 +260,8 @@ class Placement:
     """Devices of a weight.
 
     Attributes:
-        mesh: devices that it lies on; the default device if None.
-        division: its division over them; None for a weight that is whole on each.
+        mesh: devices that hold the weight; the default device if None.
+        division: division of the weight over the mesh; None for a weight that is whole on each device.
         times: times that each unit is there, for devices that share a unit.
     """
 
@@ -280,7 +283,7 @@ class Placement:
             array = jax.device_put(memory.copy(view, dtype))
         else:
             array = self._divided(name, view, dtype)
-        # One transfer at a time: this bounds the memory in use, not only that which is kept.
+        # One transfer at a time: this bounds the memory in use, not only the memory that is kept.
         return jax.block_until_ready(array)
 
     def place(self, name: str, weight: Any) -> Any:
@@ -380,7 +383,7 @@ SPREAD = 0.3
 
 
 def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
-    """One weight, which depends on its name, its shape and the seed only.
+    """Random weight, which depends on its name, its shape and the seed only.
 
     Matrices and kernels have the standard deviation `fan_in ** -0.5`, which keeps the scale of their inputs.
 

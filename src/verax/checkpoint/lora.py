@@ -1,4 +1,4 @@
-"""LoRA files (Hu et al., 2021, arXiv:2106.09685) for Wan and SkyReels-V2, added to weights as they are loaded.
+"""LoRA files (Hu et al., 2021, arXiv:2106.09685) for Wan and SkyReels-V2, added to the weights while these are loaded.
 
 A pair of low-rank matrices A `[r, in]` and B `[out, r]` adds `scale * alpha / r * B A` to a weight. The formats in use
 differ in their names only. Diffusers and PEFT name the matrices `lora_A` and `lora_B`, kohya `lora_down` and `lora_up`.
@@ -80,12 +80,12 @@ class _Change:
                 "and lora_B, or lora_down and lora_up"
             )
         if not fits:
-            found = ", ".join(f"{key} {list(self.file.tensors[key].shape)}" for key in self.keys.values())
-            raise CheckpointError(f"{self.file.path}: {found} cannot change {name} of shape {list(shape)}")
+            arrays = ", ".join(f"{key} {list(self.file.tensors[key].shape)}" for key in self.keys.values())
+            raise CheckpointError(f"{self.file.path}: {arrays} cannot change {name} of shape {list(shape)}")
 
 
 class _Changed:
-    """File of one weight: that of a checkpoint, with its changes added."""
+    """File of one weight of a checkpoint, with changes added."""
 
     def __init__(self, name: str, checkpoint: Checkpoint, changes: Sequence[_Change]):
         self.path = checkpoint.place(name)[0]
@@ -113,7 +113,7 @@ class _Changed:
 
 
 def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint:
-    """A transformer's checkpoint with LoRA files, whose changes are added to the weights as they are read.
+    """A transformer's checkpoint with LoRA files, whose changes are added to the weights when these are read.
 
     Args:
         checkpoint: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`.
@@ -135,14 +135,14 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
 def _targets(checkpoint: Checkpoint) -> dict[str, str]:
     """Names of the checkpoint's weights, by every name that a LoRA file may use for them."""
     names = PARTS["transformer"].names(checkpoint.config)
-    found: dict[str, str] = {}
+    targets: dict[str, str] = {}
     for name in checkpoint.names():
         for one in (name, *(names.forward(name) or ())):
-            found[one] = name
-            found[_KOHYA + one.removesuffix(".weight").replace(".", "_") + ".weight"] = name
+            targets[one] = name
+            targets[_KOHYA + one.removesuffix(".weight").replace(".", "_") + ".weight"] = name
             if one.endswith(".bias"):
-                found[_KOHYA + one.removesuffix(".bias").replace(".", "_") + ".bias"] = name
-    return found
+                targets[_KOHYA + one.removesuffix(".bias").replace(".", "_") + ".bias"] = name
+    return targets
 
 
 def _read(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Change]:
@@ -156,11 +156,11 @@ def _read(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Ch
     changes: dict[str, _Change] = {}
     unmatched: list[str] = []
     for key in file.tensors:
-        found = _PAIR.fullmatch(key) or _OTHER.fullmatch(key)
-        module = _PREFIXES.sub("", found["module"]) if found else ""
-        role = _ROLES.get(found["role"], found["role"]) if found else ""
+        match = _PAIR.fullmatch(key) or _OTHER.fullmatch(key)
+        module = _PREFIXES.sub("", match["module"]) if match else ""
+        role = _ROLES.get(match["role"], match["role"]) if match else ""
         ending = ".bias" if role == "diff_b" else ".weight"
-        # A parameter that is no module's weight, such as a block's modulation, has no `.weight` in its name.
+        # A parameter that is not the weight of a module, such as a block's modulation, has no `.weight` in its name.
         target = targets.get(module + ending) or (targets.get(module) if role == "diff" else None)
         if target is None:
             unmatched.append(key)
@@ -198,7 +198,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _alpha(settings: Mapping[str, Any], module: str) -> float | None:
-    """Alpha of a module by the adapter's settings: its own, or that of all modules; None without either."""
+    """Alpha of a module by the adapter's settings: its own, or the common one; None without either."""
     pattern = settings.get("alpha_pattern") or {}
     own = [value for name, value in pattern.items() if module == name or module.endswith(f".{name}")]
     return own[0] if own else settings.get("lora_alpha")

@@ -1,4 +1,4 @@
-"""Reading of a LoRA adapter's folder as PEFT writes it (`PeftModel.save_pretrained`).
+"""LoRA adapters in PEFT's format (`PeftModel.save_pretrained`): read, merged into a base, and written.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. A module with weight W `[out, in]` gets matrices A
 `[r, in]` and B `[out, r]`, which add `alpha / r * B A` to W; with rank-stabilised scaling (arXiv:2312.03732) it is
@@ -30,12 +30,11 @@ from verax.files import atomic_path, read_json, write_json
 
 __all__ = ["CONFIG", "PREFIX", "SAFETENSORS", "Adapter", "Pair", "merge", "save_adapter"]
 
-
 CONFIG = "adapter_config.json"
 SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
 MAX_RANK = 1 << 14
-"""Largest rank of a file: that of a matrix of full rank in the widest published models."""
+"""Largest rank of a file: full rank in the widest published models."""
 
 Rank = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK, description=f"a whole number of 1 to {MAX_RANK}")]
 
@@ -49,7 +48,7 @@ _REFUSED = {
     "trainable_token_indices": "rows of the embedding are trained",
     "lora_bias": "the matrices have biases",
     "layer_replication": "layers of the base are repeated",
-    "target_parameters": "parameters that are no module's weight are adapted",
+    "target_parameters": "parameters that are not the weight of a module are adapted",
     "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt",
     "arrow_config": "a router chooses among adapters",
     "use_qalora": "QALoRA pools the inputs",
@@ -87,7 +86,7 @@ class Adapter:
     fan_in_fan_out: bool
     """True if the base stores the adapted weights as `[in, out]`, as GPT-2 does. A and B are as ever."""
     pairs: Mapping[str, Pair]
-    """By module of the base, such as `model.layers.0.self_attn.q_proj`."""
+    """Matrices by module of the base, such as `model.layers.0.self_attn.q_proj`."""
     file: SafetensorsFile | PthFile
     settings: Mapping[str, Any]
     """Contents of adapter_config.json."""
@@ -173,31 +172,31 @@ def _pairs(file: SafetensorsFile | PthFile, settings: Mapping[str, Any]) -> dict
     """Matrices by module.
 
     Raises:
-        CheckpointError: for a key that is no matrix, a matrix without the other, or shapes that are not those of the
+        CheckpointError: for a key that is not a matrix, a matrix without the other, or shapes that contradict the
             settings.
     """
-    found: dict[str, dict[str, str]] = {}
+    matrices: dict[str, dict[str, str]] = {}
     unknown = []
     for key in file.tensors:
         match = _KEY.fullmatch(key)
         if match is None or not key.startswith(PREFIX):
             unknown.append(key)
         else:
-            found.setdefault(match["module"].removeprefix(PREFIX), {})[match["role"]] = key
+            matrices.setdefault(match["module"].removeprefix(PREFIX), {})[match["role"]] = key
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise CheckpointError(
             f"{file.path}: {', '.join(sorted(unknown)[:5])}{more} cannot be used; expected lora_A and lora_B of linear "
             f"modules, whose keys begin with {PREFIX}"
         )
-    if not found:
+    if not matrices:
         raise CheckpointError(f"{file.path}: it has no matrices; expected lora_A and lora_B of linear modules")
     rooted = read_value(settings, "use_rslora", bool, False)
     rank, alpha = read_value(settings, "r", Rank, 8), read_value(settings, "lora_alpha", Finite, 8)
     ranks = read_value(settings, "rank_pattern", dict[str, Rank], {})
     alphas = read_value(settings, "alpha_pattern", dict[str, Finite], {})
     pairs = {}
-    for module, keys in found.items():
+    for module, keys in matrices.items():
         if len(keys) < 2:
             raise CheckpointError(f"{file.path}: {', '.join(keys.values())} lacks its other matrix")
         down, up = (file.tensors[keys[role]] for role in "AB")
@@ -219,7 +218,7 @@ def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     """Value of the first pattern that a module's name ends with, as PEFT matches (`get_pattern_key`).
 
     Raises:
-        CheckpointError: for a pattern that is no regular expression.
+        CheckpointError: for a pattern that is not a regular expression.
     """
     try:
         return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
@@ -250,7 +249,7 @@ def merge(
         folder: folder to write.
         aliases: pairs of a pattern of keys and its replacement in another layout, from which adapters may have their
             names: the `key_aliases` of the model's class.
-        dtype: dtype of the written floats; that of each weight in the base if None, bfloat16 for quantised ones.
+        dtype: dtype of the written floats; if None, each weight keeps its dtype, and quantised ones become bfloat16.
         progress: called with (weights done, weights in all).
 
     Raises:
@@ -309,7 +308,7 @@ def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tupl
     keys = {key: key for key in opened.names() if key.endswith(".weight")}
     for pattern, replacement in aliases:
         keys = {**{re.sub(pattern, replacement, key): key for key in keys.values()}, **keys}
-    found, missing, wrong = dict[str, str](), list[str](), list[str]()
+    modules, missing, wrong = dict[str, str](), list[str](), list[str]()
     for module, pair in adapter.pairs.items():
         name = f"{module}.weight"
         others = (re.sub(pattern, replacement, name) for pattern, replacement in aliases)
@@ -320,12 +319,12 @@ def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tupl
         elif opened.shape(key) != size:
             wrong.append(f"{module} (adapter {list(size)}, base {list(opened.shape(key))})")
         else:
-            found[key] = module
+            modules[key] = module
     if missing:
         raise adapter.fault(missing, f"{opened.folder} has no weights of")
     if wrong:
         raise adapter.fault(wrong, f"another base than {opened.folder}, by the shapes of")
-    return found
+    return modules
 
 
 def save_adapter(
@@ -345,7 +344,7 @@ def save_adapter(
         rank: rank of all pairs, r.
         alpha: numerator of the scale, which is `alpha / r`.
         base: hub id or path of the base.
-        modules: all modules of the base that have a weight, by which the adapted ones are told from others.
+        modules: all modules of the base that have a weight, to tell the adapted ones from others.
     """
     settings = {
         "base_model_name_or_path": base,

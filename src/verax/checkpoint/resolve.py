@@ -1,4 +1,4 @@
-"""Local path of a checkpoint that is given as a folder, a GGUF file or a Hugging Face hub id."""
+"""Local path of a checkpoint that is given as a folder, a GGUF file or a Hugging Face hub id; and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tokenizers
 from verax.errors import CheckpointError
 
 __all__ = ["read_tokenizer", "resolve", "resolve_video"]
-
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -33,7 +32,7 @@ SENTENCE_FILES = (
 """Patterns of sentence-transformers' settings: how a model's states become a vector, and prompts."""
 
 DENSE_FILES = ("*_Dense/model.safetensors",)
-"""Patterns of the layers behind the pooling."""
+"""Patterns of the layers after the pooling."""
 
 _WANTED = (
     "config.json",
@@ -75,7 +74,7 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
     The environment variables `HF_HOME` and `HF_HUB_OFFLINE` hold. A snapshot in the local cache is used when offline.
 
     Args:
-        model: what is given.
+        model: folder, GGUF file or hub id.
         revision: branch, tag or commit of a hub id.
         weights: False to fetch the settings of a hub id alone.
 
@@ -98,7 +97,7 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
         return _download(model, revision, _SETTINGS, _UNWANTED, _POSSIBLE)
     folder = _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
     if any(folder.glob("*_Dense/config.json")):
-        # Fetched apart: beside them, weights in folders are second copies.
+        # Fetched separately: other weights in folders are second copies.
         folder = _download(model, revision, DENSE_FILES, (), _POSSIBLE)
     return folder
 
@@ -125,14 +124,14 @@ def _only_gguf(folder: Path) -> Path | None:
     Raises:
         CheckpointError: if there are several GGUF files.
     """
-    found = sorted(folder.glob("*.gguf"))
-    if not found or any(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.gguf"))
+    if not files or any(folder.glob("*.safetensors")):
         return None
-    if len(found) > 1:
+    if len(files) > 1:
         raise CheckpointError(
-            f"{folder}: it has several GGUF files; name one: {', '.join(path.name for path in found)}"
+            f"{folder}: it has several GGUF files; name one: {', '.join(path.name for path in files)}"
         )
-    return found[0]
+    return files[0]
 
 
 def _download(name: str, revision: str | None, wanted: Sequence[str], unwanted: Sequence[str], possible: str) -> Path:

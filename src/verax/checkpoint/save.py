@@ -173,11 +173,11 @@ def _unstacked(values: Mapping[str, Any], patterns: Patterns) -> dict[str, Any]:
         if keys is None:
             result[name] = value
         elif isinstance(value, QuantizedWeight):
-            for each, matrices in zip(keys, split_quantized(value, len(keys[0])), strict=True):
-                result.update(zip(each, matrices, strict=True))
+            for expert_keys, matrices in zip(keys, split_quantized(value, len(keys[0])), strict=True):
+                result.update(zip(expert_keys, matrices, strict=True))
         else:
-            for each, matrix in zip(keys, np.asarray(value), strict=True):
-                result.update(zip(each, np.split(matrix, len(each)), strict=True))
+            for expert_keys, matrix in zip(keys, np.asarray(value), strict=True):
+                result.update(zip(expert_keys, np.split(matrix, len(expert_keys)), strict=True))
     return result
 
 
@@ -188,8 +188,8 @@ def _written_dtype(array: Any, dtype: DTypeLike | None) -> np.dtype[Any]:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    found = sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
-    if not found:
+    files = sorted({path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()})
+    if not files:
         raise CheckpointError(f"{source}: no tokenizer files here (tokenizer.json, tokenizer_config.json, ...) to copy")
-    for path in found:
+    for path in files:
         shutil.copyfile(path, target / path.name)

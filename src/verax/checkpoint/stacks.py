@@ -1,7 +1,7 @@
 """Stacks: weights `[E, F, D]`, such as a layer's experts, that many checkpoints have as single matrices.
 
 A model's class declares `stacked_weights`: pairs of a pattern of a stack's key, and the replacements that turn it into
-the keys of the matrices which lie one below the other in each of the E, `{}` being the number of the expert.
+the keys of the matrices whose rows make up each of the E, with `{}` for the number of the expert.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Patterns = Iterable[tuple[str, tuple[str, ...]]]
 """A model's `stacked_weights`."""
 
 StackedKeys = Sequence[tuple[str, ...]]
-"""Keys of a stack's matrices: for each of the E, those that lie one below the other."""
+"""Keys of a stack's matrices: for each of the E, those that are stacked by rows."""
 
 
 def stacked_keys(name: str, shape: tuple[int, ...], patterns: Patterns) -> StackedKeys | None:
@@ -98,7 +98,7 @@ def _concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def split_quantized(stack: QuantizedWeight, parts: int) -> Iterator[list[QuantizedWeight]]:
-    """Matrices of a quantised stack, each cut into so many parts of equal rows."""
+    """Matrices of a quantised stack, each cut into `parts` of equal rows."""
     for i in range(stack.shape[0]):
         matrix: QuantizedWeight = jax.tree.map(lambda array, i=i: array[i], stack)
         pairs = zip(jnp.split(matrix.integers(), parts), jnp.split(matrix.row_scales(), parts), strict=True)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
 
@@ -76,7 +75,7 @@ def given_inputs(path: Path | None, prompt: str | None = None) -> Inputs:
 
 
 def run_cases(
-    made: Iterable[tuple[str, Made]],
+    cases: Iterable[tuple[str, Made]],
     *,
     dtype: str,
     inject: bool,
@@ -92,7 +91,7 @@ def run_cases(
 
     Args:
         made: names of folders in `output`, and what is compared.
-        dtype, inject, backward, fused, max_rel: of `compare_case`.
+        dtype, inject, backward, fused, max_rel: arguments of `compare_case`.
         every: print all rows.
         output: a folder.
         as_json: print JSON instead of tables.
@@ -117,7 +116,7 @@ def run_cases(
         if output is not None:
             load_pyplot("compare")  # before the work, not after it
         enable_compilation_cache()
-        for name, case in made:
+        for name, case in cases:
             if isinstance(case, Case):
                 result = compare_case(
                     case, dtype=dtype, inject=inject, backward=backward, fused=fused, max_rel=max_rel, **guessing
@@ -139,8 +138,8 @@ def run_cases(
     except VeraxError as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        found = [result.as_dict() for result in results]
-        sys.stdout.write(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
+        records = [result.as_dict() for result in results]
+        sys.stdout.write(json.dumps(records[0] if len(records) == 1 else records, indent=1) + "\n")
     if any(result.failures for result in results):
         raise typer.Exit(DIFFERENT)
 
@@ -249,28 +248,28 @@ def _case(file: Path, inputs: Inputs, dtype: str) -> Case:
     if not file.is_file():
         raise typer.BadParameter(f"{file}: there is no such file")
     sys.path.insert(0, str(file.resolve().parent))  # as Python does for a script
-    found = runpy.run_path(str(file), run_name="verax_compare")
+    names = runpy.run_path(str(file), run_name="verax_compare")
     if inputs.texts:
         raise typer.BadParameter("--inputs: models of your own take arrays, .npz or .safetensors")
-    case = found.get("case")
+    case = names.get("case")
     if isinstance(case, Case):
         if inputs.arrays:
             raise typer.BadParameter(f"--inputs: the case of {file} has inputs of its own")
         return case
-    if missing := [name for name in ("reference", "ours") if name not in found]:
+    if missing := [name for name in ("reference", "ours") if name not in names]:
         raise typer.BadParameter(f"{file}: it defines no {' and no '.join(missing)}; see verax compare own --help")
     if dtype != "float32":
         raise typer.BadParameter(f"--dtype: {file} defines no `case`, which makes both sides in a dtype")
-    given = inputs.arrays or found.get("inputs", ())
+    given = inputs.arrays or names.get("inputs", ())
     args, kwargs = ((), given) if isinstance(given, Mapping) else (tuple(given), {})
-    return pair_case(found["reference"], found["ours"], *args, names=found.get("names"), title=file.stem, **kwargs)
+    return pair_case(names["reference"], names["ours"], *args, names=names.get("names"), title=file.stem, **kwargs)
 
 
 def _confirm(alignment: Alignment, *, yes: bool) -> None:
     """Show the pairs that only shape and order match, and wait for a confirmation.
 
     Raises:
-        typer.BadParameter: if the answer is no, or there is no terminal.
+        typer.BadParameter: if the answer is no, or nobody is at a terminal.
     """
     if not alignment.guessed:
         return
@@ -296,7 +295,7 @@ OUTPUT = "output"
 
 
 class _Group(TyperGroup):
-    """`verax compare MODEL` beside `verax compare videos`: what is no command is a model's name, or its options."""
+    """Group in which `verax compare MODEL` needs no command: an unknown first word is a model, or an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -425,7 +424,7 @@ def _cases(
         make = partial(cases.text_case, size=size or "tiny") if kind == "text" else cases.embed_case
         model = "random" if random else None if what == kind else what
         if tokens is not None and (inputs.texts or inputs.arrays):
-            raise typer.BadParameter("--tokens: so many random ones; --inputs and --prompt have their own")
+            raise typer.BadParameter("--tokens: a number of random tokens; --inputs and --prompt bring their own")
         yield "", make(model, scratch, inputs=inputs, tokens=tokens)
         return
     if tokens is not None:

@@ -1,4 +1,8 @@
-"""Alignment of two traces: arrays are matched by name, by a table between names, and last by shape and order."""
+"""Alignment of two traces: arrays are matched by name, by a table between names, and last by shape and order.
+
+The arrangement of one side's array in the other's shape (`Layout`: axes transposed, merged or split) is found by shapes
+alone, never by values: an arrangement that makes an error small would hide it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class Table(Protocol):
 
 
 Names = Table | Mapping[str, str] | Sequence[Table]
-"""Between our names and the reference's: tables, of which the first counts that leads to a name there is; or a dict.
+"""Names of ours and of the reference: tables, of which the first counts that leads to an existing name; or a dict.
 
 A dict's keys and values are beginnings of our and the reference's names, with `{i}` for a number, as in `Renaming`.
 """
@@ -38,10 +42,10 @@ class Pair:
     """Arrays of both sides that should be equal.
 
     Attributes:
-        ours, reference: their names: one each, or several on one side, that together are the other's.
-        layout: how ours is arranged in the reference's shape.
-        by: how they were matched: `name`, `table`, or `shape and order`.
-        axis: along which several are put together.
+        ours, reference: names of the arrays: one each, or several on one side, which concatenated are the other's.
+        layout: arrangement of ours in the reference's shape.
+        by: way in which they were matched: `name`, `table`, or `shape and order`.
+        axis: axis along which several are concatenated.
     """
 
     ours: tuple[str, ...]
@@ -65,7 +69,7 @@ class Pair:
 
 @dataclass
 class Alignment:
-    """Pairs in the order of our run, and what is left."""
+    """Pairs in the order of our run, and the arrays without a partner."""
 
     pairs: list[Pair]
     mismatched: list[tuple[str, str, str]] = field(default_factory=list)
@@ -75,16 +79,16 @@ class Alignment:
 
     @property
     def guessed(self) -> list[Pair]:
-        """Pairs that only shape and order speak for: for a person to confirm."""
+        """Pairs that are matched by shape and order alone, for a person to confirm."""
         return [pair for pair in self.pairs if pair.by == "shape and order"]
 
 
 def translator(names: Names | None, there: Container[str]) -> Callable[[str], tuple[tuple[str, ...], str] | None]:
-    """A function of our path to the reference's, of which several are put together, and how it was found.
+    """A function from our path to the reference's paths, whose arrays are concatenated, and the way of the match.
 
     Args:
-        names: the tables; a path that none of them leads to something from may have the same name on both sides.
-        there: what the reference has.
+        names: the tables. A path that no table translates may have the same name on both sides.
+        there: paths of the reference.
     """
     if names is None:
         tables: Sequence[Table] = ()
@@ -95,9 +99,9 @@ def translator(names: Names | None, there: Container[str]) -> Callable[[str], tu
 
     def translate(path: str) -> tuple[tuple[str, ...], str] | None:
         for table in tables:
-            found = table.forward(path)
-            if found is not None and all(name in there for name in found):
-                return found, "table"
+            paths = table.forward(path)
+            if paths is not None and all(name in there for name in paths):
+                return paths, "table"
         return ((path,), "name") if path in there else None
 
     return translate
@@ -107,14 +111,14 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
     """Match two traces.
 
     Args:
-        ours: of the JAX side.
-        reference: of the PyTorch side.
+        ours: trace of the JAX side.
+        reference: trace of the PyTorch side.
         names: tables between our names and the reference's, where they differ.
-        guess: match what is left by shape, in the order of the two runs.
+        guess: match the rest by shape, in the order of the two runs.
     """
     calls, theirs = _by_path(ours), _by_path(reference)
     translate = translator(names, theirs)
-    found: dict[str, Pair] = {}
+    pairs_by_name: dict[str, Pair] = {}
     result = Alignment([])
     used: set[str] = set()
     for path, own in calls.items():
@@ -130,22 +134,22 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
                 " and ".join(str(list(trace.entries[name].shape)) for name in group)
                 for trace, group in ((ours, own), (reference, [name for other in paths for name in theirs[other]]))
             ]
-            result.mismatched.append((path, " + ".join(paths), f"{shapes[0]} is no arrangement of {shapes[1]}"))
+            result.mismatched.append((path, " + ".join(paths), f"{shapes[0]} is not an arrangement of {shapes[1]}"))
             used |= {name for other in paths for name in theirs[other]}
             continue
         for pair in pairs:
-            found[pair.ours[-1]] = pair
+            pairs_by_name[pair.ours[-1]] = pair
             used |= set(pair.reference)
-    matched = {name for pair in found.values() for name in pair.ours}
+    matched = {name for pair in pairs_by_name.values() for name in pair.ours}
     mismatched = {path for path, _, _ in result.mismatched}
     left = [name for name in ours if name not in matched and split_call(name)[0] not in mismatched]
     rest = [name for name in reference if name not in used]
     if guess:
         for mine, other, layout in _by_shape(ours, left, reference, rest):
-            found[mine] = Pair((mine,), (other,), layout, "shape and order")
-        matched = {pair.reference[0] for pair in found.values()}
-        left, rest = [n for n in left if n not in found], [n for n in rest if n not in matched]
-    result.pairs = [found[name] for name in ours if name in found]
+            pairs_by_name[mine] = Pair((mine,), (other,), layout, "shape and order")
+        matched = {pair.reference[0] for pair in pairs_by_name.values()}
+        left, rest = [n for n in left if n not in pairs_by_name], [n for n in rest if n not in matched]
+    result.pairs = [pairs_by_name[name] for name in ours if name in pairs_by_name]
     result.ours_only, result.reference_only = left, rest
     return result
 
@@ -158,7 +162,7 @@ def _by_path(trace: Trace) -> dict[str, list[str]]:
 
 
 def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, by: str) -> list[Pair] | None:
-    """Call with call; or one side's many calls, put together, with the other's one."""
+    """Pairs of calls in order; or one side's calls, concatenated, with the other's single call."""
     if len(own) == len(theirs):
         pairs = []
         for mine, other in zip(own, theirs, strict=True):
@@ -169,18 +173,18 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
         return pairs
     if len(own) > 1 and len(theirs) > 1:
         return None
-    found = [
+    candidates = [
         Pair(tuple(own), tuple(theirs), layout, by, axis)
         for axis, shapes in _joined(ours, own, reference, theirs)
         if (layout := find_layout(*shapes)) and not layout.broadcast
     ]
-    # Among several axes, the one that leaves every size as it is on the other side.
+    # Among several axes, the one that leaves every size unchanged on the other side.
     order = lambda pair: (not pair.layout.preserves_axes, pair.layout.transposes, pair.layout.ambiguous)
-    return sorted(found, key=order)[:1] or None
+    return sorted(candidates, key=order)[:1] or None
 
 
 def _of_several(ours: Trace, own: list[str], theirs: list[list[str]], reference: Trace, by: str) -> list[Pair] | None:
-    """Our one module with several of the reference's, whose results stand beside each other in the last axis."""
+    """Our one module with several of the reference's, whose results are concatenated along the last axis."""
     if any(len(calls) != len(own) for calls in theirs):
         return None
     pairs = []
@@ -255,7 +259,7 @@ def _alike(mine: Entry, other: Entry) -> Layout | None:
 
 
 MAX_AXES = 6
-"""Most axes of an array for which every transposition is tried; beyond, only the usual ones are."""
+"""Largest number of axes for which every transposition is tried; with more, only the usual ones are."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,8 @@ class Layout:
     """The arrangement of an array of shape `source` as one of shape `target`: transposed by `axes`, then reshaped.
 
     Attributes:
-        source, target, axes: as above.
+        source, target: shapes before and after.
+        axes: order of the axes of `source` before reshaping.
         ambiguous: True if another transposition has the same shape, and the usual one was taken.
         broadcast: True if the target repeats the source (NumPy broadcasting), which is not transposed then.
     """
@@ -300,7 +305,7 @@ class Layout:
         return x.reshape([self.source[axis] for axis in self.axes]).transpose(np.argsort(self.axes))
 
     def __str__(self) -> str:
-        """For a reader; empty where nothing is rearranged."""
+        """Description for a reader; empty where nothing is rearranged."""
         if self.source == self.target and not self.transposes:
             return ""
         how = f", axes {self.axes}" if self.transposes else ", broadcast" if self.broadcast else ""
@@ -311,7 +316,7 @@ class Layout:
 def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | None:
     """The usual arrangement that fits, or None.
 
-    Preferred in this order: as it is; channels last to channels first and back, also those of a clip's pictures; two
+    Preferred in this order: unchanged; channels last to channels first and back, also for the pictures of a clip; two
     neighbouring axes exchanged (heads and tokens); any other transposition. Axes of one come and go (an extra batch);
     fewer numbers are broadcast.
     """

@@ -1,4 +1,4 @@
-"""Cases: the two sides of a comparison, each made when it is needed."""
+"""Cases: the two sides of a comparison, each made when it is needed, and inputs from a file in place of random ones."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Side:
 
     Attributes:
         model: a module, or a function with taps.
-        args, kwargs: of the call; NumPy arrays become the side's own.
+        args, kwargs: arguments of the call; NumPy arrays become the side's own.
         call: `call(model, *args, **kwargs)`, for more than the model's own call.
-        watch: functions to record beside the modules.
+        watch: functions to record in addition to the modules.
         inputs: patterns of paths of modules whose input is recorded too.
     """
 
@@ -39,16 +39,20 @@ class Side:
     watch: tuple[Watch, ...] = ()
     inputs: tuple[str, ...] = ()
 
+    def run(self, model: Any, args: Any, kwargs: Any) -> Any:
+        """Result of the call on this model and these arguments, which stand for the side's own."""
+        return model(*args, **kwargs) if self.call is None else self.call(model, *args, **kwargs)
+
 
 @dataclass(frozen=True)
 class Case:
     """Two sides to compare.
 
     Attributes:
-        title: for the report.
+        title: title of the report.
         reference, ours: each side in a dtype, `"float32"` or `"bfloat16"`; made when it is needed, and dropped after.
-        names: between our names and the reference's.
-        about: for the report.
+        names: tables between our names and the reference's.
+        about: description of the run, for the report.
         judge: `judge(reference, ours)` compares the two outputs as texts or vectors, in the reference's layout.
     """
 
@@ -63,16 +67,16 @@ class Case:
 def pair_case(
     reference: Any, ours: Any, *args: Any, names: Names | None = None, title: str = "comparison", **kwargs: Any
 ) -> Case:
-    """The case of two models as they are, in whatever dtype.
+    """The case of two models in whatever dtype they have.
 
     Args:
         reference, ours, names, title: as in `compare`.
-        args, kwargs: of both calls, where the models are no `Side` with arguments of its own.
+        args, kwargs: arguments of both calls, where a model is not a `Side` with its own arguments.
     """
 
     def side(given: Any) -> Callable[[str], Side]:
-        made = given if isinstance(given, Side) else Side(given, args, kwargs)
-        return lambda dtype: made
+        whole = given if isinstance(given, Side) else Side(given, args, kwargs)
+        return lambda dtype: whole
 
     return Case(title, side(reference), side(ours), names)
 
@@ -87,8 +91,8 @@ class Inputs:
 
     Attributes:
         texts: prompts or sentences.
-        arrays: in the reference's layout.
-        origin: where they are from, for reports; empty if there are none.
+        arrays: arrays in the reference's layout.
+        origin: file of the inputs, for reports; empty without a file.
     """
 
     texts: tuple[str, ...] = ()
@@ -97,7 +101,7 @@ class Inputs:
 
     @property
     def about(self) -> dict[str, str]:
-        """For a report: which inputs were given, if any."""
+        """Entries of a report: the origin of given inputs, if any."""
         return {"inputs": self.origin} if self.origin else {}
 
     def checked(self, known: Mapping[str, Shape], *, texts: bool = False) -> Mapping[str, np.ndarray]:
@@ -112,10 +116,10 @@ class Inputs:
         """
         takes = ", ".join(f"{name} {_written(shape)}" for name, shape in known.items()) or "no arrays"
         if self.texts and not texts:
-            raise InvalidParameterError(f"inputs: texts are no inputs of it; it takes {takes}")
+            raise InvalidParameterError(f"inputs: it does not take texts; it takes {takes}")
         for name, array in self.arrays.items():
             if name not in known:
-                raise InvalidParameterError(f"inputs: {name!r} is none of its inputs; it takes {takes}")
+                raise InvalidParameterError(f"inputs: it does not take {name!r}; it takes {takes}")
             shape = known[name]
             fits = len(shape) == array.ndim and all(a in (None, b) for a, b in zip(shape, array.shape, strict=True))
             if not fits or array.size == 0:
@@ -135,22 +139,22 @@ def read_inputs(path: str | Path) -> Inputs:
     try:
         if path.suffix == ".txt":
             lines = path.read_text(encoding="utf-8").splitlines()
-            found = Inputs(texts=tuple(line for line in lines if line.strip()), origin=str(path))
+            inputs = Inputs(texts=tuple(line for line in lines if line.strip()), origin=str(path))
         elif path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as opened:
-                found = Inputs(arrays={name: opened[name] for name in opened.files}, origin=str(path))
+                inputs = Inputs(arrays={name: opened[name] for name in opened.files}, origin=str(path))
         elif path.suffix == ".safetensors":
             opened = SafetensorsFile(path)
-            found = Inputs(arrays={name: np.array(opened.read(name)) for name in opened.tensors}, origin=str(path))
+            inputs = Inputs(arrays={name: np.array(opened.read(name)) for name in opened.tensors}, origin=str(path))
         else:
             raise InvalidParameterError(f"inputs: expected a .txt, .npz or .safetensors file, got {path}")
     except (OSError, ValueError, zipfile.BadZipFile, CheckpointError) as error:
         if isinstance(error, InvalidParameterError):
             raise
         raise InvalidParameterError(f"inputs: {path} cannot be read: {error}") from error
-    if not found.texts and not found.arrays:
+    if not inputs.texts and not inputs.arrays:
         raise InvalidParameterError(f"inputs: {path} has nothing in it")
-    return found
+    return inputs
 
 
 def _written(shape: Shape) -> str:

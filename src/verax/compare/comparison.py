@@ -1,4 +1,4 @@
-"""The result of a comparison: errors by layer, and a verdict."""
+"""The result of a comparison: errors by layer, and a verdict; and the distances between two arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from verax.errors import InvalidParameterError
 
 __all__ = ["MAX_RATIO", "MAX_REL", "Comparison", "Errors", "Row", "measure", "measure_rows", "noise"]
 
-
 MAX_REL = 1e-4
 """Bound on the relative L2 error of every layer in float32, where none is given."""
 
@@ -26,22 +25,22 @@ MAX_RATIO = 1.1
 """Bound on the error ratio of the output at a lower precision."""
 
 JUMP = 8.0
-"""An error so many times that of all layers before it stands out. Rounding grows by less from layer to layer."""
+"""Factor by which an error stands out from the errors of all layers before it. Rounding grows by less per layer."""
 
 ENOUGH = 8
-"""Layers whose own errors show what is usual, beside what rounding makes."""
+"""Number of layers from which their own errors show what is usual, in addition to what rounding makes."""
 
 
 @dataclass
 class Row:
-    """One layer, or one parameter's gradient.
+    """Errors of a layer, or of a parameter's gradient.
 
     Attributes:
-        name, reference: what the two sides call it.
-        dtype, reference_dtype: on each side.
-        errors: of ours against the reference, errors of earlier layers included.
-        layout: how ours was arranged in the reference's shape; empty if it was not.
-        by: how the two names were matched.
+        name, reference: names on the two sides.
+        dtype, reference_dtype: dtypes on the two sides.
+        errors: errors of ours against the reference, errors of earlier layers included.
+        layout: arrangement of ours in the reference's shape; empty if it was not rearranged.
+        by: way in which the two names were matched.
         own: the layer's own errors, made on the reference's activations; None without `inject`.
         against_truth: relative L2 errors of ours and of the reference against the reference in float32, at a lower
             precision.
@@ -100,7 +99,7 @@ class Comparison:
 
     @property
     def bound(self) -> float | None:
-        """On each layer's relative L2 error; None at a lower precision, where the error ratio decides."""
+        """Bound on each layer's relative L2 error; None at a lower precision, where the error ratio decides."""
         return self.max_rel if self.max_rel is not None else MAX_REL if self.dtype == "float32" else None
 
     @property
@@ -131,29 +130,29 @@ class Comparison:
     @property
     def failures(self) -> list[str]:
         """Reasons why the two sides do not count as equal; empty if they do."""
-        found = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.mismatched]
+        reasons = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.mismatched]
         if self.output is None:
-            found.append("the outputs could not be compared")
+            reasons.append("the outputs could not be compared")
         for what, rows in (("layers", self.rows), ("gradients", self.gradients)):
             if self.bound is not None and (over := [row for row in rows if not row.errors.l2 <= self.bound]):
                 worst = max(over, key=lambda row: math.inf if math.isnan(row.errors.l2) else row.errors.l2)
                 guessed = [row.name for row in over if row.layout.endswith("?")]
-                found.append(
+                reasons.append(
                     f"{len(over)} of {len(rows)} {what} have a relative L2 error over {self.bound:.0e}: the first is "
                     f"{over[0].name} ({over[0].errors.l2:.1e}), the largest {worst.name} ({worst.errors.l2:.1e})"
                     + (f"; how {guessed[0]} is arranged is a guess: take sizes that differ" if guessed else "")
                 )
-        for output, how in ((self.output, ""), (self.fused, " as one compiled program")):
+        for output, kind in ((self.output, ""), (self.fused, " as one compiled program")):
             if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:
-                found.append(f"the output's error{how} against float32 is {output.ratio:.2f} times the reference's")
+                reasons.append(f"the output's error{kind} against float32 is {output.ratio:.2f} times the reference's")
         if self.fused is not None and self.bound is not None and not self.fused.errors.l2 <= self.bound:
-            found.append(
+            reasons.append(
                 f"the output as one compiled program has a relative L2 error of {self.fused.errors.l2:.1e}, over "
                 f"{self.bound:.0e}"
             )
         if any(self.gradients_only):
-            found.append(f"gradients on one side only: {', '.join(chain(*self.gradients_only))}")
-        return found
+            reasons.append(f"gradients on one side only: {', '.join(chain(*self.gradients_only))}")
+        return reasons
 
     @property
     def passed(self) -> bool:
@@ -170,7 +169,7 @@ class Comparison:
         return counts
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: infinite and undefined numbers are None."""
+        """The comparison, ready for JSON. Infinite and undefined numbers become None."""
 
         def row(row: Row) -> dict[str, Any]:
             fields = asdict(row) | {"errors": row.errors._asdict(), "own": row.own._asdict() if row.own else None}
@@ -204,10 +203,10 @@ def measure_rows(
     """A row for each pair.
 
     Args:
-        pairs: of `align`.
+        pairs: pairs from `align`.
         ours, reference: the traces.
-        truth: the reference's in float32, with the same names.
-        own: ours again, each layer on the reference's activations.
+        truth: trace of the reference in float32, with the same names.
+        own: trace of ours with each layer on the reference's activations.
     """
     rows = []
     for pair in pairs:
@@ -242,7 +241,7 @@ AT_ONCE = 1 << 20
 """Numbers that are held in float64 at a time."""
 
 _NOISE = {"float64": 4e-16, "float32": 2.4e-7, "float16": 5e-4, "bfloat16": 4e-3}
-"""By dtype: the relative error of one layer that rounding alone makes, a few times the unit roundoff's mean."""
+"""Relative error of a layer from rounding alone, by dtype: a few times the mean of the unit roundoff."""
 
 
 class Errors(NamedTuple):
@@ -250,9 +249,9 @@ class Errors(NamedTuple):
 
     Attributes:
         max_abs: the largest absolute difference.
-        max_rel: that, divided by the mean absolute value of the reference.
+        max_rel: `max_abs` divided by the mean absolute value of the reference.
         l2: the norm of the difference divided by the norm of the reference: the relative error of the whole.
-        cosine: of the angle between the two.
+        cosine: cosine of the angle between the two.
         finite: True if all numbers of both are finite.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from jax.core import Tracer
 
 from verax import ops
 from verax._compat import compiler_options
-from verax.compare.trace import OUTPUT, Recorder, Trace, Watch, recording
+from verax.compare.case import Side
+from verax.compare.trace import OUTPUT, Recorder, Trace, recording
 from verax.errors import InvalidParameterError
 
 __all__ = ["gradients_jax", "run_compiled", "trace_jax"]
@@ -26,32 +27,19 @@ Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
 
 
 def trace_jax(
-    model: Any,
-    *args: Any,
-    call: Callable[..., Any] | None = None,
-    watch: Iterable[Watch] = (),
-    inputs: Iterable[str] = (),
-    folder: str | Path | None = None,
-    jit: bool = False,
-    replace: Replace | None = None,
-    **kwargs: Any,
+    side: Side, *, folder: str | Path | None = None, jit: bool = False, replace: Replace | None = None
 ) -> Trace:
-    """Run a model and keep what each of its modules gave.
+    """Run a side's model and keep the result of each of its modules.
 
     Of a tuple or another structure, the first array counts. Modules may stand in lists and run several times; loops
     (`lax.scan`, `lax.map`) run step by step, so that modules inside them are recorded once a step. Inside `vmap` and
     `jit` values are recorded by a host callback.
 
     Args:
-        model: a Flax NNX module, or a function with taps.
-        args: its arguments; NumPy arrays become JAX arrays.
-        call: `call(model, *args, **kwargs)`, for more than the module's own call.
-        watch: functions to record beside the modules.
-        inputs: patterns of paths of modules whose first argument is recorded too, as `PATH.input`.
-        folder: where to stream the arrays to; None keeps them in memory.
+        side: a Flax NNX module, or a function with taps, and its call.
+        folder: folder to stream the arrays to; None keeps them in memory.
         jit: compile the run as one program, as users run it, instead of operation by operation.
-        replace: what modules are to hand on in place of their own results. Not with `jit`.
-        kwargs: the call's.
+        replace: function that gives what modules hand on in place of their own results. Not with `jit`.
     """
     if jit and replace is not None:
         raise InvalidParameterError("jit: values can be replaced only in a run that is not compiled")
@@ -75,45 +63,39 @@ def trace_jax(
         leaves[first] = given if axes is None else jnp.transpose(given, np.argsort(axes).tolist())
         return jax.tree.unflatten(treedef, leaves)
 
-    recorder = Recorder(trace, record, inputs)
-    args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
-    function = partial(call, model) if call is not None else model
+    recorder = Recorder(trace, record, side.inputs)
+    args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
+    function = partial(side.run, side.model)
     # Unfused, so that each layer's result is there to be recorded.
-    with recording(recorder, watch), _patched(model, recorder), ops.use_unfused():
+    with recording(recorder, side.watch), _patched(side.model, recorder), ops.use_unfused():
         if jit:
-            result = jax.jit(function)(*args, **kwargs)
+            result = jax.jit(function)(args, kwargs)
             jax.effects_barrier()
         else:
             with jax.disable_jit():
-                result = function(*args, **kwargs)
+                result = function(args, kwargs)
                 jax.effects_barrier()
         record(OUTPUT, result, None)
     trace.save()
     return trace
 
 
-def run_compiled(
-    model: Any, *args: Any, call: Callable[..., Any] | None = None, folder: str | Path | None = None, **kwargs: Any
-) -> Trace:
-    """Run a model as engines run it: as one compiled program, with the implementations that dispatch chooses.
+def run_compiled(side: Side, *, folder: str | Path | None = None) -> Trace:
+    """Run a side's model as engines run it: as one compiled program, with the implementations that dispatch chooses.
 
     Operations may be fused, which a trace of each module excludes. The trace that is returned has the output only.
 
     Args:
-        model: a Flax NNX module, or a function.
-        args: its arguments; NumPy arrays become JAX arrays.
-        call: `call(model, *args, **kwargs)`, for more than the module's own call.
-        folder: where to write the output to; None keeps it in memory.
-        kwargs: the call's.
+        side: a Flax NNX module, or a function, and its call.
+        folder: folder to write the output to; None keeps it in memory.
     """
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_to_jax, (args, kwargs)))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_to_jax, (side.args, dict(side.kwargs))))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
-    graph, state = nnx.split(model) if isinstance(model, nnx.Module) else (None, None)
+    graph, state = nnx.split(side.model) if isinstance(side.model, nnx.Module) else (None, None)
 
     def program(state: Any, arrays: dict[int, jax.Array]) -> Any:
-        module = model if graph is None else nnx.merge(graph, state)
-        args, kwargs = treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
+        module = side.model if graph is None else nnx.merge(graph, state)
+        return side.run(module, *treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
     result = jax.jit(program, compiler_options=compiler_options(ops.target().platform))(state, arrays)
     trace = Trace(folder)
@@ -122,29 +104,23 @@ def run_compiled(
     return trace
 
 
-def gradients_jax(
-    model: nnx.Module, *args: Any, cotangent: np.ndarray, call: Callable[..., Any] | None = None, **kwargs: Any
-) -> dict[str, np.ndarray]:
+def gradients_jax(side: Side, cotangent: np.ndarray) -> dict[str, np.ndarray]:
     """Gradients of `sum(output * cotangent)` by each float parameter, under the parameter's name.
 
     Args:
-        model: the module.
-        args: the call's.
+        side: a Flax NNX module and its call.
         cotangent: as many numbers as the output's first array has, in its order.
-        call: as in `trace_jax`.
-        kwargs: the call's.
     """
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    args, kwargs = jax.tree.map(_to_jax, (args, kwargs))
+    graph, params, rest = nnx.split(side.model, nnx.Param, ...)
+    args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
 
     def loss(params: Any) -> jax.Array:
-        module = nnx.merge(graph, params, rest)
-        result = module(*args, **kwargs) if call is None else call(module, *args, **kwargs)
+        result = side.run(nnx.merge(graph, params, rest), args, kwargs)
         output = next(leaf for leaf in jax.tree.leaves(result) if _is_floats(leaf))
         return jnp.sum(output.astype(jnp.float32) * jnp.asarray(cotangent, jnp.float32).reshape(output.shape))
 
-    found = jax.jit(jax.grad(loss))(params)
-    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(found)}
+    gradients = jax.jit(jax.grad(loss))(params)
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
 def _add(trace: Trace, name: str, value: Any) -> None:
@@ -161,7 +137,7 @@ def _to_jax(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _patched(model: Any, recorder: Recorder) -> Iterator[None]:
-    """While the model runs: the calls of its modules' classes report to the recorder."""
+    """Context in which the calls of the model's modules report to the recorder."""
     paths: dict[int, str] = {}
     classes: list[type] = []
     if isinstance(model, nnx.Module):

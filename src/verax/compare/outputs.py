@@ -1,6 +1,6 @@
 """Distances between texts and between vectors: logits, log-probabilities, the first difference, cosines, rankings.
 
-The first argument is the reference throughout. Arrays are those of NumPy, or convertible to them, of any float dtype.
+The first argument is the reference throughout. Arrays are NumPy's, or convertible to them, of any float dtype.
 Distances are computed in float64. Distances between clips are in `verax.compare.videos`.
 """
 
@@ -59,7 +59,7 @@ class LogitsComparison:
     max_error: float
     """Largest absolute difference of two logits."""
     relative_error: float
-    """`max_error` divided by the mean absolute logit of the reference."""
+    """Largest error divided by the mean absolute logit of the reference."""
     relative_l2: float
     """||second - first|| / ||first||, over all logits."""
     mean_logprob_distance: float
@@ -79,7 +79,7 @@ class LogitsComparison:
 
     def lines(self) -> list[str]:
         """Summary for the terminal, two or three lines."""
-        found = [
+        summary = [
             f"logits of {self.positions} positions: largest error {self.max_error:.1e}; log-probabilities apart by "
             f"{self.mean_logprob_distance:.1e} nats (largest {self.max_logprob_distance:.1e}); "
             f"KL divergence {self.mean_kl:.1e} nats (largest {self.max_kl:.1e})",
@@ -89,8 +89,8 @@ class LogitsComparison:
             sides = (
                 ", ".join(f"{token} ({logprob:.3f})" for token, logprob in side.items()) for side in parted.candidates
             )
-            found.append(f"first other token, at position {parted.position}: " + " against ".join(sides))
-        return found
+            summary.append(f"first other token, at position {parted.position}: " + " against ".join(sides))
+        return summary
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class VectorsComparison:
 
     def lines(self) -> list[str]:
         """Summary for the terminal, one line."""
-        found = f"vectors of {self.sentences} texts: cosine {self.mean_cosine:.7f} (least {self.min_cosine:.7f})"
+        summary = f"vectors of {self.sentences} texts: cosine {self.mean_cosine:.7f} (least {self.min_cosine:.7f})"
         if self.same_nearest is not None:
-            found += f"; the nearest other text is the same for {self.same_nearest:.1%}"
+            summary += f"; the nearest other text is the same for {self.same_nearest:.1%}"
         if self.rank_correlation is not None:
-            found += f"; rank correlation of similarities {self.rank_correlation:.6f}"
-        return [found]
+            summary += f"; rank correlation of similarities {self.rank_correlation:.6f}"
+        return [summary]
 
 
 def compare_logits(first: Any, second: Any, tokens: Sequence[int] | None = None, *, top: int = TOP) -> LogitsComparison:
@@ -170,7 +170,7 @@ def candidates(logits: Any, top: int = TOP) -> list[dict[int, float]]:
     """Likeliest tokens of each row of logits `[T, V]` with their log-probabilities (nats), best first."""
     rows = _log_softmax(np.asarray(logits, np.float64))
     best = np.argsort(-rows, axis=-1, kind="stable")[:, :top]
-    return [{int(token): float(row[token]) for token in found} for row, found in zip(rows, best, strict=True)]
+    return [{int(token): float(row[token]) for token in tokens} for row, tokens in zip(rows, best, strict=True)]
 
 
 def first_difference(
@@ -186,7 +186,7 @@ def first_difference(
         second: tokens of the other side.
         first_candidates: likeliest tokens of each position and their log-probabilities, from `candidates` or
             `CompletionOutput.logprobs`.
-        second_candidates: those of the other side.
+        second_candidates: likeliest tokens of the other side.
     """
     shorter, longer = sorted((len(first), len(second)))
     parted = (t for t in range(shorter) if first[t] != second[t])
@@ -223,8 +223,8 @@ def compare_vectors(first: Any, second: Any) -> VectorsComparison:
         alike = unit_a @ unit_a.T, unit_b @ unit_b.T
         pairs = [side[np.triu_indices(len(a), k=1)] for side in alike]
         if all(np.ptp(side) for side in pairs):
-            found: Any = stats.spearmanr(*pairs)
-            correlation = float(found.statistic)
+            correlations: Any = stats.spearmanr(*pairs)
+            correlation = float(correlations.statistic)
         for side in alike:
             np.fill_diagonal(side, -np.inf)
         nearest = float((alike[0].argmax(-1) == alike[1].argmax(-1)).mean())

@@ -1,4 +1,4 @@
-"""Comparison of whole video pipelines: the clip of diffusers' pipeline beside that of verax."""
+"""Comparison of whole video pipelines: one clip made by diffusers' pipeline and by verax."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ MIN_PSNR = 60.0
 
 PROMPT = "A red circle floats over a blue gradient"
 LARGEST = (128, 192)
-"""Height and width of a frame, where none are given and the model's own are no smaller."""
+"""Height and width of a frame, where none are given and the model's own are not smaller."""
 FRAMES, STEPS = 9, 4
-"""Likewise."""
+"""Frames and steps of the clip, where none are given and the model's own are not fewer."""
 
 NOTHING = Inputs()
 
@@ -62,11 +62,11 @@ class Clip:
     """The clip that both pipelines make; settings that are None are small, or the checkpoint's.
 
     Attributes:
-        prompt: what is to be seen.
-        height, width: of a frame.
-        num_frames: 4n + 1.
-        num_inference_steps: of the solver.
-        seed: of the noise.
+        prompt: description of the clip.
+        height, width: size of a frame.
+        num_frames: number of frames, 4n + 1.
+        num_inference_steps: steps of the solver.
+        seed: seed of the noise.
     """
 
     prompt: str = PROMPT
@@ -88,8 +88,8 @@ def compare_pipelines(
 
     Args:
         model: a folder of either published layout. diffusers' form is made of its parts.
-        clip: what to make.
-        dtype: of the weights on both sides.
+        clip: settings of the clip.
+        dtype: dtype of the weights on both sides.
         inputs: `latents` `[1, channels, F, H, W]` to begin with, and for image to video an `image` `[H, W, 3]`, uint8,
             instead of noise by `clip.seed` and a gradient.
 
@@ -154,22 +154,22 @@ def compare_pipelines(
 
 def _components(opened: VideoFolder, dtype: str, shift: float) -> dict[str, Any]:
     """Arguments of diffusers' pipeline, without a text encoder."""
-    made: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
+    components: dict[str, Any] = {"tokenizer": None, "text_encoder": None}
     if opened.boundary_ratio is not None:
-        made["boundary_ratio"] = opened.boundary_ratio
+        components["boundary_ratio"] = opened.boundary_ratio
     if opened.expand_timesteps:
-        made["expand_timesteps"] = True
+        components["expand_timesteps"] = True
     for part in PARTS:
         if part in opened and part != "text_encoder":
-            made[part] = video_case(opened.path, part).reference(dtype).model
-    made["scheduler"] = diffusers().UniPCMultistepScheduler(
+            components[part] = video_case(opened.path, part).reference(dtype).model
+    components["scheduler"] = diffusers().UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
     )
-    if "image_encoder" in made:
+    if "image_encoder" in components:
         side = opened.config("image_encoder").get("image_size", 224)
         sizes = opened.image_processor or {"size": {"shortest_edge": side}, "crop_size": side}
-        made["image_processor"] = transformers().CLIPImageProcessor(**sizes)
-    return made
+        components["image_processor"] = transformers().CLIPImageProcessor(**sizes)
+    return components
 
 
 def _picture(height: int, width: int) -> np.ndarray:

@@ -108,7 +108,7 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
 
     Args:
         result: the comparison.
-        console: where to print.
+        console: console to print to.
         every: print all rows, however many.
     """
     rows = result.rows if every else _chosen(result)

@@ -1,4 +1,4 @@
-"""One comparison from beginning to end: the reference runs, then ours, then errors are measured."""
+"""Run of a comparison: the reference runs, then ours, then errors are measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from verax.machine import peak_memory
 __all__ = ["compare", "compare_case"]
 
 VANISHING = 1e-4
-"""A gradient so much smaller than the median of all is measured against that median."""
+"""Fraction of the median of all gradients below which a gradient is measured against that median."""
 
 
 def compare(
@@ -47,9 +47,9 @@ def compare(
     Args:
         reference: an `nn.Module`, a function of tensors with taps, or a `Side`.
         ours: a Flax NNX module, a function of arrays with taps, or a `Side`.
-        args: NumPy arrays that both are called with, where they are no `Side` with arguments of its own.
-        names: between our names and the reference's, where they differ: a dict of beginnings, `{i}` for a number.
-        title: for the report.
+        args: NumPy arrays that both are called with, where a model is not a `Side` with its own arguments.
+        names: table between our names and the reference's, where they differ: a dict of beginnings, `{i}` for a number.
+        title: title of the report.
         inject: run ours a second time with each layer on the reference's activations, so that errors are located.
         backward: compare gradients of a weighted sum of the output by each parameter too.
         fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
@@ -87,11 +87,11 @@ def compare_case(
     """Run a case. One model is in memory at a time (two while weights are rounded), and one array of the traces.
 
     Args:
-        case: what to compare.
-        dtype: of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights rounded
-            to `dtype`: the truth about both sides.
+        case: the two sides to compare.
+        dtype: dtype of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights
+            rounded to `dtype`: the truth about both sides.
         inject, backward, fused, guess, max_rel: as in `compare`.
-        folder: where traces are kept; None keeps them only while this runs.
+        folder: folder in which traces are kept; None keeps them only while this runs.
         confirm: called with the alignment before anything is measured; it may raise.
 
     Raises:
@@ -108,7 +108,7 @@ def compare_case(
 
         stage("PyTorch")
         side = case.reference(dtype)
-        reference = _trace_torch(side, home / "reference")
+        reference = trace_torch(side, folder=home / "reference")
         theirs: dict[str, np.ndarray] = {}
         cotangent = _cotangent(reference) if backward else np.zeros(0)
         if backward:
@@ -121,11 +121,11 @@ def compare_case(
             round_like(exact.model, side.model)
             side = exact
             del exact
-            truth = _trace_torch(side, home / "truth")
+            truth = trace_torch(side, folder=home / "truth")
         del side
         stage("JAX")
         side = case.ours(dtype)
-        ours = _trace_jax(side, home / "ours")
+        ours = trace_jax(side, folder=home / "ours")
         alignment = align(ours, reference, case.names, guess=guess)
         if not alignment.pairs:
             raise InvalidParameterError(
@@ -137,13 +137,13 @@ def compare_case(
         own = None
         if inject:
             stage("JAX on PyTorch's activations")
-            own = _trace_jax(side, home / "own", _injection(alignment.pairs, reference))
+            own = trace_jax(side, folder=home / "own", replace=_injection(alignment.pairs, reference))
         rows = measure_rows(alignment.pairs, ours, reference, truth, own)
         result = Comparison(case.title, rows, alignment, dtype, max_rel, about=dict(case.about))
         output = next((pair for pair in alignment.pairs if pair.ours == (OUTPUT,)), None)
         if fused and output is not None:
             stage("JAX, one program")
-            compiled = run_compiled(side.model, *side.args, call=side.call, folder=home / "fused", **side.kwargs)
+            compiled = run_compiled(side, folder=home / "fused")
             result.fused = measure_rows([output], compiled, reference, truth)[0]
         if case.judge is not None and output is not None:
             mine, other = output.load(ours, reference)
@@ -157,27 +157,6 @@ def compare_case(
             result.gradients, result.gradients_only = _gradient_rows(own_gradients, theirs, names)
         result.peak_memory = peak_memory()
         return result
-
-
-def _trace_torch(side: Side, folder: Path) -> Trace:
-    return trace_torch(
-        side.model, *side.args, call=side.call, watch=side.watch, inputs=side.inputs, folder=folder, **side.kwargs
-    )
-
-
-def _trace_jax(
-    side: Side, folder: Path, replace: Callable[[str, tuple[int, ...]], np.ndarray | None] | None = None
-) -> Trace:
-    return trace_jax(
-        side.model,
-        *side.args,
-        call=side.call,
-        watch=side.watch,
-        inputs=side.inputs,
-        folder=folder,
-        replace=replace,
-        **side.kwargs,
-    )
 
 
 def _some(trace: Trace) -> str:
@@ -207,7 +186,7 @@ def _cotangent(reference: Trace) -> np.ndarray:
 def _gradients(function: Callable[..., dict[str, np.ndarray]], side: Side, cotangent: np.ndarray) -> Any:
     if not isinstance(side.model, nnx.Module) and not hasattr(side.model, "named_parameters"):
         raise InvalidParameterError("backward: gradients need modules with parameters on both sides, not functions")
-    return function(side.model, *side.args, cotangent=cotangent, call=side.call, **side.kwargs)
+    return function(side, cotangent)
 
 
 def _gradient_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from verax._optional import require_optional
-from verax.compare.trace import OUTPUT, Recorder, Trace, Watch, recording
+from verax.compare.case import Side
+from verax.compare.trace import OUTPUT, Recorder, Trace, recording
 
 __all__ = ["gradients_torch", "round_like", "to_numpy", "torch", "trace_torch"]
 
@@ -26,25 +27,12 @@ def torch() -> Any:
     return require_optional("torch")
 
 
-def trace_torch(
-    model: Any,
-    *args: Any,
-    call: Callable[..., Any] | None = None,
-    watch: Iterable[Watch] = (),
-    inputs: Iterable[str] = (),
-    folder: str | Path | None = None,
-    **kwargs: Any,
-) -> Trace:
-    """Run a PyTorch model and keep what each of its modules gave, by forward hooks. No gradients are kept.
+def trace_torch(side: Side, *, folder: str | Path | None = None) -> Trace:
+    """Run a side's PyTorch model and keep the result of each of its modules, by forward hooks. No gradients are kept.
 
     Args:
-        model: an `nn.Module`, or a function with taps.
-        args: its arguments; NumPy arrays become tensors.
-        call: `call(model, *args, **kwargs)`, for more than the module's own call.
-        watch: functions to record beside the modules.
-        inputs: patterns of paths of modules whose first argument is recorded too, as `PATH.input`.
-        folder: where to stream the arrays to; None keeps them in memory.
-        kwargs: the call's.
+        side: an `nn.Module`, or a function with taps, and its call.
+        folder: folder to stream the arrays to; None keeps them in memory.
 
     Raises:
         MissingDependencyError: where torch is not installed.
@@ -58,7 +46,7 @@ def trace_torch(
             trace.add(name, to_numpy(tensor if axes is None else tensor.permute(*axes)))
         return x
 
-    recorder = Recorder(trace, record, inputs)
+    recorder, model = Recorder(trace, record, side.inputs), side.model
     running = [""]
 
     def before(path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,40 +66,32 @@ def trace_torch(
                 if path:
                     stack.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
                     stack.callback(module.register_forward_hook(partial(after, path)).remove)
-        args, kwargs = to_torch(args), to_torch(kwargs)
-        with recording(recorder, watch), lib.no_grad():
-            result = model(*args, **kwargs) if call is None else call(model, *args, **kwargs)
+        with recording(recorder, side.watch), lib.no_grad():
+            result = side.run(model, to_torch(side.args), to_torch(side.kwargs))
         recorder.path = ""
         record(OUTPUT, result, None)
     trace.save()
     return trace
 
 
-def gradients_torch(
-    model: Any, *args: Any, cotangent: np.ndarray, call: Callable[..., Any] | None = None, **kwargs: Any
-) -> dict[str, np.ndarray]:
+def gradients_torch(side: Side, cotangent: np.ndarray) -> dict[str, np.ndarray]:
     """Gradients of `sum(output * cotangent)` by each parameter that the output depends on, under its name.
 
     Args:
-        model: the `nn.Module`.
-        args: the call's.
+        side: an `nn.Module` and its call.
         cotangent: as many numbers as the output's first tensor has, in its order.
-        call: as in `trace_torch`.
-        kwargs: the call's.
     """
-    lib = torch()
-    args, kwargs = to_torch(args), to_torch(kwargs)
+    lib, model = torch(), side.model
     for parameter in model.parameters():
         parameter.grad = None
         parameter.requires_grad_(True)
-    result = model(*args, **kwargs) if call is None else call(model, *args, **kwargs)
-    output = _first(result)
+    output = _first(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
     assert output is not None
     (output.float() * lib.from_numpy(np.asarray(cotangent, np.float32)).reshape(output.shape)).sum().backward()
-    found = {n: to_numpy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: to_numpy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
-    return found
+    return gradients
 
 
 def round_like(model: Any, rounded: Any) -> None:
@@ -146,4 +126,4 @@ def _first(x: Any) -> Any | None:
     if isinstance(x, lib.Tensor):
         return x if x.is_floating_point() else None
     members = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
-    return next((found for member in members if (found := _first(member)) is not None), None)
+    return next((tensor for member in members if (tensor := _first(member)) is not None), None)

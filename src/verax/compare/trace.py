@@ -1,4 +1,4 @@
-"""A trace: what each module of one run gave, by name and in the order of the run, in memory or streamed to a folder."""
+"""Traces: the results of each module of a run, by name and in the order of the run; and what records them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from verax.files import write_text
 
 __all__ = ["OUTPUT", "Entry", "Recorder", "Trace", "Watch", "recording", "split_call", "tap"]
 
-
 OUTPUT = "(output)"
-"""Name of what the whole call gave."""
+"""Name of the output of the whole call."""
 
 INDEX = "trace.json"
 """Written last: a folder without it holds no whole trace."""
@@ -35,7 +34,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     number: int
-    """Its place in the trace, from 0, which its file is named by."""
+    """Place in the trace, from 0, which is also the name of its file."""
 
 
 class Trace:
@@ -49,7 +48,7 @@ class Trace:
         """Start an empty trace.
 
         Args:
-            folder: where to stream arrays to, one .npy file each, so that memory holds one at a time; None keeps them.
+            folder: folder to stream arrays to, one .npy file each, so that memory holds one at a time; None keeps them.
 
         Raises:
             InvalidParameterError: if the folder has files in it.
@@ -65,10 +64,10 @@ class Trace:
 
     @classmethod
     def open(cls, folder: str | Path) -> Trace:
-        """A trace that `save` finished.
+        """Open a trace that `save` finished.
 
         Raises:
-            CheckpointError: if there is none.
+            CheckpointError: if the folder has no finished trace.
         """
         trace, path = cls(), Path(folder) / INDEX
         try:
@@ -82,7 +81,7 @@ class Trace:
         return trace
 
     def add(self, path: str, array: np.ndarray) -> str:
-        """Append an array, which is copied; the name that it has got."""
+        """Append an array, which is copied; return its name in the trace."""
         call = self._calls[path] = self._calls.get(path, 0) + 1
         name = path if call == 1 else f"{path}#{call}"
         self.entries[name] = Entry(array.shape, array.dtype.name, len(self.entries))
@@ -142,7 +141,7 @@ _active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("verax
 def tap(name: str, x: T) -> T:
     """Name a value inside a function, so that a trace has it; `x` itself is returned.
 
-    Outside of a trace it does nothing. In a module's call the name stands behind the module's path. With `--inject` or
+    Outside of a trace it does nothing. In a module's call the name follows the module's path. With `--inject` or
     `replace=` what is returned is the other side's value.
 
     Examples:
@@ -157,11 +156,11 @@ class Watch:
     """A function to record as if it were a module of the one that calls it.
 
     Attributes:
-        owner: the module, class or dict that callers find it in.
-        attribute: its name, or key, there.
-        outputs: names for what it gives: of a tuple, its members; else of one call after the other in a module's call.
+        owner: module, class or dict in which callers find the function.
+        attribute: name of the function, or key, in the owner.
+        outputs: names of the results: of a tuple's members, or else of one call after the other in a module's call.
         inputs: names for arguments, by their positions.
-        axes: how recorded arrays are transposed before they are kept.
+        axes: transposition of recorded arrays before they are kept.
         where: pattern that is searched in the calling module's path; elsewhere nothing is recorded.
     """
 
@@ -176,7 +175,7 @@ class Watch:
 class Recorder:
     """Keeps values under the path of the module that is running.
 
-    `record` is a side's own: it puts a value into the trace and gives what the run is to go on with.
+    `record` is a side's own: it puts a value into the trace and returns the value with which the run continues.
     """
 
     def __init__(self, trace: Trace, record: Value, inputs: Iterable[str] = ()):
@@ -196,7 +195,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def module(self, path: str) -> Iterator[None]:
-        """While a module runs."""
+        """Context in which the module of this path runs."""
         outer, self.path = self.path, path
         try:
             yield
@@ -227,7 +226,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder, watches: Iterable[Watch]) -> Iterator[None]:
-    """While a side runs: taps reach the recorder, and watched functions are replaced by recorded ones."""
+    """Context in which taps reach the recorder, and watched functions are replaced by recorded ones."""
     token = _active.set(recorder)
     with contextlib.ExitStack() as stack:
         stack.callback(_active.reset, token)

@@ -34,7 +34,7 @@ DEFINITIONS = {
     "SSIM": f"Wang et al. 2004: Gaussian window of {WINDOW} x {WINDOW} with standard deviation 1.5, K1 = 0.01, "
     "K2 = 0.03, population covariance, data range 1; mean of the three channels; of the clip: mean of its frames",
     "differences": "absolute, over every pixel and channel of the clip; a percentile is the smallest difference that "
-    "so many do not exceed",
+    "this share of all does not exceed",
     "relative": "mean absolute difference over the mean of the first clip's pixels",
 }
 
@@ -129,7 +129,7 @@ def compare_clips(first: np.ndarray, second: np.ndarray) -> VideoComparison:
         second: the same shape; its dtype may be the other.
 
     Raises:
-        InvalidParameterError: if an array is no clip, the shapes differ, or a frame is smaller than SSIM's window.
+        InvalidParameterError: if an array is not a clip, the shapes differ, or a frame is smaller than SSIM's window.
         MissingDependencyError: without scikit-image.
     """
     for name, clip in (("first", first), ("second", second)):
@@ -138,7 +138,7 @@ def compare_clips(first: np.ndarray, second: np.ndarray) -> VideoComparison:
         raise InvalidParameterError(f"second: it has {len(second)} frames, the first has {len(first)}")
     if first.shape != second.shape:
         sizes = [f"{clip.shape[2]} x {clip.shape[1]}" for clip in (second, first)]
-        raise InvalidParameterError(f"second: its frames are {sizes[0]}, those of the first are {sizes[1]}")
+        raise InvalidParameterError(f"second: its frames are {sizes[0]}, the first clip's are {sizes[1]}")
     if min(first.shape[1:3]) < WINDOW:
         raise InvalidParameterError(
             f"first: frames of {first.shape[2]} x {first.shape[1]} are smaller than SSIM's window of "

@@ -1,4 +1,4 @@
-"""Texts of all lengths into a few fixed shapes, so that a short list of programs serves everything."""
+"""Texts of all lengths in calls of a few fixed shapes, so that a short list of programs serves everything."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ __all__ = [
     "tokens_per_call",
 ]
 
-
 SHORTEST = 16
 """Tokens of the smallest bucket."""
 
@@ -41,7 +40,7 @@ TOKENIZED_AT_ONCE = 512
 """Texts that are tokenised together: enough to sort like lengths together and to fill all cores."""
 
 ROWS = 32
-"""Texts of a padded call unless told otherwise."""
+"""Texts of a padded call by default."""
 
 TOKENS_PER_SENTENCE = 4
 """Tokens that a sentence takes at least of a packed call: they bound the sentences of a call by its tokens."""
@@ -63,7 +62,7 @@ class Job:
     """Input of one program call."""
 
     tokens: Int32[np.ndarray, "rows tokens"]
-    """Tokens of the texts: end to end in one row, or each in a row of its own, with padding behind them."""
+    """Tokens of the texts: end to end in one row, or each in a row of its own, followed by padding."""
     lengths: Int32[np.ndarray, "texts"]
     """Tokens of each text, in the order of their places; 0 past the last text."""
     types: Int32[np.ndarray, "rows tokens"]
@@ -73,11 +72,11 @@ class Job:
 
 
 _Waiting = tuple[int, Tokens]
-"""Text that is in no call yet, after its index."""
+"""Index of a text that is in no call yet, and its tokens."""
 
 
 class Buckets(abc.ABC):
-    """The shapes that there are programs for, and the division of texts into calls of these shapes."""
+    """Shapes of the compiled programs, and the division of texts into calls of these shapes."""
 
     batch_size: int
     """Most texts in a call."""
@@ -110,7 +109,7 @@ class Buckets(abc.ABC):
         They are sorted by characters over all texts, by tokens among those that are tokenised together.
 
         Args:
-            characters: of each text.
+            characters: number of characters of each text.
             tokenize: function from indices of texts to their tokens.
         """
         order = sorted(range(len(characters)), key=lambda i: -characters[i])
@@ -126,7 +125,7 @@ class Buckets(abc.ABC):
 
 
 class PackedBuckets(Buckets):
-    """Rows of so many tokens in all, in which sentences lie end to end; sizes are eighths apart."""
+    """Calls of one row in which sentences lie end to end; the sizes of rows are eighths apart."""
 
     def __init__(self, batch_size: int | None, max_length: int, tokens: int):
         """Calls for texts of up to `max_length` tokens.
@@ -172,7 +171,7 @@ class PaddedBuckets(Buckets):
     """
 
     def __init__(self, batch_size: int | None, max_length: int, *, padding: bool = True):
-        """Up to `batch_size` texts, or 32, of up to `max_length` tokens; without `padding`, one by one as they are."""
+        """Calls of up to `batch_size` texts, or 32, of up to `max_length` tokens; without `padding`, of one text."""
         doubled = powers(SHORTEST, max_length, 2)
         self.lengths = sorted({min(n, max_length) for length in doubled for n in (length, length * 3 // 2)})
         self.rows = powers(1, batch_size or ROWS, 4)
@@ -232,7 +231,7 @@ TOKENS_PER_CALL = {"cpu": 512}
 """Tokens of several texts in a packed call, by platform."""
 
 ELSEWHERE = 2048
-"""Tokens of such a call on other platforms. Attention by segments computes the scores of all pairs of tokens there."""
+"""Tokens of several texts in a packed call on other platforms, where attention scores all pairs of tokens."""
 
 
 def tokens_per_call() -> int:
@@ -270,7 +269,7 @@ def run_jobs(
         dispatch: function that begins one and returns its result, a row for each row of the call.
         results: array that gets the result of each text.
         label: words for the progress bar.
-        unit: what there is one result of, for the progress bar.
+        unit: plural of what has one result each, for the progress bar.
         show_progress: a bar, if stderr is a terminal.
     """
     done = 0
@@ -311,16 +310,16 @@ def check_texts(texts: Any, name: str) -> list[str]:
     """Texts as a list, if they are texts; `name` is the argument's, for messages.
 
     Raises:
-        InvalidParameterError: naming the first that is none.
+        InvalidParameterError: naming the first that is not a text.
     """
     if isinstance(texts, bytes) or not isinstance(texts, Iterable):
         raise InvalidParameterError(f"{name}: expected a text or texts, got {texts!r}")
-    found = list(texts)
-    for number, text in enumerate(found):
+    checked = list(texts)
+    for number, text in enumerate(checked):
         if not isinstance(text, str):
             raise InvalidParameterError(f"{name}: expected texts, got {text!r} at {number}")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate: bytes of another encoding
             raise InvalidParameterError(f"{name}: not Unicode text at {number}: {text!r}") from error
-    return found
+    return checked

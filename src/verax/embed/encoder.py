@@ -1,4 +1,4 @@
-"""`Encoder`: a checkpoint that turns sentences into vectors, with sentence-transformers' habits."""
+"""Sentence encoders: a checkpoint that turns sentences into vectors, with sentence-transformers' habits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.pooling import Dense, DenseConfig, check_quantization, cut, normalized, pool, round_linear_inputs
+from verax.embed.pooling import Dense, DenseConfig, cut, load_for_calls, normalized, pool
 from verax.embed.settings import EncoderSettings, open_folder
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
 from verax.loading import load_model
-from verax.nn import Sentences, pack_linear_weights
+from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Encoder"]
@@ -68,11 +68,11 @@ class Encoder:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
             quantization: `"int8"` for matrix products of 8-bit integers, weights by row and inputs by token: faster on
-                processors that multiply integers faster than floats. `dtype` is that of the rest.
+                processors that multiply integers faster than floats. `dtype` is the dtype of the rest.
             max_length: tokens that are read of a sentence; the checkpoint's limit if None.
             pooling: `"mean"`, `"cls"` or `"lasttoken"`; the checkpoint's if None, the mean if it has none.
-            dimensions: first numbers of each vector that are kept, for models that were trained for it (Matryoshka);
-                all of them if None.
+            dimensions: number of leading dimensions of each vector that are kept, for models that were trained for it
+                (Matryoshka); all of them if None.
             revision: branch, tag or commit of a hub id.
             show_progress: a bar while loading, if stderr is a terminal.
 
@@ -86,7 +86,6 @@ class Encoder:
         begin = time.perf_counter()
         opened = open_folder(builtin.encoder() if model is None else model, revision)
         model_class, config = models.encoder(opened.config)
-        check_quantization(quantization)
         self.model_config = config
         self.settings = EncoderSettings.from_folder(
             opened.folder, positions=config.max_position_embeddings, pooling=pooling, max_length=max_length
@@ -99,12 +98,8 @@ class Encoder:
         self._dimensions = self.check_dimensions(dimensions)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.truncate(self.settings.max_length)
+        loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
         weights = models.DTYPES[dtype]
-        with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = load_model(opened, model_class, config, dtype=weights, quantization=quantization, progress=report)
-        if quantization is not None:
-            round_linear_inputs(loaded)
-        pack_linear_weights(loaded)
         dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
         pooling = self.settings.pooling
         self._packs = getattr(loaded, "takes_packed_sentences", True)
@@ -185,17 +180,17 @@ class Encoder:
 
         Args:
             sentences: any number of texts.
-            normalize: vectors of length 1, whose dot products are cosines. False leaves them as they were pooled, also
-                where the checkpoint lists a step that normalises.
+            normalize: vectors of length 1, whose dot products are cosines. False keeps the lengths that pooling gives,
+                also where the checkpoint lists a step that normalises.
             batch_size: most sentences in one call of the device; as many as its tokens hold if None.
             show_progress: a bar, if stderr is a terminal and there are several sentences.
             prompt_name: name of the checkpoint's prompt that goes before each sentence; its default if None.
             prompt: text that goes before each sentence, whatever `prompt_name` is.
-            dimensions: first numbers of each vector that are kept; those of the constructor if None.
+            dimensions: number of leading dimensions of each vector that are kept; the constructor's number if None.
 
         Raises:
-            InvalidParameterError: if a sentence is no text, there is no such prompt, or a number makes no sense; then
-                nothing is computed.
+            InvalidParameterError: if a sentence is not a text, a prompt does not exist, or a number makes no sense;
+                then nothing is computed.
         """
         check_batch_size(batch_size)
         dimensions = self.check_dimensions(dimensions)
@@ -205,9 +200,9 @@ class Encoder:
         self.truncated = 0
 
         def tokenize(chunk: Sequence[int]) -> list[Tokens]:
-            found = [Tokens(ids, left_out=n) for ids, n in self.tokenize([texts[i] for i in chunk], prompt=before)]
-            self.truncated += sum(text.left_out > 0 for text in found)
-            return found
+            tokens = [Tokens(ids, left_out=n) for ids, n in self.tokenize([texts[i] for i in chunk], prompt=before)]
+            self.truncated += sum(text.left_out > 0 for text in tokens)
+            return tokens
 
         jobs = self._buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
         show = show_progress and len(texts) > 1
@@ -235,7 +230,7 @@ class Encoder:
     def encode_tokens(
         self, token_ids: Iterable[Sequence[int]], normalize: bool = True, batch_size: int | None = None
     ) -> Float32[np.ndarray, "n D"]:
-        """Vectors of token ids, in their order: of those of `tokenize`, the vectors of `encode`.
+        """Vectors of token ids, in their order. Token ids from `tokenize` give the vectors of `encode`.
 
         Args:
             token_ids: tokens of each sentence, special ones included. No prompt goes before them.
@@ -255,9 +250,9 @@ class Encoder:
         Raises:
             InvalidParameterError: for no tokens, more than `max_length`, or one that is not in the vocabulary.
         """
-        found = [list(ids) for ids in token_ids]
+        sentences = [list(ids) for ids in token_ids]
         size = self.model_config.vocab_size
-        for number, ids in enumerate(found):
+        for number, ids in enumerate(sentences):
             if not 0 < len(ids) <= self.max_length:
                 raise InvalidParameterError(
                     f"token_ids: expected 1 to {self.max_length} tokens (max_length), got {len(ids)} at {number}"
@@ -265,20 +260,20 @@ class Encoder:
             array = np.asarray(ids)
             if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= size:
                 raise InvalidParameterError(f"token_ids: expected numbers from 0 to {size - 1} at {number}")
-        return found
+        return sentences
 
     def check_dimensions(self, dimensions: int | None) -> int:
         """Number of dimensions that `encode` gives for this argument.
 
         Raises:
-            InvalidParameterError: if it is no number of 1 to `dimension`, or the checkpoint's config.json has
+            InvalidParameterError: if it is not a number of 1 to `dimension`, or the checkpoint's config.json has
                 `matryoshka_dimensions` without it.
         """
         if dimensions is None:
             return self._dimensions
-        most = self._dimensions
-        if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= most:
-            raise InvalidParameterError(f"dimensions: expected 1 to {most}, got {dimensions!r}")
+        available = self._dimensions
+        if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= available:
+            raise InvalidParameterError(f"dimensions: expected 1 to {available}, got {dimensions!r}")
         if self._matryoshka and dimensions not in (*self._matryoshka, self._full_dimension):
             trained = ", ".join(map(str, self._matryoshka))
             raise InvalidParameterError(f"dimensions: the model was trained for {trained}, got {dimensions}")
@@ -295,7 +290,7 @@ class Encoder:
             prompt: text that goes before each sentence.
 
         Raises:
-            InvalidParameterError: if a sentence is no text, or `max_length` leaves no token for it.
+            InvalidParameterError: if a sentence is not a text, or `max_length` leaves no token for it.
         """
         texts = [prompt + text for text in check_texts(sentences, "sentences")]
         chosen = [text.lower() for text in texts] if self.settings.lower_case else texts
@@ -321,7 +316,7 @@ class Encoder:
         return time.perf_counter() - begin
 
     def num_compiled(self) -> int:
-        """Programs compiled so far: after `warm_up` this stays as it is."""
+        """Number of programs compiled so far, which stays the same after `warm_up`."""
         return self._program._cache_size()
 
     def _prompt_length(self, prompt: str) -> int:

@@ -1,4 +1,4 @@
-"""From the hidden states of a sentence's tokens to its vector."""
+"""Vectors from the hidden states of a sentence's tokens: pooling, further layers, and 8-bit products (W8A8)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
+from verax import progress
+from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Size, file_of, read_fields, read_value, require_fields
+from verax.loading import load_model
+from verax.models import DTYPES
 from verax.models.bert import ACTIVATIONS
-from verax.nn import Linear, Sentences
+from verax.nn import Linear, Sentences, pack_linear_weights
 from verax.ops import QuantizedWeight
 
 __all__ = [
@@ -25,28 +29,26 @@ __all__ = [
     "Dense",
     "DenseConfig",
     "activation_function",
-    "check_quantization",
     "cut",
+    "load_for_calls",
     "normalized",
     "pool",
-    "round_linear_inputs",
 ]
 
-
 POOLINGS = ("mean", "cls", "lasttoken")
-"""The mean over all tokens, special ones included, or the first or the last token's state."""
+"""Poolings: the mean over all tokens, special ones included, or the state of the first or the last token."""
 
 
 def pool(
     hidden: Float[Array, "B T D"], sentences: Sentences, pooling: str, skipped: int | Int[Array, ""] = 0
 ) -> Float[Array, "S D"]:
-    """One vector a sentence, float32; padding does not count.
+    """Pool hidden states into one vector a sentence, float32. Padding does not count.
 
     Args:
-        hidden: states.
-        sentences: where the sentences lie.
+        hidden: hidden states.
+        sentences: places of the sentences.
         pooling: one of `POOLINGS`.
-        skipped: first tokens that do not count for a mean: those of a prompt.
+        skipped: number of first tokens, a prompt's, that do not count for a mean.
     """
     if pooling == "mean":
         return sentences.mean(hidden, skipped)
@@ -87,12 +89,12 @@ def activation_function(name: str, where: str) -> Callable[[Array], Array]:
     Raises:
         UnsupportedModelError: for another one, with the file.
     """
-    module, _, found = name.rpartition(".")
-    if not module.startswith("torch.nn.modules.") or found not in _TORCH:
+    module, _, function = name.rpartition(".")
+    if not module.startswith("torch.nn.modules.") or function not in _TORCH:
         raise UnsupportedModelError(
             f"{where}: activation function {name!r} is not supported; torch.nn's {', '.join(_TORCH)} are"
         )
-    return _TORCH[found]
+    return _TORCH[function]
 
 
 @dataclass(frozen=True)
@@ -136,30 +138,45 @@ QUANTIZATIONS = ("int8",)
 """Names that `Encoder` and `Reranker` take."""
 
 
-def check_quantization(quantization: str | None) -> None:
-    """Check that there is such a quantisation.
+def load_for_calls(
+    opened: Checkpoint,
+    model_class: Callable[..., Any],
+    config: Any,
+    dtype: str,
+    quantization: str | None,
+    *,
+    keep_head: bool = False,
+    show_progress: bool,
+) -> Any:
+    """Load a model, quantise it if asked for, and pack its weights for the processor.
+
+    Args:
+        opened: the checkpoint.
+        model_class: class of the model.
+        config: configuration of the model.
+        dtype: name of the dtype of weights and matmul inputs.
+        quantization: a name of `QUANTIZATIONS`, or None.
+        keep_head: keep a language model's own head, from which rerankers read the answer.
+            Encoders do not call it. The head that quantising makes of tied embeddings is dropped in any case: the
+            embeddings themselves stay floats.
+        show_progress: show a bar while loading, if stderr is a terminal.
 
     Raises:
-        InvalidParameterError: for another name.
+        CheckpointError: if the weights do not fit the configuration.
+        InvalidParameterError: for another quantisation.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise InvalidParameterError(
             f"quantization: expected {' or '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}"
         )
-
-
-def round_linear_inputs(model: Any, *, keep_head: bool = False) -> None:
-    """Make the linear layers with weights of 8-bit integers round their inputs to such integers too, in place.
-
-    Args:
-        model: a loaded model.
-        keep_head: keep a language model's own head, which rerankers read the answer of and no encoder calls. The head
-            that quantising makes of tied embeddings is dropped in any case: the embeddings themselves stay floats.
-    """
-    if hasattr(model, "lm_head") and (model.config.tie_word_embeddings or not keep_head):
-        model.lm_head = None
-    for _, layer in nnx.iter_modules(model):
-        if isinstance(layer, Linear):
-            weight: Any = layer.weight.get_value()
+    with progress.bar("loading weights", enabled=show_progress, count=False) as report:
+        model = load_model(opened, model_class, config, dtype=DTYPES[dtype], quantization=quantization, progress=report)
+    if quantization is not None:
+        if hasattr(model, "lm_head") and (config.tie_word_embeddings or not keep_head):
+            model.lm_head = None
+        for _, layer in nnx.iter_modules(model):
+            weight: Any = layer.weight.get_value() if isinstance(layer, Linear) else None
             if isinstance(weight, QuantizedWeight):
                 layer.weight = nnx.Param[Any](replace(weight, rounds_inputs=True))
+    pack_linear_weights(model)
+    return model

@@ -1,4 +1,4 @@
-"""The two ways by which a model scores a pair of texts: a cross-encoder's logit, and a language model's "yes"."""
+"""Rerankers: a checkpoint scores documents for a query, by a cross-encoder's logit or a language model's "yes"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from verax import models, progress
+from verax import models
 from verax._compat import enable_compilation_cache
 from verax.checkpoint import Checkpoint
 from verax.embed.buckets import (
@@ -25,18 +25,16 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.pooling import activation_function, check_quantization, round_linear_inputs
+from verax.embed.pooling import activation_function, load_for_calls
 from verax.embed.settings import open_folder, read_max_length
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import file_of, read_value
 from verax.files import JsonObject, read_json
-from verax.loading import load_model
 from verax.models import causal_lm, cross_encoder, hidden_states
-from verax.nn import Sentences, pack_linear_weights
+from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["RankedDocument", "Reranker", "Scorer", "scorer_of"]
-
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Instruction that Qwen3-Reranker was published with."""
@@ -74,7 +72,7 @@ def scorer_of(opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None) 
 
     Args:
         opened: the checkpoint.
-        tokenizer: its tokenizer.
+        tokenizer: tokenizer of the checkpoint.
         max_length: tokens that are read of a pair; the checkpoint's limit if None.
 
     Raises:
@@ -115,7 +113,7 @@ class CrossEncoder:
     def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:
         """Tokens of the query with each document; the longer of the two loses its end first."""
         pairs = [(query, document) for document in documents]
-        return [Tokens(*found) for found in self._tokenizer.encode_pairs(pairs, max_length=max_length)]
+        return [Tokens(*tokenized) for tokenized in self._tokenizer.encode_pairs(pairs, max_length=max_length)]
 
     def scores(
         self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
@@ -148,26 +146,26 @@ class YesOrNo:
         room = max_length - len(self._prefix) - len(self._suffix)
         if room < 1:
             raise InvalidParameterError(
-                f"max_length: {max_length} tokens leave none beside the prompt's {max_length - room}"
+                f"max_length: {max_length} tokens leave none for the document after the prompt's {max_length - room}"
             )
         before = f"<Instruct>: {INSTRUCTION if instruction is None else instruction}\n<Query>: {query}\n<Document>: "
-        found = self._tokenizer.encode_batch([before + document for document in documents], max_length=room)
-        return [Tokens([*self._prefix, *ids, *self._suffix], left_out=left_out) for ids, left_out in found]
+        tokenized = self._tokenizer.encode_batch([before + document for document in documents], max_length=room)
+        return [Tokens([*self._prefix, *ids, *self._suffix], left_out=left_out) for ids, left_out in tokenized]
 
     def scores(
         self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
     ) -> Float[Array, "S"]:
-        """Softmax over the logits of "yes" and "no" behind the last token: its part of "yes"."""
+        """Probability of "yes" against "no" as the token after the prompt."""
         logits = model.logits(sentences.last(hidden_states(model, tokens, sentences)))
         return jax.nn.sigmoid(logits[:, self._yes] - logits[:, self._no])
 
 
 def _activation_name(config: Mapping[str, Any]) -> str:
     """torch's name of the function that a cross-encoder's logit goes through; sentence-transformers' rules."""
-    told = JsonObject(
+    settings = JsonObject(
         read_value(config, "sentence_transformers", dict, {}), f"{file_of(config)}: sentence_transformers"
     )
-    name = read_value(told, "activation_fn", str, None)
+    name = read_value(settings, "activation_fn", str, None)
     return name or read_value(
         config, "sbert_ce_default_activation_function", str, "torch.nn.modules.activation.Sigmoid"
     )
@@ -178,8 +176,8 @@ class RankedDocument:
     """Document in a ranking.
 
     Attributes:
-        index: its number among the documents given, from 0.
-        score: its score; a better answer has a higher one.
+        index: number of the document among the given ones, from 0.
+        score: score of the document; a better answer has a higher one.
         text: the document.
     """
 
@@ -221,7 +219,7 @@ class Reranker:
 
         Raises:
             CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
-            UnsupportedModelError: if verax has no such architecture, or it is no reranker.
+            UnsupportedModelError: if verax has no such architecture, or it is not a reranker.
             InvalidParameterError: if an argument makes no sense, with its name.
         """
         models.check_dtype(dtype)
@@ -231,19 +229,9 @@ class Reranker:
         self._scorer, model_class, self.model_config = scorer_of(
             opened, Tokenizer.from_folder(opened.folder), max_length
         )
-        check_quantization(quantization)
-        with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-            loaded = load_model(
-                opened,
-                model_class,
-                self.model_config,
-                dtype=models.DTYPES[dtype],
-                quantization=quantization,
-                progress=report,
-            )
-        if quantization is not None:
-            round_linear_inputs(loaded, keep_head=True)
-        pack_linear_weights(loaded)
+        loaded = load_for_calls(
+            opened, model_class, self.model_config, dtype, quantization, keep_head=True, show_progress=show_progress
+        )
         scores = self._scorer.scores
 
         def score(
@@ -278,17 +266,18 @@ class Reranker:
         """Scores of documents, in their order; a better answer to the query has a higher one.
 
         They are what sentence-transformers' `CrossEncoder.predict` gives: the logit through the checkpoint's activation
-        function, a sigmoid if it names none. Those of Qwen3-Reranker are the probability of "yes" against "no".
+        function, a sigmoid if it names none. Qwen3-Reranker's are the probability of "yes" against "no".
 
         Args:
             query: a text.
             documents: any number of texts.
-            instruction: what a document has to do, for models that read it; the published one if None.
+            instruction: task of a document, for models that read one; the published instruction if None.
             batch_size: most pairs in one call of the device; as many as its tokens hold if None.
             show_progress: a bar, if stderr is a terminal and there are several documents.
 
         Raises:
-            InvalidParameterError: if a text is none, or the model reads no instruction; then nothing is computed.
+            InvalidParameterError: if an argument is not a text, or the model reads no instruction; then nothing is
+                computed.
         """
         check_batch_size(batch_size)
         texts = check_texts(documents, "documents")
@@ -297,9 +286,9 @@ class Reranker:
         self.truncated = 0
 
         def tokenize(chunk: Sequence[int]) -> list[Tokens]:
-            found = self.tokenize(query, [texts[i] for i in chunk], instruction=instruction)
-            self.truncated += sum(pair.left_out > 0 for pair in found)
-            return found
+            tokenized = self.tokenize(query, [texts[i] for i in chunk], instruction=instruction)
+            self.truncated += sum(pair.left_out > 0 for pair in tokenized)
+            return tokenized
 
         jobs = self._buckets(batch_size).tokenized([len(text) for text in texts], tokenize)
         return self._run(jobs, len(texts), show_progress and len(texts) > 1)
@@ -322,8 +311,8 @@ class Reranker:
         texts = check_texts(documents, "documents")
         # A text that is there twice is scored once: at another place in a call its score would round otherwise.
         unique = list(dict.fromkeys(texts))
-        found = dict(zip(unique, self.score(query, unique, **options), strict=True))
-        scores = np.asarray([found[text] for text in texts], np.float32)
+        score_of = dict(zip(unique, self.score(query, unique, **options), strict=True))
+        scores = np.asarray([score_of[text] for text in texts], np.float32)
         order = np.argsort(-scores, kind="stable")[:top_k].tolist()
         return [RankedDocument(i, float(scores[i]), texts[i]) for i in order]
 

@@ -45,9 +45,9 @@ class EncoderSettings:
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Prompts by name: texts that go before a sentence."""
     default_prompt_name: str | None = None
-    """Name of the prompt of `encode` unless told otherwise."""
+    """Name of the prompt that `encode` uses by default."""
     dense: tuple[Path, ...] = ()
-    """Folders of the layers behind the pooling."""
+    """Folders of the layers after the pooling."""
 
     @classmethod
     def from_folder(
@@ -56,7 +56,7 @@ class EncoderSettings:
         """Read a folder. What is given as an argument goes before what the files say.
 
         Args:
-            folder: the checkpoint's.
+            folder: folder of the checkpoint.
             positions: tokens that the model can read at most.
             pooling: one of `POOLINGS`.
             max_length: tokens that are read of a sentence.
@@ -70,11 +70,11 @@ class EncoderSettings:
             raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
         steps = _steps(folder)
         pooled = read_json(folder / steps.get("Pooling", ["1_Pooling"])[0] / "config.json", optional=True)
-        told = read_json(folder / "config_sentence_transformers.json", optional=True)
-        prompts = read_value(told, "prompts", dict[str, str], {})
-        default = read_value(told, "default_prompt_name", str, None)
+        named = read_json(folder / "config_sentence_transformers.json", optional=True)
+        prompts = read_value(named, "prompts", dict[str, str], {})
+        default = read_value(named, "default_prompt_name", str, None)
         if default is not None and default not in prompts:
-            raise CheckpointError(f"{told.where}: default_prompt_name: there is no prompt {default!r}")
+            raise CheckpointError(f"{named.where}: default_prompt_name: there is no prompt {default!r}")
         tokens = read_json(folder / "sentence_bert_config.json", optional=True)
         return cls(
             pooling or _pooling(pooled),
@@ -90,7 +90,7 @@ class EncoderSettings:
         """Text of a prompt by its name; of the default one, or none, for None.
 
         Raises:
-            InvalidParameterError: if there is no such prompt, naming those that there are.
+            InvalidParameterError: if there is no such prompt, naming the existing ones.
         """
         name = self.default_prompt_name if prompt_name is None else prompt_name
         if name is None:
@@ -130,7 +130,7 @@ def read_max_length(folder: Path, positions: int, max_length: int | None, tokens
     """Tokens that are read of a text: the argument, or the limit of the files, or all positions.
 
     Args:
-        folder: the checkpoint's.
+        folder: folder of the checkpoint.
         positions: tokens that the model can read at most.
         max_length: the limit that the caller asks for.
         tokens: content of sentence_bert_config.json.
@@ -178,7 +178,7 @@ def _steps(folder: Path) -> dict[str, list[str]]:
             raise CheckpointError(f"{path}: expected steps with a type and a path, got {module!r}")
         subfolder = read_value(JsonObject(module, path), "path", str, "")
         if "\0" in subfolder:
-            raise CheckpointError(f"{path}: {subfolder!r} is no path")
+            raise CheckpointError(f"{path}: {subfolder!r} is not a path")
         steps.setdefault(module["type"].rpartition(".")[2], []).append(subfolder)
     unknown = [step for step in steps if step not in _STEPS]
     if unknown:

@@ -1,4 +1,8 @@
-"""Training loop: optimiser steps, checkpoints that resume exactly, a log and a plot of the loss."""
+"""Training loop: optimiser steps, checkpoints that resume exactly, a log and a plot of the loss.
+
+Orbax (https://orbax.readthedocs.io) writes the checkpoints into the folder `state` of the run. Each device's part of an
+array is written and read by itself, so that a run may continue on other devices.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,6 @@ if TYPE_CHECKING:
     import optax
 
 __all__ = ["RunStates", "Schedule", "has_state", "plot_loss", "read_log", "train"]
-
 
 LOG = "log.jsonl"
 
@@ -135,11 +138,11 @@ def train(
         batches: `batches(step)` yields the batches from that step on, the same ones at every call.
         schedule: optimiser and number of steps.
         folder: receives `state` (parameters, optimiser, mean), `log.jsonl`, `loss.png`.
-        settings: what else a resumed run must have in common with the one that it continues, as JSON.
+        settings: further settings that a resumed run must share with the run that it continues, as JSON.
         accumulation: parts of a batch that are computed one after the other, along a first axis of each entry of the
             batch if there are more than one. Their losses and gradients are added.
         validate: loss on other data, of parameters; logged before the first step and at each checkpoint.
-        resume: continue from `state`; the results are bit-identical to those of an uninterrupted run.
+        resume: continue from `state`; the results are bit-identical to an uninterrupted run's.
         stop_at: last step of this run, if it is to end before the schedule does.
         save_every: steps between checkpoints; the last step is always saved.
         log_every: steps between entries of the log.
@@ -233,7 +236,7 @@ def _value_and_gradient(loss: Loss, params: Any, batch: dict[str, Array], parts:
 
 
 class _Log:
-    """The file of a run's entries, without those of steps after the last state, which will be made again."""
+    """The file of a run's entries. Entries of steps after the last state are removed: these steps are made again."""
 
     def __init__(self, folder: Path, step: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -296,7 +299,7 @@ class RunStates:
 
     Args:
         folder: folder of the run.
-        settings: what the run was made with, as JSON; a run can only be resumed with equal ones.
+        settings: settings of the run, as JSON; a run can only be resumed with equal ones.
 
     Raises:
         MissingDependencyError: without Orbax.
@@ -322,7 +325,7 @@ class RunStates:
         return self._manager.latest_step()
 
     def save(self, state: Any, step: int) -> None:
-        """Save the state after so many steps, a pytree of arrays."""
+        """Save the state, a pytree of arrays, after `step` steps."""
         args = self._ocp.args
         leaves = jax.tree.leaves(state)
         run = {"settings": self._settings, "shapes": [list(leaf.shape) for leaf in leaves]}
@@ -332,7 +335,7 @@ class RunStates:
         """The newest state, with the structure of `like` and on its devices.
 
         Raises:
-            CheckpointError: if there is none, or it is of a run with other settings or of a model of other sizes.
+            CheckpointError: if there is no state, or it is of a run with other settings or of a model of other sizes.
         """
         if self.step is None:
             raise CheckpointError(f"{self.path}: no training state to resume from; start without resume")
@@ -347,8 +350,8 @@ class RunStates:
         leaves, structure = jax.tree.flatten(like)
         if run["shapes"] != [list(leaf.shape) for leaf in leaves]:
             raise CheckpointError(f"{self.path}: belongs to a model of other sizes")
-        found = self._manager.restore(self.step, args=args.Composite(state=args.StandardRestore(_named(leaves))))
-        return jax.tree.unflatten(structure, [found["state"][name] for name in _named(leaves)])
+        restored = self._manager.restore(self.step, args=args.Composite(state=args.StandardRestore(_named(leaves))))
+        return jax.tree.unflatten(structure, [restored["state"][name] for name in _named(leaves)])
 
 
 def _named(leaves: list[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Losses of a language model and of an encoder."""
+"""Losses of a language model and of an encoder, and linear layers whose gradients are products in bfloat16."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Int
 
 __all__ = ["contrastive_loss", "next_token_loss", "rounded_gradient_linear", "weighted_next_token_loss"]
 
-
 MAX_SCORES = 1 << 25
-"""Scores that are in memory at once: 128 MB. A vocabulary of 150,000 tokens has so many for 220 tokens."""
+"""Scores that are in memory at once: 128 MB, or 220 tokens with a vocabulary of 150,000."""
 
 
 def next_token_loss(
@@ -20,7 +19,7 @@ def next_token_loss(
 ) -> Float[Array, ""]:
     """Mean cross-entropy, in nats, of token t + 1 given the logits at t, over a packed batch; S = T + 1.
 
-    The first token of a document is not predicted: its segment differs from that of the token before it. Padding
+    The first token of a document is not predicted: its segment differs from the segment of the token before it. Padding
     (segment 0) is not predicted either.
     """
     counted = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).astype(jnp.float32)
@@ -36,8 +35,8 @@ def contrastive_loss(first: Float[Array, "B D"], second: Float[Array, "B D"], te
     length 1.
     """
     scores = jnp.einsum("id,jd->ij", first, second, precision=jax.lax.Precision.HIGHEST) / temperature
-    found = jnp.diagonal(jax.nn.log_softmax(scores, axis=1)) + jnp.diagonal(jax.nn.log_softmax(scores, axis=0))
-    return -jnp.mean(found) / 2
+    logprobs = jnp.diagonal(jax.nn.log_softmax(scores, axis=1)) + jnp.diagonal(jax.nn.log_softmax(scores, axis=0))
+    return -jnp.mean(logprobs) / 2
 
 
 def weighted_next_token_loss(
@@ -54,7 +53,7 @@ def weighted_next_token_loss(
         logits: the output head.
         hidden: final hidden states.
         targets: the token that follows each.
-        weights: of each target; zero for padding.
+        weights: weight of each target; zero for padding.
     """
 
     def part(hidden: Array, targets: Array, weights: Array) -> Array:

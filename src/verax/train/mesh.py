@@ -40,10 +40,10 @@ def parse_mesh(text: str | None) -> Mesh | None:
 
 
 def fully_sharded(devices: int) -> Mesh | None:
-    """Mesh of so many devices, which divide batches, weights and optimiser; None for one.
+    """Mesh of the given number of devices, which divide batches, weights and optimiser; None for one.
 
     Raises:
-        InvalidParameterError: for more devices than there are.
+        InvalidParameterError: if fewer devices exist.
     """
     if devices > jax.device_count():
         raise InvalidParameterError(
@@ -54,7 +54,7 @@ def fully_sharded(devices: int) -> Mesh | None:
 
 
 def state_sharding(mesh: Mesh, state: Any) -> Any:
-    """Sharding of each leaf: divided over `fsdp` along its first divisible axis, replicated if there is none."""
+    """Sharding of each leaf: divided over `fsdp` along its first divisible axis, replicated if no axis is divisible."""
     parts = mesh.shape["fsdp"]
 
     def place(leaf: Any) -> NamedSharding:

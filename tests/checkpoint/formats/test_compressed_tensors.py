@@ -1,15 +1,13 @@
 """Quantised checkpoints: integers and scales survive a file exactly, and what cannot be computed with is refused."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from tests.support.packing import dequantized, pack_rows, random_codes
+from tests.support.packing import dequantized, open_packed, pack_rows, random_codes
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load_module
@@ -65,13 +63,11 @@ def test_every_code_is_where_the_layout_has_it(tmp_path):
     for i, value in enumerate(values):
         words[0, i // 8] |= np.uint32(int(value) + 8) << np.uint32(4 * (i % 8))
     tensors = {
-        "up.weight_packed": words.view(np.int32),
-        "up.weight_scale": np.asarray([[0.5, 2.0]], np.float32),
-        "up.weight_shape": np.asarray([1, 64]),
+        "weight_packed": words.view(np.int32),
+        "weight_scale": np.asarray([[0.5, 2.0]], np.float32),
+        "weight_shape": np.asarray([1, 64]),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
-    weight = Checkpoint.open(tmp_path).read("up.weight")
+    weight = open_packed(tmp_path, tensors, FORMAT).read("up.weight")
     np.testing.assert_array_equal(weight.integers()[0], values)
     np.testing.assert_array_equal(weight.dequantize()[0], values * np.repeat([0.5, 2.0], 32))
 
@@ -79,22 +75,18 @@ def test_every_code_is_where_the_layout_has_it(tmp_path):
 def test_eight_bits_without_packing_are_read_too(tmp_path):
     integers = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
     scales = np.asarray([[0.1], [1.0], [3.0]], np.float32)
-    save_file({"up.weight": integers, "up.weight_scale": scales}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
-    weight = Checkpoint.open(tmp_path).read("up.weight")
+    weight = open_packed(tmp_path, {"weight": integers, "weight_scale": scales}, FORMAT).read("up.weight")
     np.testing.assert_array_equal(weight.dequantize(), integers * scales)
 
 
-def test_scales_that_float16_cannot_hold_stay_as_they_are(tmp_path):
+def test_scales_that_float16_cannot_hold_stay_float32(tmp_path):
     scales = np.asarray([[1e-6, 1.0]], np.float32)
     tensors = {
-        "up.weight_packed": np.zeros((1, 8), np.int32),
-        "up.weight_scale": scales,
-        "up.weight_shape": np.asarray([1, 64]),
+        "weight_packed": np.zeros((1, 8), np.int32),
+        "weight_scale": scales,
+        "weight_shape": np.asarray([1, 64]),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
-    np.testing.assert_array_equal(Checkpoint.open(tmp_path).read("up.weight").row_scales(), scales)
+    np.testing.assert_array_equal(open_packed(tmp_path, tensors, FORMAT).read("up.weight").row_scales(), scales)
 
 
 def test_zero_points_and_activation_order_are_read(tmp_path):
@@ -103,25 +95,21 @@ def test_zero_points_and_activation_order_are_read(tmp_path):
     codes, zeros, scales = random_codes(rng, 5, 96, 32, 4, False)
     g_idx = rng.permutation(np.arange(96) // 32)
     tensors = {
-        "up.weight_packed": np.ascontiguousarray(pack_rows(codes.T, 4).T).view(np.int32),
-        "up.weight_zero_point": pack_rows(np.pad(zeros, ((0, 3), (0, 0))), 4).view(np.int32),
-        "up.weight_scale": scales,
-        "up.weight_shape": np.asarray([5, 96]),
-        "up.weight_g_idx": g_idx.astype(np.int32),
+        "weight_packed": np.ascontiguousarray(pack_rows(codes.T, 4).T).view(np.int32),
+        "weight_zero_point": pack_rows(np.pad(zeros, ((0, 3), (0, 0))), 4).view(np.int32),
+        "weight_scale": scales,
+        "weight_shape": np.asarray([5, 96]),
+        "weight_g_idx": g_idx.astype(np.int32),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
-    weight = Checkpoint.open(tmp_path).read("up.weight")
+    weight = open_packed(tmp_path, tensors, FORMAT).read("up.weight")
     np.testing.assert_array_equal(weight.dequantize(), dequantized(codes, zeros, scales, g_idx))
 
 
 def test_eight_bits_without_packing_may_have_zero_points(tmp_path):
     integers = np.array([[-128, 127], [3, 4]], np.int8)
     scales, zeros = np.asarray([[0.5], [2.0]], np.float32), np.array([[-100], [5]], np.int8)
-    arrays = {"up.weight": integers, "up.weight_scale": scales, "up.weight_zero_point": zeros}
-    save_file(arrays, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMAT}))
-    weight = Checkpoint.open(tmp_path).read("up.weight")
+    arrays = {"weight": integers, "weight_scale": scales, "weight_zero_point": zeros}
+    weight = open_packed(tmp_path, arrays, FORMAT).read("up.weight")
     np.testing.assert_array_equal(weight.dequantize(), (integers.astype(np.int32) - zeros) * scales)
 
 
@@ -149,29 +137,27 @@ def test_a_bias_of_zeros_that_the_model_lacks_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "config", "says"),
     [
-        ({"up.weight_zero_point": np.zeros((1, 1), np.int32)}, FORMAT, r"up.weight_zero_point of .* shape \[1, 1\]"),
-        ({"up.weight_g_idx": np.zeros(63, np.int32)}, FORMAT, r"up.weight_g_idx of dtype int32 and shape \[63\]"),
-        ({"up.weight_scale": np.ones((1, 4), np.float32)}, FORMAT, "supported are 4 and 8 bits with a scale for 32"),
-        ({"up.weight_shape": np.asarray([1])}, FORMAT, "up.weight_packed of dtype int32"),
+        ({"weight_zero_point": np.zeros((1, 1), np.int32)}, FORMAT, r"up.weight_zero_point of .* shape \[1, 1\]"),
+        ({"weight_g_idx": np.zeros(63, np.int32)}, FORMAT, r"up.weight_g_idx of dtype int32 and shape \[63\]"),
+        ({"weight_scale": np.ones((1, 4), np.float32)}, FORMAT, "supported are 4 and 8 bits with a scale for 32"),
+        ({"weight_shape": np.asarray([1])}, FORMAT, "up.weight_packed of dtype int32"),
         ({}, {**FORMAT, "config_groups": [3]}, "config_groups: expected"),
-        ({"up.weight_packed": np.zeros((1, 7), np.int32)}, FORMAT, "up.weight_packed of dtype int32"),
-        ({"up.weight_packed": None}, FORMAT, "has neither"),
-        ({"up.weight_shape": None}, FORMAT, "up.weight_packed has no up.weight_shape with it"),
+        ({"weight_packed": np.zeros((1, 7), np.int32)}, FORMAT, "up.weight_packed of dtype int32"),
+        ({"weight_packed": None}, FORMAT, "has neither"),
+        ({"weight_shape": None}, FORMAT, "up.weight_packed has no up.weight_shape with it"),
         ({}, {"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', .*: compressed-tensors, gptq, awq, fp8,"),
         ({}, {"quant_method": []}, r"quantised by \[\]"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(tmp_path, changes, config, says):
     tensors = {
-        "up.weight_packed": np.zeros((1, 8), np.int32),
-        "up.weight_scale": np.ones((1, 2), np.float32),
-        "up.weight_shape": np.asarray([1, 64]),
+        "weight_packed": np.zeros((1, 8), np.int32),
+        "weight_scale": np.ones((1, 2), np.float32),
+        "weight_shape": np.asarray([1, 64]),
         **changes,
     }
-    save_file({key: value for key, value in tensors.items() if value is not None}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(CheckpointError, match=says):
-        Checkpoint.open(tmp_path)
+        open_packed(tmp_path, tensors, config)
 
 
 def test_weights_of_two_precisions_are_not_saved_together(tmp_path):

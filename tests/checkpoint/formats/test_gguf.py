@@ -284,7 +284,7 @@ BROKEN = {
         HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 48, 8, 0),
         r"x of shape \[48\] cannot be Q8_0, in blocks of 32",
     ),
-    "no model": (HEADER + struct.pack("<QQ", 0, 0), r"general\.architecture is missing: this is no language model"),
+    "no model": (HEADER + struct.pack("<QQ", 0, 0), r"general\.architecture is missing: this is not a language model"),
 }
 
 

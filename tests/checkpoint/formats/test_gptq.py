@@ -1,25 +1,22 @@
-"""GPTQ checkpoints: every integer, scale and zero point of a file, in the order of the inputs."""
-
-import json
+"""GPTQ and AWQ checkpoints: every integer, scale and zero point of a file, in the order of the inputs."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from tests.support.packing import gptq
+from tests.support.packing import awq, gptq, open_packed
 from verax import ops
-from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError
 
 SCHEME = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+
+
 def open_with(folder, arrays, **scheme):
-    save_file({f"up.{name}": array for name, array in arrays.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": {**SCHEME, **scheme}}))
-    return Checkpoint.open(folder)
+    return open_packed(folder, arrays, {**SCHEME, **scheme})
 
 
 CASES = [
@@ -67,7 +64,7 @@ def test_products_agree_with_the_weight(tmp_path, case, rows):
     weight = open_with(tmp_path, arrays).read("up.weight")
     x = np.random.default_rng(1).standard_normal((rows, 384)).astype(np.float32)
     y = jax.jit(ops.linear)(jnp.asarray(x), weight)
-    # Rounding of x to 8 bits beside 4-bit weights where the processor multiplies integers, else of both to bfloat16.
+    # Rounding of x to 8 bits for 4-bit weights where the processor multiplies integers, else of both to bfloat16.
     assert np.linalg.norm(y - x @ expected.T) < 0.01 * np.linalg.norm(x @ expected.T)
     exact = np.asarray(x.astype(jnp.bfloat16), np.float64) @ expected.T
     np.testing.assert_allclose(ops.linear.reference(jnp.asarray(x), weight), exact, atol=1e-5 * np.abs(exact).max())
@@ -99,9 +96,8 @@ def test_the_kind_says_bits_and_groups(tmp_path):
     ],
 )
 def test_what_cannot_be_computed_with_is_refused_by_name(tmp_path, case, changes, scheme, says):
-    arrays = {**gptq(np.random.default_rng(0), 40, 384, **case)[0], **changes}
     with pytest.raises(CheckpointError, match=says):
-        open_with(tmp_path, {name: array for name, array in arrays.items() if array is not None}, **scheme)
+        open_with(tmp_path, {**gptq(np.random.default_rng(0), 40, 384, **case)[0], **changes}, **scheme)
 
 
 def test_groups_of_several_sizes_are_refused_when_they_are_read(tmp_path):
@@ -109,3 +105,30 @@ def test_groups_of_several_sizes_are_refused_when_they_are_read(tmp_path):
     arrays["g_idx"][5] = 11
     with pytest.raises(CheckpointError, match=r"up\.g_idx does not give each of 12 groups"):
         open_with(tmp_path, arrays).read("up.weight")
+
+
+@pytest.mark.parametrize(("F", "D", "group"), [(40, 384, 128), (8, 96, 32), (24, 128, 64), (16, 320, 320)])
+def test_an_awq_weight_is_the_files_to_the_bit(tmp_path, F, D, group):
+    arrays, expected = awq(np.random.default_rng(0), F, D, group=group)
+    opened = open_packed(tmp_path, arrays, {**AWQ, "group_size": group})
+    assert opened.names() == ["up.weight"]
+    assert opened.shape("up.weight") == (F, D)
+    assert opened.kind("up.weight") == f"AWQ int4 by {'rows' if group == D else group}"
+    # Integers times float16 scales are exact in float32.
+    np.testing.assert_array_equal(opened.read("up.weight").dequantize(), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme", "says"),
+    [
+        ({}, {"version": "GEMV"}, "the version 'GEMV' are not supported: gemm is"),
+        ({}, {"bits": 8}, "8 bits are not supported: 4 are"),
+        ({}, {"version": 3}, "version: expected a text"),
+        ({"scales": None}, {}, "up.qweight has no up.scales with it"),
+        ({"qzeros": np.zeros((12, 4), np.int32)}, {}, r"up.qzeros of dtype int32 and shape \[12, 4\]"),
+        ({"qweight": np.zeros((384, 5), np.float32)}, {}, "the first two of int32"),
+    ],
+)
+def test_awq_that_cannot_be_computed_with_is_refused_by_name(tmp_path, changes, scheme, says):
+    with pytest.raises(CheckpointError, match=says):
+        open_packed(tmp_path, {**awq(np.random.default_rng(0), 40, 384)[0], **changes}, {**AWQ, **scheme})

@@ -1,4 +1,4 @@
-"""A safetensors file: what a sound one gives, and that every fault of a damaged one is told with the file's name."""
+"""Safetensors files: values of sound ones, and errors with the file's name for every fault of damaged ones."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def resident_kilobytes(path):
 
 
 @pytest.mark.parametrize("rows", [1, 1000])
-def test_release_gives_pages_back_and_leaves_views_as_they_were(rows, tmp_path):
+def test_release_gives_pages_back_and_leaves_views_unchanged(rows, tmp_path):
     path = tmp_path / "f.safetensors"
     count = 2000 // rows
     expected = {f"{i:04}": np.full((rows, 333), i, np.float32) for i in range(count)}
@@ -108,7 +108,7 @@ BAD_HEADERS = {
     "no text": (b"\xff\xfe\xfd", "not valid JSON"),
     "no object": (b"[1, 2]", "not valid JSON"),
     "nested beyond reason": (b"[" * 100_000, "not valid JSON"),
-    "entry is no object": ({"a.w": [1]}, "entry of a.w is malformed"),
+    "entry is not an object": ({"a.w": [1]}, "entry of a.w is malformed"),
     "no offsets": ({"a.w": {"dtype": "F32", "shape": [1]}}, "entry of a.w is malformed"),
     "three offsets": ({"a.w": entry() | {"data_offsets": [0, 4, 8]}}, "entry of a.w is malformed"),
     "dtype is a list": ({"a.w": entry() | {"dtype": ["F32"]}}, "entry of a.w is malformed"),
@@ -127,7 +127,7 @@ BAD_HEADERS = {
 
 
 @pytest.mark.parametrize(("header", "problem"), BAD_HEADERS.values(), ids=BAD_HEADERS)
-def test_a_bad_header_is_told_with_file_and_key(header, problem, tmp_path):
+def test_the_error_of_a_bad_header_names_file_and_key(header, problem, tmp_path):
     path = raw_file(tmp_path / "model-00003.safetensors", header, b"data")
     with pytest.raises(CheckpointError, match=rf"model-00003\.safetensors: .*{problem}"):
         SafetensorsFile(path)
@@ -161,7 +161,7 @@ def test_a_header_with_any_byte_changed_is_read_or_refused_but_never_crashes(tmp
     assert refused > 500
 
 
-def test_a_missing_file_and_a_folder_in_its_place_are_told(tmp_path):
+def test_a_missing_file_and_a_folder_in_its_place_are_errors(tmp_path):
     with pytest.raises(CheckpointError, match=r"f\.safetensors: no such file"):
         SafetensorsFile(tmp_path / "f.safetensors")
     with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):

@@ -1,4 +1,4 @@
-"""The built-in encoder as it is shipped: unseen sentences, padding; and its recipe, for a few steps."""
+"""The built-in encoder as shipped: unseen sentences, padding; and its recipe, for a few steps."""
 
 import numpy as np
 import pytest

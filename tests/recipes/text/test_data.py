@@ -159,18 +159,18 @@ def test_a_story_keeps_its_names_animals_things_and_pronouns(split):
     rng = Random(5)
     people = {*GIRLS, *BOYS}
     for _ in range(4000):
-        told = story(rng, split)
-        words = set(re.findall(r"\w+", told.text))
-        assert story_is_held_out(told.name, told.kind, told.thing) is (split == "held_out")
-        assert {told.name, told.friend, told.kind, told.friend_kind} <= words
-        assert told.thing in told.text
-        assert "{" not in told.text
-        assert words & people <= {told.name, told.friend}
-        assert words & set(STORY_ANIMALS) <= {told.kind, told.friend_kind}
-        if is_girl(told.name) and is_girl(told.friend):
-            assert not {"he", "He", "him", "his", "His"} & words, told.text
-        if not is_girl(told.name) and not is_girl(told.friend):
-            assert not {"she", "She", "her", "Her"} & words, told.text
+        drawn = story(rng, split)
+        words = set(re.findall(r"\w+", drawn.text))
+        assert story_is_held_out(drawn.name, drawn.kind, drawn.thing) is (split == "held_out")
+        assert {drawn.name, drawn.friend, drawn.kind, drawn.friend_kind} <= words
+        assert drawn.thing in drawn.text
+        assert "{" not in drawn.text
+        assert words & people <= {drawn.name, drawn.friend}
+        assert words & set(STORY_ANIMALS) <= {drawn.kind, drawn.friend_kind}
+        if is_girl(drawn.name) and is_girl(drawn.friend):
+            assert not {"he", "He", "him", "his", "His"} & words, drawn.text
+        if not is_girl(drawn.name) and not is_girl(drawn.friend):
+            assert not {"she", "She", "her", "Her"} & words, drawn.text
 
 
 def test_stories_are_short_and_hardly_ever_the_same():

@@ -1,4 +1,4 @@
-"""The built-in model as it is shipped: unseen text, unseen sums, endings; and its recipe, for a few steps."""
+"""The built-in model as shipped: unseen text, unseen sums, endings; and its recipe, for a few steps."""
 
 import pytest
 

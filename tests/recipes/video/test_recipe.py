@@ -1,4 +1,4 @@
-"""The built-in video model as it is shipped; and its recipe, for a few steps of a smaller one."""
+"""The built-in video model as shipped; and its recipe, for a few steps of a smaller one."""
 
 from dataclasses import replace
 

@@ -1,13 +1,15 @@
 """Lines of a file of examples: which tokens are read, which are trained, and what is refused by its number."""
 
 import json
+from itertools import islice
 
+import numpy as np
 import pytest
 
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verax.errors import InvalidParameterError
 from verax.text.tokens.tokenizer import Tokenizer
-from verax.train.finetune.data import read_examples
+from verax.train.finetune.data import Example, read_examples, shuffled_batches, validation_batches
 
 USER = {"role": "user", "content": "a fox"}
 ANSWER = {"role": "assistant", "content": "the river"}
@@ -17,7 +19,7 @@ FORGETFUL = (
     "{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Template that drops what only the last answer has, as those of reasoning models do."""
+"""Template that drops what only the last answer has, as templates of reasoning models do."""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
     found = read({"text": "once upon a time there was a small fox"}, long, {"text": "a fox"}, max_length=6)
     assert len(found.items[0].tokens) == 6
     assert (len(found), found.cut, found.left_out) == (2, 2, 1)
-    with pytest.raises(InvalidParameterError, match="no example to learn from: what is to be learned lies behind 6"):
+    with pytest.raises(InvalidParameterError, match="no example to learn from: what is to be learned comes after 6"):
         read(long, max_length=6)
 
 
@@ -100,7 +102,7 @@ def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
         ({"messages": "a"}, "messages: expected a list"),
         ({"messages": [{"content": "a"}]}, "expected a dictionary with a role"),
         ({"messages": [USER]}, "expected an answer of the assistant"),
-        ({"messages": [ANSWER]}, "expected an answer of the assistant behind another message"),
+        ({"messages": [ANSWER]}, "expected an answer of the assistant after another message"),
         ('{"text": "\\ud83e"}', "not valid JSON"),
     ],
 )
@@ -120,3 +122,56 @@ def test_a_file_that_is_empty_or_missing_is_refused(read, tmp_path, tokenizer):
         read("")
     with pytest.raises(InvalidParameterError, match=r"none\.jsonl: cannot be read"):
         read_examples(tmp_path / "none.jsonl", tokenizer, max_length=10)
+
+
+def example(length, trained):
+    """Tokens 1, 2, ... of which the last `trained` are trained."""
+    return Example(np.arange(1, length + 1, dtype=np.int32), np.arange(length) >= length - trained)
+
+
+EXAMPLES = [example(length, trained) for length, trained in ((5, 2), (9, 9), (40, 1), (12, 4), (3, 1))]
+
+
+def take(start, count, *, rows=2, parts=1, seed=0):
+    found = shuffled_batches(EXAMPLES, seed=seed, rows=rows, parts=parts, max_length=50, start=start)
+    return list(islice(found, count))
+
+
+def test_each_trained_token_has_the_same_weight_and_those_of_a_step_add_up_to_one():
+    (batch,) = take(0, 1, rows=5)
+    weights = batch["weights"]
+    assert np.count_nonzero(weights) == 2 + 8 + 1 + 4 + 1  # nothing predicts a first token
+    np.testing.assert_allclose(weights[weights > 0], 1 / 16)
+    row = batch["lengths"].tolist().index(4)
+    assert batch["tokens"][row, :5].tolist() == [1, 2, 3, 4, 0]
+    assert batch["targets"][row, :5].tolist() == [2, 3, 4, 5, 0]
+    assert np.flatnonzero(weights[row]).tolist() == [2, 3]
+
+
+def test_rows_have_a_length_of_a_short_list():
+    assert {batch["tokens"].shape[1] for batch in take(0, 20)} == {32, 50}
+
+
+def test_every_example_comes_once_before_any_comes_again():
+    lengths = np.concatenate([batch["lengths"] for batch in take(0, 5)])
+    assert sorted(lengths[:5]) == sorted(lengths[5:]) == [2, 4, 8, 11, 39]
+    assert lengths[:5].tolist() != lengths[5:].tolist()
+
+
+def test_a_run_goes_on_with_the_batches_that_it_would_have_had():
+    for whole, resumed in zip(take(0, 7)[3:], take(3, 4), strict=True):
+        np.testing.assert_equal(whole, resumed)
+    assert not np.array_equal(take(0, 1)[0]["lengths"], take(0, 1, seed=1)[0]["lengths"])
+
+
+def test_parts_of_a_step_are_the_rows_of_one_large_batch():
+    (whole,), (parts,) = take(0, 1, rows=4), take(0, 1, rows=2, parts=2)
+    assert parts["tokens"].shape == (2, 2, whole["tokens"].shape[1])
+    for name, array in whole.items():
+        np.testing.assert_array_equal(parts[name].reshape(array.shape), array)
+
+
+def test_validation_takes_every_example_once_and_fills_up_with_empty_rows():
+    batches = list(validation_batches(EXAMPLES, rows=2, max_length=50))
+    assert sorted(np.concatenate([batch["lengths"] for batch in batches])) == [0, 2, 4, 8, 11, 39]
+    np.testing.assert_allclose(sum(batch["weights"].sum() for batch in batches), 1, rtol=1e-6)

@@ -52,7 +52,7 @@ class PackedWeight(NamedTuple):
         return f"int{self.bits} by {'rows' if self.groups == 1 else self.shape[1] // self.groups}"
 
     def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight:
-        """Copy it out of its file, exactly: integers and scales as they are, in our order.
+        """Copy it out of its file, exactly: integers and scales unchanged, in our order.
 
         Raises:
             CheckpointError: if its groups are not all of one size.
@@ -83,7 +83,7 @@ def find_packed(
         CheckpointError: for a layout or a precision that verax cannot compute with, naming it.
     """
     block = _block(config)
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     parts = {key for key in tensors if is_ignored(key)}
     for key, scale in tensors.items():
         stem, _, last = key.rpartition(".")
@@ -97,13 +97,13 @@ def find_packed(
         others = [f"{stem}.{part}" for part in _PARTS if f"{stem}.{part}" in tensors]
         packed = values.endswith("_packed")
         if tensors[values].dtype.kind not in "iu":
-            found[values] = describe_float8(tensors, (values, key), block, where)
+            weights[values] = describe_float8(tensors, (values, key), block, where)
         elif packed and scale.dtype == np.uint8:
-            found[f"{stem}.weight"] = describe_mxfp4(tensors, (values, key), where)
+            weights[f"{stem}.weight"] = describe_mxfp4(tensors, (values, key), where)
         else:
-            found[f"{stem}.weight"] = _describe(tensors, values, set(others), read, where)
+            weights[f"{stem}.weight"] = _describe(tensors, values, set(others), read, where)
         parts.update((values, *others))
-    return found, parts
+    return weights, parts
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -130,7 +130,7 @@ def _describe(
         D = columns
         options = [8] if stored.dtype == np.int8 else []
         if last == "weight_packed":
-            # Rows are packed to whole words: their number tells the precision.
+            # Rows are packed to whole words: their number shows the precision.
             D = int(read(shape)[1]) if tensors[shape].shape == (2,) else 0
             options = [bits for bits in BITS if stored.dtype == np.int32 and columns == -(-D * bits // 32)]
         for bits in options:
@@ -145,7 +145,7 @@ def _describe(
 
 
 def _zero_points(F: int, groups: int, words: tuple[int, int]) -> list[tuple[Any, tuple[int, ...]]]:
-    """Dtypes and shapes that zero points may have: packed, or as they are."""
+    """Dtypes and shapes that zero points may have: packed, or one number each."""
     return [(np.int32, words), (np.int8, (F, groups)), (np.int8, (F,))]
 
 

@@ -54,10 +54,9 @@ __all__ = [
     "powers_of_two",
 ]
 
-
 DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 _NAN = 0x7F
-"""Bits of a NaN but for its sign; there is no infinity."""
+"""Bits of a NaN without its sign. The type has no infinity."""
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _IGNORED = re.compile(r"\.(input|activation|output|[qkv])_(scale|zero_point)$")

@@ -1,8 +1,12 @@
-"""Reading a GGUF file by memory-mapping: llama.cpp's format of weights, configuration and tokenizer in one file.
+"""GGUF files, memory-mapped: llama.cpp's format of weights, configuration and tokenizer in one file.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's reader makes an array of each
 string of the vocabulary (10 s and 500 MB for 150,000 tokens), and keeps the pages of weights. Its table of types and
 its `dequantize`, the numpy form of llama.cpp's own, are used here.
+
+Names of tensors, order of their rows and config.json as metadata follow llama.cpp's converter
+(`convert_hf_to_gguf.py`). Matrices of the block types that `ops.linear` multiplies, the embeddings among them, keep
+their blocks (`BlockQuantizedWeight`). Other block types are dequantised while they are read.
 """
 
 from __future__ import annotations
@@ -37,14 +41,13 @@ __all__ = [
     "tensor_name",
 ]
 
-
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 """Types of 32 or 256 values that share scales."""
 
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
-"""Bytes, where `general.alignment` says nothing."""
+"""Alignment of the tensors in bytes, where the file has no `general.alignment`."""
 
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
@@ -202,7 +205,7 @@ _LAYER_KEYS = {key: name for name, key in _LAYER_NAMES.items()}
 
 
 def tensor_key(name: str, architecture: str | None) -> str:
-    """The checkpoint's key of a tensor, `blk.3.attn_q.weight` say; the name itself if our models have none such.
+    """The checkpoint's key of a tensor, such as `blk.3.attn_q.weight`; the name itself if our models lack it.
 
     `architecture` is the file's `general.architecture`.
     """
@@ -259,11 +262,11 @@ def read_config(
 
     Args:
         metadata: the file's keys and values.
-        shapes: of the tensors, by their keys in a checkpoint.
+        shapes: shapes of the tensors, by their keys in a checkpoint.
         divisors: the file's `ROPE_DIVISORS`, if it has some.
 
     Raises:
-        UnsupportedModelError: for another architecture, or a feature of one that verax does not have; naming it.
+        UnsupportedModelError: for an architecture or a feature that verax does not have; naming it.
         KeyError: with the metadata key that is missing.
     """
     kind = metadata["general.architecture"]
@@ -374,12 +377,12 @@ class GGUFWeight(NamedTuple):
         return (self.key,)
 
     def read(self, read_raw: object) -> BlockQuantizedWeight:
-        """Copy it out of the file, exactly: integers and scales as they are, in our order."""
+        """Copy it out of the file, exactly: integers and scales unchanged, in our order."""
         return BlockQuantizedWeight.from_blocks(self.kind, self.file.rows(self.key))
 
 
 class GGUFWeights:
-    """The weights of a file, as `SafetensorsFile` has those of one."""
+    """The weights of a GGUF file, with the methods of `SafetensorsFile`."""
 
     def __init__(self, path: Path):
         """Open the file.
@@ -399,7 +402,7 @@ class GGUFWeights:
         try:
             self.config = read_config(self.metadata, shapes, self._divisors())
         except KeyError as error:
-            raise CheckpointError(f"{path}: {error.args[0]} is missing: this is no language model") from error
+            raise CheckpointError(f"{path}: {error.args[0]} is missing: this is not a language model") from error
         self.tensors = {key: self._info(name) for key, name in self._names.items()}
         self.packed = {
             key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]))
@@ -412,7 +415,7 @@ class GGUFWeights:
         return self.file.tensors[self._names[key]].kind
 
     def read(self, key: str) -> np.ndarray:
-        """A tensor as floats: a view where the file has them as they are here, else a copy."""
+        """A tensor as floats: a view where the file has the same numbers, else a copy."""
         tensor, rows = self.file.tensors[self._names[key]], self.rows(key)
         if tensor.kind in DTYPES:
             weight = rows.view(DTYPES[tensor.kind]).reshape(tensor.shape)

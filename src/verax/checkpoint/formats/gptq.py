@@ -56,7 +56,7 @@ class GPTQWeight(NamedTuple):
     bits: int
     groups: int
     layout: str
-    """`gptq`, `gptq_v2` or `awq`."""
+    """Layout: `gptq`, `gptq_v2` or `awq`."""
 
     @property
     def kind(self) -> str:

@@ -108,8 +108,8 @@ def order_of(g_idx: np.ndarray, groups: int, key: str, where: object) -> np.ndar
 
 def unfitting(tensors: Mapping[str, TensorInfo], keys: Sequence[str], supported: str, where: object) -> CheckpointError:
     """The error of a weight whose arrays do not go together, or not in a way that is supported."""
-    found = ", ".join(f"{key} of dtype {tensors[key].dtype} and shape {list(tensors[key].shape)}" for key in keys)
-    return CheckpointError(f"{where}: {found}; supported are {supported}")
+    arrays = ", ".join(f"{key} of dtype {tensors[key].dtype} and shape {list(tensors[key].shape)}" for key in keys)
+    return CheckpointError(f"{where}: {arrays}; supported are {supported}")
 
 
 def lay_out(

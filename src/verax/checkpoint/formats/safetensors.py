@@ -20,7 +20,6 @@ from verax.errors import CheckpointError
 
 __all__ = ["MappedFile", "SafetensorsFile", "TensorInfo"]
 
-
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),

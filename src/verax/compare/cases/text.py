@@ -27,7 +27,6 @@ from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["EncoderReference", "embed_case", "text_case", "transformers"]
 
-
 TOKENS = 40
 """Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
 
@@ -84,7 +83,7 @@ VARIANTS = {"hierarchical": "B", "local": "C"}
 
 
 NOTHING = Inputs()
-"""Given: all is random."""
+"""Inputs that give nothing, so that all is random."""
 
 
 def text_case(
@@ -104,7 +103,7 @@ def text_case(
         scratch: a folder for random weights.
         inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
             tokens if there are neither.
-        tokens: how many of these, in each of two rows.
+        tokens: number of random tokens in each of two rows.
         size: a random model's: `tiny`, or `moe` with experts.
 
     Raises:
@@ -125,7 +124,7 @@ def text_case(
         source = {"pretrained_model_name_or_path": opened.folder.parent, "gguf_file": opened.folder.name}
     architecture, config = causal_lm(opened.config)
     rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=2)
-    given = (rows.ids,)  # what is padded on the right, nothing before it sees
+    given = (rows.ids,)  # nothing sees padding to its right
 
     def reference(dtype: str) -> Side:
         loaded: Any = lib.AutoModelForCausalLM.from_pretrained(
@@ -159,13 +158,13 @@ def _logits(model: Any, tokens: Any) -> Any:
 def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
     """A text encoder, in transformers or LAM in its PyTorch form, and in verax: hidden states.
 
-    Of LAM's rule `gated`, which is verax's own and the built-in model's, there is no PyTorch form: its weights are
+    LAM's rule `gated`, which is verax's own and the built-in model's, has no PyTorch form: its weights are
     compared under the published rule `hierarchical`.
 
     Args:
         model: a folder or hub id; `"random"` for a small BERT of random weights; None for the built-in LAM.
-        scratch, inputs: as for `text_case`.
-        tokens: random ones, in each of four rows.
+        scratch, inputs: as in `text_case`.
+        tokens: number of random tokens in each of four rows.
 
     Raises:
         CheckpointError: if the model cannot be read.
@@ -181,8 +180,8 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     kind = str(opened.config.get("model_type"))
     model_class, config = encoder(opened.config)
     theirs = EncoderReference(transformers(), opened.folder, config, kind)
-    most = config.max_position_embeddings
-    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, most=most)
+    longest = config.max_position_embeddings
+    rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, longest=longest)
 
     def reference(dtype: str) -> Side:
         return Side(theirs.load(dtype), theirs.arguments(rows.ids, rows.real), call=theirs.call, inputs=theirs.inputs)
@@ -201,8 +200,8 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
 
     config: Any = encoder(opened.config)[1]
     rule = config.rule if config.rule in VARIANTS else "hierarchical"
-    most = config.max_position_embeddings
-    rows = _rows(opened, config.vocab_size, inputs, tokens or min(LAM_TOKENS, most), count=VECTORS, most=most)
+    longest = config.max_position_embeddings
+    rows = _rows(opened, config.vocab_size, inputs, tokens or min(LAM_TOKENS, longest), count=VECTORS, longest=longest)
     layer = {**(opened.config.get("lam_config") or {}), "rule": rule}
     as_published = {**opened.config, "lam_config": layer}
     watched = (r"\.o_norm$",)
@@ -254,7 +253,7 @@ def _random_folder(config: Mapping[str, Any], folder: Path, find: Any) -> Path:
 
 
 class _Rows(NamedTuple):
-    """Tokens `[B, T]`, padded on the right, and how many of each row `[B]` are none of the padding."""
+    """Tokens `[B, T]`, padded on the right, and the number of tokens in each row, `[B]`."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -267,7 +266,7 @@ class _Rows(NamedTuple):
 
     @property
     def about(self) -> dict[str, Any]:
-        """For a report."""
+        """Entries of a report."""
         return {"tokens": list(self.ids.shape), **self.origin}
 
     def pooled(self, theirs: np.ndarray, mine: np.ndarray) -> VectorsComparison:
@@ -277,18 +276,18 @@ class _Rows(NamedTuple):
 
 
 def _rows(
-    opened: Checkpoint, vocab_size: int, inputs: Inputs, tokens: int, *, count: int, most: int | None = None
+    opened: Checkpoint, vocab_size: int, inputs: Inputs, tokens: int, *, count: int, longest: int | None = None
 ) -> _Rows:
-    """The tokens of texts, or those that are given, or random ones: `count` rows of so many `tokens`."""
+    """Tokens of texts, or given tokens, or `count` rows of `tokens` random ones."""
     given = inputs.checked({"input_ids": (None, None), "attention_mask": (None, None)}, texts=True)
     if inputs.texts:
         tokenizer = Tokenizer.from_checkpoint(opened)
-        found = [tokenizer.encode(text) for text in inputs.texts]
-        if not all(found):
-            raise InvalidParameterError(f"inputs: text {found.index([]) + 1} has no tokens")
-        lengths = np.array([len(row) for row in found], np.int32)
-        ids = np.zeros((len(found), max(lengths)), np.int64)
-        for row, text in zip(ids, found, strict=True):
+        encoded = [tokenizer.encode(text) for text in inputs.texts]
+        if not all(encoded):
+            raise InvalidParameterError(f"inputs: text {encoded.index([]) + 1} has no tokens")
+        lengths = np.array([len(row) for row in encoded], np.int32)
+        ids = np.zeros((len(encoded), max(lengths)), np.int64)
+        for row, text in zip(ids, encoded, strict=True):
             row[: len(text)] = text
     elif given:
         ids, lengths = _given_rows(given, vocab_size)
@@ -296,8 +295,8 @@ def _rows(
         # Not 0, padding in many models, whose embedding PyTorch gives no gradient.
         ids = np.random.default_rng(0).integers(1, vocab_size, (count, tokens))
         lengths = np.full(count, tokens, np.int32)
-    if most is not None and ids.shape[1] > most:
-        raise InvalidParameterError(f"inputs: {ids.shape[1]} tokens in a row, and the model takes {most}")
+    if longest is not None and ids.shape[1] > longest:
+        raise InvalidParameterError(f"inputs: {ids.shape[1]} tokens in a row, and the model takes {longest}")
     return _Rows(ids, lengths, inputs.about)
 
 
@@ -320,7 +319,7 @@ def _name(model: str | Path | None, opened: Checkpoint) -> str:
 
 
 def _states_of_padded(model: Any, tokens: Array, lengths: Array) -> Array:
-    """Hidden states as transformers has them, those of padding too: a language model's sees the sentence before it."""
+    """Hidden states as in transformers, also at padding: a language model's padding sees the sentence before it."""
     sentences = Sentences.padded(lengths, tokens.shape[1])
     return model(tokens) if isinstance(model, CausalLM) else hidden_states(model, tokens, sentences)
 
@@ -334,9 +333,9 @@ class EncoderReference:
 
     Args:
         package: transformers.
-        folder: the checkpoint's.
+        folder: folder of the checkpoint.
         config: our configuration.
-        kind: its `model_type`.
+        kind: `model_type` of the configuration.
     """
 
     def __init__(self, package: Any, folder: Path, config: Any, kind: str):
@@ -345,12 +344,12 @@ class EncoderReference:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Patterns of the modules whose input is recorded: those behind the attention."""
+        """Patterns of the modules whose input is recorded: the ones after the attention."""
         places = {"modernbert": r"attn\.Wo$", "causal": r"self_attn\.o_proj$"}
         return (places.get(self._kind, r"attention\.output\.dense$"),)
 
     def load(self, dtype: str) -> Any:
-        """The model, its module paths those of ours."""
+        """The model. Its modules have the paths of ours."""
         lib = self._package
         auto = lib.AutoModelForCausalLM if self._kind == "causal" else lib.AutoModel
         options = {} if self._kind in ("causal", "modernbert") else {"add_pooling_layer": False}
@@ -360,13 +359,13 @@ class EncoderReference:
         return loaded.eval()
 
     def arguments(self, ids: np.ndarray, real: np.ndarray) -> tuple[Any, ...]:
-        """Arguments of `call` behind the model.
+        """Arguments of `call` after the model.
 
         Args:
             ids: tokens `[B, T]`.
             real: mask `[B, T]`, False for padding.
         """
-        if self._kind == "causal":  # what is padded on the right, nothing before it sees
+        if self._kind == "causal":  # nothing sees padding to its right
             return (ids,)
         T = ids.shape[1]
         same = real[:, None, :, None] == real[:, None, None, :]

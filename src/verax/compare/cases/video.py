@@ -1,4 +1,4 @@
-"""Both sides of each part of a SkyReels-V2 or Wan model: its classes, its names, its inputs."""
+"""Cases of `verax compare video`: each part of a SkyReels-V2 or Wan model, in a PyTorch library and in verax."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from verax.models.wan.vae import WanVae, WanVaeConfig
 
 __all__ = ["PART_SIDES", "RANDOM", "VIDEO_PARTS", "PartSides", "build_part", "diffusers", "has_part", "video_case"]
 
-
 FRAMES, HEIGHT, WIDTH = 3, 8, 10
 """Size of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
 
@@ -51,19 +50,19 @@ PROMPT_TOKENS = 23
 
 
 Arrays = Mapping[str, np.ndarray]
-"""By the names of the reference's arguments, in its layout."""
+"""Arrays by the names of the reference's arguments, in its layout."""
 
 
 class PartSides(NamedTuple):
     """The two sides of one part.
 
     Attributes:
-        build: our model, of its configuration.
-        config: reads the configuration.
-        torch: the reference's model, of the configuration as a dict.
-        names: between the modules' names.
-        inputs: what the reference's call takes, of our configuration; what is not given is random.
-        run: both calls' inputs and how they are called, of our configuration and what is given.
+        build: function from a configuration to our model.
+        config: function that reads the configuration.
+        torch: function from the configuration as a dict to the reference's model.
+        names: function from the configuration to tables between the modules' names.
+        inputs: function from our configuration to the shapes of the reference's arguments, which are random by default.
+        run: function from a model, our configuration and given arrays to both sides' calls.
     """
 
     build: Callable[..., nnx.Module]
@@ -75,7 +74,7 @@ class PartSides(NamedTuple):
 
 
 def diffusers() -> Any:
-    """The package."""
+    """The package diffusers."""
     return require_optional("diffusers")
 
 
@@ -188,12 +187,12 @@ class _Unprefixed:
 
     def forward(self, name: str) -> tuple[str, ...] | None:
         """The reference's names of a module."""
-        found = self._table.forward(name)
-        return None if found is None else tuple(other.removeprefix("vision_model.") for other in found)
+        names = self._table.forward(name)
+        return None if names is None else tuple(other.removeprefix("vision_model.") for other in names)
 
 
 class _Parents:
-    """Names of blocks of the VAE, by those of their first layers."""
+    """Names of blocks of the VAE, by the names of their first layers."""
 
     def __init__(self, table: Renaming):
         self._table = table
@@ -273,9 +272,9 @@ def _run_image(model: Any, config: CLIPVisionConfig, given: Arrays) -> tuple[Sid
 
 def _eager(kind: str, config: str, settings: dict[str, Any]) -> Any:
     """A model of transformers that writes its attention out."""
-    made = getattr(transformers(), config)(**settings)
-    made._attn_implementation = "eager"
-    return getattr(transformers(), kind)(made)
+    hf_config = getattr(transformers(), config)(**settings)
+    hf_config._attn_implementation = "eager"
+    return getattr(transformers(), kind)(hf_config)
 
 
 _TRANSFORMER = PartSides(
@@ -399,8 +398,8 @@ RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
         },
     }
 )
-"""Settings of the parts of random models, by size: small ones, which fit each other, those of SkyReels-V2-I2V-1.3B, and
-small and published ones like Wan2.2-TI2V-5B's."""
+"""Settings of the parts of random models, by size: small ones, which fit each other, the sizes of
+SkyReels-V2-I2V-1.3B, and small and published sizes like Wan2.2-TI2V-5B's."""
 
 RANDOM_INPUTS = Inputs()
 
@@ -437,22 +436,22 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
         return random_weight(name, shapes[name]) if opened is None else np.asarray(opened.read(name), np.float32)
 
     def reference(dtype: str) -> Side:
-        made = kind.torch({name: value for name, value in settings.items() if name != "_diffusers_version"})
-        _fill(made, part, settings, weight)
-        _cast(made.eval().requires_grad_(False), dtype)
-        return kind.run(made, config, given)[0]
+        module = kind.torch({name: value for name, value in settings.items() if name != "_diffusers_version"})
+        _fill(module, part, settings, weight)
+        _cast(module.eval().requires_grad_(False), dtype)
+        return kind.run(module, config, given)[0]
 
     def ours(dtype: str) -> Side:
         if opened is not None:
-            made = load_model(opened, kind.build, config, dtype=dtype)
+            module = load_model(opened, kind.build, config, dtype=dtype)
         else:
             graph, state = nnx.split(nnx.eval_shape(lambda: kind.build(config, dtype=DTYPES[dtype], rngs=nnx.Rngs(0))))
             leaves = [
                 (path, leaf.replace(jnp.asarray(weight(".".join(map(str, path))), leaf.dtype)))
                 for path, leaf in nnx.to_flat_state(state)
             ]
-            made = nnx.merge(graph, nnx.from_flat_state(leaves))
-        return kind.run(made, config, given)[1]
+            module = nnx.merge(graph, nnx.from_flat_state(leaves))
+        return kind.run(module, config, given)[1]
 
     if folder is None:
         weights = "random" if size == "tiny" else f"random, {size}"
@@ -474,7 +473,7 @@ def has_part(model: str | Path | None, part: str, *, size: str = "tiny") -> bool
     """True if a folder, or a random model of a size, has a part.
 
     Raises:
-        CheckpointError: if it is no video model's folder.
+        CheckpointError: if it is not a video model's folder.
     """
     return part in (_random(size) if model is None else VideoFolder(model))
 
@@ -493,9 +492,9 @@ def _fill(model: Any, part: str, settings: Mapping[str, Any], weight: Callable[[
     """
     names, state, filled = PARTS[part].names(settings), model.state_dict(), set()
     for key, tensor in state.items():
-        if (found := names.backward(key)) is None:
+        if (source := names.backward(key)) is None:
             continue
-        original, piece = found
+        original, piece = source
         whole = PARTS[part].form(original).to_diffusers(weight(original))
         array = np.split(whole, len(names.forward(original) or (key,)))[piece]
         if array.shape != tuple(tensor.shape):

@@ -107,8 +107,8 @@ def hierarchical_delta_rule(
         q, k, v: `[B, H, L, K]`, not normalised; `chunk_size` divides L.
         beta: `[B, H, L, 1]`.
         decays: fast and slow, `[B, H, L]`, between 0 and 1.
-        gates: of the outputs, fast and slow, `[B, H, L, 1]`.
-        flux: what blends the two.
+        gates: gates of the outputs, fast and slow, `[B, H, L, 1]`.
+        flux: weight of the blend of the two.
         chunk_size: tokens of a chunk; the result depends on it.
         training: drop a tenth of each update.
 
@@ -188,7 +188,7 @@ class EnhancedHierarchicalDeltaNet(nn.Module):
         num_heads: H, which divides it.
         variant: `"B"` or `"C"` (inference only).
         chunk_size: tokens of a chunk where they divide the length; the variant's own if None.
-        fast_decay, slow_decay: where the decays begin.
+        fast_decay, slow_decay: initial decays.
         allow_neg_eigval: beta up to 2.
     """
 

@@ -1,4 +1,4 @@
-"""Fine-tuning of language models on a user's examples: all weights, or LoRA adapters beside them."""
+"""Fine-tuning of language models on a user's examples: all weights, or LoRA adapters."""
 
 from verax.train.finetune.job import FinetuneSettings
 from verax.train.finetune.lora import LoraSettings

@@ -1,4 +1,4 @@
-"""Lines of a JSONL file to examples: token ids, and which of them are trained.
+"""Lines of a JSONL file to examples, which are token ids and a mask of the trained ones, and examples to batches.
 
 A line has `messages`, `prompt` and `completion`, or `text`, as in TRL's and OpenAI's files.
 """
@@ -21,7 +21,6 @@ from verax.errors import InvalidParameterError, TemplateError
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Batch", "Example", "Examples", "read_examples", "shuffled_batches", "validation_batches"]
-
 
 FORMS = 'an object with "messages", with "prompt" and "completion", or with "text"'
 
@@ -77,10 +76,10 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examp
         if not line.strip():
             continue
         try:
-            found = list(_examples(_read_line(line), tokenizer))
+            read = list(_examples(_read_line(line), tokenizer))
         except (ValueError, RecursionError, TemplateError) as error:
             raise InvalidParameterError(f"data: {path}, line {number}: {error}") from error
-        for tokens, trained in found:
+        for tokens, trained in read:
             cut += len(tokens) > max_length
             if trained[1:max_length].any():  # nothing predicts the first token
                 items.append(Example(tokens[:max_length], trained[:max_length]))
@@ -89,7 +88,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examp
     if not items:
         why = "it is empty"
         if left_out:
-            why = f"what is to be learned lies behind {max_length} tokens, in each of {left_out}"
+            why = f"what is to be learned comes after {max_length} tokens, in each of {left_out}"
         raise InvalidParameterError(f"data: {path}: no example to learn from: {why}; expected {FORMS} on each line")
     return Examples(items, cut, left_out)
 
@@ -97,7 +96,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examp
 def _read_line(line: bytes) -> Mapping[str, Any]:
     try:
         value = json.loads(line)
-        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -133,19 +132,19 @@ def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[
     """Pieces of a conversation's examples, in which the assistant's answers are trained.
 
     It is one example, unless the template renders an answer otherwise when more follows, as those do that drop the
-    reasoning of earlier answers. Then each answer is an example behind the prompt that asks for it.
+    reasoning of earlier answers. Then each answer is an example, after the prompt that asks for it.
     """
     render = partial(tokenizer.apply_chat_template, tools=tools)
     whole = render(messages, add_generation_prompt=False)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or answers[0] == 0:
-        raise ValueError("messages: expected an answer of the assistant behind another message")
+        raise ValueError("messages: expected an answer of the assistant after another message")
     turns = list[tuple[str, str]]()
     for i in answers:
         prompt, text = render(messages[:i]), render(messages[: i + 1], add_generation_prompt=False)
         if not text.startswith(prompt):
             raise TemplateError(
-                f"messages[{i}]: the chat template does not render this answer behind the prompt that asks for it; "
+                f"messages[{i}]: the chat template does not render this answer after the prompt that asks for it; "
                 'give "prompt" and "completion" instead'
             )
         turns.append((prompt, text[len(prompt) :]))
@@ -159,9 +158,9 @@ def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[
 
 
 def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer) -> Example:
-    """Tokens of pieces, each encoded by itself: an answer is generated behind its prompt's tokens.
+    """Tokens of pieces, each encoded by itself: an answer is generated after its prompt's tokens.
 
-    What a chat template writes behind the token that ends an answer is not trained, since nobody generates it.
+    What a chat template writes after the token that ends an answer is not trained, since nobody generates it.
     """
     ids, trained = list[int](), list[bool]()
     for piece in pieces:
@@ -182,9 +181,9 @@ def _ended(example: Example, tokenizer: Tokenizer) -> Example:
 
 
 Batch = dict[str, np.ndarray]
-"""`tokens [B, T]`, `targets [B, T]` (the token behind each), `weights [B, T]` and `lengths [B]`.
+"""`tokens [B, T]`, `targets [B, T]` (the token after each), `weights [B, T]` and `lengths [B]`.
 
-The weight is that of a target in the loss: equal for all that are trained, which add up to 1 in a step, and otherwise
+The weights are the targets' in the loss: equal for all that are trained, adding up to 1 in a step, and otherwise
 zero. Behind its tokens a row has zeros."""
 
 SHORTEST = 32
@@ -200,7 +199,7 @@ def shuffled_batches(
         examples: the examples.
         seed: seed of the orders.
         rows: examples that are computed at once, B.
-        parts: groups of so many rows that make a step; entries have them as a first axis if there are more than one.
+        parts: number of such groups of rows that make a step; entries have them as a first axis if there are several.
         max_length: tokens of the longest example.
         start: the step.
     """
@@ -234,7 +233,7 @@ def _targets(examples: Sequence[Example]) -> int:
 
 
 def _padded(examples: Sequence[Example], rows: int, max_length: int, *, total: int) -> Batch:
-    """A batch of so many rows, the last of which are empty if there are fewer examples."""
+    """A batch of `rows`, the last of which are empty if there are fewer examples."""
     longest = max(len(example.tokens) for example in examples) - 1
     length = at_least(powers(min(SHORTEST, max_length), max_length, 2), longest)
     batch = {

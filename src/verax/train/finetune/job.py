@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning run, checked before any file is read."""
+"""Settings of a fine-tuning run, and the common part of full and LoRA fine-tuning: data, schedule, loop, report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FinetuneSettings:
     dtype: str = "bfloat16"
     """Dtype of the products, and of the model that full fine-tuning writes. What is trained is float32."""
     dequantize: bool = False
-    """True to train beside the floats of a quantised checkpoint."""
+    """True to train on the dequantised floats of a quantised checkpoint."""
     gradient_checkpointing: bool = False
     """True to compute each layer again in the backward pass: less memory, and a third more work."""
     devices: int = 1
@@ -71,7 +71,7 @@ class FinetuneSettings:
         check_dtype(self.dtype)
 
     def schedule(self, examples: int) -> Schedule:
-        """Schedule of a run over so many examples.
+        """Schedule of a run over the given number of examples.
 
         Raises:
             InvalidParameterError: if the warm-up leaves no step.
@@ -84,7 +84,7 @@ class FinetuneSettings:
 
 
 DEFAULT_MAX_LENGTH = 1024
-"""Tokens of the longest example, for models that read so many."""
+"""Tokens of the longest example, for models that read at least as many."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Job:
     def report(self, folder: Path | None, parameters: int) -> dict[str, Any]:
         """Figures of the run. Losses are None if the log of an earlier run was removed."""
         entries = read_log(self.output)
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "folder": None if folder is None else str(folder),
             "steps": min(self.schedule.steps, self.stop_at or self.schedule.steps),
             "examples": len(self.examples),
@@ -204,5 +204,5 @@ class Job:
             "loss": next((entry["loss"] for entry in reversed(entries) if "loss" in entry), None),
         }
         if validated := [entry["validation_loss"] for entry in entries if "validation_loss" in entry]:
-            found.update(validation_loss_before=validated[0], validation_loss=validated[-1])
-        return found
+            figures.update(validation_loss_before=validated[0], validation_loss=validated[-1])
+        return figures

@@ -1,6 +1,6 @@
 """LoRA adapters that are trained (Hu et al., 2021, arXiv:2106.09685): which layers have one, their start, their place.
 
-The layers and the products beside them are those of the engine, which later runs the adapter.
+The layers and the low-rank products are the engine's, which later runs the adapter.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ class TrainedAdapter:
     def initial(self, seed: int) -> Matrices:
         """A as PEFT draws it, uniform with a variance of a third of one over the inputs; B of zeros."""
         keys = jax.random.split(jax.random.key(seed), len(self.layers.shapes))
-        rank, found = self.settings.rank, {}
+        rank, matrices = self.settings.rank, {}
         for key, (path, (F, D)) in zip(keys, self.layers.shapes.items(), strict=True):
             bound = D**-0.5
-            found[path] = {
+            matrices[path] = {
                 "lora_A": jax.random.uniform(key, (rank, D), jnp.float32, -bound, bound),
                 "lora_B": jnp.zeros((F, rank), jnp.float32),
             }
-        return found
+        return matrices
 
     def model(self, weights: tuple[Array, ...], matrices: Matrices, num_tokens: int) -> CausalLM:
-        """The model with the adapter beside it, in the base's dtype, for a pass of so many tokens in all."""
+        """The model with the adapter, in the base's dtype, for a pass of `num_tokens` in all."""
         model = self.abstract.build(weights)
         scale = self.settings.alpha / self.settings.rank
         pairs = [(matrices[path]["lora_A"], scale * matrices[path]["lora_B"]) for path in self.layers.shapes]

@@ -1,4 +1,4 @@
-"""Fine-tuning: a checkpoint and a file of examples to an adapter, or to a changed checkpoint."""
+"""Fine-tuning: a checkpoint and a file of examples become an adapter, or a changed checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train_lora(
     `output` also receives the training state, the log and the loss plot, see `loop.train`.
 
     Args:
-        model: folder, hub id or GGUF file of the base; the built-in model if None. Its weights stay as they are.
+        model: folder, hub id or GGUF file of the base; the built-in model if None. Its weights are not changed.
         data: JSONL file of examples, see `data.read_examples`.
         output: folder, created if missing.
         settings: data, optimiser and devices.
@@ -91,7 +91,7 @@ def train_full(
 ) -> dict[str, Any]:
     """Train all weights of a model, and write it as a checkpoint to `output / "model"`.
 
-    The arguments, results and errors are those of `train_lora`. A GGUF file cannot be written back.
+    Arguments, results and errors as in `train_lora`. A GGUF file cannot be written back.
     """
     run = Job.open(model, data, validation_data, settings, output, resume, stop_at, show_progress)
     if run.opened.metadata:
@@ -126,7 +126,7 @@ def train_full(
 
 
 def batch_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
-    """Weighted next-token loss of a batch, in nats. No causal layer sees the padding behind a row's end."""
+    """Weighted next-token loss of a batch, in nats. No causal layer sees the padding after a row's end."""
     with _rounded_gradients(model):
         hidden = model(batch["tokens"])
         return weighted_next_token_loss(model.logits, hidden, batch["targets"], batch["weights"])
@@ -155,16 +155,16 @@ def recompute_layers(model: CausalLM) -> CausalLM:
     """
     depth = model.config.num_hidden_layers
     module: Any = model
-    found = [
+    stacks = [
         (owner, name, layers)
         for _, owner in nnx.iter_modules(module)
         for name, layers in vars(owner).items()
         if isinstance(layers, nnx.List) and len(layers) == depth
     ]
-    if not found:
+    if not stacks:
         raise UnsupportedModelError(
             f"gradient_checkpointing: {type(model).__name__} has no nnx.List of its {depth} layers; leave it out"
         )
-    for owner, name, layers in found:
+    for owner, name, layers in stacks:
         setattr(owner, name, nnx.List([_Recomputed(layer) for layer in layers]))
     return model
