@@ -13,7 +13,7 @@ ROWS: list[tuple[str, dict[str, str]]] = [
         "around engines",
         {
             "bench": "speed, memory",
-            "compare": "beside PyTorch",
+            "compare": "next to PyTorch",
             "plan": "without a device",
             "train": "fine-tuning",
             "batch": "files of work",
@@ -46,10 +46,10 @@ HELPERS = (
 FLOWS: dict[str, list[tuple[str, str, str]]] = {
     "life-of-a-request": [
         ("LLM.generate", "text/engine/llm.py", "a prompt, SamplingParams"),
-        ("Engine.add_request", "text/engine/engine.py", "Request with n Sequences"),
+        ("Engine.prepare, Engine.add", "text/engine/engine.py", "Request with n Sequences"),
         (
             "Scheduler.schedule, BlockManager",
-            "text/engine/{scheduler,block_manager}.py",
+            "text/engine/{scheduler,blocks}.py",
             "Schedule of Chunks",
         ),
         ("ModelRunner.run", "text/step/runner.py", "one packed int32 array"),

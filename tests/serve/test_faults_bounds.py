@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.pictures import bomb
+from verax.errors import StructuredOutputError
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.text.engine.async_llm import AsyncLLM
@@ -149,8 +150,10 @@ def test_a_prompt_of_megabytes_is_refused_without_being_tokenised(api, served_ll
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_takes_too_long_ends_its_request_alone(api, monkeypatch, stream):
-    monkeypatch.setattr(grammar, "MASK_SECONDS", 1e-9)
-    monkeypatch.setattr(grammar, "MASK_SECONDS_PER_TOKEN", 0)
+    def fail(*_):
+        raise StructuredOutputError("structured_outputs: the grammar is too ambiguous")
+
+    monkeypatch.setattr(grammar.GrammarMatcher, "fill", fail)
     form = {"max_tokens": 50, "structured_outputs": {"grammar": 'start: s\ns: s s | "a" | "b" | "ab"'}}
     with api.stream("POST", COMPLETE, json={"prompt": "abc", "max_tokens": 100, "stream": True}) as other:
         lines = other.iter_lines()

@@ -284,15 +284,56 @@ def test_a_grammar_that_fails_ends_its_request_alone(formed, monkeypatch, method
     formed.engine.check()
 
 
-def test_an_answer_has_a_limited_time_in_its_grammar(formed, monkeypatch):
-    params = SamplingParams(seed=1, max_tokens=40, structured_outputs={"regex": "[a-z]{30}"})
-    assert len(formed.generate("abc", params, use_tqdm=False)[0].outputs[0].text) == 30
-    monkeypatch.setattr(grammar, "MASK_SECONDS", 1e-9)
-    with pytest.raises(StructuredOutputError, match="its masks take too long"):
-        formed.generate("abc", params, use_tqdm=False)
-    monkeypatch.setattr(grammar, "MASK_SECONDS", 1e9)
-    assert len(formed.generate("abc", params, use_tqdm=False)[0].outputs[0].text) == 30
+@pytest.mark.parametrize("where", ["fill", "append", "detokenizer"])
+def test_a_panic_in_the_host_work_of_a_request_ends_it_alone(formed, monkeypatch, where):
+    class Panic(BaseException):
+        """As PyO3's PanicException, which is not an Exception."""
+
+    def fail(*_, **__):
+        raise Panic("index out of bounds")
+
+    params = SamplingParams(seed=1, max_tokens=20, stop=["!?"], structured_outputs={"regex": "[a-z]{9}"})
+    expected = formed.generate([PROMPTS[2]], params, use_tqdm=False)[0].outputs
+    bad, good = (formed.add_request(prompt, params) for prompt in PROMPTS[1:3])
+    sequence = formed.engine.request(bad).sequences[0]
+    victim, method = (sequence.detokenizer, "append") if where == "detokenizer" else (sequence.matcher, where)
+    monkeypatch.setattr(victim, method, fail)
+    done = {}
+    while formed.has_unfinished_requests:
+        done |= {output.request_id: output for output in formed.step() if output.finished}
+    assert done[good].outputs == expected
+    assert "index out of bounds" in done[bad].error
     formed.engine.check()
+
+
+def test_an_ambiguous_grammar_ends_by_its_amount_of_work(formed, monkeypatch):
+    monkeypatch.setitem(grammar._LIMITS, "step_max_items", 100)
+    compiler = GrammarCompiler(formed.tokenizer, vocab_size=320, eos_token_ids=formed.tokenizer.eos_token_ids)
+    matcher = compiler.compile(StructuredOutputs(grammar='start: s\ns: s s | "a" | "ab"')).matcher()
+    (token,) = formed.tokenizer.encode("a")
+    matcher.append([token] * 10)
+
+    def go_on():
+        for _ in range(100):
+            matcher.fill(np.zeros((1, 10), np.int32))
+            matcher.append([token])
+
+    with pytest.raises(StructuredOutputError, match="too ambiguous"):
+        go_on()
+
+
+def test_a_thread_that_does_not_start_refuses_one_form_only(formed, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    usual = threading.stack_size()
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar.threading.Thread, "start", fail)
+        for _ in range(grammar.MAX_COMPILING + 1):
+            with pytest.raises(InvalidParameterError, match="try again later"):
+                formed.engine.compile_grammar(SamplingParams(structured_outputs={"regex": "never begun"}))
+    assert threading.stack_size() == usual
+    assert ask(formed, regex="ab").text == "ab"
 
 
 def test_generate_and_stream_raise_the_error_of_a_grammar_that_fails(formed, monkeypatch):

@@ -21,7 +21,6 @@ from verax.errors import (
     ContextLengthError,
     InvalidParameterError,
     RequestRefusedError,
-    StructuredOutputError,
     VeraxError,
 )
 from verax.text.engine.outputs import CompletionOutput, EngineStats, FinishReason, Logprob, RequestOutput
@@ -483,7 +482,7 @@ class Engine:
             first = pending.token_offsets[row] if pending.schedule.verifies else row
             try:
                 sequence.matcher.fill(masks[first : first + 1 + len(chunk.drafts)], chunk.drafts)
-            except StructuredOutputError as error:
+            except BaseException as error:
                 self._fail(sequence.request, error)
                 failed[sequence.request] = None
         self.runner.sample(pending, masks)
@@ -491,28 +490,34 @@ class Engine:
 
     def _append(self, sequence: Sequence, token: int) -> None:
         """Add a token, and finish the sequence if it ends here."""
-        params = sequence.request.params
+        params, detokenizer = sequence.request.params, sequence.detokenizer
         sequence.tokens.append(token)
-        if sequence.matcher is not None:
-            try:
-                sequence.matcher.append([token])
-            except StructuredOutputError as error:
-                return self._fail(sequence.request, error)
-        count = len(sequence.tokens) - sequence.num_prompt
         # Before `min_tokens` no stop token arrives here: the device does not sample them.
         is_eos = token in self.eos_token_ids and not params.ignore_eos
-        if is_eos or token in params.stop_tokens:
-            if sequence.detokenizer is not None and params.include_stop_str_in_output:
-                sequence.detokenizer.append(token)
+        is_end = is_eos or token in params.stop_tokens
+        stop_string = None
+        try:
+            if sequence.matcher is not None:
+                sequence.matcher.append([token])
+            if detokenizer is not None and (not is_end or params.include_stop_str_in_output):
+                stop_string = detokenizer.append(token)
+        except BaseException as error:
+            return self._fail(sequence.request, error)
+        if is_end:
             self._finish(sequence, "stop", None if is_eos else token)
-        elif sequence.detokenizer is not None and (found := sequence.detokenizer.append(token)) is not None:
-            self._finish(sequence, "stop", found)
-        elif count >= sequence.request.max_tokens:
+        elif stop_string is not None:
+            self._finish(sequence, "stop", stop_string)
+        elif len(sequence.tokens) - sequence.num_prompt >= sequence.request.max_tokens:
             self._finish(sequence, "length", None)
 
-    def _fail(self, request: Request, error: VeraxError) -> None:
-        """End a request by an error, which is its own."""
-        request.error = error
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """End a request by an error of its own host work, which no other request is to notice.
+
+        A panic of the grammar's library is not an `Exception`.
+        """
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise error
+        request.error = error if isinstance(error, VeraxError) else VeraxError(f"the answer cannot continue: {error!r}")
         for sequence in request.sequences:
             if not sequence.finished:
                 self._finish(sequence, "error", None)

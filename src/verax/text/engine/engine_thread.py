@@ -17,7 +17,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from verax.errors import EngineDeadError
+from verax.errors import EngineDeadError, VeraxError
 from verax.text.engine.engine import Engine
 from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepStats
 from verax.text.engine.request import Request, RequestInput, Sequence
@@ -393,8 +393,9 @@ class EngineThread:
         try:
             self._check_room(num_tokens)
             self.engine.add(request)
-        except Exception as error:
-            self._outbox.post(partial(self._outbox.fail, live, error))
+        except BaseException as error:  # a panic of the grammar's library is not an Exception
+            own = error if isinstance(error, Exception) else VeraxError(f"the request cannot begin: {error!r}")
+            self._outbox.post(partial(self._outbox.fail, live, own))
             return
         live.request, live.shown = request, [len(sequence.tokens) for sequence in request.sequences]
         self._served[live.request_id] = live

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -27,12 +26,6 @@ __all__ = ["Grammar", "GrammarCompiler", "GrammarMatcher", "mask_width"]
 COMPILE_SECONDS = 2.0
 """Longest compilation: nearly every form takes milliseconds."""
 
-MASK_SECONDS = 0.5
-"""Processor time of a sequence in its grammar beyond `MASK_SECONDS_PER_TOKEN`: its first masks cost the most."""
-
-MASK_SECONDS_PER_TOKEN = 0.002
-"""Processor time of a token in the grammar. JSON takes 10 to 100 us; an ambiguous grammar takes longer each step."""
-
 COMPILE_STACK = 128 << 20
 """Bytes of stack of a compiling thread: the library recurses into rules, and an overflow would end the process."""
 
@@ -45,11 +38,13 @@ MAX_COMPILED = 64
 _LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
+    "step_max_items": 5_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-"""Work that llguidance may spend on a grammar, and on the lexer and the parser in a step; 1 to 2 KB are a state."""
+"""Work that llguidance may spend on a grammar, and on the lexer and the parser in a step: amounts and never a time, so
+that a slow machine gives the answers of a fast one. A state takes 1 to 2 KB. JSON schemas have some hundred items in a
+step; an ambiguous grammar has more in each, and ends after some hundred tokens."""
 
 _JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
 """No free whitespace, of which a model could write without end; `oneOf` is read as `anyOf`."""
@@ -70,20 +65,17 @@ class GrammarMatcher:
         """Text that must be generated first; None once it was."""
         self._text = b""
         """End of the text so far, long enough to find `_after` in."""
-        self._seconds = MASK_SECONDS
-        """Processor time that is left. The thread that asks for masks serves all other sequences, too."""
 
     def append(self, tokens: Iterable[int]) -> None:
         """Advance by tokens of the answer.
 
         Raises:
-            StructuredOutputError: if the grammar does not allow them, or the answer has taken too much work.
+            StructuredOutputError: if the grammar does not allow them, or that takes more work than a step may.
         """
         for token in tokens:
             if self._after is None:
-                begin = time.thread_time()
                 self._matcher.consume_token(token)
-                self._check(begin, MASK_SECONDS_PER_TOKEN)
+                self._check()
                 continue
             self._text = self._text[-len(self._after) :] + self._vocabulary.decode_bytes([token])
             if self._after in self._text:
@@ -97,14 +89,13 @@ class GrammarMatcher:
             drafts: guesses of the next tokens, which the grammar allows. The matcher stays where it is.
 
         Raises:
-            StructuredOutputError: if that takes more work than a step may, or the answer has taken too much.
+            StructuredOutputError: if that takes more work than a step may.
         """
         text, after, consumed = self._text, self._after, 0
         for mask, draft in zip(masks, (*drafts, None), strict=True):
             if self._after is None:
-                begin = time.thread_time()
                 _fill(self._matcher, mask)
-                self._check(begin)
+                self._check()
             if draft is not None:
                 consumed += self._after is None
                 self.append([draft])
@@ -120,16 +111,22 @@ class GrammarMatcher:
             free += 1
         begun = self._after is None
         self._text, self._after = text, after
-        return free + (self._matcher.validate_tokens(list(tokens[free:])) if begun else 0)
+        if not begun:
+            return free
+        try:
+            return free + self._matcher.validate_tokens(list(tokens[free:]))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the library: `fill` meets it too, and ends the request
+            return free
 
-    def _check(self, begin: float, earned: float = 0.0) -> None:
-        """Add `earned` to the time that is left, take off what has passed since `begin`, and look for errors."""
-        self._seconds = min(self._seconds + earned, MASK_SECONDS) - (time.thread_time() - begin)
-        reason = _reason(self._matcher.get_error()) if self._matcher.is_error() else None
-        if reason is None and self._seconds < 0:
-            reason = "the grammar is too ambiguous, or its masks take too long; give a simpler one"
-        if reason is not None:
-            raise StructuredOutputError(f"structured_outputs: the answer cannot go on: {reason}")
+    def _check(self) -> None:
+        """Raise the error of the matcher, if it has one."""
+        if self._matcher.is_error():
+            reason = _reason(self._matcher.get_error())
+            if "Too many items" in reason:
+                reason = "the grammar is too ambiguous; give a simpler one"
+            raise StructuredOutputError(f"structured_outputs: the answer cannot continue: {reason}")
 
 
 @dataclass(frozen=True)
@@ -218,8 +215,13 @@ class GrammarCompiler:
 
         with self._lock:
             usual = threading.stack_size(COMPILE_STACK)
-            threading.Thread(target=run, name="compile-grammar", daemon=True).start()
-            threading.stack_size(usual)
+            try:
+                threading.Thread(target=run, name="compile-grammar", daemon=True).start()
+            except RuntimeError as error:  # the system has no room for another thread
+                self._compiling.release()
+                raise _refused(wanted, f"{error}; try again later") from error
+            finally:
+                threading.stack_size(usual)
         try:
             return compiled.result(COMPILE_SECONDS)
         except TimeoutError:

@@ -175,9 +175,7 @@ def plan_sizes(
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
     needed = -(-context // block_size)
     if affordable < max(needed, 1):
-        states_too = (
-            f" in addition to the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
-        )
+        extra = f" in addition to the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
         fewer = " or max_num_seqs" if states else ""
         raise InvalidParameterError(
             f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{states_too}, but "

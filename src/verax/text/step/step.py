@@ -25,7 +25,7 @@ from verax.text.step.slots import Slots
 __all__ = ["Cache", "StepOutput", "StepShape", "make_step", "with_new_blocks"]
 
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
-"""Key and value pages of each layer, or the recurrent state of each slot that its configuration's `new_state` makes."""
+"""Key and value pages of each layer, or the recurrent state of each slot, as `CausalLMConfig.new_state` makes it."""
 
 PROMPT_LOGPROB_CHUNK = 32
 """Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
