@@ -24,12 +24,12 @@ from verax.errors import VeraxError
 from verax.models import causal_lm, encoder
 from verax.models.clip import CLIPVisionConfig
 from verax.models.umt5 import UMT5Config
+from verax.models.wan.family import read_settings
 from verax.models.wan.model import WanConfig
 from verax.models.wan.vae import WanVaeConfig
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.gguf_tokenizer import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
-from verax.video.settings import read_settings
 
 BUILTIN = Path(__file__).parents[2] / "src/verax/builtin"
 PARTS = {"transformer": WanConfig, "vae": WanVaeConfig, "text_encoder": UMT5Config, "image_encoder": CLIPVisionConfig}

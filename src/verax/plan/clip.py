@@ -19,11 +19,12 @@ from verax.errors import InvalidParameterError
 from verax.models import DTYPES, check_dtype
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.video_model import LatentGeometry, VideoSettings
+from verax.models.wan.family import encode_first_frame, latent_geometry, read_settings
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.plan.work import trace
-from verax.video.denoise import Denoiser
-from verax.video.geometry import LatentGeometry
+from verax.video.denoise import Conditions, predict_velocity
 from verax.video.load import Components, divided_component
 from verax.video.mesh import (
     BY_ROW,
@@ -35,10 +36,9 @@ from verax.video.mesh import (
     choose_parallelism,
     layout,
 )
+from verax.video.networks import Denoiser, Stages
 from verax.video.programs import Component, Program, ProgramCall, Weights, floats
 from verax.video.request import ResolvedRequest, VideoRequest
-from verax.video.settings import VideoSettings, read_settings
-from verax.video.stages import Stages
 
 __all__ = [
     "KEYS",
@@ -73,13 +73,7 @@ class VideoModel(NamedTuple):
     @property
     def geometry(self) -> LatentGeometry:
         """Sizes of its latents."""
-        return LatentGeometry(
-            frames_per_latent=self.vae.frames_per_latent,
-            pixels_per_latent=self.vae.pixels_per_latent,
-            pixels_per_token=self.vae.pixels_per_latent * self.transformer.patch,
-            channels=self.vae.z_dim,
-            text_width=self.transformer.text_dim,
-        )
+        return latent_geometry(self.transformer, self.vae)
 
     @property
     def condition_channels(self) -> int:
@@ -232,7 +226,14 @@ def components(clip: Clip) -> Components:
 def programs(clip: Clip, models: Components) -> list[ClipProgram]:
     """Programs of the clip. Those of a mesh are one `jax.shard_map`."""
     parts, (text, image, transformers, vae) = clip.model, models
-    stages = Stages(text_encoder=text, image_encoder=image, vae=vae, decode_dtype=clip.dtype, mesh=clip.mesh)
+    stages = Stages(
+        text_encoder=text,
+        image_encoder=image,
+        vae=vae,
+        decode_dtype=clip.dtype,
+        encode_image=encode_first_frame,
+        mesh=clip.mesh,
+    )
     words = parts.settings.text_tokens
     found = [_program(f"text encoder, {words} tokens", 2, stages.text_call(words))]
     if image is not None:
@@ -262,8 +263,9 @@ def denoising(transformer: Component[WanModel], clip: Clip) -> tuple[Call, Call]
     fps = jax.ShapeDtypeStruct((1,), jnp.int32) if config.inject_sample_info else None
 
     def velocity(weights: Weights, latents: Any, timesteps: Any, context: Any, fps: Any) -> Any:
-        found, _ = denoiser.velocity(transformer.module(weights), latents, timesteps, context, fps)
-        return denoiser.combine(found, latents.shape, parts.settings.guidance_scale)
+        conditions = Conditions(context, None, fps, parts.settings.guidance_scale, None, 0, None)  # type: ignore[arg-type]
+        module = transformer.module(weights)
+        return predict_velocity(module, latents, timesteps, conditions, mesh=clip.mesh, guidance="batch")[0]
 
     divided = layout(clip.mesh, transformer.partition, REPLICATED, REPLICATED, BY_ROW, REPLICATED)
     keys = denoiser.context_program.function, (transformer.shapes, text, image)

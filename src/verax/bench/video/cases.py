@@ -21,8 +21,8 @@ from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.plan.work import Work as CountedWork
 from verax.plan.work import count, trace
 from verax.video.load import divided_component
+from verax.video.networks import latents_at_once
 from verax.video.programs import Component
-from verax.video.stages import latents_at_once
 
 __all__ = ["SIZES", "STAGES", "Size", "Work", "products", "work"]
 

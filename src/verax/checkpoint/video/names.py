@@ -157,10 +157,10 @@ _SINGLE = {
 
 
 def wan_vae_table(num_res_blocks: int = 2, levels: int = 4, *, residual: bool = False) -> Renaming:
-    """The table of a model with so many residual blocks at each of so many resolutions of its encoder.
+    """Table of a VAE by its residual blocks at each resolution, and the number of resolutions, of its encoder.
 
     The original of Wan 2.1 counts the decoder's layers through, diffusers within each resolution. Where the levels are
-    `residual`, as in Wan 2.2, both count within each, and the original goes on to the resampling layer.
+    `residual`, as in Wan 2.2, both count within each, and the original counts the resampling layer too.
     """
     blocks = _residual(num_res_blocks, levels) if residual else _plain(num_res_blocks, levels)
     rules = [("conv1", "quant_conv"), ("conv2", "post_quant_conv")]
@@ -174,7 +174,7 @@ def wan_vae_table(num_res_blocks: int = 2, levels: int = 4, *, residual: bool = 
 
 
 def wan_vae_names(settings: Mapping[str, Any]) -> Renaming:
-    """The table of a model with these settings of diffusers' config.json; the published ones where they say nothing."""
+    """Table of a VAE with these settings of diffusers' config.json; the published ones where they say nothing."""
     levels = len(settings.get("dim_mult") or (1, 2, 4, 4))
     return wan_vae_table(settings.get("num_res_blocks", 2), levels, residual=bool(settings.get("is_residual")))
 

@@ -19,6 +19,7 @@ from verax.checkpoint.video.names import CLIP, UMT5, WAN, Renaming, wan_vae_name
 __all__ = [
     "EXPERTS",
     "PARTS",
+    "PUBLISHED",
     "UMT5_XXL",
     "VAE",
     "VAE_2_2",
@@ -29,6 +30,7 @@ __all__ = [
     "diffusers_transformer",
     "has_image_states",
     "original_transformer",
+    "part_of",
     "pipeline_name",
     "scheduler_settings",
 ]
@@ -242,6 +244,25 @@ PARTS: Mapping[str, Part] = MappingProxyType(
 )
 """Parts by the names of their folders in diffusers' layout."""
 
+_ORIGINAL, _SKYREELS, _WAN = "WanModel", "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
+PUBLISHED = (_ORIGINAL, _SKYREELS, _WAN)
+"""Class names of the transformers whose two layouts are known here; others are read by the names in their files."""
+
+
+def part_of(name: str, transformer: str) -> Part:
+    """Part of a model.
+
+    Args:
+        name: name of its folder in diffusers' layout.
+        transformer: class name of the model's transformer, which says whether the published tables of names apply.
+    """
+    if transformer in PUBLISHED:
+        return PARTS[name]
+    stem = "model" if name.endswith("encoder") else Part.stem
+    what = name.replace("_", " ")
+    return Part(what=what, original=name, pattern=Part.dropped, names=lambda config: Names(), stem=stem)
+
+
 _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels", "out_dim": "out_channels"} | {
     "num_heads": "num_attention_heads",
     "num_layers": "num_layers",
@@ -255,14 +276,11 @@ _UNSAID = MappingProxyType(
 )
 """Settings that only diffusers' config.json has, with their values in all published models."""
 
-_SKYREELS, _WAN = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
-_ORIGINAL = "WanModel"
-
 
 def original_transformer(
     config: Mapping[str, Any], pipeline: str, *, boundary_ratio: float | None = None, expand_timesteps: bool = False
 ) -> dict[str, Any]:
-    """Transformer's config.json of the original layout, from that of either layout.
+    """Transformer's config.json of the original layout, from the config.json of either layout.
 
     Settings that the original layout lacks are kept by diffusers' names, where they differ from the published models'.
 
@@ -296,7 +314,7 @@ def original_transformer(
 
 
 def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
-    """Transformer's config.json of diffusers' layout, from that of either layout.
+    """Transformer's config.json of diffusers' layout, from the config.json of either layout.
 
     Args:
         config: config.json of either layout.

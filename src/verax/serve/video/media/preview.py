@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from verax.models.images import resize
 from verax.serve.video.media.store import jpeg
-from verax.video.images import resize
 
 __all__ = ["LatentPreview"]
 

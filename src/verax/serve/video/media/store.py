@@ -16,8 +16,8 @@ from jaxtyping import UInt8
 
 from verax._optional import require_optional
 from verax.errors import QueueFullError
+from verax.models.images import resize
 from verax.video.files import write_clip
-from verax.video.images import resize
 
 __all__ = ["VARIANTS", "ClipStore", "StorageFullError", "jpeg"]
 
