@@ -5,8 +5,7 @@ import pytest
 
 from verax.errors import InvalidParameterError
 from verax.models.wan.family import SKYREELS, teacache_for
-from verax.video.schedule import noise_levels
-from verax.video.teacache import steps_running_blocks
+from verax.video.schedule import noise_levels, steps_running_blocks
 
 KINDS = [
     {"width": 1536, "image_to_video": True, "pixels": 544 * 960},

@@ -218,7 +218,7 @@ class ReferenceRules:
 
 
 class TeaCache(NamedTuple):
-    """Measure of the distance between steps by which TeaCache skips some, see `video.teacache`.
+    """Measure of the distance between steps by which TeaCache skips some, see `video.schedule`.
 
     Attributes:
         polynomial: coefficients, the highest power first.

@@ -68,7 +68,7 @@ class VideoRequest:
         output_type: `"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.
         callback: function that is called after every step, see `VideoProgress`; the run ends if it returns False.
         cache: `"teacache"` to skip the transformer's blocks in steps that change little.
-        cache_threshold: threshold of TeaCache, see `teacache.steps_running_blocks`.
+        cache_threshold: threshold of TeaCache, see `schedule.steps_running_blocks`.
         guidance: `"batch"` for prompt and negative prompt together, `"sequential"` for one after the other, in less
             memory; `"auto"` for the first that fits.
         ar_step: diffusion forcing: steps by which a block follows the one before it; 0 for all together.

@@ -24,8 +24,14 @@ from verax.video.outputs import RunReporter, Step
 from verax.video.programs import Component, ProgramCall, floats
 from verax.video.request import ResolvedRequest
 from verax.video.resume import FinishedSegments
-from verax.video.schedule import Schedule, Tables, padded_rows, segment_schedule, transformer_spans
-from verax.video.teacache import steps_running_blocks
+from verax.video.schedule import (
+    Schedule,
+    Tables,
+    padded_rows,
+    segment_schedule,
+    steps_running_blocks,
+    transformer_spans,
+)
 
 __all__ = [
     "DecodeClip",

@@ -24,7 +24,6 @@ __all__ = [
     "VAE",
     "VAE_2_2",
     "VIT_H14",
-    "Names",
     "Part",
     "boundary_of",
     "diffusers_transformer",
@@ -132,21 +131,6 @@ class _Forms(NamedTuple):
 _SAME = _Forms(lambda array: array, lambda array: array)
 
 
-class Names:
-    """Several tables of names as one; the first table that has a name is used."""
-
-    def __init__(self, *tables: Renaming):
-        self._tables = tables
-
-    def forward(self, name: str) -> tuple[str, ...] | None:
-        """Diffusers' names of the original's `name`; None if no table has it."""
-        return next((found for table in self._tables if (found := table.forward(name)) is not None), None)
-
-    def backward(self, name: str) -> tuple[str, int] | None:
-        """Original's name of diffusers' `name`, and its index among the names for it; None if no table has it."""
-        return next((found for table in self._tables if (found := table.backward(name)) is not None), None)
-
-
 @dataclass(frozen=True)
 class Part:
     """One part of a model.
@@ -165,7 +149,7 @@ class Part:
     what: str
     original: str
     pattern: re.Pattern[str]
-    names: Callable[[Mapping[str, Any]], Names]
+    names: Callable[[Mapping[str, Any]], Renaming]
     stem: str = "diffusion_pytorch_model"
     config: Mapping[str, Any] = field(default_factory=dict)
     dropped: re.Pattern[str] = re.compile(r"(?!)")
@@ -193,14 +177,11 @@ EXPERTS: Mapping[str, str] = MappingProxyType({"transformer": "high_noise_model"
 _BOUNDARIES = MappingProxyType({"t2v": 0.875, "i2v": 0.9})
 """Share of the noise levels from which the published originals use the first of their two transformers."""
 
-_CLIP_HEAD = Renaming([("visual.head", "visual_projection.weight")])
-"""Name of the projection to CLIP's space. No video model uses it; it is kept in converted files for other programs."""
-
 _TRANSFORMER = Part(
     what="transformer",
     original="diffusion_pytorch_model",
     pattern=re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors"),
-    names=lambda config: Names(WAN),
+    names=lambda config: WAN,
     dropped=re.compile(r"norm_added_q\.|norm_q_img\."),
 )
 
@@ -213,7 +194,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             original="Wan2.1_VAE",
             pattern=re.compile(r"(?i).*vae.*\.(pth|safetensors)"),
             config=VAE,
-            names=lambda config: Names(wan_vae_names(config)),
+            names=wan_vae_names,
         ),
         "text_encoder": Part(
             what="text encoder",
@@ -221,7 +202,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             original="models_t5_umt5-xxl-enc-bf16",
             pattern=re.compile(r"(?i).*(_t5_|umt5).*\.(pth|safetensors)"),
             config=UMT5_XXL,
-            names=lambda config: Names(UMT5),
+            names=lambda config: UMT5,
             dropped=re.compile(r"^(decoder\.|lm_head\.|spiece_model$)"),
         ),
         "image_encoder": Part(
@@ -230,7 +211,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             original="models_clip_open-clip-xlm-roberta-large-vit-huge-14",
             pattern=re.compile(r"(?i).*clip.*\.(pth|safetensors)"),
             config=VIT_H14,
-            names=lambda config: Names(CLIP, _CLIP_HEAD),
+            names=lambda config: CLIP,
             dropped=re.compile(r"^(textual\.|text_model\.|text_projection\.|log_scale$|logit_scale$)|position_ids$"),
             forms=MappingProxyType(
                 {
@@ -260,7 +241,7 @@ def part_of(name: str, transformer: str) -> Part:
         return PARTS[name]
     stem = "model" if name.endswith("encoder") else Part.stem
     what = name.replace("_", " ")
-    return Part(what=what, original=name, pattern=Part.dropped, names=lambda config: Names(), stem=stem)
+    return Part(what=what, original=name, pattern=Part.dropped, names=lambda config: Renaming([]), stem=stem)
 
 
 _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels", "out_dim": "out_channels"} | {
