@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from verax import checkpoint, compare, models, ops, ray
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import RankedDocument, Reranker
-    from verax.models import register_causal_lm
+    from verax.models import register_causal_lm, register_video_model
     from verax.text.engine.async_llm import AsyncLLM
     from verax.text.engine.engine_config import EngineConfig
     from verax.text.engine.llm import LLM
@@ -48,6 +48,7 @@ __all__ = [
     "ops",
     "ray",
     "register_causal_lm",
+    "register_video_model",
 ]
 
 _HOMES = {
@@ -68,6 +69,7 @@ _HOMES = {
     "VideoProgress": "verax.video.outputs",
     "VideoRequest": "verax.video.request",
     "register_causal_lm": "verax.models",
+    "register_video_model": "verax.models",
 }
 _MODULES = ("checkpoint", "compare", "models", "ops", "ray")
 

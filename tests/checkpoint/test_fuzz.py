@@ -24,12 +24,12 @@ from verax.errors import VeraxError
 from verax.models import causal_lm, encoder
 from verax.models.clip import CLIPVisionConfig
 from verax.models.umt5 import UMT5Config
+from verax.models.wan.family import read_settings
 from verax.models.wan.model import WanConfig
 from verax.models.wan.vae import WanVaeConfig
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.gguf import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
-from verax.video.settings import read_settings
 
 EXTREMES = [None, True, False, 0, -1, 1, 3, 10**12, 10**30, -(2**63), 0.0, -0.5, 1e-320, 1e30, 1e308, float("nan")]
 EXTREMES += [

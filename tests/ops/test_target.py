@@ -9,7 +9,8 @@ from flax import nnx
 
 from verax import ops
 from verax.errors import InvalidParameterError
-from verax.models.wan.layers import ATTENTION, Block, CrossKeys
+from verax.models.video_model import ATTENTION
+from verax.models.wan.layers import Block, CrossKeys
 from verax.nn import Linear
 from verax.ops import _target
 from verax.ops._target import DeviceMemory

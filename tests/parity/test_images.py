@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 clip_processing = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
 video_processor = pytest.importorskip("diffusers.video_processor")
 
-from verax.video.images import (
+from verax.models.images import (
     CLIP_MEAN,
     CLIP_STD,
     clip_pixels_diffusers,

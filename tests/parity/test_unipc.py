@@ -12,6 +12,7 @@ from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing impo
 )
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
+from verax.models.wan.family import DIFFUSERS, WanVideoModel
 from verax.video import unipc
 from verax.video.schedule import forcing_schedule, noise_levels
 
@@ -43,7 +44,7 @@ def velocity(sample, timestep):
 @pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
 def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
     theirs = scheduler(spacing, steps, shift)
-    ours = noise_levels(steps, shift, spacing)
+    ours = noise_levels(steps, shift, WanVideoModel.references[spacing].sigmas)
     np.testing.assert_array_equal(ours.sigmas, theirs.sigmas.numpy())
     np.testing.assert_array_equal(ours.timesteps, theirs.timesteps.numpy())
 
@@ -53,7 +54,7 @@ def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
 @pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
 def test_every_step_is_that_of_diffusers(spacing, steps, shift):
     theirs = scheduler(spacing, steps, shift)
-    levels = noise_levels(steps, shift, spacing)
+    levels = noise_levels(steps, shift, WanVideoModel.references[spacing].sigmas)
     table = unipc.tabulate(levels.sigmas)
     advance = jax.jit(unipc.step)
     noise = np.random.default_rng(steps).normal(size=SHAPE).astype(np.float32)
@@ -91,7 +92,7 @@ def diffusers_matrix(frames, timesteps, ar_step, prefix, block):
     ],
 )
 def test_forcing_schedules_are_those_of_diffusers(frames, ar_step, prefix, block, steps):
-    timesteps = noise_levels(steps, 8.0, "diffusers").timesteps
+    timesteps = noise_levels(steps, 8.0, DIFFUSERS.sigmas).timesteps
     matrix, index, mask = diffusers_matrix(frames, timesteps, ar_step, prefix, block)
     ours = forcing_schedule(
         frames, timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix, keep_partial_blocks=False
@@ -104,7 +105,7 @@ def test_forcing_schedules_are_those_of_diffusers(frames, ar_step, prefix, block
 @pytest.mark.parametrize("overwritten", [True, False])
 def test_frames_at_different_steps_go_as_one_scheduler_each(overwritten):
     frames, block, ar_step, prefix = 6, 2, 2, 2
-    levels = noise_levels(7, 5.0, "diffusers")
+    levels = noise_levels(7, 5.0, DIFFUSERS.sigmas)
     table = unipc.tabulate(levels.sigmas, overwritten=overwritten)
     schedule = forcing_schedule(frames, levels.timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix)
     theirs = [scheduler("diffusers", 7, 5.0) for _ in range(frames)]

@@ -11,6 +11,7 @@ diffusers = pytest.importorskip("diffusers")
 PIL = pytest.importorskip("PIL.Image")
 
 from tests.support.tiny_video import BOUNDARY, diffusers_pipeline
+from verax.models.wan.family import DIFFUSERS
 from verax.video.pipeline import VideoPipeline
 from verax.video.schedule import noise_levels
 
@@ -75,7 +76,7 @@ def latents(theirs, ours, *, image=None, **options):
 )
 def test_latents_of_two_transformers_are_those_of_diffusers(made, kind, scales):
     theirs, ours = made(kind)
-    first = noise_levels(5, ours.settings.shift, "diffusers").timesteps >= 1000 * BOUNDARY
+    first = noise_levels(5, ours.settings.shift, DIFFUSERS.sigmas).timesteps >= 1000 * BOUNDARY
     assert 0 < first.sum() < 5
     got, want = latents(theirs, ours, image=picture() if kind == "i2v-a14b" else None, **scales)
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).mean()
@@ -91,7 +92,7 @@ def test_latents_of_text_and_image_are_those_of_diffusers(made, image):
     got, want = latents(theirs, ours, image=image, guidance_scale=4.0)
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).mean()
     if image is not None:
-        frame = ours.parts.rules.resize["ti2v"](image, SIZE["height"], SIZE["width"])
+        frame = ours.parts.model.rules.resize["ti2v"](image, SIZE["height"], SIZE["width"])
         held = np.asarray(ours.stages.encode(frame[None, None]))
         np.testing.assert_array_equal(got[:, :, 0], held[:, 0].transpose(0, 3, 1, 2))
 

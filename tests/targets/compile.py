@@ -36,7 +36,7 @@ from verax.plan.model import Described, describe
 from verax.plan.text import text_plan
 from verax.plan.video import components, read_clip
 from verax.text.step.program import AbstractModel, StepProgram, step_program
-from verax.video.denoise import Denoiser
+from verax.video.networks import Denoiser
 from verax.video.programs import floats
 
 __all__ = ["Compiled", "compile_lowered", "compile_model", "programs_of"]

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from verax.errors import InvalidParameterError
+from verax.models.wan.family import SKYREELS
 from verax.video.schedule import forcing_schedule, noise_levels
 
-TIMESTEPS = noise_levels(6, 8.0, "skyreels").timesteps
+TIMESTEPS = noise_levels(6, 8.0, SKYREELS.sigmas).timesteps
 
 
 @pytest.mark.parametrize("ar_step", [0, 1, 2, 9])

@@ -11,13 +11,11 @@ from flax import nnx
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
 from verax.errors import RequestRefusedError
-from verax.video.geometry import LatentGeometry
+from verax.models.video_model import LatentGeometry, VideoSettings
+from verax.models.wan.family import KINDS, SKYREELS
 from verax.video.memory import StageMemory, out_of_memory_message
 from verax.video.programs import Component
-from verax.video.request import VideoRequest
-from verax.video.resolve import resolve_request
-from verax.video.rules import SKYREELS
-from verax.video.settings import VideoSettings
+from verax.video.request import VideoRequest, resolve_request
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
 OPTIONS: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=1, image=PICTURE)
@@ -76,7 +74,10 @@ GEOMETRY = LatentGeometry(frames_per_latent=4, pixels_per_latent=8, pixels_per_t
 
 def request(**options):
     asked = VideoRequest("a", attention=options.pop("attention", "standard"), guidance="batch", **options)
-    return resolve_request(asked, VideoSettings(kind="df"), GEOMETRY, SKYREELS)
+    model: Any = SimpleNamespace(
+        settings=VideoSettings(kind="df"), geometry=GEOMETRY, rules=SKYREELS, conditioning=KINDS["df"]
+    )
+    return resolve_request(asked, model)
 
 
 def plan_of(asked, change):

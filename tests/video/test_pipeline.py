@@ -14,6 +14,7 @@ from verax import VideoPipeline, ops
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.models.wan.family import SKYREELS
 from verax.video import unipc
 from verax.video.images import read_image
 from verax.video.outputs import VideoOutput
@@ -169,7 +170,7 @@ def test_a_hub_id_is_fetched_and_opened(folders, pipes, monkeypatch):
 
 def step_by_step(pipe, noise, computed, guidance_scale):
     """Text to video as a loop over steps, in which some reuse what the blocks added last."""
-    levels = noise_levels(len(computed), pipe.settings.shift, "skyreels")
+    levels = noise_levels(len(computed), pipe.settings.shift, SKYREELS.sigmas)
     table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(noise.transpose(0, 2, 3, 4, 1)))
     prompts = [pipe.parts.prompt_states(prompt) for prompt in ("a red circle", pipe.settings.negative_prompt)]
     component = pipe.denoiser.transformer

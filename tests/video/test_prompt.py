@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from verax.errors import CheckpointError
-from verax.video.prompt import PROMPT_TOKENS, PromptTokenizer, clean
+from verax.video.networks import PROMPT_TOKENS, PromptTokenizer, clean
 
 TEXTS = ["a red  circle\n", "", "caf\u00c3\u00a9 &amp;amp; bar", " ".join(["red"] * 30)]
 

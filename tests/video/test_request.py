@@ -24,7 +24,9 @@ def test_keyword_options_are_the_fields_of_a_request_with_their_types():
     hints = get_type_hints(VideoRequest, localns={"Callback": Callback})
     names = [field.name for field in fields(VideoRequest)]
     assert names[0] == "prompt"
-    assert get_type_hints(VideoOptions) == {name: hints[name] for name in names[1:]}
+    pictures = {"image", "last_image", "video"}
+    assert {*inspect.signature(VideoPipeline.__call__).parameters} == {"self", "prompt", *pictures, "options"}
+    assert get_type_hints(VideoOptions) == {name: hints[name] for name in names[1:] if name not in pictures}
     assert {field.name for field in fields(ResolvedRequest)} == set(names)
     assert all(f"{name}" in (inspect.getdoc(VideoRequest) or "") for name in names)
 

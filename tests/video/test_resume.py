@@ -80,5 +80,5 @@ def test_a_file_of_another_clip_is_refused_by_name(pipe, stopped, changes, messa
 
 def test_a_file_of_something_else_is_refused(pipe, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"something else")
-    with pytest.raises(InvalidParameterError, match=r"resume: .*model\.safetensors is no file of finished segments"):
+    with pytest.raises(InvalidParameterError, match=r"resume: .*model\.safetensors is not a file of finished segments"):
         pipe(PROMPTS, resume=tmp_path / "model.safetensors", **OPTIONS)

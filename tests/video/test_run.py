@@ -7,7 +7,6 @@ import pytest
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline, VideoRequest
-from verax.video.resolve import resolve_request
 from verax.video.run import stages_of
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
@@ -50,7 +49,7 @@ def test_a_plan_compiles_each_program_of_the_run_once(folders, kind, reference, 
 
 def names(pipe, **options):
     parts = pipe.parts
-    request = resolve_request(VideoRequest("a red circle", **options), parts.settings, parts.geometry, parts.rules)
+    request = pipe.resolve(VideoRequest("a red circle", **options))
     return [(stage.name, stage.segment) for stage in stages_of(request, parts)]
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.video.schedule import noise_levels
-from verax.video.teacache import steps_running_blocks, teacache_for
+from verax.models.wan.family import SKYREELS, teacache_for
+from verax.video.schedule import noise_levels, steps_running_blocks
 
 KINDS = [
     {"width": 1536, "image_to_video": True, "pixels": 544 * 960},
@@ -46,7 +46,7 @@ def as_published(timesteps, threshold, cache):
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.3])
 def test_the_schedule_is_that_of_a_loop_over_calls(kind, projected, threshold):
-    timesteps = noise_levels(30, 8.0, "skyreels").timesteps
+    timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
     cache = teacache_for(**kind, projected=projected)
     computed = steps_running_blocks(timesteps, embedding, threshold, cache)
     assert computed.tolist() == as_published(timesteps, threshold, cache)
@@ -57,7 +57,7 @@ def test_each_kind_of_model_has_coefficients_of_its_own():
 
 
 def test_a_higher_threshold_leaves_out_more_but_never_the_first_or_last_step():
-    timesteps = noise_levels(30, 8.0, "skyreels").timesteps
+    timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
     cache = teacache_for(**KINDS[2], projected=False)
     counts = [steps_running_blocks(timesteps, embedding, threshold, cache) for threshold in (0.1, 0.3, 1e9)]
     assert 30 > counts[0].sum() > counts[1].sum() > counts[2].sum() == 2
@@ -65,7 +65,7 @@ def test_a_higher_threshold_leaves_out_more_but_never_the_first_or_last_step():
 
 
 def test_frames_at_different_steps_have_one_decision():
-    timesteps = np.stack([noise_levels(8, 5.0, "skyreels").timesteps] * 3, axis=1)
+    timesteps = np.stack([noise_levels(8, 5.0, SKYREELS.sigmas).timesteps] * 3, axis=1)
     cache = teacache_for(**KINDS[0])
     alone = steps_running_blocks(timesteps[:, 0], embedding, 0.2, cache)
     np.testing.assert_array_equal(steps_running_blocks(timesteps, embedding, 0.2, cache), alone)

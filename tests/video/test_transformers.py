@@ -9,24 +9,22 @@ import pytest
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline, VideoRequest
+from verax.models.wan.family import SKYREELS
 from verax.video import unipc
-from verax.video.denoise import Denoiser
+from verax.video.networks import Denoiser
 from verax.video.programs import Component
-from verax.video.schedule import noise_levels
-from verax.video.transformers import TransformerSchedule, by_noise
+from verax.video.schedule import noise_levels, transformer_spans
 
 STEPS = 5
 OPTIONS: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=STEPS, guidance_scale=1.0)
 NOISE = np.random.default_rng(0).normal(size=(1, 16, 3, 2, 4)).astype(np.float32)
-
-
-RULE = by_noise(0.9)
+BOUNDARY = 0.9
 
 
 def test_the_iteration_at_the_boundary_is_the_first_transformers():
-    rule = by_noise(0.875)
-    np.testing.assert_array_equal(rule(np.array([999, 876, 875, 874, 0], np.int32)), [0, 0, 0, 1, 1])
-    np.testing.assert_array_equal(rule(np.array([[0, 999], [0, 874]], np.int32)), [0, 1])
+    assert transformer_spans(np.array([999, 876, 875, 874, 0], np.int32), 0.875) == [(0, 0, 3), (1, 3, 5)]
+    assert transformer_spans(np.array([[0, 999], [0, 874]], np.int32), 0.875) == [(0, 0, 1), (1, 1, 2)]
+    assert transformer_spans(np.array([999, 0], np.int32), None) == [(0, 0, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +35,19 @@ def pipe(tmp_path_factory):
     with first.weights() as weights:
         scaled = tuple(0.7 * weight for weight in weights)
     second = Component("second transformer", lambda: first.module(scaled), lambda _: first.module(scaled), keep=True)
-    made.parts = replace(made.parts, transformers=TransformerSchedule((made.denoiser, Denoiser(second)), RULE))
+    model: Any = made.parts.model
+    model = replace(model, settings=replace(model.settings, boundary_ratio=BOUNDARY))
+    made.parts = replace(made.parts, model=model, denoisers=(made.denoiser, Denoiser(second)))
     return made
 
 
 def by_hand(pipe, chosen):
     """Latents of a loop over steps, of which each has its transformer."""
-    levels = noise_levels(STEPS, pipe.settings.shift, "skyreels")
+    levels = noise_levels(STEPS, pipe.settings.shift, SKYREELS.sigmas)
     table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(NOISE.transpose(0, 2, 3, 4, 1)))
     states = pipe.parts.prompt_states("a red circle")
     for i, (timestep, index) in enumerate(zip(levels.timesteps, chosen, strict=True)):
-        component = pipe.parts.transformers.denoisers[index].transformer
+        component = pipe.parts.denoisers[index].transformer
         with component.weights() as weights:
             model = component.module(weights)
             velocity = model(state.sample, jnp.array([timestep]), model.encode_context(states))
@@ -57,7 +57,7 @@ def by_hand(pipe, chosen):
 
 @pytest.mark.parametrize("callback", [None, lambda now: True], ids=["one call a span", "one call a step"])
 def test_high_noise_goes_to_the_first_transformer_and_low_noise_to_the_second(pipe, callback):
-    chosen = RULE(noise_levels(STEPS, pipe.settings.shift, "skyreels").timesteps)
+    chosen = (noise_levels(STEPS, pipe.settings.shift, SKYREELS.sigmas).timesteps < 1000 * BOUNDARY).astype(int)
     assert 0 < chosen.sum() < STEPS
     made = pipe("a red circle", latents=NOISE, output_type="latent", callback=callback, **OPTIONS)
     assert (made.steps, made.computed) == (STEPS, STEPS)

@@ -12,11 +12,11 @@ from verax import VideoPipeline, VideoRequest
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.models.wan.family import read_settings
 from verax.serve.video.jobs import LatentPreview
 from verax.serve.video.videos import VideoCreate, resolve
 from verax.video import programs
 from verax.video.load import describe_folder
-from verax.video.settings import read_settings
 
 STEPS = 8
 OPTIONS: dict[str, Any] = dict(height=32, width=64, num_frames=5, num_inference_steps=STEPS, output_type="latent")
@@ -65,7 +65,7 @@ def test_models_in_the_originals_layout_are_the_same(folders, pipes, tmp_path):
 def test_large_transformers_are_in_memory_in_turn_and_make_the_same_clip(folders, pipes, monkeypatch):
     monkeypatch.setattr(programs, "KEEP_LIMIT", 0)
     pipe = VideoPipeline.from_pretrained(folders("t2v-a14b"), dtype="float32", show_progress=False)
-    first, second = (denoiser.transformer for denoiser in pipe.parts.transformers.denoisers)
+    first, second = (denoiser.transformer for denoiser in pipe.parts.denoisers)
     seen = []
     made = pipe("a red circle", callback=lambda now: seen.append((first.loaded, second.loaded)), **OPTIONS)
     steps = list(dict.fromkeys(seen))
@@ -146,7 +146,7 @@ def test_folders_that_lack_a_part_are_refused(folders, tmp_path):
     index = folder / "model_index.json"
     fields = json.loads(index.read_text())
     index.write_text(json.dumps({**fields, "boundary_ratio": None}))
-    with pytest.raises(CheckpointError, match=r"model_index\.json: it has no boundary_ratio, beside a second"):
+    with pytest.raises(CheckpointError, match=r"model_index\.json: it has a second transformer, and no boundary_ratio"):
         VideoPipeline(folder)
     index.write_text(json.dumps({**fields, "boundary_ratio": 875}))
     with pytest.raises(CheckpointError, match=r"boundary_ratio: expected a number of 0 to 1, got 875"):

@@ -29,8 +29,8 @@ from verax.compare.report import VideoReport
 from verax.compare.torch_side import torch
 from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
+from verax.video.networks import PromptTokenizer
 from verax.video.pipeline import VideoPipeline
-from verax.video.prompt import PromptTokenizer
 
 __all__ = ["MIN_PSNR", "RANDOM_PIPELINES", "Clip", "compare_pipelines", "random_video"]
 

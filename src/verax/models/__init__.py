@@ -38,6 +38,8 @@ from verax.models.modernbert import ModernBertConfig, ModernBertForSequenceClass
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
 from verax.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from verax.models.video_model import VideoModel, check_video_model_class
+from verax.models.wan.family import WanVideoModel
 from verax.nn import Sentences
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "RobertaForSequenceClassification",
     "RunRecurrent",
     "SlidingWindowConfig",
+    "VideoModel",
     "causal_attention",
     "causal_lm",
     "check_dtype",
@@ -75,6 +78,8 @@ __all__ = [
     "encoder",
     "hidden_states",
     "register_causal_lm",
+    "register_video_model",
+    "video_model",
 ]
 
 DTYPES: dict[str, DTypeLike] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -110,6 +115,14 @@ _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     "xlm-roberta": (RobertaForSequenceClassification, BertConfig),
     "modernbert": (ModernBertForSequenceClassification, ModernBertConfig),
 }
+
+
+_VIDEO_MODELS: dict[str, type[Any]] = {
+    "WanModel": WanVideoModel,
+    "SkyReelsV2Transformer3DModel": WanVideoModel,
+    "WanTransformer3DModel": WanVideoModel,
+}
+"""Families of video models by the `_class_name` of a transformer's config.json."""
 
 
 def check_dtype(dtype: str) -> None:
@@ -214,3 +227,36 @@ def cross_encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
         raise UnsupportedModelError(f"a classifier of {labels} labels ranks nothing; a reranker has one label")
     model, read = _CROSS_ENCODERS[kind]
     return model, read.from_hf(config)
+
+
+def register_video_model(class_name: str, model: Any) -> None:
+    """Add a family of video models: `VideoPipeline(folder)` then opens folders whose transformer has this class name.
+
+    Args:
+        class_name: `_class_name` in the config.json of the folder's transformer.
+        model: a class that satisfies `VideoModel`.
+
+    Raises:
+        InvalidParameterError: if the name belongs to another family, or the class lacks a member, with its name.
+    """
+    check_video_model_class(model)
+    taken = _VIDEO_MODELS.get(class_name)
+    if taken is not None and taken is not model:
+        raise InvalidParameterError(f"class_name: {class_name!r} is the name of {taken.__name__} already")
+    _VIDEO_MODELS[class_name] = model
+
+
+def video_model(config: Mapping[str, Any]) -> type[Any]:
+    """Class of a family of video models (a `VideoModel`) for a transformer's config.json.
+
+    Raises:
+        UnsupportedModelError: for a `_class_name` that is not in the table, naming those that are.
+    """
+    kind = read_value(config, "_class_name", str, "WanModel")  # the originals' smaller files have no name
+    if kind not in _VIDEO_MODELS:
+        known = ", ".join(_VIDEO_MODELS)
+        raise UnsupportedModelError(
+            f"config.json has _class_name {kind!r}; transformers supported are {known}; "
+            "verax.register_video_model adds others"
+        )
+    return _VIDEO_MODELS[kind]

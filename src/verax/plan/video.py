@@ -20,13 +20,14 @@ from verax.errors import InvalidParameterError
 from verax.models import DTYPES, check_dtype
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.video_model import LatentGeometry, VideoSettings
+from verax.models.wan.family import read_settings
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import Upsample
 from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
-from verax.video.geometry import LatentGeometry
 from verax.video.load import Components, divided_component
 from verax.video.memory import add_residents, largest
 from verax.video.mesh import (
@@ -41,7 +42,6 @@ from verax.video.mesh import (
 )
 from verax.video.programs import Component
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
-from verax.video.settings import VideoSettings, read_settings
 
 __all__ = ["Clip", "components", "decode_flops", "plan_video", "read_clip", "step_flops"]
 

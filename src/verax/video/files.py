@@ -48,7 +48,7 @@ def check_path(path: str | Path, *, name: str = "path") -> Path:
     if path.suffix and path.is_dir():
         raise InvalidParameterError(f"{name}: {path} is a folder")
     if not path.suffix and path.exists():
-        foreign = not path.is_dir() or any(not _FRAME.fullmatch(found.name) for found in path.iterdir())
+        foreign = not path.is_dir() or any(not _FRAME.fullmatch(file.name) for file in path.iterdir())
         if foreign:
             raise InvalidParameterError(f"{name}: {path} exists, and holds other things than frames of a clip")
     require_optional("av" if path.suffix.lower() == ".mp4" else "PIL.Image")
@@ -85,7 +85,7 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
         frames: RGB.
         path: ends in .mp4 (H.264, yuv420p), .gif, .webp (animated), or nothing: a folder of `frame_00000.png` on.
         fps: frames per second. Not written into a folder.
-        crf: of .mp4, quality: 0 (lossless) to 51.
+        crf: quality of .mp4: 0 (lossless) to 51.
 
     Raises:
         InvalidParameterError: as `check_path`, and for frames, `fps` or `crf` out of range, or an odd size in .mp4.
@@ -129,7 +129,7 @@ def write_contact_sheet(
     """Write images in rows into one .png, each with its caption below; return the path.
 
     Args:
-        images: of any sizes; each cell has the size of the largest.
+        images: images of any sizes; a cell has the size of the largest.
         path: ends in .png.
         captions: one for each image, broken into lines as wide as a cell.
         columns: images in a row; about as many as rows if None.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from verax import ops
-from verax.video.calls import StageCall
-from verax.video.geometry import LatentGeometry
+from verax.models.video_model import LatentGeometry
 from verax.video.programs import Component, ProgramCall
 from verax.video.request import ResolvedRequest
+from verax.video.stages import Stage
 
 __all__ = [
     "StageMemory",
@@ -31,7 +31,7 @@ class StageMemory(NamedTuple):
     Attributes:
         stage: name of the stage.
         weights: weights of the model that runs.
-        others: weights of other models that are on the device meanwhile.
+        others: weights of other models that are on the device at the time.
         work: inputs, results and buffers in between.
     """
 
@@ -46,7 +46,7 @@ class StageMemory(NamedTuple):
         return self.weights + self.others + self.work
 
 
-def plan_memory(stages: Sequence[StageCall]) -> list[StageMemory]:
+def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
     """Memory of a run, with one row for each stage and model, of the largest segment.
 
     Compiles the programs of the largest calls, which the run then finds compiled.
@@ -75,14 +75,14 @@ def add_residents(stages: Iterable[tuple[str, Component[Any], int]]) -> list[Sta
     Args:
         stages: name, model and bytes of the work of each.
     """
-    found: list[StageMemory] = []
+    plan: list[StageMemory] = []
     resident: dict[str, int] = {}
     for name, component, work in stages:
         others = sum(size for other, size in resident.items() if other != component.name)
-        found.append(StageMemory(name, component.size, others, work))
+        plan.append(StageMemory(name, component.size, others, work))
         if component.keep:
             resident[component.name] = component.size
-    return found
+    return plan
 
 
 def largest(plan: Sequence[StageMemory]) -> StageMemory:
@@ -91,7 +91,7 @@ def largest(plan: Sequence[StageMemory]) -> StageMemory:
 
 
 def free_memory(components: Sequence[Component[Any]]) -> int | None:
-    """Bytes of the target that a run may take, those of its models included; None if that is unknown."""
+    """Bytes of the target that a run may take, its models included; None if that is unknown."""
     memory = ops.target().memory
     return None if memory is None else memory.free + sum(one.size for one in components if one.loaded)
 
@@ -103,27 +103,27 @@ def _alternatives(
 
     Fewer and smaller frames are estimated from the memory of a latent, with some to spare.
     """
-    found: list[dict[str, int | str]] = []
+    changes: list[dict[str, int | str]] = []
     if request.guided and request.guidance == "batch":
-        found.append({"guidance": "sequential"})
+        changes.append({"guidance": "sequential"})
     if request.attention not in ("auto", "flash"):
-        found.append({"attention": "flash"})
+        changes.append({"attention": "flash"})
     # The stage that exceeds the free memory most decides.
     share = min((free - one.weights - one.others) / one.work for one in plan) * SPARE
     if share <= 0:
-        return found
+        return changes
     name = "base_num_frames" if len(request.segments(geometry)) > 1 else "num_frames"
     size = geometry.latents(getattr(request, name))
     block = request.causal_block_size
     fewer = int(size * share) // block * block
     if fewer > (geometry.latents(request.overlap_history) if name == "base_num_frames" else 0):
-        found.append({name: (fewer - 1) * geometry.frames_per_latent + 1})
+        changes.append({name: (fewer - 1) * geometry.frames_per_latent + 1})
     token = geometry.pixels_per_token
     sides = ((request.height, token), (request.width, token * devices))
     height, width = (int(side * share**0.5) // step * step for side, step in sides)
     if min(height, width) > 0:
-        found.append({"height": height, "width": width})
-    return found
+        changes.append({"height": height, "width": width})
+    return changes
 
 
 def out_of_memory_message(
@@ -145,8 +145,8 @@ def out_of_memory_message(
         replan: function that returns the plan of the request with some changes.
         devices: devices that divide the tokens of a frame, of which changes leave a multiple in each row.
     """
-    most = largest(plan)
-    if most.peak <= free:
+    worst = largest(plan)
+    if worst.peak <= free:
         return None
     fit: list[str] = []
     for change in _alternatives(request, geometry, plan, free, devices):
@@ -155,11 +155,11 @@ def out_of_memory_message(
             fit.append(f"{', '.join(f'{name}={value!r}' for name, value in change.items())} ({format_bytes(peak)})")
     if max(one.peak - one.others for one in plan) <= free:
         fit.append("offload=True")
-    parts = (("weights", most.weights), ("other models", most.others), ("work", most.work))
+    parts = (("weights", worst.weights), ("other models", worst.others), ("work", worst.work))
     needs = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
     advice = f"these would fit: {'; '.join(fit)}" if fit else "neither fewer nor smaller frames would fit"
     return (
-        f"memory: {most.stage} needs {format_bytes(most.peak)} ({needs}), and {format_bytes(free)} are free; {advice}"
+        f"memory: {worst.stage} needs {format_bytes(worst.peak)} ({needs}), and {format_bytes(free)} are free; {advice}"
     )
 
 

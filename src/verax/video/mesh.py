@@ -18,12 +18,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
-from verax.models.wan.model import WanConfig
+from verax.models.video_model import LatentGeometry, VideoSettings, VideoTransformerConfig
 from verax.nn.parallel import fitting_sizes
 from verax.ops.division import TENSOR_AXIS
-from verax.video.geometry import LatentGeometry
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
-from verax.video.settings import VideoSettings
 
 __all__ = [
     "BY_ROW",
@@ -70,7 +68,7 @@ def choose_parallelism(
     geometry: LatentGeometry,
     attached: bool = True,
 ) -> tuple[bool, int]:
-    """The arguments `guidance_parallel` and `sequence_parallel` of `video_mesh`: as they are given, or by `devices`.
+    """Arguments `guidance_parallel` and `sequence_parallel` of `video_mesh`: as given, or chosen by `devices`.
 
     If only `devices` is given, the most of them are used; of two ways that use as many, guidance parallelism.
 
@@ -78,9 +76,9 @@ def choose_parallelism(
         guidance_parallel: True for two groups of devices.
         sequence_parallel: devices of a group.
         devices: number of devices; None for the product of these two.
-        heads: of the transformer.
-        request: has the size and the guidance of a clip.
-        settings: defaults of the checkpoint for those.
+        heads: heads of the transformer.
+        request: request with the size and the guidance of a clip.
+        settings: defaults of the checkpoint for these options.
         geometry: sizes of the checkpoint.
         attached: True if the devices must be there.
 
@@ -145,16 +143,16 @@ def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | Non
     devices = groups * sequence_parallel
     if devices == 1:
         return None
-    found = _first(
+    attached = _first(
         devices,
         f"sequence_parallel={sequence_parallel}, guidance_parallel={guidance_parallel}: expected {groups} x "
         f"{sequence_parallel} = {devices}",
     )
-    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), found)
+    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), attached)
 
 
 def checked_mesh(mesh: Any) -> Mesh:
-    """A mesh that was given, with the axes of `video_mesh`.
+    """Mesh with the axes of `video_mesh`, from the mesh that a user gives.
 
     Raises:
         InvalidParameterError: for other axes, three or more devices along the first, or devices of other hosts.
@@ -170,7 +168,7 @@ def checked_mesh(mesh: Any) -> Mesh:
             f"mesh: expected a jax.sharding.Mesh of this host's devices with the axes {GUIDANCE!r}, of size 1 or 2, "
             f"and {SEQUENCE!r}, in this order; got {got}"
         )
-    return Mesh(mesh.devices, mesh.axis_names)  # axes that XLA places; those of `jax.make_mesh` are Explicit
+    return Mesh(mesh.devices, mesh.axis_names)  # XLA places these axes; `jax.make_mesh` makes Explicit ones
 
 
 def abstract_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> AbstractMesh | None:
@@ -182,7 +180,7 @@ def abstract_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Abstrac
 def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh:
     """Devices of a clip that divide the layers of one of its models, on the axis `tensor`.
 
-    They are as many as the model divides over, and the first ones where that is not all.
+    The mesh has the first devices of the clip, as many as the model divides over.
 
     Args:
         mesh: devices of the clip.
@@ -212,11 +210,11 @@ def _first(count: int, expected: str) -> list[Any]:
 
 
 def axis_size(mesh: AnyMesh | None, axis: str) -> int:
-    """Devices along an axis; 1 without a mesh."""
+    """Number of devices along an axis; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[axis]
 
 
-def check_heads(mesh: AnyMesh | None, config: WanConfig) -> None:
+def check_heads(mesh: AnyMesh | None, config: VideoTransformerConfig) -> None:
     """Refuse devices among which the heads of a transformer cannot be divided.
 
     Raises:

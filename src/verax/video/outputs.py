@@ -95,7 +95,7 @@ class VideoOutput:
             crf: constant rate factor of .mp4: 0 is lossless, 51 the worst.
 
         Raises:
-            InvalidParameterError: if there is nothing to write, or the name's suffix is none of these.
+            InvalidParameterError: if there is nothing to write, or for another suffix.
         """
         return files.write_clip(self._bytes(), path, fps=self.fps, crf=crf)
 

@@ -1,7 +1,8 @@
-"""`VideoPipeline`: text, images and clips in, frames out, by the rules of either PyTorch pipeline."""
+"""`VideoPipeline`: text, images and clips in, frames out, by any registered family of video models."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,13 +15,9 @@ from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
-from verax.models.wan.model import WanConfig
-from verax.models.wan.vae import WanVaeConfig
-from verax.video.calls import PipelineParts
-from verax.video.conditioning import CONDITIONINGS
-from verax.video.denoise import Denoiser
-from verax.video.geometry import LatentGeometry
-from verax.video.load import load_components
+from verax.models.video_model import LatentGeometry, VideoSettings
+from verax.video.images import Image
+from verax.video.load import load_components, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
 from verax.video.mesh import (
     GUIDANCE,
@@ -33,15 +30,11 @@ from verax.video.mesh import (
     choose_parallelism,
     video_mesh,
 )
+from verax.video.networks import Denoiser, PromptStates, PromptTokenizer, Stages
 from verax.video.outputs import RunReporter, VideoOutput
-from verax.video.prompt import PromptStates, PromptTokenizer
-from verax.video.request import ResolvedRequest, VideoOptions, VideoRequest, make_request
-from verax.video.resolve import resolve_request
-from verax.video.rules import REFERENCES, SKYREELS
+from verax.video.request import ResolvedRequest, VideoOptions, VideoRequest, make_request, resolve_request
 from verax.video.run import run_request, stages_of
-from verax.video.settings import VideoSettings, read_settings
-from verax.video.stages import Stages
-from verax.video.transformers import TransformerSchedule, by_noise, first_transformer
+from verax.video.stages import PipelineParts
 
 __all__ = ["VideoPipeline"]
 
@@ -52,7 +45,7 @@ Lora = str | Path | Sequence[str | Path] | Mapping[Any, float] | None
 
 
 class VideoPipeline:
-    """SkyReels-V2, Wan2.1 and Wan2.2: text to video, image to video, diffusion forcing.
+    """Text to video, image to video and diffusion forcing, by SkyReels-V2, Wan2.1, Wan2.2 or another registered family.
 
     Examples:
         >>> pipe = VideoPipeline.from_pretrained("SkyReels-V2-I2V-1.3B-540P")
@@ -62,7 +55,7 @@ class VideoPipeline:
 
     def __init__(
         self,
-        folder: str | Path,
+        model: str | Path | None = None,
         *,
         dtype: str = "bfloat16",
         reference: str | None = None,
@@ -78,24 +71,47 @@ class VideoPipeline:
         shard_weights: bool = False,
         show_progress: bool = True,
     ):
-        """Open a checkpoint's folder; see `from_pretrained`."""
+        """Open a checkpoint. Weights are read when they are first used.
+
+        Args:
+            model: a folder in the original's or diffusers' layout, or the hub id of one; None is the built-in model.
+            dtype: `"bfloat16"` or `"float32"`: dtype of weights and of the inputs of matmuls; the rest is float32.
+            reference: rules where the two PyTorch pipelines differ: of Wan and SkyReels-V2 `"skyreels"` (the
+                original's, less its slips; the default) or `"diffusers"`.
+            kind: `"t2v"`, `"i2v"`, `"ti2v"` (either) or `"df"` (diffusion forcing), where the folder does not determine
+                it: the original's 14B models for text and for forcing differ in nothing but their folders' names.
+            lora: a LoRA file (safetensors; diffusers', PEFT's or kohya's names), several, or files with a factor for
+                each. They change the transformer's weights as these are read.
+            keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
+                small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
+            offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
+            guidance_parallel: True to run prompt and negative prompt on two groups of devices.
+            sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
+                Each device has all weights of the transformer, unless `shard_weights`, and of the VAE, which decodes a
+                part of each frame. The text and image encoders are divided over all devices.
+            devices: devices to divide clips over. If these two are left out, they are chosen so that the most devices
+                are used, guidance first; otherwise it is their product.
+            devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.
+            mesh: devices in place of these options: of the axes `"guidance"`, of size 1 or 2, and `"sequence"`.
+            shard_weights: True to divide the weights of the transformer's blocks over all of these devices, which
+                gather them block by block in every step: less memory on each device, and more communication.
+            show_progress: True for bars, if stderr is a terminal.
+
+        Raises:
+            CheckpointError: if the checkpoint is missing, damaged, or does not fit its configuration.
+            UnsupportedModelError: if verax does not implement the model.
+            InvalidParameterError: naming an argument that is out of range.
+        """
         models.check_dtype(dtype)
-        name = SKYREELS.name if reference is None else reference
-        if name not in REFERENCES:
-            raise InvalidParameterError(f"reference: expected one of {', '.join(REFERENCES)}, got {name!r}")
-        rules = REFERENCES[name]
         enable_compilation_cache()
-        opened = VideoFolder(folder)
-        settings = read_settings(opened, opened.flow_shift, kind=kind, negative_prompts=rules.negative_prompts)
-        transformer = WanConfig.from_hf(opened.config("transformer"))
-        vae = WanVaeConfig.from_hf(opened.config("vae"))
-        geometry = LatentGeometry(
-            frames_per_latent=vae.frames_per_latent,
-            pixels_per_latent=vae.pixels_per_latent,
-            pixels_per_token=vae.pixels_per_latent * transformer.patch,
-            channels=vae.z_dim,
-            text_width=transformer.text_dim,
-        )
+
+        # 1. The checkpoint: family, settings and rules.
+        folder = VideoFolder(builtin.video_model() if model is None else model)
+        family = open_model(folder, kind=kind, reference=reference)
+        settings, geometry = family.settings, family.geometry
+
+        # 2. The devices that divide a clip.
+        transformer = family.transformers[0].config
         if mesh is None:
             guidance_parallel, sequence_parallel = choose_parallelism(
                 guidance_parallel=guidance_parallel,
@@ -113,14 +129,16 @@ class VideoPipeline:
             mesh = checked_mesh(mesh)
         check_heads(mesh, transformer)
         check_shard_weights(mesh, shard_weights=shard_weights)
+
+        # 3. The networks and their programs. Nothing is read or compiled yet.
         factors = _factors(lora)
         if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")
             offload = False
-        found = load_components(
-            opened,
+        networks = load_components(
+            folder,
+            family,
             models.DTYPES[dtype],
-            experts=settings.boundary_ratio is not None,
             keep_encoders=keep_encoders,
             offload=offload,
             lora=factors,
@@ -128,118 +146,59 @@ class VideoPipeline:
             mesh=mesh,
             shard_weights=shard_weights,
         )
-        conditioning = CONDITIONINGS[settings.kind]
-        if conditioning.takes_image != (transformer.in_dim > vae.z_dim):
-            raise InvalidParameterError(
-                f"kind: {settings.kind} does not fit this transformer, which takes {transformer.in_dim} channels, "
-                f"{vae.z_dim} of them the latents'"
-            )
         stages = Stages(
-            text_encoder=found.text_encoder,
-            image_encoder=found.image_encoder,
-            vae=found.vae,
+            text_encoder=networks.text_encoder,
+            image_encoder=networks.image_encoder,
+            vae=networks.vae,
             decode_dtype=models.DTYPES[dtype],
+            encode_image=family.conditioning.encode,
             mesh=mesh,
         )
-        tokenizer = PromptTokenizer.from_folder(opened.tokenizer, length=settings.text_tokens)
+        tokenizer = PromptTokenizer.from_folder(folder.tokenizer, length=settings.text_tokens)
         self.parts = PipelineParts(
-            settings=settings,
-            geometry=geometry,
-            rules=rules,
-            conditioning=conditioning,
+            model=family,
             stages=stages,
-            transformers=TransformerSchedule(
-                tuple(Denoiser(one, mesh) for one in found.transformers),
-                first_transformer if settings.boundary_ratio is None else by_noise(settings.boundary_ratio),
-            ),
+            denoisers=tuple(Denoiser(network, mesh) for network in networks.transformers),
             prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
         )
         self._mesh = mesh
         self._show_progress = show_progress
-        self._about = {
-            **{"model": opened.name, "kind": settings.kind, "reference": rules.name, "dtype": dtype},
+        self._origin = {
+            **{"model": folder.name, "kind": settings.kind, "reference": family.rules.name, "dtype": dtype},
             "lora": ", ".join(f"{path.name}:{factor:g}" for path, factor in factors.items()),
         }
 
     @classmethod
-    def from_pretrained(
-        cls,
-        model: str | Path | None = None,
+    @functools.wraps(__init__, assigned=())
+    def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> VideoPipeline:
+        """Open a checkpoint, as `VideoPipeline(model, **options)` does; the name that users of diffusers look for."""
+        return cls(model, **options)
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str] | None = None,
         *,
-        dtype: str = "bfloat16",
-        reference: str | None = None,
-        kind: str | None = None,
-        lora: Lora = None,
-        keep_encoders: bool | None = None,
-        offload: bool = False,
-        guidance_parallel: bool = False,
-        sequence_parallel: int = 1,
-        devices: int | None = None,
-        devices_for: VideoRequest | None = None,
-        mesh: Mesh | None = None,
-        shard_weights: bool = False,
-        show_progress: bool = True,
-    ) -> VideoPipeline:
-        """Open a checkpoint. Weights are read when they are first used.
-
-        Args:
-            model: a folder in the original's or diffusers' layout, or the hub id of one; None is the built-in model.
-            dtype: `"bfloat16"` or `"float32"`: dtype of weights and of the inputs of matmuls; all else is float32.
-            reference: rules where the two PyTorch pipelines differ: `"skyreels"` (the original's, less its slips; the
-                default) or `"diffusers"`.
-            kind: `"t2v"`, `"i2v"`, `"ti2v"` (either) or `"df"` (diffusion forcing), where the folder does not determine
-                it: the original's 14B models for text and for forcing differ in nothing but their folders' names.
-            lora: a LoRA file (safetensors; diffusers', PEFT's or kohya's names), several, or files with a factor for
-                each. They change the transformer's weights as these are read.
-            keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
-                small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
-            offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
-            guidance_parallel: True to run prompt and negative prompt on two groups of devices.
-            sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
-                Each device has all weights of the transformer, unless `shard_weights`, and of the VAE, which decodes a
-                part of each frame. The text and image encoders are divided over all devices.
-            devices: devices to divide clips over. If these two are left out, they are chosen so that the most devices
-                are used, guidance first; else it is their product.
-            devices_for: a request whose size and guidance the choice is to fit; the checkpoint's defaults if None.
-            mesh: devices in place of these options: of the axes `"guidance"`, of size 1 or 2, and `"sequence"`.
-            shard_weights: True to divide the weights of the transformer's blocks over all of these devices, which
-                gather them block by block in every step: less memory on each device, and more communication.
-            show_progress: True for bars, if stderr is a terminal.
-
-        Raises:
-            CheckpointError: if the checkpoint is missing, damaged, or does not fit its configuration.
-            UnsupportedModelError: if verax does not implement the model.
-            InvalidParameterError: naming an argument that is out of range.
-        """
-        return cls(
-            builtin.video_model() if model is None else model,
-            dtype=dtype,
-            reference=reference,
-            kind=kind,
-            lora=lora,
-            keep_encoders=keep_encoders,
-            offload=offload,
-            guidance_parallel=guidance_parallel,
-            sequence_parallel=sequence_parallel,
-            devices=devices,
-            devices_for=devices_for,
-            mesh=mesh,
-            shard_weights=shard_weights,
-            show_progress=show_progress,
-        )
-
-    def __call__(self, prompt: str | Sequence[str] | None = None, **options: Unpack[VideoOptions]) -> VideoOutput:
+        image: Image | None = None,
+        last_image: Image | None = None,
+        video: Any = None,
+        **options: Unpack[VideoOptions],
+    ) -> VideoOutput:
         """Make a clip: `pipe("The cat turns its head.", image="cat.png", num_frames=97)`.
 
         Args:
             prompt: description of the clip; a list has one for each segment of a long clip.
+            image: first frame: a path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).
+            last_image: last frame, likewise; diffusion forcing only.
+            video: clip to continue: a path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only.
             options: other fields of `VideoRequest`, where they are described.
 
         Raises:
             InvalidParameterError: naming the argument that does not fit, and values that would; before device work.
             RequestRefusedError: if the free memory is too small, with changes to the request that would fit.
         """
-        return self.generate(make_request(prompt, options))
+        return self.generate(
+            make_request(prompt, {"image": image, "last_image": last_image, "video": video, **options})
+        )
 
     def generate(self, request: VideoRequest) -> VideoOutput:
         """Make the clip of a request.
@@ -268,7 +227,7 @@ class VideoPipeline:
         # 3. Run its stages.
         segments = len(resolved.segments(self.geometry))
         reporter = RunReporter(resolved.callback, resolved.fps, segments, self._show_progress)
-        return run_request(resolved, self.parts, reporter, self._about)
+        return run_request(resolved, self.parts, reporter, self._origin)
 
     def resolve(self, request: VideoRequest) -> ResolvedRequest:
         """Check a request, read its images, and fill in what it leaves open. No device work.
@@ -276,7 +235,7 @@ class VideoPipeline:
         Raises:
             InvalidParameterError: naming the option that does not fit, and values that would.
         """
-        resolved = resolve_request(request, self.settings, self.geometry, self.parts.rules)
+        resolved = resolve_request(request, self.parts.model)
         check_request(self.mesh, resolved, self.geometry)
         return resolved
 
@@ -291,12 +250,12 @@ class VideoPipeline:
     @property
     def settings(self) -> VideoSettings:
         """Kind and defaults of the checkpoint."""
-        return self.parts.settings
+        return self.parts.model.settings
 
     @property
     def geometry(self) -> LatentGeometry:
         """Sizes of the checkpoint's latents."""
-        return self.parts.geometry
+        return self.parts.model.geometry
 
     @property
     def stages(self) -> Stages:
@@ -311,7 +270,7 @@ class VideoPipeline:
     @property
     def denoiser(self) -> Denoiser:
         """Programs of the transformer; of the first, if there are several."""
-        return self.parts.transformers.denoisers[0]
+        return self.parts.denoisers[0]
 
     def _plan(self, request: ResolvedRequest) -> list[StageMemory]:
         with progress.bar("compiling", enabled=self._show_progress, count=False):
@@ -323,7 +282,7 @@ class VideoPipeline:
             return replace(request, guidance="batch")  # a device has one row, and no choice
         if request.guidance != "auto":
             return request
-        batch, sequential = (replace(request, guidance=how) for how in ("batch", "sequential"))
+        batch, sequential = (replace(request, guidance=value) for value in ("batch", "sequential"))
         free = free_memory(self.parts.components)
         if free is None or not request.guided or (peak := largest(self._plan(batch)).peak) <= free:
             return batch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -31,6 +32,10 @@ M = TypeVar("M", bound=nnx.Module)
 
 KEEP_LIMIT = 1 << 30
 """Bytes of weights up to which a model stays on the device between its uses."""
+
+KEPT_PROGRAMS = 8
+"""Compiled programs that are kept of a function. A clip takes at most four sizes of one: whole segments and the last of
+a long clip, with two values of an option. A server whose clients ask for many sizes compiles an older one again."""
 
 Weights = tuple[Array, ...]
 """Arrays of a module in the order of its tree: an argument of programs, which merge them with the graph."""
@@ -169,7 +174,7 @@ class Memory(NamedTuple):
 
 
 class Program:
-    """Compiled function, one program for each set of shapes and options.
+    """Compiled function, one program for each set of shapes and options, of which the last used are kept.
 
     Attributes:
         function: function of whole arrays, which divides them over the mesh of a layout.
@@ -201,7 +206,7 @@ class Program:
             compiler_options=compiler_options(ops.target().platform),
             keep_unused=True,  # weights that a program passes over lie in memory all the same, and `memory` counts them
         )
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: OrderedDict[Any, Any] = OrderedDict()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Run the program, compiled first if these shapes and options are new."""
@@ -231,10 +236,14 @@ class Program:
         leaves, tree = jax.tree.flatten(arguments)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = (tree, shapes, tuple(sorted(options.items())))
-        if key not in self._compiled:
-            placed = arguments if self._layout is None else self._layout.place(arguments)
-            self._compiled[key] = self._jit.lower(*placed, **options).compile()
-        return self._compiled[key]
+        if key in self._compiled:
+            self._compiled.move_to_end(key)
+            return self._compiled[key]
+        placed = arguments if self._layout is None else self._layout.place(arguments)
+        compiled = self._compiled[key] = self._jit.lower(*placed, **options).compile()
+        if len(self._compiled) > KEPT_PROGRAMS:
+            self._compiled.popitem(last=False)
+        return compiled
 
 
 @dataclass(frozen=True)

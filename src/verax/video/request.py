@@ -1,8 +1,13 @@
-"""Requests for clips: `VideoRequest` as a user writes it, and `ResolvedRequest` with nothing left open."""
+"""Requests for clips: `VideoRequest` as a user writes it, and `ResolvedRequest` with nothing left open.
+
+`resolve_request` fills in what a request leaves open, and checks it before any device work: sizes that fit, a model of
+the right kind, no contradictions.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,24 +17,31 @@ import numpy as np
 from jaxtyping import UInt8
 
 from verax.errors import InvalidParameterError
-from verax.video.geometry import LatentGeometry, segment_sizes
+from verax.models.video_model import ATTENTION, LatentGeometry, VideoModel, VideoSettings
+from verax.video import images
+from verax.video.files import check_parent
 from verax.video.options import VideoRequest
 from verax.video.outputs import Callback
-from verax.video.settings import RESOLUTIONS, VideoSettings
 
-__all__ = ["ResolvedRequest", "VideoOptions", "VideoRequest", "default_size", "make_request"]
+__all__ = ["ResolvedRequest", "VideoOptions", "VideoRequest", "default_size", "make_request", "resolve_request"]
 
 
 OVERLAP = 17
 """Default of frames that segments share: the smaller of the two that SkyReels-V2 recommends."""
 
+RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
+"""Height and width in pixels by name."""
+
+RESUME_SUFFIX = ".safetensors"
+"""Ending of a file of finished segments."""
+
+ADDED_NOISE = 1000
+"""Largest number of timesteps of added noise: noise alone."""
+
 
 class VideoOptions(TypedDict, total=False):
-    """Types of the options of `VideoRequest`, for calls by keyword."""
+    """Types of the other options of `VideoRequest`, for calls by keyword."""
 
-    image: Any
-    last_image: Any
-    video: Any
     negative_prompt: str | None
     height: int | None
     width: int | None
@@ -74,11 +86,34 @@ def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any])
     return VideoRequest(prompt, **options)
 
 
+def segment_sizes(latents: int, longest: int, overlap: int) -> list[int]:
+    """Latent frames of each segment, including those that it shares with the segment before. The last may be shorter.
+
+    Args:
+        latents: latent frames of the whole clip.
+        longest: latent frames of a segment.
+        overlap: latent frames that two segments share.
+
+    Raises:
+        InvalidParameterError: if segments overlap wholly.
+    """
+    if latents <= longest:
+        return [latents]
+    if overlap >= longest:
+        raise InvalidParameterError(
+            f"overlap_history: {overlap} latent frames, which is all of a segment's {longest} (base_num_frames)"
+        )
+    sizes = [longest]
+    while (left := latents - len(sizes) * (longest - overlap) - overlap) > 0:
+        sizes.append(min(left + overlap, longest))
+    return sizes
+
+
 def default_size(request: VideoRequest, settings: VideoSettings) -> tuple[int, int]:
     """Height and width of a request that gives neither, as long as it has no image.
 
     Raises:
-        InvalidParameterError: for a resolution that there is not, or one beside a height or a width.
+        InvalidParameterError: for an unknown resolution, or one together with a height or a width.
     """
     if request.resolution is None:
         return settings.height, settings.width
@@ -92,7 +127,7 @@ def default_size(request: VideoRequest, settings: VideoSettings) -> tuple[int, i
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResolvedRequest(VideoRequest):
-    """A checked request: defaults are filled in, images and clips are arrays. Made by `resolve.resolve_request`."""
+    """A checked request: defaults are filled in, images and clips are arrays. Made by `resolve_request`."""
 
     image: UInt8[np.ndarray, "H W 3"] | None = None
     last_image: UInt8[np.ndarray, "H W 3"] | None = None
@@ -138,10 +173,224 @@ class ResolvedRequest(VideoRequest):
 
     def segments(self, geometry: LatentGeometry) -> list[int]:
         """Latent frames of each segment, including those that it shares with the segment before."""
-        most, overlap = geometry.latents(self.base_num_frames), geometry.latents(self.overlap_history)
-        return segment_sizes(geometry.latents(self.num_frames), most, overlap)
+        longest, overlap = geometry.latents(self.base_num_frames), geometry.latents(self.overlap_history)
+        return segment_sizes(geometry.latents(self.num_frames), longest, overlap)
 
     @property
     def continued_frames(self) -> int:
         """Frames of the user's clip with which the first segment begins."""
         return 0 if self.video is None else self.overlap_history
+
+
+def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest:
+    """Read a request's images, fill in its defaults, and check it.
+
+    Args:
+        request: as the user wrote it.
+        model: checkpoint whose defaults are filled in, and which the request has to fit.
+
+    Raises:
+        InvalidParameterError: naming the argument that does not fit, and values that would.
+        MissingDependencyError: if an image or a clip needs Pillow or PyAV, and it is not installed.
+    """
+    settings, geometry = model.settings, model.geometry
+    values: dict[str, Any] = {field.name: getattr(request, field.name) for field in fields(request)}
+    for name in ("image", "last_image"):
+        if values[name] is not None:
+            values[name] = images.read_image(values[name], name=name)
+    if request.video is not None:
+        values["video"] = images.read_clip(request.video)[0]
+    if request.resume is not None:
+        _check_resume(request.resume)
+    first_frame = values["image"] if values["video"] is None else values["video"][0]
+    height, width = default_size(request, settings)
+    if request.height is None and request.width is None:
+        height, width = _oriented(first_frame, height, width)
+    blocks = request.causal_block_size
+    if settings.boundary_ratio is not None and request.guidance_scale_2 is None:
+        second = settings.guidance_scale_2 if request.guidance_scale is None else request.guidance_scale
+        values["guidance_scale_2"] = settings.guidance_scale if second is None else second
+    defaults = {
+        "height": height,
+        "width": width,
+        **{name: getattr(settings, name) for name in ("num_inference_steps", "guidance_scale", "shift", "fps")},
+        "num_frames": settings.num_frames,
+        "base_num_frames": settings.num_frames,
+        "negative_prompt": settings.negative_prompt,
+        "causal_block_size": 1,
+        "causal_attention": model.rules.causal_attention and blocks is not None and blocks > 1,
+        "overlap_history": OVERLAP,
+    }
+    values.update({name: value for name, value in defaults.items() if values[name] is None}, resolution=None)
+    resolved = ResolvedRequest(**values)
+    _check_choices(resolved)
+    _check_numbers(resolved, geometry)
+    _check_second_scale(resolved, settings)
+    _check_conditioning(resolved, model)
+    _check_images(resolved)
+    _check_texts(resolved, geometry)
+    _check_segments(resolved, model)
+    return resolved
+
+
+def _oriented(image: np.ndarray | None, height: int, width: int) -> tuple[int, int]:
+    """Height and width, exchanged if one of frame and image `[H, W, 3]` is upright and the other is not."""
+    if image is None or (image.shape[0] > image.shape[1]) == (height > width):
+        return height, width
+    return width, height
+
+
+def _check_choices(request: ResolvedRequest) -> None:
+    choices = {
+        "output_type": ("video", "np", "latent"),
+        "cache": (None, "teacache"),
+        "guidance": ("auto", "batch", "sequential"),
+        "attention": tuple(ATTENTION),
+    }
+    for name, known in choices.items():
+        if (value := getattr(request, name)) not in known:
+            raise InvalidParameterError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
+    if request.cache is not None and request.cache_threshold == 0:
+        raise InvalidParameterError("cache_threshold: expected a number above 0, got 0")
+
+
+def _check_numbers(request: ResolvedRequest, geometry: LatentGeometry) -> None:
+    least = {"num_inference_steps": 1, "fps": 1, "seed": 0, "ar_step": 0, "causal_block_size": 1}
+    for name in (*least, "height", "width", "num_frames", "base_num_frames", "overlap_history", "addnoise_condition"):
+        value = getattr(request, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least.get(name, 0):
+            raise InvalidParameterError(
+                f"{name}: expected a whole number of at least {least.get(name, 0)}, got {value!r}"
+            )
+    second = () if request.guidance_scale_2 is None else ("guidance_scale_2",)
+    for name in ("guidance_scale", *second, "shift", "cache_threshold"):
+        value = getattr(request, name)
+        if not isinstance(value, int | float | np.number) or not math.isfinite(value) or value < 0:
+            raise InvalidParameterError(f"{name}: expected a number of at least 0, got {value!r}")
+    for name in ("height", "width"):
+        _check_steps(name, getattr(request, name), geometry.pixels_per_token, 0)
+    for name in ("num_frames", "base_num_frames", "overlap_history"):
+        _check_steps(name, getattr(request, name), geometry.frames_per_latent, 1)
+    if request.addnoise_condition > ADDED_NOISE:
+        raise InvalidParameterError(
+            f"addnoise_condition: expected at most {ADDED_NOISE}, got {request.addnoise_condition}; 20 is usual"
+        )
+
+
+def _check_second_scale(request: ResolvedRequest, settings: VideoSettings) -> None:
+    if request.guidance_scale_2 is None:
+        return
+    if settings.boundary_ratio is None:
+        raise InvalidParameterError("guidance_scale_2: this model has one transformer; give guidance_scale alone")
+    if request.guidance_scale_2 > 1 >= request.guidance_scale:
+        raise InvalidParameterError(
+            f"guidance_scale_2: expected at most 1 where guidance_scale is {request.guidance_scale:g}, which "
+            f"means no guidance, got {request.guidance_scale_2:g}"
+        )
+
+
+def _check_steps(name: str, value: int, step: int, offset: int) -> None:
+    """Raise unless `value` is `step n + offset`, and above 0."""
+    lower = (value - offset) // step * step + offset
+    if value == lower and value > 0:
+        return
+    expected = f"a multiple of {step}" if offset == 0 else f"{step}n + {offset}"
+    nearest = [near for near in (lower, lower + step) if near > 0]
+    raise InvalidParameterError(f"{name}: expected {expected}, got {value}; nearest {' or '.join(map(str, nearest))}")
+
+
+def _check_conditioning(request: ResolvedRequest, model: VideoModel) -> None:
+    """Refuse options that the kind of model does not have, and the lack of those that it needs."""
+    conditioning, settings = model.conditioning, model.settings
+    if request.cache is not None and model.teacache(request.height * request.width) is None:
+        raise InvalidParameterError("cache: TeaCache has no coefficients for this family of models; leave it out")
+    if not conditioning.forcing:
+        _check_no_forcing(request, settings)
+    if request.image is None:
+        if conditioning.encode is not None and settings.needs_image:
+            raise InvalidParameterError("image: this model is for image to video, and needs the first frame")
+    elif not conditioning.takes_image:
+        raise InvalidParameterError("image: this model is for text alone; use one for image to video or forcing")
+    elif not conditioning.forcing and conditioning.given_frames and request.num_frames == 1:
+        raise InvalidParameterError("num_frames: expected more than the one frame that the image is")
+
+
+def _check_no_forcing(request: ResolvedRequest, settings: VideoSettings) -> None:
+    only = f"needs a model for diffusion forcing (such as SkyReels-V2-DF); this one is {settings.kind}"
+    used = {
+        "last_image": request.last_image is not None,
+        "video": request.video is not None,
+        "ar_step": request.ar_step > 0,
+        "causal_block_size": request.causal_block_size > 1,
+        "addnoise_condition": request.addnoise_condition > 0,
+    }
+    for name, is_used in used.items():
+        if is_used:
+            raise InvalidParameterError(f"{name}: {only}")
+    if request.num_frames > request.base_num_frames:
+        raise InvalidParameterError(f"num_frames: longer than base_num_frames, {request.base_num_frames}, {only}")
+
+
+def _check_images(request: ResolvedRequest) -> None:
+    if request.video is None:
+        return
+    if request.image is not None:
+        raise InvalidParameterError("image: give it or video, not both: each is how the clip begins")
+    if len(request.video) < request.overlap_history:
+        raise InvalidParameterError(
+            f"video: has {len(request.video)} frames, fewer than overlap_history, {request.overlap_history}"
+        )
+    if request.num_frames <= request.overlap_history:
+        raise InvalidParameterError(
+            f"num_frames: expected more than the {request.overlap_history} frames of video that the clip begins with "
+            f"(overlap_history), got {request.num_frames}"
+        )
+
+
+def _check_texts(request: ResolvedRequest, geometry: LatentGeometry) -> None:
+    if (request.prompt is None) == (request.prompt_embeds is None):
+        raise InvalidParameterError("prompt: give it or prompt_embeds, one of the two")
+    if request.prompt is not None and not request.prompts:
+        raise InvalidParameterError("prompt: expected a text, or one for each segment, got none")
+    for prompt in (*request.prompts, request.negative_prompt):
+        if not isinstance(prompt, str):
+            raise InvalidParameterError(f"prompt: expected a text, got {type(prompt).__name__}")
+    for name in ("prompt_embeds", "negative_prompt_embeds"):
+        states = getattr(request, name)
+        shape = getattr(states, "shape", None)
+        if states is not None and (shape is None or tuple(shape[::2]) != (1, geometry.text_width)):
+            raise InvalidParameterError(
+                f"{name}: expected an array [1, tokens, {geometry.text_width}], got shape {shape}"
+            )
+
+
+def _check_segments(request: ResolvedRequest, model: VideoModel) -> None:
+    geometry, rules = model.geometry, model.rules
+    sizes, block = request.segments(geometry), request.causal_block_size
+    overlap = geometry.latents(request.overlap_history)
+    if not rules.keep_partial_blocks and len(sizes) > 1 and overlap % block:
+        raise InvalidParameterError(
+            f"overlap_history: {overlap} latent frames are not whole blocks of {block} (causal_block_size), which "
+            f"{rules.name} would cut off"
+        )
+    last = [0] * (len(sizes) - 1) + [int(request.last_image is not None)]
+    for size, more in zip(sizes, last, strict=True):
+        if (size + more) % block:
+            raise InvalidParameterError(
+                f"causal_block_size: {size + more} latent frames in a segment{' with the last image' if more else ''} "
+                f"cannot be cut into blocks of {block}; choose num_frames, base_num_frames or overlap_history so that "
+                "they can"
+            )
+    if request.latents is None:
+        return
+    _, F, h, w, C = geometry.shape(sizes[0], request.height, request.width)
+    if tuple(getattr(request.latents, "shape", ())) != (1, C, F, h, w):
+        got = getattr(request.latents, "shape", type(request.latents).__name__)
+        raise InvalidParameterError(f"latents: expected an array of shape {[1, C, F, h, w]}, got {got}")
+
+
+def _check_resume(path: Any) -> None:
+    """Refuse a path that cannot be a file of segments."""
+    if not isinstance(path, str | Path) or Path(path).suffix != RESUME_SUFFIX:
+        raise InvalidParameterError(f"resume: expected a file name that ends in {RESUME_SUFFIX}, got {str(path)!r}")
+    check_parent(Path(path), "resume")

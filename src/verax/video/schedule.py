@@ -1,27 +1,45 @@
-"""Schedule of a denoising run: noise levels, and the steps of each frame under diffusion forcing."""
+"""Schedule of a segment: noise levels, steps of each frame under diffusion forcing, and steps that TeaCache skips.
+
+Flow matching mixes a clip x and noise n as `(1 - sigma) x + sigma n`. A schedule begins near 1 and ends at 0. The
+timestep, which is an input of the model, is 1000 sigma, cut to a whole number. How sigma is spaced before it is shifted
+towards noise is a rule of the family's reference.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from itertools import groupby
 from typing import NamedTuple
 
+import jax
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from verax.errors import InvalidParameterError
+from verax.models.video_model import Sigmas, TeaCache, VideoModel
+from verax.video import unipc
+from verax.video.request import ADDED_NOISE, ResolvedRequest
 
-__all__ = ["SIGMA_SCHEDULES", "TRAIN_TIMESTEPS", "ForcingSchedule", "NoiseLevels", "forcing_schedule", "noise_levels"]
+__all__ = [
+    "ForcingSchedule",
+    "NoiseLevels",
+    "Schedule",
+    "Tables",
+    "forcing_schedule",
+    "make_tables",
+    "noise_levels",
+    "padded_rows",
+    "segment_schedule",
+    "steps_running_blocks",
+    "transformer_spans",
+]
 
-TRAIN_TIMESTEPS = 1000
+TRAIN_TIMESTEPS = ADDED_NOISE
 """Noise levels in training: the timestep of sigma 1."""
 
-SIGMA_SCHEDULES: Mapping[str, tuple[float, float]] = MappingProxyType(
-    # The original keeps its largest sigma in float32.
-    {"skyreels": (float(np.float32(0.999)), 0.0), "diffusers": (1.0, 1 / TRAIN_TIMESTEPS)}
-)
-"""First and last sigma before shifting, by the name of the schedule."""
+ROWS = 64
+"""Rows of tables are a multiple of this, so that runs of different numbers of steps share a program."""
 
 _BELOW_ONE = 1e-6
 """Distance that diffusers keeps between the first sigma and 1, where the signal is 0 and its logarithm infinite."""
@@ -34,13 +52,13 @@ class NoiseLevels(NamedTuple):
     timesteps: Int32[np.ndarray, "N"]
 
 
-def noise_levels(steps: int, shift: float, schedule: str) -> NoiseLevels:
+def noise_levels(steps: int, shift: float, sigmas: Sigmas) -> NoiseLevels:
     """Noise levels of a run of `steps` steps.
 
     Args:
         steps: number of steps, at least 1.
-        shift: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
-        schedule: one of `SIGMA_SCHEDULES`.
+        shift: shift towards noise, above 0.
+        sigmas: schedule of the family's reference (`ReferenceRules.sigmas`).
 
     Raises:
         InvalidParameterError: if an argument is out of range.
@@ -49,15 +67,110 @@ def noise_levels(steps: int, shift: float, schedule: str) -> NoiseLevels:
         raise InvalidParameterError(f"num_inference_steps: expected a whole number of at least 1, got {steps!r}")
     if not (shift > 0 and math.isfinite(shift)):
         raise InvalidParameterError(f"shift: expected a number above 0, got {shift}")
-    if schedule not in SIGMA_SCHEDULES:
-        raise InvalidParameterError(f"reference: expected one of {', '.join(SIGMA_SCHEDULES)}, got {schedule!r}")
-    begin, end = SIGMA_SCHEDULES[schedule]
-    even = np.linspace(begin, end, steps + 1)[:-1]
-    sigmas = shift * even / (1 + (shift - 1) * even)
-    if abs(sigmas[0] - 1) < _BELOW_ONE:
-        sigmas[0] -= _BELOW_ONE
-    timesteps = (sigmas * TRAIN_TIMESTEPS).astype(np.int32)
-    return NoiseLevels(np.append(sigmas, 0).astype(np.float32), timesteps)
+    levels = sigmas(steps, shift)
+    if abs(levels[0] - 1) < _BELOW_ONE:
+        levels[0] -= _BELOW_ONE
+    timesteps = (levels * TRAIN_TIMESTEPS).astype(np.int32)
+    return NoiseLevels(np.append(levels, 0).astype(np.float32), timesteps)
+
+
+class Tables(NamedTuple):
+    """Values of each iteration of a segment; rows after the last iteration are padding.
+
+    Attributes:
+        solver: coefficients of each step of the solver.
+        timesteps: timestep of all frames, or of each frame.
+        row: row of `solver` of all frames, or of each frame.
+        update: frames that take a step; None if all do.
+        run_blocks: True for iterations in which the transformer's blocks run.
+    """
+
+    solver: unipc.UniPCTable
+    timesteps: Int32[np.ndarray, "R *F"]
+    row: Int32[np.ndarray, "R *F"]
+    update: Bool[np.ndarray, "R F"] | None
+    run_blocks: Bool[np.ndarray, "R"]
+
+
+class Schedule(NamedTuple):
+    """Iterations of a segment.
+
+    Attributes:
+        tables: tables of the denoising loop; all iterations run the transformer's blocks.
+        timesteps: timesteps as the transformer sees them, of all frames or of each frame.
+    """
+
+    tables: Tables
+    timesteps: Int32[np.ndarray, "R *F"]
+
+
+def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: int, given: int, last: int) -> Schedule:
+    """Iterations of a segment.
+
+    Args:
+        request: checked request.
+        model: checkpoint.
+        latents: latent frames of the segment.
+        given: number of them at the beginning that are not denoised.
+        last: latent frames after them, which are not denoised either.
+    """
+    rules = model.rules
+    levels = noise_levels(request.num_inference_steps, request.shift, rules.sigmas)
+    if not (model.conditioning.forcing or given):
+        return Schedule(make_tables(levels), levels.timesteps)
+    frames = latents + last
+    forcing = forcing_schedule(
+        frames,
+        levels.timesteps,
+        ar_step=request.ar_step,
+        causal_block_size=request.causal_block_size,
+        prefix=given,
+        keep_partial_blocks=rules.keep_partial_blocks,
+    )
+    forcing.timesteps[:, latents:], forcing.update[:, latents:] = 0, False
+    timesteps = forcing.timesteps
+    if request.addnoise_condition:
+        timesteps = np.where(np.arange(frames) < given, np.int32(request.addnoise_condition), timesteps)
+    overwritten = model.conditioning.forcing and rules.overwrite_first_sample
+    return Schedule(make_tables(levels, forcing, overwritten=overwritten), timesteps)
+
+
+def make_tables(levels: NoiseLevels, forcing: ForcingSchedule | None = None, *, overwritten: bool = False) -> Tables:
+    """Tables of a segment.
+
+    Args:
+        levels: noise levels of the steps.
+        forcing: step of each latent frame in each iteration; None for all frames together.
+        overwritten: see `unipc.tabulate`.
+    """
+    solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
+    together = levels.timesteps, np.arange(len(levels.timesteps), dtype=np.int32), None
+    timesteps, row, update = together if forcing is None else forcing
+    return jax.tree.map(padded_rows, Tables(solver, timesteps, row, update, np.ones(len(timesteps), bool)))
+
+
+def padded_rows(rows: np.ndarray) -> np.ndarray:
+    """Rows and zeros after them, up to a multiple of `ROWS`."""
+    return np.concatenate([rows, np.zeros((-len(rows) % ROWS, *rows.shape[1:]), rows.dtype)])
+
+
+def transformer_spans(timesteps: Int32[np.ndarray, "R *F"], boundary_ratio: float | None) -> list[tuple[int, int, int]]:
+    """Runs of iterations with one transformer: its index, the first iteration, and the one after the last.
+
+    Args:
+        timesteps: timesteps of all frames, or of each frame.
+        boundary_ratio: share of all noise, where 1 is noise alone, down to which the first of two transformers is used.
+            As in diffusers' `WanPipeline`, the iteration at the boundary is the first's. Of frames with a time each,
+            the noisiest decides. None for one transformer.
+    """
+    noisiest = timesteps.reshape(len(timesteps), -1).max(axis=1)
+    boundary = -1.0 if boundary_ratio is None else boundary_ratio * TRAIN_TIMESTEPS
+    spans, begin = [], 0
+    for index, same in groupby((noisiest < boundary).astype(int).tolist()):
+        end = begin + len(list(same))
+        spans.append((index, begin, end))
+        begin = end
+    return spans
 
 
 _NOT_STARTED = 999
@@ -87,15 +200,20 @@ def forcing_schedule(
     prefix: int = 0,
     keep_partial_blocks: bool = True,
 ) -> ForcingSchedule:
-    """Iterations of a segment.
+    """Steps of the latent frames of a segment under diffusion forcing.
+
+    As in SkyReels-V2 (2025), `generate_timestep_matrix`. Latent frames are grouped in blocks. Block 0 takes a step in
+    every iteration. Block i follows block i - 1 by `ar_step` steps until that one is done, and then takes a step in
+    every iteration. With `ar_step` 0 all blocks take their steps together. Given frames (an image, the end of an
+    earlier clip) count as done from the start.
 
     Args:
         frames: latent frames, a multiple of `causal_block_size`.
         timesteps: timestep of each of N steps.
-        ar_step: steps by which a block is behind the one before it; 0 for all together.
+        ar_step: steps by which a block follows the one before it; 0 for all together.
         causal_block_size: latent frames in a block.
         prefix: latent frames at the beginning that are not denoised.
-        keep_partial_blocks: True to leave all of them as they are. False, as in diffusers, to leave only those that
+        keep_partial_blocks: True to leave all of them unchanged. False, as in diffusers, to leave only those that
             fill whole blocks: the others are taken for noise.
 
     Raises:
@@ -131,3 +249,43 @@ def forcing_schedule(
     if keep_partial_blocks:
         matrix[:, :prefix], update[:, :prefix] = N + 1, False
     return ForcingSchedule(timestep_of[matrix], np.clip(matrix - 1, 0, N - 1), update)
+
+
+Embedding = Callable[[Int32[np.ndarray, "R ..."]], tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]]]
+"""`(e, e0)` of each row of timesteps: the embedding of time, and its projection that modulates the blocks."""
+
+
+def steps_running_blocks(
+    timesteps: Int32[np.ndarray, "R ..."], embedding: Embedding, threshold: float, cache: TeaCache
+) -> Bool[np.ndarray, "R"]:
+    """True for the steps that run the blocks with TeaCache; the others reuse the last residual.
+
+    Liu et al., "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model" (2024). The distance between
+    the embeddings of time of two steps is mapped by a polynomial to an estimate of the distance between the blocks'
+    outputs. The latents are not used, so that the choice follows from the timesteps alone. A step that skips the
+    blocks adds the residual that they added when they last ran.
+
+    SkyReels-V2's own code counts calls, two a step, against a number of steps, and so starts over half way through.
+    Here, as in the authors' code, the first and last steps are the first and last of the run.
+
+    Args:
+        timesteps: timestep of each step, of all frames or (diffusion forcing) of each frame.
+        embedding: embedding of time of the model.
+        threshold: sum of estimated changes at which the blocks run again; 0.1 to 0.3 is usual.
+        cache: measure of the family's `teacache`.
+
+    Raises:
+        InvalidParameterError: if `threshold` is not above 0.
+    """
+    if not threshold > 0:
+        raise InvalidParameterError(f"cache_threshold: expected a number above 0, got {threshold}")
+    R = len(timesteps)
+    run_blocks = np.ones(R, bool)
+    change = 0.0
+    rows = embedding(timesteps)[cache.projected]
+    for i in range(cache.first, R - cache.last):
+        change += np.polyval(cache.polynomial, np.abs(rows[i] - rows[i - 1]).mean() / np.abs(rows[i - 1]).mean())
+        run_blocks[i] = change >= threshold
+        if run_blocks[i]:
+            change = 0.0
+    return run_blocks

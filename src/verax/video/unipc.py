@@ -50,9 +50,9 @@ def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = Fals
     """Coefficients for a schedule of falling noise levels that ends at 0, worked out in float64.
 
     Args:
-        sigmas: the schedule.
-        overwritten: do as both published diffusion-forcing pipelines do: their solver remembers the first sample by
-            reference, the loop writes the first step's result over it, and so the second step's corrector starts
+        sigmas: noise levels of the schedule.
+        overwritten: True to follow both published diffusion-forcing pipelines: their solver remembers the first sample
+            by reference, the loop writes the first step's result over it, and so the second step's corrector starts
             from that result in place of the noise.
     """
     sigma = sigmas.astype(np.float64)
@@ -98,7 +98,7 @@ def _correct(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[
 
 
 def start(noise: Float32[Array, "B F h w C"]) -> UniPCState:
-    """The state before the first step."""
+    """State before the first step."""
     # Separate arrays: a program that donates its state cannot take one buffer twice.
     return UniPCState(noise, *(jnp.zeros_like(noise) for _ in range(3)))
 
@@ -110,14 +110,14 @@ def step(
     velocity: Float32[Array, "B F h w C"],
     update: Bool[Array, "F"] | None = None,
 ) -> UniPCState:
-    """One step.
+    """State after a step.
 
     Args:
         table: coefficients of the run.
         index: number of the step, counted from 0, of all frames or of each frame.
         state: state of `start` or of the step before.
         velocity: velocity of `state.sample` by the model.
-        update: frames that take this step; the state of the others stays as it is. All frames if None.
+        update: frames that take this step; the state of the others does not change. All frames if None.
     """
     sigma, keep, a, b, c, d, e, f, g = (jnp.asarray(column)[index].reshape(-1, 1, 1, 1) for column in table)
     clean = state.sample - sigma * velocity

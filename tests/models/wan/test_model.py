@@ -12,7 +12,8 @@ from flax import nnx
 from tests.support.jaxprs import primitives
 from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.models.wan.layers import ATTENTION, block_causal, rotary_tables
+from verax.models.video_model import ATTENTION
+from verax.models.wan.layers import block_causal, rotary_tables
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 
 TINY = WanConfig(

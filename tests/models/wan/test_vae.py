@@ -11,7 +11,7 @@ from flax import nnx
 from verax.checkpoint.video.parts import VAE_2_2
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models.wan.vae import WanVae, WanVaeConfig
-from verax.video.stages import tile_at_once
+from verax.video.networks import tile_at_once
 
 CONFIG = WanVaeConfig(base_dim=4, dim_mult=(1, 2), num_res_blocks=1, temperal_downsample=(True,))
 RESIDUAL = replace(CONFIG, dim_mult=(2, 2), is_residual=True, patch_size=2, in_channels=12, out_channels=12)

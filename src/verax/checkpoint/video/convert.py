@@ -20,6 +20,7 @@ from verax.checkpoint.video.folder import SETTINGS, TOKENIZER, VideoFolder
 from verax.checkpoint.video.parts import (
     EXPERTS,
     PARTS,
+    PUBLISHED,
     Part,
     diffusers_transformer,
     has_image_states,
@@ -71,18 +72,18 @@ def convert(
 ) -> Path:
     """Write a model in one of the two layouts; the folder. Weights keep their bits, unless `dtype` rounds them.
 
-    The folder appears when it is complete: all is written beside it first. In the original layout the VAE, the text
+    The folder appears when it is complete: all is written next to it first. In the original layout the VAE, the text
     and the image encoder are safetensors under the original's names (`Wan2.1_VAE.safetensors` for `Wan2.1_VAE.pth`),
-    with their settings beside them (`Wan2.1_VAE.json`), which the original's code does not need.
+    with their settings next to them (`Wan2.1_VAE.json`), which the original's code does not need.
 
     Args:
-        source: an open folder of either layout.
-        target: the folder to make.
-        to: its layout.
-        dtype: of the transformer and the encoders, where they are floats; as they are if None. The VAE stays as it is:
+        source: open folder of either layout.
+        target: folder to make.
+        to: layout of the folder.
+        dtype: dtype of the transformer and the encoders, where they are floats; unchanged if None. The VAE is kept:
             its encoder loses visibly by fewer bits, and it is small.
         force: replace `target` if it exists.
-        max_shard_bytes: a file is begun anew beyond this size.
+        max_shard_bytes: a new file is begun beyond this size.
         progress: called with (bytes done, bytes in all) after each tensor.
 
     Raises:
@@ -96,6 +97,8 @@ def convert(
         raise CheckpointError(f"{target}: it exists already; name another folder, or --force to replace it")
     if to not in ("original", "diffusers"):
         raise InvalidParameterError(f"to: expected original or diffusers, got {to!r}")
+    if (kind := source.config("transformer").get("_class_name", PUBLISHED[0])) not in PUBLISHED:
+        raise CheckpointError(f"{source.path}: a {kind} has one layout; {', '.join(PUBLISHED)} can be converted")
     parts = [_plan(source, name, to, None if name == "vae" else dtype) for name in _wanted(source)]
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(target) as partial:
@@ -236,7 +239,7 @@ def _write_weights(folder: Path, stem: str, tensors: Sequence[Tensor], limit: in
     """One file, or as many as needed and an index; each tensor as it is done."""
     files: list[list[Tensor]] = [[]]
     for tensor in tensors:
-        if files[-1] and sum(one.size for one in files[-1]) + tensor.size > limit:
+        if files[-1] and sum(written.size for written in files[-1]) + tensor.size > limit:
             files.append([])
         files[-1].append(tensor)
     names = [f"{stem}-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]

@@ -1,8 +1,8 @@
 """A SkyReels-V2 or Wan model in a folder of either published layout, found by looking; weights by the original's names.
 
-- The original's: `config.json` and the transformer's safetensors, beside `Wan2.1_VAE.pth`,
+- The original's: `config.json` and the transformer's safetensors, next to `Wan2.1_VAE.pth`,
   `models_t5_umt5-xxl-enc-bf16.pth`, `models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth` and `google/umt5-xxl/`.
-  Each `.pth` may be safetensors instead, with its settings beside it under the same name (`Wan2.1_VAE.json`). The two
+  Each `.pth` may be safetensors instead, with its settings next to it under the same name (`Wan2.1_VAE.json`). The two
   transformers of Wan 2.2 are in `high_noise_model/` and `low_noise_model/`.
 - Diffusers': `model_index.json` and a folder for each part.
 
@@ -25,9 +25,11 @@ from verax.checkpoint.resolve import resolve_video
 from verax.checkpoint.video.parts import (
     EXPERTS,
     PARTS,
+    PUBLISHED,
     Form,
     Part,
     boundary_of,
+    part_of,
     pipeline_name,
     scheduler_settings,
 )
@@ -98,7 +100,7 @@ class VideoFolder:
         else:
             config, found = self._index, self._index.get("boundary_ratio")
         if found is None and "transformer_2" in self:
-            raise CheckpointError(f"{file_of(config)}: it has no boundary_ratio, beside a second transformer")
+            raise CheckpointError(f"{file_of(config)}: it has a second transformer, and no boundary_ratio")
         return None if found is None else read_value({**config, "boundary_ratio": found}, "boundary_ratio", Epsilon)
 
     @property
@@ -131,6 +133,11 @@ class VideoFolder:
         return read_value(self.scheduler, "flow_shift", Positive, 1.0)
 
     @property
+    def own_settings(self) -> dict[str, Any]:
+        """Contents of `verax.json`, defaults of a model that is not of the published sizes; empty without the file."""
+        return read_json(self.path / SETTINGS, optional=True)
+
+    @property
     def image_processor(self) -> dict[str, Any] | None:
         """Settings of the image processor; None if the folder has none."""
         folder = self.path / "image_processor" if self.layout == "diffusers" else self.path
@@ -142,7 +149,7 @@ class VideoFolder:
         """The folder of the tokenizer's files.
 
         Raises:
-            CheckpointError: if there is none.
+            CheckpointError: if it is missing.
         """
         folder = self.path / ("tokenizer" if self.layout == "diffusers" else TOKENIZER)
         if not folder.is_dir() or not any(folder.iterdir()):
@@ -172,18 +179,18 @@ class VideoFolder:
                 config.setdefault("image_dim", None)  # no published pair attends to an image encoder's states
             return config
         stem = self._stem(PARTS[name])
-        beside = self.path / f"{stem}.json"
-        return read_json(beside) if beside.is_file() else PARTS[name].published(stem)
+        own = self.path / f"{stem}.json"
+        return read_json(own) if own.is_file() else PARTS[name].published(stem)
 
     def checkpoint(self, name: str) -> Checkpoint:
         """A part's configuration and weights, these by the original's names.
 
-        Keys that fit neither layout's names stay as they are, for `load_module` to tell.
+        Keys that fit neither layout's names are kept, and `load_module` reports them.
 
         Raises:
             CheckpointError: if the part is missing or a file of it damaged; with the file that was expected.
         """
-        part, config = PARTS[name], self.config(name)
+        part, config = self._part(name), self.config(name)
         files = self._diffusers_files(name) if self.layout == "diffusers" else self._original_files(name)
         entries = _by_original_names(part, config, files)
         if not entries:
@@ -194,15 +201,23 @@ class VideoFolder:
     def _check_folder(self, name: str) -> None:
         if not (self.path / name).is_dir():
             raise CheckpointError(
-                f"{self.path}: no {PARTS[name].what}: expected {name}/config.json and "
-                f"{name}/{PARTS[name].stem}.safetensors"
+                f"{self.path}: no {self._part(name).what}: expected {name}/config.json and "
+                f"{name}/{self._part(name).stem}.safetensors"
             )
 
+    def _part(self, name: str) -> Part:
+        """Names of a part in both layouts, by the class of the transformer."""
+        diffusers = self.layout == "diffusers"
+        folder = self.path / "transformer" if diffusers else self._transformer_folder("transformer")
+        config = read_json(folder / "config.json", optional=True)
+        return part_of(name, config.get("_class_name", PUBLISHED[0]))
+
     def _diffusers_files(self, name: str) -> Mapping[str, TensorFile]:
-        files = open_stem(self.path / name, PARTS[name].stem)
+        part = self._part(name)
+        files = open_stem(self.path / name, part.stem)
         if not files:
             raise CheckpointError(
-                f"{self.path / name}: no weights of the {PARTS[name].what}: expected {PARTS[name].stem}.safetensors, "
+                f"{self.path / name}: no weights of the {part.what}: expected {part.stem}.safetensors, "
                 "or numbered files of that name"
             )
         return files
@@ -310,7 +325,7 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
         if wanted is not None and len(found) != len(wanted):
             absent = ", ".join(name for i, name in enumerate(wanted) if i not in found)
             path = files[keys[next(iter(found.values()))]].path
-            raise CheckpointError(f"{path}: {absent} missing, beside {', '.join(found.values())}")
+            raise CheckpointError(f"{path}: {absent} missing, and only {', '.join(found.values())} present")
         sources = [(files[keys[found[i]]], keys[found[i]]) for i in sorted(found)]
         form = part.form(original).to_original if found[0] in theirs else lambda array: array
         entries[original] = _Entry(original, sources, form)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["CLIP", "UMT5", "WAN", "Renaming", "wan_vae_names", "wan_vae_table"]
+__all__ = ["CLIP", "UMT5", "WAN", "Renaming", "wan_vae_names"]
 
 Rule = tuple[str, str | tuple[str, ...]]
 
@@ -71,7 +71,14 @@ def _clip_rules(prefix: str) -> list[Rule]:
 
 
 # Published files have the prefix; transformers 5 saves a CLIPVisionModel without.
-CLIP = Renaming([*_clip_rules("vision_model."), *_clip_rules("")])
+CLIP = Renaming(
+    [
+        *_clip_rules("vision_model."),
+        *_clip_rules(""),
+        # The projection to CLIP's space. No video model uses it; it is kept in converted files for other programs.
+        ("visual.head", "visual_projection.weight"),
+    ]
+)
 """CLIP's image encoder: names of Wan's `models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth` and of transformers.
 
 Transformers has `cls_embedding [1, 1, D]` and `pos_embedding [1, 1 + P, D]` without the leading ones.
@@ -156,13 +163,14 @@ _SINGLE = {
 }
 
 
-def wan_vae_table(num_res_blocks: int = 2, levels: int = 4, *, residual: bool = False) -> Renaming:
-    """The table of a model with so many residual blocks at each of so many resolutions of its encoder.
+def wan_vae_names(settings: Mapping[str, Any]) -> Renaming:
+    """Table of a VAE with these settings of diffusers' config.json; the published ones where they say nothing.
 
     The original of Wan 2.1 counts the decoder's layers through, diffusers within each resolution. Where the levels are
-    `residual`, as in Wan 2.2, both count within each, and the original goes on to the resampling layer.
+    residual, as in Wan 2.2, both count within each, and the original counts the resampling layer too.
     """
-    blocks = _residual(num_res_blocks, levels) if residual else _plain(num_res_blocks, levels)
+    sizes = settings.get("num_res_blocks", 2), len(settings.get("dim_mult") or (1, 2, 4, 4))
+    blocks = _residual(*sizes) if settings.get("is_residual") else _plain(*sizes)
     rules = [("conv1", "quant_conv"), ("conv2", "post_quant_conv")]
     for part in ("encoder", "decoder"):
         rules += [(f"{part}.{ours}", f"{part}.{theirs}") for ours, theirs in _SINGLE.items()]
@@ -171,12 +179,6 @@ def wan_vae_table(num_res_blocks: int = 2, levels: int = 4, *, residual: bool = 
         rules += [(f"{ours}.{layer}", f"{theirs}.{name}") for layer, name in _VAE_BLOCK.items()]
         rules += [(f"{ours}.{layer}", f"{theirs}.{layer}") for layer in ("resample", "time_conv")]
     return Renaming(rules)
-
-
-def wan_vae_names(settings: Mapping[str, Any]) -> Renaming:
-    """The table of a model with these settings of diffusers' config.json; the published ones where they say nothing."""
-    levels = len(settings.get("dim_mult") or (1, 2, 4, 4))
-    return wan_vae_table(settings.get("num_res_blocks", 2), levels, residual=bool(settings.get("is_residual")))
 
 
 def _plain(num_res_blocks: int, levels: int) -> dict[str, str]:

@@ -19,16 +19,17 @@ from verax.checkpoint.video.names import CLIP, UMT5, WAN, Renaming, wan_vae_name
 __all__ = [
     "EXPERTS",
     "PARTS",
+    "PUBLISHED",
     "UMT5_XXL",
     "VAE",
     "VAE_2_2",
     "VIT_H14",
-    "Names",
     "Part",
     "boundary_of",
     "diffusers_transformer",
     "has_image_states",
     "original_transformer",
+    "part_of",
     "pipeline_name",
     "scheduler_settings",
 ]
@@ -130,21 +131,6 @@ class _Forms(NamedTuple):
 _SAME = _Forms(lambda array: array, lambda array: array)
 
 
-class Names:
-    """Several tables of names as one; the first table that has a name is used."""
-
-    def __init__(self, *tables: Renaming):
-        self._tables = tables
-
-    def forward(self, name: str) -> tuple[str, ...] | None:
-        """Diffusers' names of the original's `name`; None if no table has it."""
-        return next((found for table in self._tables if (found := table.forward(name)) is not None), None)
-
-    def backward(self, name: str) -> tuple[str, int] | None:
-        """Original's name of diffusers' `name`, and its index among the names for it; None if no table has it."""
-        return next((found for table in self._tables if (found := table.backward(name)) is not None), None)
-
-
 @dataclass(frozen=True)
 class Part:
     """One part of a model.
@@ -163,7 +149,7 @@ class Part:
     what: str
     original: str
     pattern: re.Pattern[str]
-    names: Callable[[Mapping[str, Any]], Names]
+    names: Callable[[Mapping[str, Any]], Renaming]
     stem: str = "diffusion_pytorch_model"
     config: Mapping[str, Any] = field(default_factory=dict)
     dropped: re.Pattern[str] = re.compile(r"(?!)")
@@ -191,14 +177,11 @@ EXPERTS: Mapping[str, str] = MappingProxyType({"transformer": "high_noise_model"
 _BOUNDARIES = MappingProxyType({"t2v": 0.875, "i2v": 0.9})
 """Share of the noise levels from which the published originals use the first of their two transformers."""
 
-_CLIP_HEAD = Renaming([("visual.head", "visual_projection.weight")])
-"""Name of the projection to CLIP's space. No video model uses it; it is kept in converted files for other programs."""
-
 _TRANSFORMER = Part(
     what="transformer",
     original="diffusion_pytorch_model",
     pattern=re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors"),
-    names=lambda config: Names(WAN),
+    names=lambda config: WAN,
     dropped=re.compile(r"norm_added_q\.|norm_q_img\."),
 )
 
@@ -211,7 +194,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             original="Wan2.1_VAE",
             pattern=re.compile(r"(?i).*vae.*\.(pth|safetensors)"),
             config=VAE,
-            names=lambda config: Names(wan_vae_names(config)),
+            names=wan_vae_names,
         ),
         "text_encoder": Part(
             what="text encoder",
@@ -219,7 +202,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             original="models_t5_umt5-xxl-enc-bf16",
             pattern=re.compile(r"(?i).*(_t5_|umt5).*\.(pth|safetensors)"),
             config=UMT5_XXL,
-            names=lambda config: Names(UMT5),
+            names=lambda config: UMT5,
             dropped=re.compile(r"^(decoder\.|lm_head\.|spiece_model$)"),
         ),
         "image_encoder": Part(
@@ -228,7 +211,7 @@ PARTS: Mapping[str, Part] = MappingProxyType(
             original="models_clip_open-clip-xlm-roberta-large-vit-huge-14",
             pattern=re.compile(r"(?i).*clip.*\.(pth|safetensors)"),
             config=VIT_H14,
-            names=lambda config: Names(CLIP, _CLIP_HEAD),
+            names=lambda config: CLIP,
             dropped=re.compile(r"^(textual\.|text_model\.|text_projection\.|log_scale$|logit_scale$)|position_ids$"),
             forms=MappingProxyType(
                 {
@@ -241,6 +224,25 @@ PARTS: Mapping[str, Part] = MappingProxyType(
     }
 )
 """Parts by the names of their folders in diffusers' layout."""
+
+_ORIGINAL, _SKYREELS, _WAN = "WanModel", "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
+PUBLISHED = (_ORIGINAL, _SKYREELS, _WAN)
+"""Class names of the transformers whose two layouts are known here; others are read by the names in their files."""
+
+
+def part_of(name: str, transformer: str) -> Part:
+    """Part of a model.
+
+    Args:
+        name: name of its folder in diffusers' layout.
+        transformer: class name of the model's transformer, which says whether the published tables of names apply.
+    """
+    if transformer in PUBLISHED:
+        return PARTS[name]
+    stem = "model" if name.endswith("encoder") else Part.stem
+    what = name.replace("_", " ")
+    return Part(what=what, original=name, pattern=Part.dropped, names=lambda config: Renaming([]), stem=stem)
+
 
 _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels", "out_dim": "out_channels"} | {
     "num_heads": "num_attention_heads",
@@ -255,14 +257,11 @@ _UNSAID = MappingProxyType(
 )
 """Settings that only diffusers' config.json has, with their values in all published models."""
 
-_SKYREELS, _WAN = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
-_ORIGINAL = "WanModel"
-
 
 def original_transformer(
     config: Mapping[str, Any], pipeline: str, *, boundary_ratio: float | None = None, expand_timesteps: bool = False
 ) -> dict[str, Any]:
-    """Transformer's config.json of the original layout, from that of either layout.
+    """Transformer's config.json of the original layout, from the config.json of either layout.
 
     Settings that the original layout lacks are kept by diffusers' names, where they differ from the published models'.
 
@@ -296,7 +295,7 @@ def original_transformer(
 
 
 def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
-    """Transformer's config.json of diffusers' layout, from that of either layout.
+    """Transformer's config.json of diffusers' layout, from the config.json of either layout.
 
     Args:
         config: config.json of either layout.

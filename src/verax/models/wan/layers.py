@@ -8,10 +8,8 @@ block-causal attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -23,12 +21,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 from verax import ops
+from verax.models.video_model import AttentionFn
 from verax.nn import LayerNorm, Linear, RMSNorm
-from verax.ops.attention import chunked_attention
 
 __all__ = [
-    "ATTENTION",
-    "AttentionFn",
     "Block",
     "CrossKeys",
     "Float32Linear",
@@ -44,26 +40,7 @@ __all__ = [
     "sinusoid",
 ]
 
-AttentionFn = Callable[[Array, Array, Array], Array]
-"""Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`, without a mask."""
-
 Rotary = tuple[Array, Array]
-
-ATTENTION: Mapping[str, AttentionFn] = MappingProxyType(
-    {
-        "auto": partial(ops.attention, causal=False),
-        "standard": partial(ops.attention.reference, causal=False),
-        "chunked": partial(chunked_attention, causal=False),
-        "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
-    }
-)
-"""Attention by name.
-
-- `auto`: the choice of `ops.attention`.
-- `standard`: all scores written out; memory is `O(T S)`.
-- `chunked`: the same, 256 queries at a time.
-- `flash`: an implementation of `ops.attention` that writes no scores; an error where there is none.
-"""
 
 
 def block_causal(attend: AttentionFn, block: int) -> AttentionFn:

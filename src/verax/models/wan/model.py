@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int, Num
 from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, read_fields, read_value, require_fields
+from verax.models.video_model import ATTENTION, SequenceParallel
 from verax.models.wan.layers import (
-    ATTENTION,
     Block,
     CrossKeys,
     Float32Linear,
@@ -59,7 +59,7 @@ class WanConfig:
     out_dim: Size = 16
     text_dim: Size = 4096
     image_dim: Size | None = None
-    """Width of the image encoder's output; None for a model that takes no image beside the text."""
+    """Width of the image encoder's output; None for a model that takes text alone."""
     freq_dim: Size = 256
     patch: int = 2
     """Height and width of a token's patch of the latents; it is one frame deep."""
@@ -83,6 +83,11 @@ class WanConfig:
             raise UnsupportedModelError(f"config.json has _class_name {kind!r}; transformers supported are {known}")
         _refuse(config)
         return _READERS[kind](config)
+
+    @property
+    def takes_fps(self) -> bool:
+        """True if the frames per second are an input of the model."""
+        return self.inject_sample_info
 
     @property
     def head_dim(self) -> int:
@@ -182,7 +187,7 @@ WAN_CONFIGS: Mapping[str, WanConfig] = MappingProxyType(
     }
 )
 """The published sizes: Wan2.1's text to video, SkyReels-V2's image to video and diffusion forcing, and both's 14B. Then
-those of Wan2.2: each of the two experts of A14B, and 5B."""
+the sizes of Wan2.2: each of the two experts of A14B, and 5B."""
 
 
 def _blocks(config: WanConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> list[Block]:
@@ -205,8 +210,8 @@ class WanModel(nnx.Module):
     """Noisy latents to the flow's velocity.
 
     The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype,
-    except those of the time's embedding and of the head. The layers are separate arrays under separate names, and one
-    program after another in the compiled step. `nn.sharded.shard_blocks` makes a stack and a loop of them.
+    except the inputs of the time's embedding and of the head. The layers are separate arrays under separate names, and
+    one program after another in the compiled step. `nn.sharded.shard_blocks` makes a stack and a loop of them.
     """
 
     ignored_weights = (r"\.cross_attn\.norm_q_img\.weight$",)
@@ -246,7 +251,7 @@ class WanModel(nnx.Module):
             InvalidParameterError: for a missing image, or one that the model has no use for.
         """
         if (image is None) != (self.img_emb is None):
-            what = "has no use for one" if self.img_emb is None else "needs an image's states beside the text's"
+            what = "has no use for one" if self.img_emb is None else "needs an image's states in addition to the text's"
             raise InvalidParameterError(f"image: this model {what} (image_dim {self.config.image_dim})")
         words = self.text_embedding(text)
         pixels = None if image is None or self.img_emb is None else self.img_emb(image)
@@ -310,7 +315,7 @@ class WanModel(nnx.Module):
             e0: of `embed_time`.
             context: of `encode_context`.
             causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
-            attention: a name of `wan.layers.ATTENTION`.
+            attention: a name of `video_model.ATTENTION`.
             sequence: division of the tokens over devices, of which `x` is one's part; None: `x` has all tokens.
 
         Raises:
@@ -360,7 +365,7 @@ class WanModel(nnx.Module):
         """Velocity of each latent, in float32.
 
         Args:
-            latents: normalised latents, with the condition's channels behind them where the model has any.
+            latents: normalised latents, followed by the condition's channels where the model has any.
             timesteps: `[B]`, or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
             context: of `encode_context`.
             fps: see `embed_time`.

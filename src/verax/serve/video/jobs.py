@@ -25,8 +25,8 @@ from jaxtyping import Float, UInt8
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, RequestRefusedError
+from verax.models.images import resize
 from verax.video.files import write_clip
-from verax.video.images import resize
 from verax.video.outputs import VideoProgress
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest

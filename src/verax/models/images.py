@@ -1,0 +1,113 @@
+"""Pictures as models take them: cropped, resized and normalised as in the published pipelines.
+
+Images are uint8 `[H, W, 3]`, RGB. The pipelines are SkyReels-V2's own (SkyworkAI/SkyReels-V2) and diffusers'.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+from verax._optional import require_optional
+
+__all__ = [
+    "CLIP_MEAN",
+    "CLIP_STD",
+    "Filter",
+    "clip_pixels_diffusers",
+    "clip_pixels_skyreels",
+    "crop_to_aspect",
+    "resize",
+    "to_signed",
+]
+
+Filter = Literal["lanczos", "bicubic"]
+"""Filter of Pillow by which an image is resized."""
+
+CLIP_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
+CLIP_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+"""Mean and standard deviation of CLIP's training images, by channel, in 0..1."""
+
+
+def crop_to_aspect(image: UInt8[np.ndarray, "H W 3"], height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """Largest part about the middle that has the aspect of `height x width`; nothing is resized.
+
+    SkyReels-V2's `resizecrop`, its rounding included.
+    """
+    h, w = image.shape[:2]
+    if (h, w) == (height, width):
+        return image
+    size = (int(w * height / width), w) if h / w > height / width else (h, int(h * width / height))
+    top, left = (round((whole - part) / 2) for whole, part in zip((h, w), size, strict=True))
+    bottom, right = (round((whole + part) / 2) for whole, part in zip((h, w), size, strict=True))
+    return image[top:bottom, left:right]
+
+
+def resize(
+    frames: UInt8[np.ndarray, "*B H W 3"],
+    height: int,
+    width: int,
+    *,
+    method: Filter = "lanczos",
+) -> UInt8[np.ndarray, "*B height width 3"]:
+    """Frames resized to a size, whatever their aspect, by Pillow's filters, which average when they shrink.
+
+    Both references resize images by `lanczos`; SkyReels-V2's diffusion forcing by `bicubic`.
+
+    Raises:
+        MissingDependencyError: if Pillow is not installed.
+    """
+    if frames.shape[-3:-1] == (height, width):
+        return frames
+    pil = require_optional("PIL.Image")
+    chosen = {"lanczos": pil.Resampling.LANCZOS, "bicubic": pil.Resampling.BICUBIC}[method]
+    each = [
+        np.asarray(pil.fromarray(f).resize((width, height), chosen)) for f in frames.reshape(-1, *frames.shape[-3:])
+    ]
+    return np.stack(each).reshape(*frames.shape[:-3], height, width, 3)
+
+
+def to_signed(frames: UInt8[np.ndarray, "*B H W 3"]) -> Float[np.ndarray, "*B H W 3"]:
+    """Pixels 0..255 as float32 in -1..1, the range of the video VAE."""
+    return frames.astype(np.float32) / 255 * 2 - 1
+
+
+def clip_pixels_skyreels(frame: Float[np.ndarray, "H W 3"], size: int = 224) -> Float[np.ndarray, "size size 3"]:
+    """Input of CLIP in SkyReels-V2: the first frame of the clip, in -1..1, resized to a square whatever its aspect.
+
+    By torch's bicubic `interpolate`, which does not average when it shrinks, then normalised.
+    """
+    rows, columns = (_bicubic(extent, size) for extent in frame.shape[:2])
+    square = np.einsum("hH,wW,HWc->hwc", rows, columns, frame.astype(np.float64), optimize=True)
+    return ((square * 0.5 + 0.5 - CLIP_MEAN) / CLIP_STD).astype(np.float32)
+
+
+def clip_pixels_diffusers(image: UInt8[np.ndarray, "H W 3"], size: int = 224) -> Float[np.ndarray, "size size 3"]:
+    """Input of CLIP in diffusers: the user's image, its shorter edge resized to `size`, cropped about the middle.
+
+    Transformers' `CLIPImageProcessor`, by Pillow's bicubic filter.
+
+    Raises:
+        MissingDependencyError: if Pillow is not installed.
+    """
+    h, w = image.shape[:2]
+    shape = (size, int(size * w / h)) if h <= w else (int(size * h / w), size)
+    resized = resize(image, *shape, method="bicubic")
+    top, left = (shape[0] - size) // 2, (shape[1] - size) // 2
+    middle = resized[top : top + size, left : left + size].astype(np.float32) / 255
+    return (middle - CLIP_MEAN) / CLIP_STD
+
+
+def _bicubic(extent: int, size: int) -> Float[np.ndarray, "size extent"]:
+    """The matrix of cubic convolution (Keys, 1981) along one axis, with torch's a = -0.75 and its repeated edges."""
+    at = (np.arange(size) + 0.5) * extent / size - 0.5
+    first = np.floor(at).astype(int) - 1
+    matrix = np.zeros((size, extent))
+    for tap in range(4):
+        x = np.abs(at - (first + tap))
+        near = (1.25 * x - 2.25) * x * x + 1
+        far = -0.75 * (((x - 5) * x + 8) * x - 4)
+        np.add.at(matrix, (np.arange(size), np.clip(first + tap, 0, extent - 1)), np.where(x <= 1, near, far))
+    return matrix

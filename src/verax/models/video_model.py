@@ -1,0 +1,507 @@
+"""`VideoModel`: what the video engine asks of a family of models, and the records in which a family answers.
+
+A family is a class with the members of `VideoModel`, which `verax.models.register_video_model` adds under the class
+name in the config.json of its transformer. The engine runs it from prompt and pictures to frames, plans its memory and
+divides it over devices, and names no family. Diffusers' pipelines have the same seams: geometry of the latents,
+conditioning, schedule, transformer, VAE.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+from verax import ops
+from verax.errors import CheckpointError, InvalidParameterError
+from verax.fields import Epsilon, Finite, Positive, Size, file_of, read_fields
+from verax.ops.attention import chunked_attention
+
+__all__ = [
+    "ATTENTION",
+    "AttentionFn",
+    "Conditioning",
+    "LatentGeometry",
+    "Network",
+    "ReferenceRules",
+    "SequenceParallel",
+    "TeaCache",
+    "VideoAutoencoder",
+    "VideoAutoencoderConfig",
+    "VideoModel",
+    "VideoSettings",
+    "VideoTransformer",
+    "VideoTransformerConfig",
+    "check_video_model_class",
+    "flow_sigmas",
+]
+
+AttentionFn = Callable[[Array, Array, Array], Array]
+"""Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`, without a mask."""
+
+ATTENTION: Mapping[str, AttentionFn] = MappingProxyType(
+    {
+        "auto": partial(ops.attention, causal=False),
+        "standard": partial(ops.attention.reference, causal=False),
+        "chunked": partial(chunked_attention, causal=False),
+        "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
+    }
+)
+"""Attention by name.
+
+- `auto`: the choice of `ops.attention`.
+- `standard`: all scores written out; memory is `O(T S)`.
+- `chunked`: all scores of 256 queries at a time.
+- `flash`: an implementation of `ops.attention` that writes no scores; an error where there is none.
+"""
+
+
+@dataclass(frozen=True)
+class LatentGeometry:
+    """Sizes that turn frames and pixels into latents and tokens.
+
+    Attributes:
+        frames_per_latent: frames of a latent frame; the first latent frame is one frame.
+        pixels_per_latent: height and width of a latent in pixels.
+        pixels_per_token: height and width of a transformer's token in pixels.
+        channels: channels of a latent.
+        text_width: width of the text encoder's states.
+    """
+
+    frames_per_latent: int
+    pixels_per_latent: int
+    pixels_per_token: int
+    channels: int
+    text_width: int
+
+    def latents(self, frames: int) -> int:
+        """Number of latent frames of a number of frames."""
+        return (frames - 1) // self.frames_per_latent + 1
+
+    def shape(self, latents: int, height: int, width: int) -> tuple[int, int, int, int, int]:
+        """Shape `[1, F, h, w, C]` of the latents of a clip, whose height and width are in pixels."""
+        pixels = self.pixels_per_latent
+        return 1, latents, height // pixels, width // pixels, self.channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """Kind and defaults of a checkpoint; the fields of its `verax.json`."""
+
+    kind: str = "t2v"
+    """Key of the family's conditionings."""
+    height: Size = 544
+    width: Size = 960
+    num_frames: Size = 97
+    """Frames of a clip, and of a segment of a longer one."""
+    num_inference_steps: Size = 30
+    guidance_scale: Finite = 6.0
+    guidance_scale_2: Finite | None = None
+    """Scale with the second of two transformers; `guidance_scale` if None."""
+    boundary_ratio: Epsilon | None = None
+    """Share of the noise levels from which the first of two transformers is used; None for one transformer."""
+    shift: Positive = 8.0
+    fps: Size = 24
+    negative_prompt: str = ""
+    text_tokens: Size = 512
+    """Tokens of a prompt's states, padding included: all of them are attended to."""
+    needs_image: bool = True
+    """True if an image-to-video model was trained for nothing else, so that every request must have an image."""
+
+    def updated(self, own: Mapping[str, Any], kinds: Mapping[str, Any]) -> VideoSettings:
+        """Settings with the fields of a checkpoint's `verax.json`, which are preferred to all others.
+
+        Args:
+            own: contents of the file; empty without one.
+            kinds: kinds of the family.
+
+        Raises:
+            CheckpointError: if the file has something else in it.
+        """
+        known = [field.name for field in fields(VideoSettings)]
+        for name, value in own.items():
+            if name not in known:
+                raise CheckpointError(
+                    f"{file_of(own)}: {name} is {value!r}; expected an object with some of {', '.join(known)}"
+                )
+        if (kind := own.get("kind", self.kind)) not in kinds:
+            raise CheckpointError(f"{file_of(own)}: kind: expected one of {', '.join(kinds)}, got {kind!r}")
+        return replace(self, **read_fields(own, VideoSettings)) if own else self
+
+
+ConditionEncoder = Callable[..., Float[Array, "1 F h w E"]]
+"""`encode(vae, image, frames=, chunk=)`: channels after the latents of a clip of `frames` frames, from its first frame
+`[1, H, W, 3]` from -1 to 1, by a VAE that takes `chunk` latents at a time. Traced in a program."""
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Conditioning of a kind of model: how the pictures and clips of a request enter it. Text always does.
+
+    Attributes:
+        channels: channels after the latents in the transformer's input; zeros for a request without an image.
+        encode: function that makes them from an image; None if there are no channels.
+        given_frames: True if an image becomes the first latent frame, which is not denoised.
+        forcing: True for diffusion forcing: each latent frame has a noise level of its own. A clip may then continue
+            another one, end with a given image, and be longer than a segment.
+    """
+
+    channels: int = 0
+    encode: ConditionEncoder | None = None
+    given_frames: bool = False
+    forcing: bool = False
+
+    @property
+    def takes_image(self) -> bool:
+        """True if a request may have an image."""
+        return self.encode is not None or self.given_frames
+
+
+Resize = Callable[[np.ndarray, int, int], np.ndarray]
+"""`resize(image, height, width)`: an image uint8 `[H, W, 3]` as a frame uint8 `[height, width, 3]`."""
+
+ClipPixels = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
+"""`clip_pixels(image, frame, size)`: the image encoder's input float32 `[size, size, 3]`, of the user's image and the
+frame that `Resize` made of it."""
+
+Sigmas = Callable[[int, float], np.ndarray]
+"""`sigmas(steps, shift)`: noise level of each step, float64 `[N]`, falling from about 1; the clean clip has 0."""
+
+
+def flow_sigmas(steps: int, shift: float, *, begin: float, end: float) -> Float[np.ndarray, "N"]:
+    """Noise levels evenly spaced between `begin` and `end`, the last left out, and shifted towards noise.
+
+    Args:
+        steps: number of steps.
+        shift: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
+        begin, end: first and last sigma before shifting.
+    """
+    even = np.linspace(begin, end, steps + 1)[:-1]
+    return shift * even / (1 + (shift - 1) * even)
+
+
+@dataclass(frozen=True)
+class ReferenceRules:
+    """Rules of a published pipeline, where pipelines of a family differ. Mappings have a value for each kind.
+
+    Attributes:
+        name: name of the reference, as `VideoPipeline(reference=...)` takes it.
+        sigmas: schedule of the noise levels.
+        resize: resizing of images to the size of a frame.
+        clip_pixels: input of the image encoder; None for families without one.
+        negative_prompts: negative prompt of a request without one; "" for kinds that are not listed.
+        decode_whole_clip: True if the segments of a long clip share latents, and are decoded together at the end.
+            False if they share frames: each segment is decoded, and its last frames are encoded again as the first
+            frames of the next segment, as in training.
+        causal_attention: True if attention is block-causal by default as soon as there are blocks.
+        keep_partial_blocks: True if all given latents stay unchanged. False if only those that fill whole blocks do,
+            and the others are taken for noise.
+        overwrite_first_sample: True if diffusion forcing's solver loses its first sample, see `unipc.tabulate`.
+    """
+
+    name: str
+    sigmas: Sigmas
+    resize: Mapping[str, Resize]
+    clip_pixels: ClipPixels | None = None
+    negative_prompts: Mapping[str, str] = field(default_factory=dict)
+    decode_whole_clip: bool = False
+    causal_attention: bool = False
+    keep_partial_blocks: bool = True
+    overwrite_first_sample: bool = False
+
+
+class TeaCache(NamedTuple):
+    """Measure of the distance between steps by which TeaCache skips some, see `video.schedule`.
+
+    Attributes:
+        polynomial: coefficients, the highest power first.
+        projected: True to compare the projection `e0`; False to compare the embedding `e`.
+        first: steps at the beginning that are always computed.
+        last: steps at the end that are always computed.
+    """
+
+    polynomial: tuple[float, ...]
+    projected: bool
+    first: int
+    last: int
+
+
+@runtime_checkable
+class VideoTransformerConfig(Protocol):
+    """Sizes of a transformer that the engine reads."""
+
+    @property
+    def dim(self) -> int:
+        """Width of a token."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of attention, which devices divide."""
+        ...
+
+    @property
+    def patch(self) -> int:
+        """Height and width of a token's patch of the latents."""
+        ...
+
+    @property
+    def takes_fps(self) -> bool:
+        """True if the frames per second are an input."""
+        ...
+
+
+@runtime_checkable
+class VideoTransformer(Protocol):
+    """A transformer of latents, called in parts: what no step changes, the embedding of time, and the blocks between.
+
+    `config` is a `VideoTransformerConfig`.
+    """
+
+    def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> Any:
+        """Tree of arrays `[B, ...]` that all steps share, such as cross-attention keys, of states of text and image."""
+        ...
+
+    def embed_time(self, timesteps: Num[Array, "B *F"], fps: Int[Array, "B"] | None = None) -> tuple[Array, Array]:
+        """Embedding of time, and its projection that modulates the blocks; of all frames, or of each frame."""
+        ...
+
+    def embed_latents(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F h w D"]:
+        """Tokens: the residual stream before the blocks."""
+        ...
+
+    def run_blocks(
+        self,
+        x: Float[Array, "B F h w D"],
+        e0: Array,
+        context: Any,
+        *,
+        causal_block_size: int | None = None,
+        attention: str = "auto",
+        sequence: SequenceParallel | None = None,
+    ) -> Float[Array, "B F h w D"]:
+        """Residual stream after the blocks.
+
+        Args:
+            x: of `embed_latents`.
+            e0: projection of `embed_time`.
+            context: of `encode_context`.
+            causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
+            attention: a name of `ATTENTION`.
+            sequence: division of the tokens over devices, of which `x` is one device's part; None: `x` has all tokens.
+        """
+        ...
+
+    def unembed(self, x: Float[Array, "B F h w D"], e: Array) -> Float[Array, "B F hp wp O"]:
+        """Velocity of each latent, from the residual stream and the embedding of time."""
+        ...
+
+
+@runtime_checkable
+class VideoAutoencoderConfig(Protocol):
+    """Sizes of a VAE that the engine reads."""
+
+    @property
+    def frames_per_latent(self) -> int:
+        """Frames of each latent after the first, which is one frame."""
+        ...
+
+    @property
+    def pixels_per_latent(self) -> int:
+        """Height and width of a latent in pixels."""
+        ...
+
+    @property
+    def halo(self) -> int:
+        """Latents at each side of a tile that its pixels depend on."""
+        ...
+
+
+@runtime_checkable
+class VideoAutoencoder(Protocol):
+    """A VAE, causal in time. `config` is a `VideoAutoencoderConfig`."""
+
+    def encode(self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None) -> Float[Array, "B F h w Z"]:
+        """Normalised latents of frames from -1 to 1, `chunk` latents at a time."""
+        ...
+
+    def decode(
+        self,
+        latents: Float[Array, "B F h w Z"],
+        *,
+        chunk: int | None = None,
+        tile: tuple[int, int] | None = None,
+        axes: tuple[str, ...] = (),
+    ) -> Float[Array, "B T H W C"]:
+        """Frames from -1 to 1 of normalised latents.
+
+        Args:
+            latents: of `encode`.
+            chunk: latents at a time.
+            tile: height and width in latents that are decoded at a time; None for all.
+            axes: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
+        """
+        ...
+
+
+class Network(NamedTuple):
+    """One network of a video model, whose instances are `module(config, dtype=..., rngs=...)`.
+
+    Text encoders map tokens `[B, T]` and lengths `[B]` to states `[B, T, E]`. Image encoders map pixels `[B, H, W, 3]`
+    to states `[B, 1 + P, I]`, and their configurations have `image_size`, `num_patches` and `hidden_size`.
+
+    Attributes:
+        folder: folder of its files in diffusers' layout.
+        name: name in messages and plans.
+        module: class, whose instances' paths are the keys of the checkpoint.
+        config: configuration.
+    """
+
+    folder: str
+    name: str
+    module: type[Any]
+    config: Any
+
+
+@runtime_checkable
+class VideoModel(Protocol):
+    """A checkpoint of a family: its networks, and how they make a clip.
+
+    Attributes:
+        references: rules of the published pipelines that the family can follow, the default first.
+        settings: kind and defaults of the checkpoint.
+        rules: rules of the chosen reference.
+        geometry: sizes of the latents.
+        conditioning: conditioning of its kind.
+        text_encoder, image_encoder, transformers, vae: networks. The second of two transformers takes over where noise
+            is low (`settings.boundary_ratio`).
+    """
+
+    references: Mapping[str, ReferenceRules]
+    settings: VideoSettings
+    rules: ReferenceRules
+    geometry: LatentGeometry
+    conditioning: Conditioning
+    text_encoder: Network
+    image_encoder: Network | None
+    transformers: tuple[Network, ...]
+    vae: Network
+
+    @classmethod
+    def from_folder(cls, folder: Any, *, kind: str | None = None, rules: ReferenceRules | None = None) -> Any:
+        """Read the settings of a checkpoint; no weights.
+
+        Args:
+            folder: open checkpoint (`checkpoint.video.folder.VideoFolder`).
+            kind: kind of model; None to go by the folder.
+            rules: one of `references`; the first if None.
+
+        Raises:
+            CheckpointError: if a network's settings are missing or damaged.
+            UnsupportedModelError: for settings that are not implemented, or networks that do not fit each other.
+            InvalidParameterError: for an unknown kind, or one that does not fit the checkpoint.
+        """
+        ...
+
+    def teacache(self, pixels: int) -> TeaCache | None:
+        """Measure of TeaCache for frames of this many pixels; None for a family without coefficients."""
+        ...
+
+
+_MEMBERS = (
+    "references",
+    "from_folder",
+    "teacache",
+    *(name for name in VideoModel.__annotations__ if name != "references"),
+)
+
+
+def check_video_model_class(model: Any) -> None:
+    """Check the class of a family of video models.
+
+    Raises:
+        InvalidParameterError: naming the members that it lacks.
+    """
+    if not inspect.isclass(model):
+        raise InvalidParameterError(f"model: expected a class, got {model!r}")
+    declared = getattr(model, "__dataclass_fields__", {})  # a field without default is not an attribute of the class
+    if missing := [name for name in _MEMBERS if name not in declared and not hasattr(model, name)]:
+        raise InvalidParameterError(
+            f"model: {model.__name__} lacks {', '.join(missing)}; verax.models.VideoModel says what these are"
+        )
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Division of each frame's tokens over an axis of a mesh; its methods run inside `jax.shard_map`.
+
+    A device's part is a clip of one row of tokens, `[B, F, 1, s, D]`, in which all layers but self-attention and the
+    rotary positions work unchanged. `s` is `height * width / n`, and the n devices of the axis divide the heads too.
+
+    Attributes:
+        axis: name of the mesh's axis.
+        height, width: tokens of a whole frame.
+    """
+
+    axis: str
+    height: int
+    width: int
+
+    def divide(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F p sp C"]:
+        """This device's part of the latents, whose patches of p x p stand side by side."""
+        B, F, hp, _, C = latents.shape
+        p = hp // self.height
+        grid = latents.reshape(B, F, self.height, p, self.width, p, C).transpose(0, 1, 3, 2, 4, 5, 6)
+        return self._own(grid.reshape(B, F, p, -1, C), axis=3)
+
+    def gather(self, latents: Float[Array, "B F p sp C"]) -> Float[Array, "B F hp wp C"]:
+        """The latents of whole frames from all devices' parts: the inverse of `divide`."""
+        B, F, p, _, C = latents.shape
+        row = lax.all_gather(latents, self.axis, axis=3, tiled=True)
+        grid = row.reshape(B, F, p, self.height, self.width, p, C).transpose(0, 1, 3, 2, 4, 5, 6)
+        return grid.reshape(B, F, self.height * p, self.width * p, C)
+
+    def rotary(self, table: Float[Array, "T H"]) -> Float[Array, "t H"]:
+        """Rows of a rotary table of all tokens, in the order (frame, row, column), that are this device's."""
+        frames = table.reshape(-1, self.height * self.width, table.shape[-1])
+        return self._own(frames, axis=1).reshape(-1, table.shape[-1])
+
+    def attention(self, attend: AttentionFn) -> AttentionFn:
+        """`attend` among the tokens of all devices, each of which computes some of the heads."""
+
+        def attend_all(
+            q: Float[Array, "B t N H"], k: Float[Array, "B t N H"], v: Float[Array, "B t N H"]
+        ) -> Float[Array, "B t N H"]:
+            out = attend(*map(self._heads_for_tokens, (q, k, v)))
+            # The output's projection rounds to the weights' dtype, which is the values', in any case.
+            return self._tokens_for_heads(out.astype(v.dtype))
+
+        return attend_all
+
+    def _heads_for_tokens(self, x: Float[Array, "B t N H"]) -> Float[Array, "B T M H"]:
+        B, _, N, H = x.shape
+        n = lax.axis_size(self.axis)
+        frames = x.reshape(B, -1, self.height * self.width // n, N, H)
+        return lax.all_to_all(frames, self.axis, split_axis=3, concat_axis=2, tiled=True).reshape(B, -1, N // n, H)
+
+    def _tokens_for_heads(self, x: Float[Array, "B T M H"]) -> Float[Array, "B t N H"]:
+        B, _, M, H = x.shape
+        frames = x.reshape(B, -1, self.height * self.width, M, H)
+        own = lax.all_to_all(frames, self.axis, split_axis=2, concat_axis=3, tiled=True)
+        return own.reshape(B, -1, M * lax.axis_size(self.axis), H)
+
+    def _own(self, x: Array, axis: int) -> Array:
+        size = x.shape[axis] // lax.axis_size(self.axis)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * size, size, axis)

@@ -1,0 +1,278 @@
+"""`WanVideoModel`: SkyReels-V2, Wan 2.1 and Wan 2.2 as a family of video models.
+
+The family's networks, kinds of conditioning, published defaults, and the rules of the two PyTorch pipelines: `SKYREELS`
+follows SkyReels-V2's own code (SkyworkAI/SkyReels-V2), less its slips, and `DIFFUSERS` the pipelines of diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.models import images
+from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.video_model import (
+    Conditioning,
+    LatentGeometry,
+    Network,
+    ReferenceRules,
+    TeaCache,
+    VideoSettings,
+    flow_sigmas,
+)
+from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.vae import WanVae, WanVaeConfig
+
+__all__ = ["DIFFUSERS", "KINDS", "SKYREELS", "WanVideoModel", "latent_geometry", "read_settings", "teacache_for"]
+
+MASK_CHANNELS = 4
+"""Mask channels of an image-to-video condition: one for each frame of a latent."""
+
+
+def encode_first_frame(
+    vae: WanVae, image: Float[Array, "1 H W 3"], *, frames: int, chunk: int
+) -> Float[Array, "1 F h w E"]:
+    """Channels of image to video: a mask, then the latents of a clip of the image followed by gray.
+
+    The 4 mask channels are 1 in the first latent frame and 0 after it. Gray is 0, half way between black and white.
+    """
+    clip = jnp.zeros((1, frames, *image.shape[1:]), jnp.float32).at[:, 0].set(image)
+    latents = vae.encode(clip, chunk=chunk)
+    mask = jnp.zeros((*latents.shape[:-1], MASK_CHANNELS), jnp.float32).at[:, 0].set(1.0)
+    return jnp.concatenate([mask, latents], axis=-1)
+
+
+KINDS: Mapping[str, Conditioning] = MappingProxyType(
+    {
+        "t2v": Conditioning(),
+        "i2v": Conditioning(encode=encode_first_frame),
+        "ti2v": Conditioning(given_frames=True),
+        "df": Conditioning(given_frames=True, forcing=True),
+    }
+)
+"""Text to video, image to video, either of the two (Wan2.2's 5B, as in diffusers' `WanImageToVideoPipeline` with
+`expand_timesteps`), diffusion forcing."""
+
+ENGLISH = (
+    "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
+    "gray, worst quality, low quality, JPEG compression residue, ugly, incomplete, extra fingers, poorly drawn hands, "
+    "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
+    "legs, many people in the background, walking backwards"
+)
+CHINESE = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
+)
+"""Negative prompts of SkyReels-V2's commands: English, and Wan's Chinese for diffusion forcing."""
+
+
+def _crop_and_resize(image: np.ndarray, height: int, width: int, *, method: images.Filter) -> np.ndarray:
+    return images.resize(images.crop_to_aspect(image, height, width), height, width, method=method)
+
+
+_LANCZOS = partial(_crop_and_resize, method="lanczos")
+
+SKYREELS = ReferenceRules(
+    name="skyreels",
+    # `FlowUniPCMultistepScheduler` keeps its largest sigma in float32.
+    sigmas=partial(flow_sigmas, begin=float(np.float32(0.999)), end=0.0),
+    resize=MappingProxyType(
+        {"i2v": _LANCZOS, "ti2v": _LANCZOS, "df": partial(_crop_and_resize, method="bicubic")},
+    ),
+    clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(frame), size),
+    negative_prompts=MappingProxyType({"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE}),
+)
+"""Rules of SkyReels-V2's own code."""
+
+DIFFUSERS = ReferenceRules(
+    name="diffusers",
+    # `UniPCMultistepScheduler` with `use_flow_sigmas`, from diffusers 0.37.
+    sigmas=partial(flow_sigmas, begin=1.0, end=0.001),
+    resize=MappingProxyType({"i2v": images.resize, "ti2v": images.resize, "df": images.resize}),
+    clip_pixels=lambda image, frame, size: images.clip_pixels_diffusers(image, size),
+    decode_whole_clip=True,
+    # No released model was trained for block-causal attention.
+    causal_attention=True,
+    keep_partial_blocks=False,
+    overwrite_first_sample=True,
+)
+"""Rules of diffusers' pipelines."""
+
+_PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v"}
+"""Kinds by a part of the name of diffusers' pipeline; the first that fits is used."""
+
+_SIZES = {"540P": (544, 960, 97), "720P": (720, 1280, 121)}
+"""Height and width in pixels, and frames, that SkyReels-V2's models are trained on."""
+
+_WAN_2_2: Mapping[str, Mapping[str, Any]] = {
+    "t2v": dict(height=720, width=1280, num_frames=81, fps=16, num_inference_steps=40)
+    | dict(guidance_scale=4.0, guidance_scale_2=3.0),
+    "i2v": dict(height=720, width=1280, num_frames=81, fps=16, num_inference_steps=40)
+    | dict(guidance_scale=3.5, guidance_scale_2=3.5),
+    "ti2v": dict(height=704, width=1280, num_frames=121, fps=24, num_inference_steps=50, guidance_scale=5.0),
+}
+"""Settings of Wan2.2's own commands (`wan/configs`), by kind of model: two with two transformers, and 5B."""
+
+
+def read_settings(folder: Any, shift: float, *, kind: str | None, negative_prompts: Mapping[str, str]) -> VideoSettings:
+    """Settings of a checkpoint.
+
+    Args:
+        folder: open checkpoint (`checkpoint.video.folder.VideoFolder`). The settings in its `verax.json`, if it has
+            one, are preferred to all others.
+        shift: shift of its scheduler. 1 counts as not given, as the published converter leaves it at that.
+        kind: one of `KINDS`; None to go by the name of the checkpoint's pipeline.
+        negative_prompts: negative prompt of each kind; "" for kinds that are not listed.
+
+    Raises:
+        CheckpointError: if `verax.json` has something else in it.
+        InvalidParameterError: for an unknown kind.
+    """
+    if kind is not None and kind not in KINDS:
+        raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if kind is None:
+        kind = next((kind for part, kind in _PIPELINES.items() if part in folder.pipeline), "t2v")
+        kind = "ti2v" if folder.expand_timesteps else kind
+    boundary_ratio = folder.boundary_ratio
+    is_wan_2_2 = boundary_ratio is not None or kind == "ti2v"
+    height, width, frames = _SIZES["720P" if "720P" in folder.name.upper() else "540P"]
+    settings = VideoSettings(
+        kind=kind,
+        height=height,
+        width=width,
+        num_frames=frames,
+        shift=shift if shift != 1 else VideoSettings.shift,
+        # Wan2.2's commands have one negative prompt for all kinds.
+        negative_prompt=negative_prompts.get("ti2v" if is_wan_2_2 else kind, ""),
+        boundary_ratio=boundary_ratio,
+    )
+    if is_wan_2_2:
+        settings = replace(settings, **_WAN_2_2.get(kind, {}))
+    return settings.updated(folder.own_settings, KINDS)
+
+
+def latent_geometry(transformer: WanConfig, vae: WanVaeConfig) -> LatentGeometry:
+    """Sizes of the latents of a transformer and a VAE."""
+    return LatentGeometry(
+        frames_per_latent=vae.frames_per_latent,
+        pixels_per_latent=vae.pixels_per_latent,
+        pixels_per_token=vae.pixels_per_latent * transformer.patch,
+        channels=vae.z_dim,
+        text_width=transformer.text_dim,
+    )
+
+
+@dataclass(frozen=True)
+class WanVideoModel:
+    """A checkpoint of SkyReels-V2, Wan 2.1 or Wan 2.2; the members are described in `VideoModel`."""
+
+    references: ClassVar[Mapping[str, ReferenceRules]] = MappingProxyType({r.name: r for r in (SKYREELS, DIFFUSERS)})
+    settings: VideoSettings
+    rules: ReferenceRules
+    geometry: LatentGeometry
+    conditioning: Conditioning
+    text_encoder: Network
+    image_encoder: Network | None
+    transformers: tuple[Network, ...]
+    vae: Network
+
+    @classmethod
+    def from_folder(cls, folder: Any, *, kind: str | None = None, rules: ReferenceRules | None = None) -> WanVideoModel:
+        """Read the settings of a checkpoint; no weights.
+
+        Raises:
+            CheckpointError: if a network's settings are missing or damaged.
+            UnsupportedModelError: for settings that are not implemented, or networks that do not fit each other.
+            InvalidParameterError: for an unknown kind, or one that does not fit the checkpoint.
+        """
+        rules = SKYREELS if rules is None else rules
+        settings = read_settings(folder, folder.flow_shift, kind=kind, negative_prompts=rules.negative_prompts)
+        transformer = WanConfig.from_hf(folder.config("transformer"))
+        vae = WanVaeConfig.from_hf(folder.config("vae"))
+        text = UMT5Config.from_hf(folder.config("text_encoder"))
+        image = None
+        if transformer.image_dim is not None:
+            image = CLIPVisionConfig.from_hf(folder.config("image_encoder"))
+            _same("image_dim", transformer.image_dim, "the image encoder's hidden_size", image.hidden_size)
+        _same("text_dim", transformer.text_dim, "the text encoder's d_model", text.d_model)
+        _same("output channels", transformer.out_dim, "the VAE's z_dim", vae.z_dim)
+        if image is not None or transformer.in_dim != vae.z_dim:
+            channels = 2 * vae.z_dim + vae.frames_per_latent
+            _same("input channels", transformer.in_dim, "what a clip's latents and condition have", channels)
+        conditioning = replace(KINDS[settings.kind], channels=transformer.in_dim - vae.z_dim)
+        if (conditioning.encode is not None) != (conditioning.channels > 0):
+            raise InvalidParameterError(
+                f"kind: {settings.kind} does not fit this transformer, which takes {transformer.in_dim} channels, "
+                f"{vae.z_dim} of them the latents'"
+            )
+        transformers = (Network("transformer", "transformer", WanModel, transformer),)
+        if settings.boundary_ratio is not None:
+            if (second := WanConfig.from_hf(folder.config("transformer_2"))) != transformer:
+                raise UnsupportedModelError(
+                    f"the two transformers should be of one size, got {transformer} and {second}"
+                )
+            transformers = (
+                Network("transformer", "high-noise transformer", WanModel, transformer),
+                Network("transformer_2", "low-noise transformer", WanModel, transformer),
+            )
+        return cls(
+            settings=settings,
+            rules=rules,
+            geometry=latent_geometry(transformer, vae),
+            conditioning=conditioning,
+            text_encoder=Network("text_encoder", "text encoder", UMT5EncoderModel, text),
+            image_encoder=None if image is None else Network("image_encoder", "image encoder", CLIPVisionModel, image),
+            transformers=transformers,
+            vae=Network("vae", "video VAE", WanVae, vae),
+        )
+
+    def teacache(self, pixels: int) -> TeaCache:
+        """Coefficients for frames of this many pixels."""
+        width = self.transformers[0].config.dim
+        return teacache_for(width=width, image_to_video=self.conditioning.channels > 0, pixels=pixels)
+
+
+def _same(ours: str, one: int, theirs: str, other: int) -> None:
+    if one != other:
+        raise UnsupportedModelError(f"the transformer's {ours}, {one}, should be {theirs}, {other}")
+
+
+_SMALL = 2048
+"""Width up to which a model counts as 1.3B (which is 1,536 wide; 14B is 5,120)."""
+
+_TEACACHE: dict[tuple[str, bool], tuple[float, ...]] = {
+    ("i2v-540", True): (2.57151496e05, -3.54229917e04, 1.40286849e03, -1.35890334e01, 1.32517977e-01),
+    ("i2v-540", False): (-3.02331670e02, 2.23948934e02, -5.25463970e01, 5.87348440e00, -2.01973289e-01),
+    ("i2v-720", True): (8.10705460e03, 2.13393892e03, -3.72934672e02, 1.66203073e01, -4.17769401e-02),
+    ("i2v-720", False): (-114.36346466, 65.26524496, -18.82220707, 4.91518089, -0.23412683),
+    ("1.3b", True): (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02),
+    ("1.3b", False): (2.39676752e03, -1.31110545e03, 2.01331979e02, -8.29855975e00, 1.37887774e-01),
+    ("14b", True): (-3.03318725e05, 4.90537029e04, -2.65530556e03, 5.87365115e01, -3.15583525e-01),
+    ("14b", False): (-5784.54975374, 5449.50911966, -1811.16591783, 256.27178429, -13.02252404),
+}
+
+
+def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bool = True) -> TeaCache:
+    """Coefficients that the authors of TeaCache fitted to a model and a size of frame.
+
+    Args:
+        width: width of the transformer, in channels.
+        image_to_video: True if the model takes an image through channels of its own.
+        pixels: pixels of a frame; up to 544 x 960 counts as 540P, more as 720P.
+        projected: by `e0` with 5 first steps kept (`use_ret_steps`); otherwise by `e` with the first and last kept.
+    """
+    if image_to_video:
+        row = "i2v-540" if pixels <= 544 * 960 else "i2v-720"
+    else:
+        row = "1.3b" if width <= _SMALL else "14b"
+    return TeaCache(_TEACACHE[row, projected], projected, *((5, 0) if projected else (1, 1)))
