@@ -13,8 +13,8 @@ import typer
 from verax.batch.parquet import PARQUET, lines_path
 from verax.batch.results import ResultFile
 from verax.cli import options
+from verax.cli.files import AGAIN, check_input, counted, open_results
 from verax.cli.options import Flags
-from verax.cli.results import AGAIN, check_input, counted, open_results
 from verax.cli.serve import (
     EncoderFlags,
     EngineFlags,

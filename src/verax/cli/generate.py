@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import options
-from verax.cli.lines import checked, read_lines
+from verax.cli.files import checked, read_lines
 from verax.cli.options import Flags
 
 if TYPE_CHECKING:

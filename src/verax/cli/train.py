@@ -2,18 +2,203 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from verax.cli import finetune
+from verax.cli import options
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Fine-tune language models, and train the built-in models.", no_args_is_help=True)
-app.command("lora")(finetune.lora)
-app.command("full")(finetune.full)
+
+_OPTIMISER = "Optimiser"
+_RUN = "Run"
+
+Data = Annotated[
+    Path,
+    typer.Option(
+        help="JSONL file with messages, with prompt and completion, or with text on each line.", show_default=False
+    ),
+]
+ValidationData = Annotated[Path | None, typer.Option(help="Another such file, on which the loss is measured.")]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="Folder for state, log, plot and the result.", show_default=False)
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens that are kept of an example.", show_default="1024, or what the model reads if that is less"
+    ),
+]
+Epochs = Annotated[float, typer.Option(help="Times that the examples are gone through.", rich_help_panel=_OPTIMISER)]
+Steps = Annotated[int | None, typer.Option(help="Steps, in place of --epochs.", rich_help_panel=_OPTIMISER)]
+BatchSize = Annotated[
+    int, typer.Option(help="Examples that are computed at once, on all devices together.", rich_help_panel=_OPTIMISER)
+]
+GradientAccumulation = Annotated[int, typer.Option(help="Batches that make a step.", rich_help_panel=_OPTIMISER)]
+LearningRate = Annotated[
+    float, typer.Option(help="Peak of the learning rate, which falls by a cosine.", rich_help_panel=_OPTIMISER)
+]
+WarmupSteps = Annotated[
+    int | None,
+    typer.Option(help="Steps in which it rises.", rich_help_panel=_OPTIMISER, show_default="a twentieth of all"),
+]
+WeightDecay = Annotated[float, typer.Option(help="AdamW's, of matrices.", rich_help_panel=_OPTIMISER)]
+Seed = Annotated[int, typer.Option(help="Seed of the order of examples, and of a new adapter.", rich_help_panel=_RUN)]
+Dequantize = Annotated[
+    bool,
+    typer.Option("--dequantize", help="Train beside the floats of a quantised checkpoint.", rich_help_panel=_RUN),
+]
+GradientCheckpointing = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-checkpointing",
+        help="Compute each layer again in the backward pass, for less memory.",
+        rich_help_panel=_RUN,
+    ),
+]
+Devices = Annotated[int, typer.Option(help="Devices that divide batches, weights and optimiser.", rich_help_panel=_RUN)]
+SaveEvery = Annotated[
+    int,
+    typer.Option(help="Steps between states, each with the loss on the validation data.", rich_help_panel=_RUN),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue from the state in the output folder.", rich_help_panel=_RUN)
+]
+
+
+@app.command()
+def lora(
+    data: Data,
+    output: Output,
+    model: options.Model = None,
+    validation_data: ValidationData = None,
+    rank: Annotated[int, typer.Option(help="Rank of the adapter's matrices.")] = 16,
+    alpha: Annotated[float, typer.Option(help="Their product is multiplied by alpha / rank.")] = 32.0,
+    target_modules: Annotated[
+        str, typer.Option(help="Layers to adapt: all-linear, or names such as q_proj,v_proj.")
+    ] = "all-linear",
+    max_length: MaxLength = None,
+    epochs: Epochs = 3.0,
+    steps: Steps = None,
+    batch_size: BatchSize = 8,
+    gradient_accumulation: GradientAccumulation = 1,
+    learning_rate: LearningRate = 2e-4,
+    warmup_steps: WarmupSteps = None,
+    weight_decay: WeightDecay = 0.0,
+    dtype: options.Dtype = "bfloat16",
+    dequantize: Dequantize = False,
+    gradient_checkpointing: GradientCheckpointing = False,
+    devices: Devices = 1,
+    seed: Seed = 0,
+    save_every: SaveEvery = 100,
+    resume: Resume = False,
+    as_json: options.Json = False,
+) -> None:
+    """Train a LoRA adapter beside a language model, and write it as PEFT does. Needs the extra named train.
+
+    Examples:
+
+        verax train lora --data examples.jsonl -o runs/mine --learning-rate 1e-3
+
+        verax train lora --model Qwen/Qwen3-0.6B --data train.jsonl --validation-data held_out.jsonl -o runs/sql
+
+        verax train lora --model Qwen/Qwen3-0.6B --data train.jsonl -o runs/sql --resume
+    """
+    from verax.train.finetune import FinetuneSettings, LoraSettings, train_lora
+
+    settings = FinetuneSettings(
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        gradient_accumulation=gradient_accumulation,
+        epochs=epochs,
+        steps=steps,
+        max_length=max_length,
+        warmup_steps=warmup_steps,
+        weight_decay=weight_decay,
+        seed=seed,
+        dtype=dtype,
+        dequantize=dequantize,
+        gradient_checkpointing=gradient_checkpointing,
+        devices=devices,
+        save_every=save_every,
+    )
+    adapter = LoraSettings(rank, alpha, target_modules)
+    report = train_lora(model, data, output, settings, adapter, validation_data=validation_data, resume=resume)
+    _show(report, as_json=as_json)
+
+
+@app.command()
+def full(
+    data: Data,
+    output: Output,
+    model: options.Model = None,
+    validation_data: ValidationData = None,
+    max_length: MaxLength = None,
+    epochs: Epochs = 3.0,
+    steps: Steps = None,
+    batch_size: BatchSize = 8,
+    gradient_accumulation: GradientAccumulation = 1,
+    learning_rate: LearningRate = 2e-5,
+    warmup_steps: WarmupSteps = None,
+    weight_decay: WeightDecay = 0.0,
+    dtype: options.Dtype = "bfloat16",
+    dequantize: Dequantize = False,
+    gradient_checkpointing: GradientCheckpointing = False,
+    devices: Devices = 1,
+    seed: Seed = 0,
+    save_every: SaveEvery = 100,
+    resume: Resume = False,
+    as_json: options.Json = False,
+) -> None:
+    """Train all weights of a language model, and write it as a checkpoint. Needs the extra named train.
+
+    Examples:
+
+        verax train full --data examples.jsonl -o runs/mine --learning-rate 3e-4
+
+        verax train full --model Qwen/Qwen3-0.6B --data train.jsonl -o runs/sql --devices 4 --batch-size 16
+    """
+    from verax.train.finetune import FinetuneSettings, train_full
+
+    settings = FinetuneSettings(
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        gradient_accumulation=gradient_accumulation,
+        epochs=epochs,
+        steps=steps,
+        max_length=max_length,
+        warmup_steps=warmup_steps,
+        weight_decay=weight_decay,
+        seed=seed,
+        dtype=dtype,
+        dequantize=dequantize,
+        gradient_checkpointing=gradient_checkpointing,
+        devices=devices,
+        save_every=save_every,
+    )
+    report = train_full(model, data, output, settings, validation_data=validation_data, resume=resume)
+    _show(report, as_json=as_json)
+
+
+def _show(report: dict[str, Any], *, as_json: bool) -> None:
+    """Write the figures of a run: a line of JSON, or lines for people."""
+    if as_json:
+        typer.echo(json.dumps(report))
+        return
+    for count, what in ((report["cut"], "lost their ends"), (report["left_out"], "were left out")):
+        if count:
+            typer.echo(f"{count} examples are longer than --max-length and {what}", err=True)
+    typer.echo(f"{report['examples']} examples, {report['steps']} steps, {report['parameters']:,} trained parameters")
+    if report["loss"] is not None:
+        typer.echo(f"loss of the last batch: {report['loss']:.3f}")
+    if "validation_loss" in report:
+        before, after = report["validation_loss_before"], report["validation_loss"]
+        typer.echo(f"validation loss: {before:.3f} before, {after:.3f} now")
+    typer.echo(f"trained: {report['folder']}")
 
 
 @app.command("text-builtin")

@@ -12,9 +12,8 @@ import typer
 
 from verax._optional import require_optional
 from verax.cli import options
-from verax.cli.lines import checked
+from verax.cli.files import check_input, checked, open_results, run_lines
 from verax.cli.options import Flags
-from verax.cli.results import check_input, open_results, run_lines
 from verax.options import option
 from verax.video.options import VideoRequest
 
