@@ -15,16 +15,7 @@ from verax.batch.results import ResultFile
 from verax.cli import options
 from verax.cli.files import AGAIN, check_input, counted, open_results
 from verax.cli.options import Flags
-from verax.cli.serve import (
-    EncoderFlags,
-    EngineFlags,
-    LoadingFlags,
-    Model,
-    Models,
-    ModelsFlags,
-    RayFlags,
-    VideoFlags,
-)
+from verax.cli.serve import Model, Models, ModelsFlags
 from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -60,12 +51,7 @@ def batch(
     ] = None,
     *,
     models: ModelsFlags,
-    encoders: EncoderFlags,
-    videos: VideoFlags,
-    loading: LoadingFlags,
-    engine: EngineFlags,
     settings: Annotated[dict[str, Any], Flags(ServerSettings, only=SETTINGS)],
-    ray: RayFlags,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, with the models and options of verax serve.
 
@@ -82,11 +68,11 @@ def batch(
 
         verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
-    served = Models(model, models, encoders, videos, loading, engine, ray)
+    served = Models(model, *models)
     from verax.progress import bar
     from verax.serve.batch.run import BatchRun
 
-    if engine["node_rank"] > 0:
+    if served.node_rank > 0:
         return served.follow()
     checked = ServerSettings(disable_page=True, **settings)
     unbounded = {"max_queued_requests": sys.maxsize}  # what is in flight is bounded here
@@ -99,7 +85,7 @@ def batch(
         failed_before = answers.num_failed
         server, max_num_seqs = (
             _replicas(stack, served.replicas(checked, **unbounded))
-            if ray["ray"]
+            if served.on_ray
             else _local(served.loader(checked, **unbounded)())
         )
         with bar("batch", count=False) as report:

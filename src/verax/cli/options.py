@@ -1,7 +1,8 @@
 """Flags of commands, derived from tables of options, and options that several commands share.
 
 A command takes a table's options as one dictionary: a parameter annotated `Annotated[dict[str, Any], Flags(Table)]`
-becomes a flag for each option of the table in the signature that Typer reads (`with_flags`).
+becomes a flag for each option of the table in the signature that Typer reads (`with_flags`). A parameter with several
+`Flags` gets a list of dictionaries.
 """
 
 from __future__ import annotations
@@ -158,22 +159,23 @@ class Flags:
 
 
 def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for commands: a parameter annotated with `Flags` becomes the flags, and gets their values."""
+    """Decorator for commands: a parameter that is annotated with `Flags` becomes the flags, and gets their values."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Flags] = {}
+    groups: dict[str, list[Flags]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         annotation = hints[parameter.name]
-        group = next((one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Flags)), None)
-        if group is None:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
+        tables = [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Flags)]
+        if tables:
+            groups[parameter.name] = tables
+            parameters += [derived for table in tables for derived in table.parameters()]
         else:
-            groups[parameter.name] = group
-            parameters += group.parameters()
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
-        return command(**{name: group.take(values) for name, group in groups.items()}, **values)
+        taken = {name: [table.take(values) for table in tables] for name, tables in groups.items()}
+        return command(**{name: one[0] if len(one) == 1 else one for name, one in taken.items()}, **values)
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -202,6 +204,7 @@ class EncoderOptions:
     quantization: str | None = option(
         None, "int8: matrix products of 8-bit integers.", flags=("--quantization", "-q"), shown="none"
     )
+    max_length: int | None = option(None, "Tokens that are read of a text.", low=1, shown="all that the model reads")
 
 
 LORA = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")

@@ -23,17 +23,7 @@ if TYPE_CHECKING:
     from verax.serve.http.server import Server
     from verax.text.features.lora.request import LoRARequest
 
-__all__ = [
-    "EncoderFlags",
-    "EngineFlags",
-    "LoadingFlags",
-    "Model",
-    "Models",
-    "ModelsFlags",
-    "RayFlags",
-    "VideoFlags",
-    "serve",
-]
+__all__ = ["Model", "Models", "ModelsFlags", "serve"]
 
 BUILT_IN = "verax-text"
 BUILT_IN_EMBEDDING = "verax-embed"
@@ -87,20 +77,21 @@ Model = Annotated[
     str | None,
     typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
 ]
-ModelsFlags = Annotated[dict[str, Any], Flags(ModelsOptions)]
-EncoderFlags = Annotated[dict[str, Any], Flags(options.EncoderOptions, prefix="embedding_", panel="Encoder, reranker")]
-VideoFlags = Annotated[
-    dict[str, Any],
+ModelsFlags = Annotated[
+    list[dict[str, Any]],
+    Flags(ModelsOptions),
+    Flags(options.EncoderOptions, without=("max_length",), prefix="embedding_", panel="Encoder, reranker"),
     Flags(
         PipelineOptions,
         only=("devices", "guidance_parallel", "sequence_parallel"),
         prefix="video_",
         panel="Videos on several devices",
     ),
+    Flags(options.ModelOptions),
+    options.engine_flags(structured_outputs=True),
+    Flags(RayOptions),
 ]
-LoadingFlags = Annotated[dict[str, Any], Flags(options.ModelOptions)]
-EngineFlags = Annotated[dict[str, Any], options.engine_flags(structured_outputs=True)]
-RayFlags = Annotated[dict[str, Any], Flags(RayOptions)]
+"""Flags of the models of a server, for `Models`."""
 
 
 @options.with_flags
@@ -108,17 +99,12 @@ def serve(
     model: Model = None,
     *,
     models: ModelsFlags,
-    encoders: EncoderFlags,
-    videos: VideoFlags,
-    loading: LoadingFlags,
-    engine: EngineFlags,
     queue: Annotated[dict[str, Any], Flags(QueueOptions)],
     settings: Annotated[dict[str, Any], Flags(ServerSettings)],
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(help="URL of an OpenTelemetry collector that gets a span of each request, by OTLP over HTTP."),
     ] = None,
-    ray: RayFlags,
 ) -> None:
     """Serve a text model, an encoder, a reranker and a video model over HTTP, with the APIs of OpenAI.
 
@@ -138,12 +124,10 @@ def serve(
 
         verax serve Qwen/Qwen3-8B --tensor-parallel-size 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
     """
-    served = Models(model, models, encoders, videos, loading, engine, ray)
-    others = {name: models[name] for name in ("embedding_model", "reranker_model", "video_model") if models[name]}
-    others |= {f"video_{name}": value for name, value in served.videos.items()}
-    if ray["ray"] and others:
-        name = next(iter(others)).replace("_", "-")
-        raise typer.BadParameter(f"--ray: replicas are of the text model; --{name} needs a server of its own")
+    served = Models(model, *models)
+    if served.on_ray and served.others:
+        message = f"--ray: replicas are of the text model; --{served.others[0]} needs a server of its own"
+        raise typer.BadParameter(message)
     for module in ("uvicorn", "httptools"):
         require_optional(module)
     from verax.serve.http.logs import configure_logs
@@ -154,15 +138,15 @@ def serve(
     checked = ServerSettings(**settings)
     configure_logs(checked.log_format)
     tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
-    if engine["node_rank"] > 0:
+    if served.node_rank > 0:
         return served.follow()
     listener = bind(checked)  # before minutes of loading
     with contextlib.ExitStack() as stack:
-        if ray["ray"]:
+        if served.on_ray:
             running = stack.enter_context(served.replicas(checked, **{**queue, "max_queued_requests": 1 << 20}))
             limit = queue["max_queued_requests"]
-            llm = running.text_engine(model, revision=loading["revision"], max_queued_requests=limit)
-            options.with_chat_template(llm, models["chat_template"])
+            llm = running.text_engine(model, revision=served.text["revision"], max_queued_requests=limit)
+            options.with_chat_template(llm, served.chat_template)
             server = Server(llm, served.names, served.adapters, root=served.root, settings=checked, tracer=tracer)
         else:
             server = served.loader(checked, tracer=tracer, **queue)()
@@ -182,16 +166,7 @@ def _announce(server: Server, url: str) -> None:
 
 
 class Models:
-    """Models of a command, from its options: checked at once, loaded later.
-
-    Args:
-        model: the text checkpoint; the built-in one if None.
-        models: values of `ModelsOptions`.
-        encoders: values of `EncoderOptions` for the models that are given.
-        videos: arguments of `VideoPipeline.from_pretrained`.
-        loading: values of `ModelOptions`.
-        engine: values of `EngineConfig`.
-        ray: values of `RayOptions`.
+    """Models of a command, from the values of `ModelsFlags`: checked at once, loaded later.
 
     Raises:
         typer.BadParameter: for options that contradict each other.
@@ -208,25 +183,29 @@ class Models:
         engine: dict[str, Any],
         ray: dict[str, Any],
     ):
-        self.root = model or BUILT_IN
-        self.names = models["served_model_name"] or (self.root,)
-        self.encoders = _changed(options.EncoderOptions, encoders)
-        self.videos = _changed(PipelineOptions, videos)
-        if self.encoders and not (models["embedding_model"] or models["reranker_model"]):
-            name = next(iter(self.encoders))
+        encoders, videos = _changed(options.EncoderOptions, encoders), _changed(PipelineOptions, videos)
+        if encoders and not (models["embedding_model"] or models["reranker_model"]):
+            name = next(iter(encoders))
             raise typer.BadParameter(f"--embedding-{name} needs --embedding-model or --reranker-model")
         if ray["ray"] and engine["nnodes"] > 1:
             raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
         for module in ("starlette", "prometheus_client"):
             require_optional(module)
+        self.root = model or BUILT_IN
+        self.names: tuple[str, ...] = models["served_model_name"] or (self.root,)
         self.adapters = _open_adapters(models["lora_modules"], node_rank=engine["node_rank"])
-        self._model, self._models, self._ray = model, models, ray
-        self._text = {
+        self.chat_template: Path | None = models["chat_template"]
+        self.node_rank: int = engine["node_rank"]
+        self.on_ray: bool = ray["ray"]
+        self.text: dict[str, Any] = {
             **loading,
             **engine,
             "enable_lora": engine["enable_lora"] or bool(self.adapters),
             "max_cpu_loras": engine["max_cpu_loras"] or max(engine["max_loras"], len(self.adapters)),
         }
+        others = [name for name in ("embedding_model", "reranker_model", "video_model") if models[name]]
+        self.others = [name.replace("_", "-") for name in (*others, *(f"video_{name}" for name in videos))]
+        self._model, self._models, self._encoders, self._videos, self._ray = model, models, encoders, videos, ray
 
     def loader(self, settings: ServerSettings, **more: Any) -> functools.partial[Server]:
         """Function that makes a server of the models; all but the text model are loaded when they are first used.
@@ -235,18 +214,9 @@ class Models:
             settings: settings of the server.
             more: the `tracer` of the requests, and values of `QueueOptions`.
         """
-        return functools.partial(
-            _load,
-            self._model,
-            self._models,
-            settings,
-            names=self.names,
-            adapters=self.adapters,
-            encoders=self.encoders,
-            videos=self.videos,
-            **self._text,
-            **more,
-        )
+        names: dict[str, Any] = {"names": self.names, "adapters": self.adapters}
+        others: dict[str, Any] = {"encoders": self._encoders, "videos": self._videos}
+        return functools.partial(_load, self._model, self._models, settings, **names, **others, **self.text, **more)
 
     def replicas(self, settings: ServerSettings, **queue: Any) -> AbstractContextManager[RunningReplicas]:
         """Replicas of the server on Ray while a command runs.
@@ -271,8 +241,8 @@ class Models:
         """Follow the host of rank 0, which runs the same command with its own rank, until it ends."""
         from verax.text.engine.llm import LLM
 
-        llm = LLM(self._model, **self._text)
-        typer.echo(f"rank {self._text['node_rank']} of {self._text['nnodes']} follows rank 0")
+        llm = LLM(self._model, **self.text)
+        typer.echo(f"rank {self.node_rank} of {self.text['nnodes']} follows rank 0")
         llm.follow()
 
 
@@ -320,7 +290,9 @@ def _load(
     from verax.text.engine.async_llm import AsyncLLM
 
     embedding_model, reranker_model, video_model = (
-        models[f"{name}_model"] for name in ("embedding", "reranker", "video")
+        models["embedding_model"],
+        models["reranker_model"],
+        models["video_model"],
     )
     encoder = functools.cache(functools.partial(_encoder, embedding_model, **(encoders if embedding_model else {})))
     reranker = functools.cache(functools.partial(_reranker, reranker_model, **encoders))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from verax.cli import options
+from verax.cli.options import Flags
+from verax.options import option
 
 __all__ = ["app"]
 
@@ -17,60 +20,52 @@ app = typer.Typer(help="Fine-tune language models, and train the built-in models
 _OPTIMISER = "Optimiser"
 _RUN = "Run"
 
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Settings of a fine-tuning run: arguments of `FinetuneSettings`."""
+
+    max_length: int | None = option(
+        None, "Tokens that are kept of an example.", low=2, shown="1024, or what the model reads if that is less"
+    )
+    epochs: float = option(3.0, "Times that the run goes through the examples.", low=0, above=True, panel=_OPTIMISER)
+    steps: int | None = option(None, "Steps, in place of --epochs.", low=1, panel=_OPTIMISER)
+    batch_size: int = option(8, "Examples that are computed at once, on all devices together.", low=1, panel=_OPTIMISER)
+    gradient_accumulation: int = option(1, "Batches that make a step.", low=1, panel=_OPTIMISER)
+    learning_rate: float = option(
+        2e-4, "Peak of the learning rate, which falls by a cosine.", low=0, above=True, panel=_OPTIMISER
+    )
+    warmup_steps: int | None = option(
+        None, "Steps in which the learning rate rises.", low=0, panel=_OPTIMISER, shown="a twentieth of all"
+    )
+    weight_decay: float = option(0.0, "Weight decay of AdamW, for matrices only.", low=0, panel=_OPTIMISER)
+    dtype: str = option("bfloat16", "bfloat16 or float32.")
+    dequantize: bool = option(False, "Train on the floats of a quantised checkpoint.", panel=_RUN)
+    gradient_checkpointing: bool = option(
+        False, "Compute each layer again in the backward pass, for less memory.", panel=_RUN
+    )
+    devices: int = option(1, "Devices that divide batches, weights and optimiser.", low=1, panel=_RUN)
+    seed: int = option(0, "Seed of the order of examples, and of a new adapter.", panel=_RUN)
+    save_every: int = option(100, "Steps between states, each with the loss on the validation data.", low=1, panel=_RUN)
+
+
 Data = Annotated[
     Path,
     typer.Option(
         help="JSONL file with messages, with prompt and completion, or with text on each line.", show_default=False
     ),
 ]
-ValidationData = Annotated[Path | None, typer.Option(help="Another such file, on which the loss is measured.")]
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="Folder for state, log, plot and the result.", show_default=False)
 ]
-MaxLength = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens that are kept of an example.", show_default="1024, or what the model reads if that is less"
-    ),
-]
-Epochs = Annotated[float, typer.Option(help="Times that the examples are gone through.", rich_help_panel=_OPTIMISER)]
-Steps = Annotated[int | None, typer.Option(help="Steps, in place of --epochs.", rich_help_panel=_OPTIMISER)]
-BatchSize = Annotated[
-    int, typer.Option(help="Examples that are computed at once, on all devices together.", rich_help_panel=_OPTIMISER)
-]
-GradientAccumulation = Annotated[int, typer.Option(help="Batches that make a step.", rich_help_panel=_OPTIMISER)]
-LearningRate = Annotated[
-    float, typer.Option(help="Peak of the learning rate, which falls by a cosine.", rich_help_panel=_OPTIMISER)
-]
-WarmupSteps = Annotated[
-    int | None,
-    typer.Option(help="Steps in which it rises.", rich_help_panel=_OPTIMISER, show_default="a twentieth of all"),
-]
-WeightDecay = Annotated[float, typer.Option(help="AdamW's, of matrices.", rich_help_panel=_OPTIMISER)]
-Seed = Annotated[int, typer.Option(help="Seed of the order of examples, and of a new adapter.", rich_help_panel=_RUN)]
-Dequantize = Annotated[
-    bool,
-    typer.Option("--dequantize", help="Train beside the floats of a quantised checkpoint.", rich_help_panel=_RUN),
-]
-GradientCheckpointing = Annotated[
-    bool,
-    typer.Option(
-        "--gradient-checkpointing",
-        help="Compute each layer again in the backward pass, for less memory.",
-        rich_help_panel=_RUN,
-    ),
-]
-Devices = Annotated[int, typer.Option(help="Devices that divide batches, weights and optimiser.", rich_help_panel=_RUN)]
-SaveEvery = Annotated[
-    int,
-    typer.Option(help="Steps between states, each with the loss on the validation data.", rich_help_panel=_RUN),
-]
+ValidationData = Annotated[Path | None, typer.Option(help="Another such file, on which the loss is measured.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Continue from the state in the output folder.", rich_help_panel=_RUN)
 ]
 
 
 @app.command()
+@options.with_flags
 def lora(
     data: Data,
     output: Output,
@@ -81,24 +76,12 @@ def lora(
     target_modules: Annotated[
         str, typer.Option(help="Layers to adapt: all-linear, or names such as q_proj,v_proj.")
     ] = "all-linear",
-    max_length: MaxLength = None,
-    epochs: Epochs = 3.0,
-    steps: Steps = None,
-    batch_size: BatchSize = 8,
-    gradient_accumulation: GradientAccumulation = 1,
-    learning_rate: LearningRate = 2e-4,
-    warmup_steps: WarmupSteps = None,
-    weight_decay: WeightDecay = 0.0,
-    dtype: options.Dtype = "bfloat16",
-    dequantize: Dequantize = False,
-    gradient_checkpointing: GradientCheckpointing = False,
-    devices: Devices = 1,
-    seed: Seed = 0,
-    save_every: SaveEvery = 100,
+    *,
+    settings: Annotated[dict[str, Any], Flags(TrainOptions)],
     resume: Resume = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train a LoRA adapter beside a language model, and write it as PEFT does. Needs the extra named train.
+    """Train a LoRA adapter for a language model, and write it as PEFT does. Needs the extra named train.
 
     Examples:
 
@@ -110,47 +93,19 @@ def lora(
     """
     from verax.train.finetune import FinetuneSettings, LoraSettings, train_lora
 
-    settings = FinetuneSettings(
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        gradient_accumulation=gradient_accumulation,
-        epochs=epochs,
-        steps=steps,
-        max_length=max_length,
-        warmup_steps=warmup_steps,
-        weight_decay=weight_decay,
-        seed=seed,
-        dtype=dtype,
-        dequantize=dequantize,
-        gradient_checkpointing=gradient_checkpointing,
-        devices=devices,
-        save_every=save_every,
-    )
-    adapter = LoraSettings(rank, alpha, target_modules)
-    report = train_lora(model, data, output, settings, adapter, validation_data=validation_data, resume=resume)
-    _show(report, as_json=as_json)
+    run, adapter = FinetuneSettings(**settings), LoraSettings(rank, alpha, target_modules)
+    _show(train_lora(model, data, output, run, adapter, validation_data=validation_data, resume=resume), as_json)
 
 
 @app.command()
+@options.with_flags
 def full(
     data: Data,
     output: Output,
     model: options.Model = None,
     validation_data: ValidationData = None,
-    max_length: MaxLength = None,
-    epochs: Epochs = 3.0,
-    steps: Steps = None,
-    batch_size: BatchSize = 8,
-    gradient_accumulation: GradientAccumulation = 1,
-    learning_rate: LearningRate = 2e-5,
-    warmup_steps: WarmupSteps = None,
-    weight_decay: WeightDecay = 0.0,
-    dtype: options.Dtype = "bfloat16",
-    dequantize: Dequantize = False,
-    gradient_checkpointing: GradientCheckpointing = False,
-    devices: Devices = 1,
-    seed: Seed = 0,
-    save_every: SaveEvery = 100,
+    *,
+    settings: Annotated[dict[str, Any], Flags(TrainOptions, defaults={"learning_rate": 2e-5})],
     resume: Resume = False,
     as_json: options.Json = False,
 ) -> None:
@@ -164,27 +119,11 @@ def full(
     """
     from verax.train.finetune import FinetuneSettings, train_full
 
-    settings = FinetuneSettings(
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        gradient_accumulation=gradient_accumulation,
-        epochs=epochs,
-        steps=steps,
-        max_length=max_length,
-        warmup_steps=warmup_steps,
-        weight_decay=weight_decay,
-        seed=seed,
-        dtype=dtype,
-        dequantize=dequantize,
-        gradient_checkpointing=gradient_checkpointing,
-        devices=devices,
-        save_every=save_every,
-    )
-    report = train_full(model, data, output, settings, validation_data=validation_data, resume=resume)
-    _show(report, as_json=as_json)
+    run = FinetuneSettings(**settings)
+    _show(train_full(model, data, output, run, validation_data=validation_data, resume=resume), as_json)
 
 
-def _show(report: dict[str, Any], *, as_json: bool) -> None:
+def _show(report: dict[str, Any], as_json: bool) -> None:
     """Write the figures of a run: a line of JSON, or lines for people."""
     if as_json:
         typer.echo(json.dumps(report))

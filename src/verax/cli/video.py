@@ -159,8 +159,8 @@ def _make_clips(
     """Make the clips of a file, but for those that the folder holds already.
 
     Args:
-        path: of the file.
-        folder: of the clips.
+        path: the file of clips.
+        folder: folder of the results.
         pipeline: arguments of `VideoPipeline.from_pretrained`.
         request: fields of `VideoRequest` for lines that do not have them.
         retry_errors: as in `ResultFile.open`.
@@ -171,7 +171,7 @@ def _make_clips(
 
     if folder is None or folder.suffix:
         got = "none" if folder is None else folder
-        raise typer.BadParameter(f"--output: {got}: expected a folder for clips beside --batch")
+        raise typer.BadParameter(f"--output: {got}: expected a folder for clips with --batch")
     check_input(path, folder / RESULTS, "--batch")
     require_optional("av")
     folder.mkdir(exist_ok=True)
@@ -190,14 +190,14 @@ def _devices(pipe: VideoPipeline) -> str:
 
 def _factors(lora: list[str]) -> dict[str, float]:
     """Factor of each FILE or FILE:FACTOR."""
-    found: dict[str, float] = {}
-    for one in lora:
-        file, colon, factor = one.rpartition(":")
+    factors: dict[str, float] = {}
+    for argument in lora:
+        file, colon, factor = argument.rpartition(":")
         try:
-            found.update({file: float(factor)} if colon else {one: 1.0})
+            factors.update({file: float(factor)} if colon else {argument: 1.0})
         except ValueError:
-            found[one] = 1.0  # a colon of the file's name
-    return found
+            factors[argument] = 1.0  # a colon of the file's name
+    return factors
 
 
 def _previews(output: Path) -> Any:
@@ -235,7 +235,7 @@ def _table(stages: list[StageMemory], free: int | None) -> str:
 def _summary(made: VideoOutput) -> str:
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in made.seconds.items())
     steps = f"{made.computed} of {made.steps} steps computed"
-    if made.steps:  # none if all segments were there already
+    if made.steps:  # 0 if all segments were there already
         if made.computed < made.steps:
             steps += " (verax bench teacache measures what that costs)"
         steps += f", {made.seconds['denoise'] / made.steps:.3g} s a step"
