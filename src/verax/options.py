@@ -69,11 +69,12 @@ class Option:
             raise InvalidParameterError(f"{self.name}: expected True or False, got {value!r}")
         if self.kind not in (int, float):
             return value
+        number: Any = value
         whole = self.kind is int
-        right, expected = (is_whole(value), "a whole number") if whole else (is_real(value), "a number")
+        right, expected = (is_whole(number), "a whole number") if whole else (is_real(number), "a number")
         low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
-        if right and low <= value <= high and not (self.above and value == low):
-            return int(value) if whole else float(value)
+        if right and low <= number <= high and not (self.above and number == low):
+            return int(number) if whole else float(number)
         raise InvalidParameterError(f"{self.name}: expected {expected}{self._range()}, got {value!r}")
 
     def _range(self) -> str:

@@ -156,7 +156,7 @@ def test_a_batch_that_is_killed_goes_on_without_losing_or_doubling_a_line(run, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "in.txt"], "--output: none: expected a name that ends in .jsonl or .parquet beside --batch"),
+        (["--batch", "in.txt"], "--output: none: expected a name that ends in .jsonl or .parquet with --batch"),
         (["--batch", "in.txt", "-o", "out.npy"], "--output: out.npy: expected a name"),
         (["--batch", "nowhere.txt", "-o", "out.jsonl"], "--batch: nowhere.txt: no such file"),
         (["--batch", "in.jsonl", "-o", "in.jsonl"], "--output: it is the input"),

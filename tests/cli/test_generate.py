@@ -61,11 +61,8 @@ def test_the_seed_decides_the_text(run, folder):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "says"),
     [
-        (["--top-p", "2", "abc"], None, "top_p"),
-        (["--temperature", "-1", "abc"], None, "temperature"),
         (["--dtype", "int3", "abc"], None, "dtype: expected one of bfloat16, float32"),
         (["--kv-cache-dtype", "fp4", "abc"], None, "kv_cache_dtype: expected one of auto, bfloat16"),
-        (["--max-model-len", "0", "abc"], None, "max_model_len"),
         (["--speculative-config", '{"method": "x"}', "abc"], None, "speculative_config: num_speculative_tokens"),
         (["a " * 500], None, "prompt"),
     ],
@@ -77,6 +74,13 @@ def test_a_wrong_value_is_one_line_and_status_1(run, folder, arguments, stdin, s
     assert says in done.err
     assert done.err.startswith("verax: error: ")
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--top-p", "--temperature", "--max-model-len"])
+def test_a_value_out_of_a_flags_range_is_wrong_usage(run, flag):
+    done = run("generate", flag, "-1", "abc")
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert flag in done.err
 
 
 @pytest.mark.parametrize(

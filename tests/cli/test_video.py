@@ -168,7 +168,7 @@ def test_a_batch_makes_a_clip_for_each_line_and_goes_on_where_it_stopped(run, ba
         done = run(*batch)
     assert done.status == 130
     assert "1 done, 1 failed, 0 skipped in " in done.err
-    assert "stopped before the end: the same command goes on with the rest" in done.err
+    assert "stopped before the end: the same command continues with the rest" in done.err
     assert sorted(path.name for path in (tmp_path / "clips").iterdir()) == ["one.mp4", "results.jsonl"]
     done = run(*batch)
     assert (done.status, done.out) == (1, "")
@@ -186,7 +186,7 @@ def test_a_batch_makes_a_clip_for_each_line_and_goes_on_where_it_stopped(run, ba
     [
         (["--prompt", "a"], "--batch: --prompt is for one clip; leave it out"),
         (["--plan"], "--batch: --plan is for one clip; leave it out"),
-        (["-o", "out.mp4"], "--output: out.mp4: expected a folder for clips beside --batch"),
+        (["-o", "out.mp4"], "--output: out.mp4: expected a folder for clips with --batch"),
         (["--batch", "nowhere.jsonl"], "--batch: nowhere.jsonl: no such file"),
     ],
 )

@@ -24,8 +24,6 @@ from verax.cli import (
     generate,
     info,
     plan,
-    quantize,
-    rerank,
     serve,
     train,
     video,
@@ -55,12 +53,12 @@ for command in (
     batch.batch,
     video.video,
     embed.embed,
-    rerank.rerank,
+    embed.rerank,
     info.info,
     plan.plan,
     compile.compile,
     demo.demo,
-    quantize.quantize,
+    convert.quantize,
     convert.convert,
 ):
     app.command()(command)

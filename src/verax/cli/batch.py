@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,8 +12,10 @@ import typer
 
 from verax.batch.lines import PARQUET, lines_path
 from verax.batch.results import ResultFile
-from verax.cli import options, serving
-from verax.cli.results import AGAIN, check_input, counted, open_results
+from verax.cli import options
+from verax.cli.files import AGAIN, check_input, counted, open_results
+from verax.cli.options import Flags
+from verax.cli.serve import Model, Models, ModelsFlags
 from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -29,13 +30,17 @@ __all__ = ["batch"]
 _PIPE = Path("-")
 """Name of standard input and standard output."""
 
+SETTINGS = ("any_model_name", "max_embedding_inputs", "embedding_batch_size", "shutdown_timeout")
+"""Settings of the server that matter without HTTP."""
 
+
+@options.with_flags
 def batch(
     input: Annotated[Path, typer.Option("--input", "-i", help="A file of requests (JSONL or Parquet); - for stdin.")],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The file that answers are appended to; - for standard output.")
     ],
-    model: serving.Model = None,
+    model: Model = None,
     retry_errors: options.RetryErrors = False,
     max_in_flight: Annotated[
         int | None,
@@ -43,51 +48,13 @@ def batch(
             help="Most requests that are with the engine at once.", min=1, show_default="twice --max-num-seqs"
         ),
     ] = None,
-    embedding_model: serving.EmbeddingModel = None,
-    reranker_model: serving.RerankerModel = None,
-    embedding_dtype: serving.EmbeddingDtype = "float32",
-    embedding_quantization: serving.EmbeddingQuantization = None,
-    video_model: serving.VideoModel = None,
-    video_devices: serving.VideoDevices = None,
-    video_guidance_parallel: serving.VideoGuidanceParallel = False,
-    video_sequence_parallel: serving.VideoSequenceParallel = 1,
-    served_model_name: serving.ServedModelName = None,
-    any_model_name: serving.AnyModelName = False,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: serving.MaxNumSeqs = None,
-    max_num_batched_tokens: serving.MaxNumBatchedTokens = None,
-    dtype: options.Dtype = "bfloat16",
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    data_parallel_size: options.DataParallelSize = 1,
-    nnodes: options.Nnodes = 1,
-    node_rank: options.NodeRank = 0,
-    master_addr: options.MasterAddr = "127.0.0.1",
-    master_port: options.MasterPort = 29501,
-    speculative_config: options.SpeculativeConfig = None,
-    chat_template: options.ChatTemplate = None,
-    revision: serving.Revision = None,
-    seed: options.Seed = 0,
-    structured_outputs: serving.StructuredOutputs = True,
-    enable_lora: serving.EnableLora = False,
-    lora_modules: serving.LoraModules = None,
-    max_loras: serving.MaxLoras = 1,
-    max_lora_rank: serving.MaxLoraRank = 16,
-    max_cpu_loras: serving.MaxCpuLoras = None,
-    max_embedding_inputs: serving.MaxEmbeddingInputs = ServerSettings.max_embedding_inputs,
-    embedding_batch_size: serving.EmbeddingBatchSize = ServerSettings.embedding_batch_size,
-    shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests have after SIGTERM or Ctrl-C.", min=0)
-    ] = ServerSettings.shutdown_timeout,
-    ray: serving.Ray = False,
-    replicas: serving.Replicas = "1",
-    num_cpus: serving.NumCpus = 1.0,
-    num_gpus: serving.NumGpus = 0.0,
+    *,
+    models: ModelsFlags,
+    settings: Annotated[dict[str, Any], Flags(ServerSettings, only=SETTINGS)],
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, with the models and options of verax serve.
 
-    Started again with the same files, it goes on behind the answers that are there. The exit status is 1 if an answer
+    Started again with the same files, it continues after the answers that are there. The exit status is 1 if an answer
     in the output is an error.
 
     Examples:
@@ -100,45 +67,13 @@ def batch(
 
         verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
-    encoders = serving.embedding_options(embedding_dtype, embedding_quantization, embedding_model, reranker_model)
-    serving.check_one_process(ray, nnodes)
-    serving.require_packages()
-    from verax.batch.run import BatchRun
+    served = Models(model, *models)
     from verax.progress import bar
 
-    settings = ServerSettings(
-        any_model_name=any_model_name,
-        max_embedding_inputs=max_embedding_inputs,
-        embedding_batch_size=embedding_batch_size,
-        shutdown_timeout=shutdown_timeout,
-        disable_page=True,
-    )
-    adapters = serving.open_adapters(lora_modules, node_rank=node_rank)
-    engine: dict[str, Any] = dict(
-        adapters=adapters,
-        enable_lora=enable_lora,
-        max_loras=max_loras,
-        max_cpu_loras=max_cpu_loras,
-        dtype=dtype,
-        quantization=quantization,
-        revision=revision,
-        kv_cache_dtype=kv_cache_dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        data_parallel_size=data_parallel_size,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        seed=seed,
-        structured_outputs=structured_outputs,
-        speculative_config=speculative_config,
-        max_lora_rank=max_lora_rank,
-    )
-    if node_rank > 0:
-        return serving.follow(model, **engine)
+    if served.node_rank > 0:
+        return served.follow()
+    checked = ServerSettings(disable_page=True, **settings)
+    unbounded = {"max_queued_requests": sys.maxsize}  # what is in flight is bounded here
     with contextlib.ExitStack() as stack:
         # Both files before minutes of loading.
         requests, size = _input(input, output)
@@ -146,22 +81,10 @@ def batch(
         if output != _PIPE:
             stack.callback(answers.file.close)
         failed_before = answers.num_failed
-        load = functools.partial(
-            serving.new_server,
-            model,
-            settings,
-            served_names=served_model_name,
-            embedding_model=embedding_model,
-            reranker_model=reranker_model,
-            embedding_options=encoders,
-            video_model=video_model,
-            video_options=serving.video_options(video_devices, video_guidance_parallel, video_sequence_parallel),
-            chat_template=chat_template,
-            max_queued_requests=sys.maxsize,  # what is in flight is bounded here
-            **engine,
-        )
         server, max_num_seqs = (
-            _replicas(stack, serving.open_replicas(load, replicas, num_cpus, num_gpus)) if ray else _local(load())
+            _replicas(stack, served.replicas(checked, **unbounded))
+            if served.on_ray
+            else _local(served.loader(checked, **unbounded)())
         )
         with bar("batch", count=False) as report:
 
@@ -174,7 +97,7 @@ def batch(
                 answers,
                 max_in_flight=max_in_flight or 2 * max_num_seqs,
                 clips=None if output == _PIPE else output.with_suffix(".clips").absolute(),
-                shutdown_timeout=shutdown_timeout,
+                shutdown_timeout=checked.shutdown_timeout,
                 report=show,
             )
             counts = run.run()

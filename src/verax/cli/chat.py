@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import options
+from verax.cli.options import Flags
+from verax.text.engine.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
@@ -23,31 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["chat"]
 
 HELP = """/reset        begin a new conversation
-/system TEXT  set the system message, and begin anew
+/system TEXT  set the system message, and begin a new conversation
 /save FILE    write the conversation as JSON
 /exit         leave (or Ctrl-D)
 Ctrl-C stops an answer."""
 
 
+ENGINE = ("kv_cache_dtype", "tensor_parallel_size", "max_model_len", "seed", "speculative_config")
+"""Options of the engine that matter for one conversation."""
+
+
+@options.with_flags
 def chat(
     model: options.Model = None,
     lora: options.Lora = None,
     message: Annotated[str | None, typer.Option("--message", help="One message: print the answer and exit.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    stop: options.Stop = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "bfloat16",
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    max_model_len: options.MaxModelLen = None,
-    speculative_config: options.SpeculativeConfig = None,
+    *,
+    sampling: Annotated[dict[str, Any], options.sampling_flags(max_tokens=512)],
+    loading: Annotated[dict[str, Any], Flags(options.ModelOptions)],
+    engine: Annotated[dict[str, Any], Flags(EngineConfig, only=ENGINE)],
     chat_template: options.ChatTemplate = None,
     as_json: options.Json = False,
 ) -> None:
@@ -63,23 +60,9 @@ def chat(
     """
     from verax.text.engine.llm import LLM
 
-    llm = LLM(
-        model,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-        seed=seed,
-        speculative_config=speculative_config,
-        **options.lora_options(lora),
-    )
+    llm = LLM(model, max_num_seqs=1, **loading, **engine, **options.lora_options(lora))
     options.with_chat_template(llm, chat_template)
-    sampling = options.given(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop
-    )
-    params = llm.default_sampling_params(max_tokens=max_tokens, **sampling)
+    params = llm.default_sampling_params(**options.given(**sampling))
     talk = Conversation(llm, params, system, show=not as_json, adapter=options.lora_request(lora))
     interactive = message is None and sys.stdin.isatty()
     if interactive:
@@ -118,7 +101,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> RequestOutput | None:
-        """Answer one message: show the answer as it comes, and keep it. None if Ctrl-C stopped it."""
+        """Answer one message: show the answer while it is generated, and keep it. None if Ctrl-C stopped it."""
         self.messages.append({"role": "user", "content": text})
         self._make_room()
         try:

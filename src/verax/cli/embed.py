@@ -1,4 +1,4 @@
-"""`verax embed`: turn sentences into vectors."""
+"""`verax embed`: turn sentences into vectors; `verax rerank`: order documents by how well they answer a query."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verax.cli import options
-from verax.cli.lines import checked, read_lines
-from verax.cli.results import check_input, open_results, run_lines
+from verax.cli.files import check_input, check_output, checked, open_results, read_lines, run_lines
+from verax.cli.options import Flags
 
 if TYPE_CHECKING:
     import numpy as np
 
     from verax.batch.results import LineCounts
 
-__all__ = ["embed"]
+__all__ = ["embed", "rerank"]
 
 
+@options.with_flags
 def embed(
     sentences: Annotated[list[str] | None, typer.Argument(help="Sentences; standard input if left out.")] = None,
     model: options.Model = None,
@@ -42,17 +43,13 @@ def embed(
     batch: Annotated[
         Path | None,
         typer.Option(
-            "--batch",
             help="A file of any size: JSONL or Parquet with custom_id and text, or a text a line. Started again, it "
-            "goes on where it stopped.",
+            "continues where it stopped.",
         ),
     ] = None,
     retry_errors: options.RetryErrors = False,
     normalize: Annotated[bool, typer.Option(help="Vectors of length 1.")] = True,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Most sentences in one call of the device; as many as fit if absent.", min=1)
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens that are read of a sentence.")] = None,
+    batch_size: options.BatchSize = None,
     prompt_name: Annotated[
         str | None, typer.Option(help="Prompt of the checkpoint that goes before each sentence, such as query.")
     ] = None,
@@ -60,8 +57,8 @@ def embed(
     dimensions: Annotated[
         int | None, typer.Option(help="First numbers of each vector that are kept (Matryoshka).")
     ] = None,
-    dtype: options.Dtype = "float32",
-    quantization: options.EncoderQuantization = None,
+    *,
+    loading: Annotated[dict[str, Any], Flags(options.EncoderOptions)],
 ) -> None:
     """Turn sentences into vectors, one for each line. JSONL has {"text": ..., "embedding": [...]} for each.
 
@@ -81,9 +78,7 @@ def embed(
     """
     if prompt is not None and prompt_name is not None:
         raise typer.BadParameter("give --prompt or --prompt-name, not both")
-    loading: dict[str, Any] = dict(
-        model=model, dtype=dtype, quantization=quantization, max_length=max_length, dimensions=dimensions
-    )
+    loading |= {"model": model, "dimensions": dimensions}
     encoding: dict[str, Any] = dict(normalize=normalize, batch_size=batch_size, prompt_name=prompt_name, prompt=prompt)
     if batch is not None:
         if sentences or file:
@@ -101,11 +96,14 @@ def embed(
     vectors = encoder.encode(texts, **encoding)
     seconds = time.perf_counter() - begin
     write(records, vectors)
-    cut = f", {encoder.truncated} cut to {encoder.max_length} tokens" if encoder.truncated else ""
-    sys.stderr.write(
-        f"{len(texts)} sentences in {seconds:.2f} s, {len(texts) / seconds:,.0f} a second, "
-        f"vectors of {encoder.dimension}{cut}\n"
-    )
+    cut = _cut(encoder.truncated, encoder.max_length)
+    speed = f"{len(texts) / seconds:,.0f} a second, vectors of {encoder.dimension}{cut}"
+    sys.stderr.write(f"{len(texts)} sentences in {seconds:.2f} s, {speed}\n")
+
+
+def _cut(truncated: int, max_length: int) -> str:
+    """End of a report: the number of texts that were longer than the model reads."""
+    return f", {truncated} cut to {max_length} tokens" if truncated else ""
 
 
 def _embed_batch(
@@ -117,10 +115,10 @@ def _embed_batch(
     *,
     retry_errors: bool,
 ) -> None:
-    """Turn the texts of a file into vectors, behind those that the output holds already.
+    """Append the vectors of a file's texts to the output, but for those that it has already.
 
     Args:
-        path: of the file.
+        path: the file of texts.
         field: field of a line that has its text.
         output: file of the vectors.
         loading: arguments of `Encoder`.
@@ -132,7 +130,7 @@ def _embed_batch(
 
     if output is None or output.suffix not in (".jsonl", PARQUET):
         got = "none" if output is None else output
-        raise typer.BadParameter(f"--output: {got}: expected a name that ends in .jsonl or .parquet beside --batch")
+        raise typer.BadParameter(f"--output: {got}: expected a name that ends in .jsonl or .parquet with --batch")
     check_input(path, output, "--batch")
     results = open_results(output, VectorLine, retry_errors=retry_errors)  # before the model is loaded
     from verax.embed.encoder import Encoder
@@ -141,7 +139,7 @@ def _embed_batch(
     vectors = Vectors(encoder, field, **encoding)
 
     def summary(counts: LineCounts) -> str:
-        cut = f", {vectors.truncated} cut to {encoder.max_length} tokens" if vectors.truncated else ""
+        cut = _cut(vectors.truncated, encoder.max_length)
         speed = counts.done / counts.seconds if counts.seconds else 0.0
         return f", {speed:,.0f} a second, vectors of {encoder.dimension}{cut}"
 
@@ -174,7 +172,7 @@ def _object(line: str, number: int, field: str) -> dict[str, Any]:
     except ValueError as error:
         raise typer.BadParameter(f"line {number}: not valid JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        has = f"it has {', '.join(map(repr, record)) or 'none'}" if isinstance(record, dict) else "it is no object"
+        has = f"it has {', '.join(map(repr, record)) or 'none'}" if isinstance(record, dict) else "it is not an object"
         raise typer.BadParameter(f"line {number}: expected an object with a text in its field {field!r}; {has}")
     return record
 
@@ -185,9 +183,7 @@ def _writer(output: Path | None) -> Any:
         return lambda records, vectors: _write_lines(sys.stdout, records, vectors)
     if output.suffix not in (".npy", ".jsonl"):
         raise typer.BadParameter(f"--output: {output}: expected a name that ends in .npy or .jsonl")
-    if not output.parent.is_dir() or output.is_dir():
-        problem = "it is a folder" if output.is_dir() else f"there is no folder {output.parent}"
-        raise typer.BadParameter(f"--output: {output}: {problem}")
+    check_output(output)
     return lambda records, vectors: _write_file(output, records, vectors)
 
 
@@ -211,3 +207,52 @@ def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarr
 
     for record, vector in zip(records, vectors, strict=True):
         file.write(json.dumps({**record, "embedding": numbers(vector)}, ensure_ascii=False) + "\n")
+
+
+@options.with_flags
+def rerank(
+    query: Annotated[str, typer.Argument(help="What the documents are to answer.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="A checkpoint folder or hub id of a reranker.")],
+    documents: Annotated[
+        Path | None,
+        typer.Option("--documents", "-d", help="A file with one document a line; standard input if left out."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", "-k", help="Only this many of the best documents.", min=1)
+    ] = None,
+    instruction: Annotated[str | None, typer.Option(help="What a document has to do, for Qwen3-Reranker.")] = None,
+    batch_size: options.BatchSize = None,
+    *,
+    loading: Annotated[dict[str, Any], Flags(options.EncoderOptions)],
+    as_json: options.Json = False,
+) -> None:
+    """Put documents in the order in which they answer a query. --json gives the documents' numbers, from 0, and scores.
+
+    Examples:
+
+        verax rerank "Who sleeps?" --model cross-encoder/ms-marco-MiniLM-L6-v2 --documents sentences.txt
+
+        verax rerank "Who sleeps?" --model Qwen/Qwen3-Reranker-0.6B --dtype bfloat16 -d sentences.txt --top-k 3 --json
+    """
+    checked([query], "query")
+    texts = read_lines(documents, "document")
+    from verax.embed.reranker import Reranker
+
+    reranker = Reranker(model, **loading)
+    begin = time.perf_counter()
+    ranked = reranker.rank(query, texts, top_k, instruction=instruction, batch_size=batch_size)
+    seconds = time.perf_counter() - begin
+    if as_json:
+        found = [{"index": one.index, "score": one.score, "text": one.text} for one in ranked]
+        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    else:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("index", "score", "document")
+        for one in ranked:
+            table.add_row(str(one.index), f"{one.score:.4f}", Text(one.text))
+        Console().print(table)
+    cut = _cut(reranker.truncated, reranker.max_length)
+    sys.stderr.write(f"{len(texts)} documents in {seconds:.2f} s, {len(texts) / seconds:,.0f} a second{cut}\n")

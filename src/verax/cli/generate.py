@@ -6,12 +6,13 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verax.cli import options
-from verax.cli.lines import checked, read_lines
+from verax.cli.files import checked, read_lines
+from verax.cli.options import Flags
 
 if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
@@ -27,21 +28,14 @@ MOST_AT_ONCE = 64
 _FORM = "Form of the answer"
 
 
+@options.with_flags
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to complete; standard input if left out.")] = None,
     model: options.Model = None,
     lora: options.Lora = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A file with one prompt a line.")] = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    repetition_penalty: options.RepetitionPenalty = None,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
+    *,
+    sampling: Annotated[dict[str, Any], options.sampling_flags("n", "logprobs", max_tokens=256)],
     json_schema: Annotated[
         str | None,
         typer.Option(help="Answer in JSON of this schema: a file, or the schema itself.", rich_help_panel=_FORM),
@@ -50,28 +44,13 @@ def generate(
         str | None, typer.Option(help="Answer what this regular expression matches.", rich_help_panel=_FORM)
     ] = None,
     choice: Annotated[
-        list[str] | None, typer.Option(help="Answer one of these texts; to be repeated.", rich_help_panel=_FORM)
+        list[str] | None, typer.Option(help="Answer one of these texts; can be repeated.", rich_help_panel=_FORM)
     ] = None,
     grammar: Annotated[
         Path | None, typer.Option(help="Answer by the grammar in this file (Lark or GBNF).", rich_help_panel=_FORM)
     ] = None,
-    n: Annotated[int, typer.Option("-n", "--n", help="Continuations of each prompt.", min=1)] = 1,
-    logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities of this many best tokens.")
-    ] = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "bfloat16",
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    nnodes: options.Nnodes = 1,
-    node_rank: options.NodeRank = 0,
-    master_addr: options.MasterAddr = "127.0.0.1",
-    master_port: options.MasterPort = 29501,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
-    speculative_config: options.SpeculativeConfig = None,
-    programs: options.Programs = None,
+    loading: Annotated[dict[str, Any], Flags(options.ModelOptions)],
+    engine: Annotated[dict[str, Any], options.engine_flags("structured_outputs", *options.LORA)],
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
@@ -80,7 +59,7 @@ def generate(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Complete prompts. One prompt is shown as it comes; several are completed together.
+    """Complete prompts. One answer is shown while it is generated; several prompts are completed together.
 
     Examples:
 
@@ -98,50 +77,29 @@ def generate(
 
         verax generate --model Qwen/Qwen3-0.6B --lora adapters/sql "List all users"
     """
-    if logprobs is not None and not as_json:
+    if sampling["logprobs"] is not None and not as_json:
         raise typer.BadParameter("--logprobs: only --json shows them")
     texts = _prompts(prompts, file)
     inputs = [_token_ids(text) for text in texts] if skip_tokenizer_init else texts
     form = _form(json_schema, regex, choice, grammar)
     from verax.text.engine.llm import LLM
 
+    if engine["programs"] is None:
+        engine["max_num_seqs"] = engine["max_num_seqs"] or min(len(texts) * sampling["n"], MOST_AT_ONCE)
     llm = LLM(
         model,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs or (None if programs else min(len(texts) * n, MOST_AT_ONCE)),
-        programs=programs,
-        seed=seed,
         skip_tokenizer_init=skip_tokenizer_init,
         structured_outputs=form is not None,
-        speculative_config=speculative_config,
+        **loading,
+        **engine,
         **options.lora_options(lora),
     )
-    if node_rank > 0:
+    if engine["node_rank"] > 0:
         return llm.follow()
     adapter = options.lora_request(lora)
-    params = llm.default_sampling_params(
-        n=n,
-        max_tokens=max_tokens,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        structured_outputs=form,
-        **options.given(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
-        ),
-    )
+    params = llm.default_sampling_params(structured_outputs=form, **options.given(**sampling))
     begin = time.perf_counter()
-    if len(texts) == 1 and n == 1 and not (as_json or skip_tokenizer_init):
+    if len(texts) == 1 and params.n == 1 and not (as_json or skip_tokenizer_init):
         count = _show_one(llm, texts[0], params, adapter)
     else:
         outputs = llm.generate(inputs, params, lora_request=adapter)
@@ -161,7 +119,7 @@ def generate(
 
 
 def _show_one(llm: LLM, prompt: str, params: SamplingParams, adapter: LoRARequest | None) -> int:
-    """Write a text as it comes, and return its number of tokens."""
+    """Write a text while it is generated, and return its number of tokens."""
     pieces = llm.stream(prompt, params, adapter)  # first of all: it refuses what cannot be served
     sys.stdout.write(prompt)
     sys.stdout.flush()

@@ -1,108 +1,240 @@
-"""Options that several commands share, and their conversion to arguments."""
+"""Flags of commands, derived from tables of options, and options that several commands share.
+
+A command takes a table's options as one dictionary: a parameter annotated `Annotated[dict[str, Any], Flags(Table)]`
+becomes a flag for each option of the table in the signature that Typer reads (`with_flags`). A parameter with several
+`Flags` gets a list of dictionaries.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
 
 import typer
+
+from verax.options import option, options_of
+from verax.sampling_fields import SamplingFields
+from verax.text.engine.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from verax.text.features.lora import LoRARequest
     from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = [
+    "BatchSize",
     "ChatTemplate",
-    "DataParallelSize",
     "Dtype",
+    "EncoderOptions",
     "EncoderQuantization",
-    "FrequencyPenalty",
-    "IgnoreEos",
+    "Flags",
     "Json",
     "KvCacheDtype",
     "Lora",
-    "MasterAddr",
-    "MasterPort",
     "MaxModelLen",
-    "MaxTokens",
-    "MinP",
     "Model",
-    "Nnodes",
-    "NodeRank",
-    "PresencePenalty",
-    "Programs",
+    "ModelOptions",
     "Quantization",
-    "RepetitionPenalty",
     "RetryErrors",
-    "Seed",
     "SpeculativeConfig",
-    "Stop",
-    "Temperature",
-    "TensorParallelSize",
-    "TopK",
-    "TopP",
+    "engine_flags",
     "given",
     "lora_options",
     "lora_request",
+    "sampling_flags",
     "with_chat_template",
+    "with_flags",
 ]
 
-_SAMPLING = "Sampling"
-_HOSTS = "Several hosts"
+
+def flag(
+    table: type,
+    name: str,
+    *,
+    negatable: bool = False,
+    prefix: str = "",
+    panel: str | None = None,
+    underscores: bool = False,
+) -> Any:
+    """Typer's option for an option of a table.
+
+    Args:
+        table: the dataclass.
+        name: name of the option.
+        negatable: True if a truth value has a flag for False too.
+        prefix: what the flag's name begins with, before the option's name.
+        panel: panel of the help text, if not the option's own.
+        underscores: True if the flag is also spelled with underscores.
+    """
+    declared = options_of(table)[name]
+    own = f"--{(prefix + name).replace('_', '-')}"
+    flags = list(declared.flags) if declared.flags and not prefix else []
+    if underscores:
+        dashed = [spelled for spelled in flags or [own] if "-" in spelled[2:]]
+        flags = (flags or [own]) + [f"--{spelled[2:].replace('-', '_')}" for spelled in dashed]
+    if declared.kind is bool and not negatable:
+        flags = flags or [own]
+    number = declared.kind in (int, float)
+    shown = "checkpoint's" if declared.recommended else declared.shown
+    return typer.Option(
+        *flags,
+        help=declared.help,
+        min=None if declared.above or not number else declared.low,
+        max=declared.high if number else None,
+        exists=declared.path is not None,
+        file_okay=declared.path != "folder",
+        dir_okay=declared.path != "file",
+        envvar=declared.envvar,
+        rich_help_panel=panel or declared.panel,
+        show_default=True if shown is None else shown or False,
+    )
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Options of a table that a command takes.
+
+    Attributes:
+        table: the dataclass.
+        only: names of the options; all if None.
+        without: names of options that the command does not take.
+        defaults: defaults that differ from the table's.
+        prefix, panel, underscores: as in `flag`.
+    """
+
+    table: type
+    _: KW_ONLY
+    only: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    panel: str | None = None
+    underscores: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := {*(self.only or ()), *self.without, *self.defaults} - {*options_of(self.table)}:
+            raise ValueError(f"{self.table.__name__} has no options {', '.join(sorted(unknown))}")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the options."""
+        return [
+            name
+            for name in options_of(self.table)
+            if (self.only is None or name in self.only) and name not in self.without
+        ]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """Parameters for Typer, one for each option."""
+        parameters = []
+        for name in self.names:
+            declared = options_of(self.table)[name]
+            default = self.defaults.get(name, None if declared.recommended else declared.default)
+            default = None if default == () else default
+            kind: Any = list[str] if declared.repeated else declared.kind
+            typer_option = flag(
+                self.table,
+                name,
+                negatable=default is not False,
+                prefix=self.prefix,
+                panel=self.panel,
+                underscores=self.underscores,
+            )
+            annotation = Annotated[kind | None if default is None else kind, typer_option]
+            parameters.append(
+                inspect.Parameter(
+                    self.prefix + name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                )
+            )
+        return parameters
+
+    def take(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Remove the options' values from a command's arguments, and return them by the names of the table."""
+        taken = {name: values.pop(self.prefix + name) for name in self.names}
+        repeated = [name for name in taken if options_of(self.table)[name].repeated]
+        return taken | {name: tuple(taken[name] or ()) for name in repeated}
+
+
+def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for commands: a parameter that is annotated with `Flags` becomes the flags, and gets their values."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, list[Flags]] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        annotation = hints[parameter.name]
+        tables = [one for one in getattr(annotation, "__metadata__", ()) if isinstance(one, Flags)]
+        if tables:
+            groups[parameter.name] = tables
+            parameters += [derived for table in tables for derived in table.parameters()]
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        taken = {name: [table.take(values) for table in tables] for name, tables in groups.items()}
+        return command(**{name: one[0] if len(one) == 1 else one for name, one in taken.items()}, **values)
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of a language model's load, next to those of the engine."""
+
+    dtype: str = option("bfloat16", "bfloat16 or float32.")
+    quantization: str | None = option(
+        None,
+        "int8 or int4: quantise while loading. dequantize: make floats of quantised weights.",
+        flags=("--quantization", "-q"),
+        shown="the checkpoint's",
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.")
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """Options of the load of an encoder or a reranker."""
+
+    dtype: str = option("float32", "float32 or bfloat16.")
+    quantization: str | None = option(
+        None, "int8: matrix products of 8-bit integers.", flags=("--quantization", "-q"), shown="none"
+    )
+    max_length: int | None = option(None, "Tokens that are read of a text.", low=1, shown="all that the model reads")
+
+
+LORA = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
+"""Options of the engine that commands with one adapter set by themselves."""
+
+
+def engine_flags(*without: str, **defaults: Any) -> Flags:
+    """Flags of the engine, without some of its options and with defaults of the command's own."""
+    return Flags(EngineConfig, without=without, defaults=defaults)
+
+
+def sampling_flags(*more: str, **defaults: Any) -> Flags:
+    """Flags of the sampling parameters that have a panel in the help text, and of some more."""
+    declared = options_of(SamplingFields).values()
+    names = tuple(one.name for one in declared if one.panel is not None or one.name in more)
+    return Flags(SamplingFields, only=names, defaults=defaults)
+
 
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
 ]
-Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
-Quantization = Annotated[
-    str | None,
-    typer.Option(
-        "--quantization",
-        "-q",
-        help="int8 or int4: quantise while loading. dequantize: make floats of quantised weights.",
-        show_default="as the checkpoint is",
-    ),
-]
-EncoderQuantization = Annotated[
-    str | None,
-    typer.Option("--quantization", "-q", help="int8: matrix products of 8-bit integers.", show_default="none"),
-]
-KvCacheDtype = Annotated[
-    str, typer.Option(help="Dtype of the key/value cache: auto (the weights'), bfloat16, float32, int8 or fp8.")
-]
-TensorParallelSize = Annotated[
-    int, typer.Option(help="Devices that share the model: each holds a part of its weights and cache.", min=1)
-]
-DataParallelSize = Annotated[
-    int, typer.Option(help="Replicas of the model, each on --tensor-parallel-size devices of its own.", min=1)
-]
-Nnodes = Annotated[
-    int, typer.Option(help="Hosts that share the model; each runs this command.", min=1, rich_help_panel=_HOSTS)
-]
-NodeRank = Annotated[
-    int, typer.Option(help="Number of this host; host 0 takes the requests.", min=0, rich_help_panel=_HOSTS)
-]
-MasterAddr = Annotated[
-    str, typer.Option(help="Address of host 0, HOST or HOST:PORT, where it listens.", rich_help_panel=_HOSTS)
-]
-MasterPort = Annotated[
-    int, typer.Option(help="Port of host 0, if the address has none.", min=1, max=65535, rich_help_panel=_HOSTS)
-]
-SpeculativeConfig = Annotated[
-    str | None,
-    typer.Option(
-        help="Draft tokens and verify several in a step: JSON such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}.',
-        show_default="no drafts",
-    ),
-]
-Programs = Annotated[
-    Path | None,
-    typer.Option(help="Folder of verax compile: load its programs, and take its sizes.", exists=True, file_okay=False),
-]
+Dtype = Annotated[str, flag(ModelOptions, "dtype")]
+Quantization = Annotated[str | None, flag(ModelOptions, "quantization")]
+EncoderQuantization = Annotated[str | None, flag(EncoderOptions, "quantization")]
+KvCacheDtype = Annotated[str, flag(EngineConfig, "kv_cache_dtype")]
+SpeculativeConfig = Annotated[str | None, flag(EngineConfig, "speculative_config")]
+MaxModelLen = Annotated[int | None, flag(EngineConfig, "max_model_len")]
 Lora = Annotated[
-    str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model goes through.")
+    str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model is used with.")
 ]
 ChatTemplate = Annotated[
     Path | None,
@@ -110,45 +242,12 @@ ChatTemplate = Annotated[
         help="A Jinja file to render conversations with.", show_default="the checkpoint's", exists=True, dir_okay=False
     ),
 ]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and answer, in tokens.")]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Most texts in one call of the device; as many as fit if left out.", min=1)
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, for scripts.")]
 RetryErrors = Annotated[
     bool, typer.Option("--retry-errors", help="Remove the errors from the output first, and run their lines again.")
-]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)]
-Temperature = Annotated[
-    float | None,
-    typer.Option("--temperature", "-t", help="0 is greedy.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Likeliest tokens up to this total probability.", rich_help_panel=_SAMPLING, show_default="checkpoint's"
-    ),
-]
-TopK = Annotated[
-    int | None, typer.Option(help="This many likeliest tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's")
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        help="Least probability, relative to the best token.", rich_help_panel=_SAMPLING, show_default="checkpoint's"
-    ),
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Penalty of tokens that occurred before.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[float, typer.Option(help="Penalty per earlier occurrence.", rich_help_panel=_SAMPLING)]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(help="Divides scores of earlier tokens.", rich_help_panel=_SAMPLING, show_default="checkpoint's"),
-]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="End the answer at this text; can be repeated.", rich_help_panel=_SAMPLING)
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on after the end of text.", rich_help_panel=_SAMPLING)
 ]
 
 

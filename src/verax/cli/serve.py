@@ -1,128 +1,110 @@
-"""`verax serve`: the engines over HTTP."""
+"""`verax serve`: the engines over HTTP; and the models that `verax serve` and `verax batch` run."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verax.cli import options, serving
+from verax._optional import require_optional
+from verax.cli import options
+from verax.cli.options import Flags
+from verax.cli.video import PipelineOptions
+from verax.options import option, options_of
 from verax.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from verax.ray.replicas import RunningReplicas
     from verax.serve.http.server import Server
+    from verax.text.features.lora import LoRARequest
 
-__all__ = ["serve"]
+__all__ = ["Model", "Models", "ModelsFlags", "serve"]
 
-_ACCESS = "Access"
+BUILT_IN = "verax-text"
+BUILT_IN_EMBEDDING = "verax-embed"
+BUILT_IN_VIDEO = "verax-video"
+
+_LIMITS = "Limits"
+_RAY = "Ray"
 
 
+@dataclass(frozen=True)
+class ModelsOptions:
+    """Models of a server next to its text model, and names, adapters and template of the text model."""
+
+    embedding_model: str | None = option(None, "Model of /v1/embeddings; the built-in one if left out.")
+    reranker_model: str | None = option(None, "Model of /v1/rerank, which is not served if left out.")
+    video_model: str | None = option(None, "Model of /v1/videos; the built-in one if left out.")
+    served_model_name: tuple[str, ...] = option(
+        (), "Name of the text model in requests; can be repeated. Answers have the first name."
+    )
+    chat_template: Path | None = option(
+        None, "A Jinja file to render conversations with.", path="file", shown="the checkpoint's"
+    )
+    lora_modules: tuple[str, ...] = option(
+        (),
+        "An adapter as name=folder, chosen by this name as a request's model; can be repeated.",
+        panel="LoRA adapters",
+    )
+
+
+@dataclass(frozen=True)
+class QueueOptions:
+    """Limits of the requests that wait for the text model."""
+
+    max_queued_requests: int = option(1024, "Most requests that wait; more get 429.", low=0, panel=_LIMITS)
+    max_queued_tokens: int | None = option(
+        None, "Most prompt tokens that wait; more get 429.", low=1, panel=_LIMITS, shown="no limit"
+    )
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Replicas of a server on Ray."""
+
+    ray: bool = option(False, "Run replicas on Ray: RAY_ADDRESS's cluster, or this machine.", panel=_RAY)
+    replicas: str = option("1", "Number of replicas, or the least and the most, as 1:8.", panel=_RAY)
+    num_cpus: float = option(1.0, "CPUs of a replica.", low=0.01, panel=_RAY)
+    num_gpus: float = option(0.0, "GPUs of a replica.", low=0.0, panel=_RAY)
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
+]
+ModelsFlags = Annotated[
+    list[dict[str, Any]],
+    Flags(ModelsOptions),
+    Flags(options.EncoderOptions, without=("max_length",), prefix="embedding_", panel="Encoder, reranker"),
+    Flags(
+        PipelineOptions,
+        only=("devices", "guidance_parallel", "sequence_parallel"),
+        prefix="video_",
+        panel="Videos on several devices",
+    ),
+    Flags(options.ModelOptions),
+    options.engine_flags(structured_outputs=True),
+    Flags(RayOptions),
+]
+"""Flags of the models of a server, for `Models`."""
+
+
+@options.with_flags
 def serve(
-    model: serving.Model = None,
-    embedding_model: serving.EmbeddingModel = None,
-    reranker_model: serving.RerankerModel = None,
-    embedding_dtype: serving.EmbeddingDtype = "float32",
-    embedding_quantization: serving.EmbeddingQuantization = None,
-    video_model: serving.VideoModel = None,
-    video_devices: serving.VideoDevices = None,
-    video_guidance_parallel: serving.VideoGuidanceParallel = False,
-    video_sequence_parallel: serving.VideoSequenceParallel = 1,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.", min=0, max=65535)] = 8000,
-    served_model_name: serving.ServedModelName = None,
-    any_model_name: serving.AnyModelName = False,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="Key that requests need; can be repeated.", envvar="VERAX_API_KEY", rich_help_panel=_ACCESS),
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(help="Name that the server is called by, if not its address.", rich_help_panel=_ACCESS),
-    ] = None,
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option(help="Origin of web pages that may call the server (CORS).", rich_help_panel=_ACCESS),
-    ] = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: serving.MaxNumSeqs = None,
-    max_num_batched_tokens: serving.MaxNumBatchedTokens = None,
-    dtype: options.Dtype = "bfloat16",
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    data_parallel_size: options.DataParallelSize = 1,
-    nnodes: options.Nnodes = 1,
-    node_rank: options.NodeRank = 0,
-    master_addr: options.MasterAddr = "127.0.0.1",
-    master_port: options.MasterPort = 29501,
-    speculative_config: options.SpeculativeConfig = None,
-    programs: options.Programs = None,
-    chat_template: options.ChatTemplate = None,
-    revision: serving.Revision = None,
-    seed: options.Seed = 0,
-    structured_outputs: serving.StructuredOutputs = True,
-    enable_lora: serving.EnableLora = False,
-    lora_modules: serving.LoraModules = None,
-    max_loras: serving.MaxLoras = 1,
-    max_lora_rank: serving.MaxLoraRank = 16,
-    max_cpu_loras: serving.MaxCpuLoras = None,
-    max_queued_requests: Annotated[
-        int, typer.Option(help="Most requests that wait; more get 429.", min=0, rich_help_panel=serving.LIMITS)
-    ] = 1024,
-    max_queued_tokens: Annotated[
-        int | None,
-        typer.Option(help="Most prompt tokens that wait; more get 429.", min=1, rich_help_panel=serving.LIMITS),
-    ] = None,
-    max_embedding_inputs: serving.MaxEmbeddingInputs = ServerSettings.max_embedding_inputs,
-    max_queued_embedding_inputs: Annotated[
-        int,
-        typer.Option(
-            help="Most texts that wait or run for embeddings, or for rankings; more get 429.",
-            min=1,
-            rich_help_panel=serving.LIMITS,
-        ),
-    ] = ServerSettings.max_queued_embedding_inputs,
-    embedding_batch_size: serving.EmbeddingBatchSize = ServerSettings.embedding_batch_size,
-    max_queued_videos: Annotated[
-        int, typer.Option(help="Most clips that wait to be made; more get 429.", min=1, rich_help_panel=serving.LIMITS)
-    ] = ServerSettings.max_queued_videos,
-    max_videos: Annotated[
-        int, typer.Option(help="Most clips that are kept; more get 429.", min=1, rich_help_panel=serving.LIMITS)
-    ] = ServerSettings.max_videos,
-    max_video_storage_bytes: Annotated[
-        int, typer.Option(help="Most bytes on disk of all clips; more get 429.", min=1, rich_help_panel=serving.LIMITS)
-    ] = ServerSettings.max_video_storage_bytes,
-    video_ttl: Annotated[
-        float, typer.Option(help="Seconds for which a finished clip is kept.", min=1, rich_help_panel=serving.LIMITS)
-    ] = ServerSettings.video_ttl,
-    shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests have, once the server is to end.", min=0)
-    ] = ServerSettings.shutdown_timeout,
-    slow_client_timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds for which a client may leave its stream unread, and that it has to send its headers.",
-            min=0.1,
-            rich_help_panel=serving.LIMITS,
-        ),
-    ] = ServerSettings.slow_client_timeout,
-    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
+    model: Model = None,
+    *,
+    models: ModelsFlags,
+    queue: Annotated[dict[str, Any], Flags(QueueOptions)],
+    settings: Annotated[dict[str, Any], Flags(ServerSettings)],
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(help="URL of an OpenTelemetry collector that gets a span of each request, by OTLP over HTTP."),
     ] = None,
-    disable_page: Annotated[bool, typer.Option("--disable-page", help="Serve the API alone.")] = False,
-    reports: Annotated[
-        Path | None, typer.Option(help="Folder of reports of verax compare and verax bench, which the page shows.")
-    ] = None,
-    ray: serving.Ray = False,
-    replicas: serving.Replicas = "1",
-    num_cpus: serving.NumCpus = 1.0,
-    num_gpus: serving.NumGpus = 0.0,
 ) -> None:
     """Serve a text model, an encoder, a reranker and a video model over HTTP, with the APIs of OpenAI.
 
@@ -142,93 +124,31 @@ def serve(
 
         verax serve Qwen/Qwen3-8B --tensor-parallel-size 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
     """
-    others = {"embedding-model": embedding_model, "reranker-model": reranker_model, "video-model": video_model}
-    encoders = serving.embedding_options(embedding_dtype, embedding_quantization, embedding_model, reranker_model)
-    videos = serving.video_options(video_devices, video_guidance_parallel, video_sequence_parallel)
-    others |= {f"video-{name.replace('_', '-')}": value for name, value in videos.items()}
-    if ray and (given := [f"--{name}" for name, other in others.items() if other is not None]):
-        raise typer.BadParameter(f"--ray: replicas are of the text model; {given[0]} needs a server of its own")
-    serving.check_one_process(ray, nnodes)
-    serving.require_packages("uvicorn", "httptools")
+    served = Models(model, *models)
+    if served.on_ray and served.others:
+        message = f"--ray: replicas are of the text model; --{served.others[0]} needs a server of its own"
+        raise typer.BadParameter(message)
+    for module in ("uvicorn", "httptools"):
+        require_optional(module)
     from verax.serve.http.server import Server
     from verax.serve.http.telemetry import RequestTracer, configure_logs
     from verax.serve.run import bind, run
 
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        api_keys=tuple(api_key or ()),
-        any_model_name=any_model_name,
-        allowed_hosts=tuple(allowed_hosts or ()),
-        allowed_origins=tuple(allowed_origins or ()),
-        max_embedding_inputs=max_embedding_inputs,
-        max_queued_embedding_inputs=max_queued_embedding_inputs,
-        embedding_batch_size=embedding_batch_size,
-        max_queued_videos=max_queued_videos,
-        max_videos=max_videos,
-        max_video_storage_bytes=max_video_storage_bytes,
-        video_ttl=video_ttl,
-        shutdown_timeout=shutdown_timeout,
-        slow_client_timeout=slow_client_timeout,
-        log_format=log_format,
-        log_prompts=log_prompts,
-        disable_page=disable_page,
-        reports=reports,
-    )
-    adapters = serving.open_adapters(lora_modules, node_rank=node_rank)
-    configure_logs(log_format)
+    checked = ServerSettings(**settings)
+    configure_logs(checked.log_format)
     tracer = None if otlp_traces_endpoint is None else RequestTracer.to_collector(otlp_traces_endpoint)
-    engine: dict[str, Any] = dict(
-        adapters=adapters,
-        dtype=dtype,
-        quantization=quantization,
-        revision=revision,
-        kv_cache_dtype=kv_cache_dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        data_parallel_size=data_parallel_size,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        seed=seed,
-        structured_outputs=structured_outputs,
-        speculative_config=speculative_config,
-        programs=programs,
-        enable_lora=enable_lora,
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        max_cpu_loras=max_cpu_loras,
-    )
-    if node_rank > 0:
-        return serving.follow(model, **engine)
-    listener = bind(settings)  # before minutes of loading
-    load = functools.partial(
-        serving.new_server,
-        model,
-        settings,
-        served_names=served_model_name,
-        embedding_model=embedding_model,
-        reranker_model=reranker_model,
-        embedding_options=encoders,
-        video_model=video_model,
-        video_options=videos,
-        chat_template=chat_template,
-        max_queued_requests=1 << 20 if ray else max_queued_requests,
-        max_queued_tokens=max_queued_tokens,
-        **engine,
-    )
+    if served.node_rank > 0:
+        return served.follow()
+    listener = bind(checked)  # before minutes of loading
     with contextlib.ExitStack() as stack:
-        if ray:
-            running = stack.enter_context(serving.open_replicas(load, replicas, num_cpus, num_gpus))
-            llm = running.text_engine(model, revision=revision, max_queued_requests=max_queued_requests)
-            options.with_chat_template(llm, chat_template)
-            names = tuple(served_model_name or [model or serving.BUILT_IN])
-            server = Server(llm, names, adapters, root=model or serving.BUILT_IN, settings=settings, tracer=tracer)
+        if served.on_ray:
+            running = stack.enter_context(served.replicas(checked, **{**queue, "max_queued_requests": 1 << 20}))
+            limit = queue["max_queued_requests"]
+            llm = running.text_engine(model, revision=served.text["revision"], max_queued_requests=limit)
+            options.with_chat_template(llm, served.chat_template)
+            server = Server(llm, served.names, served.adapters, root=served.root, settings=checked, tracer=tracer)
         else:
-            server = load(tracer=tracer)
+            server = served.loader(checked, tracer=tracer, **queue)()
         status = run(server, listener, lambda url: _announce(server, url))
     if status:
         raise typer.Exit(status)
@@ -242,3 +162,178 @@ def _announce(server: Server, url: str) -> None:
     page = "" if settings.disable_page else f"; the page is at {url}/"
     typer.echo(f"{', '.join(server.served_names)} at {url}/v1{page}")
     typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+
+
+class Models:
+    """Models of a command, from the values of `ModelsFlags`: checked at once, loaded later.
+
+    Raises:
+        typer.BadParameter: for options that contradict each other.
+        MissingDependencyError: if a package of the server is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str | None,
+        models: dict[str, Any],
+        encoders: dict[str, Any],
+        videos: dict[str, Any],
+        loading: dict[str, Any],
+        engine: dict[str, Any],
+        ray: dict[str, Any],
+    ):
+        encoders, videos = _changed(options.EncoderOptions, encoders), _changed(PipelineOptions, videos)
+        if encoders and not (models["embedding_model"] or models["reranker_model"]):
+            name = next(iter(encoders))
+            raise typer.BadParameter(f"--embedding-{name} needs --embedding-model or --reranker-model")
+        if ray["ray"] and engine["nnodes"] > 1:
+            raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
+        for module in ("starlette", "prometheus_client"):
+            require_optional(module)
+        self.root = model or BUILT_IN
+        self.names: tuple[str, ...] = models["served_model_name"] or (self.root,)
+        self.adapters = _open_adapters(models["lora_modules"], node_rank=engine["node_rank"])
+        self.chat_template: Path | None = models["chat_template"]
+        self.node_rank: int = engine["node_rank"]
+        self.on_ray: bool = ray["ray"]
+        self.text: dict[str, Any] = {
+            **loading,
+            **engine,
+            "enable_lora": engine["enable_lora"] or bool(self.adapters),
+            "max_cpu_loras": engine["max_cpu_loras"] or max(engine["max_loras"], len(self.adapters)),
+        }
+        others = [name for name in ("embedding_model", "reranker_model", "video_model") if models[name]]
+        self.others = [name.replace("_", "-") for name in (*others, *(f"video_{name}" for name in videos))]
+        self._model, self._models, self._encoders, self._videos, self._ray = model, models, encoders, videos, ray
+
+    def loader(self, settings: ServerSettings, **more: Any) -> functools.partial[Server]:
+        """Function that makes a server of the models; all but the text model are loaded when they are first used.
+
+        Args:
+            settings: settings of the server.
+            more: the `tracer` of the requests, and values of `QueueOptions`.
+        """
+        names: dict[str, Any] = {"names": self.names, "adapters": self.adapters}
+        others: dict[str, Any] = {"encoders": self._encoders, "videos": self._videos}
+        return functools.partial(_load, self._model, self._models, settings, **names, **others, **self.text, **more)
+
+    def replicas(self, settings: ServerSettings, **queue: Any) -> AbstractContextManager[RunningReplicas]:
+        """Replicas of the server on Ray while a command runs.
+
+        Raises:
+            typer.BadParameter: for a wrong number of replicas.
+            MissingDependencyError: if Ray is not installed.
+        """
+        given = self._ray["replicas"]
+        least, colon, most = given.partition(":")
+        if not colon:
+            most = least
+        if not (least.isdecimal() and most.isdecimal()):
+            raise typer.BadParameter(f"--replicas: expected a number, or two as 1:8, got {given!r}")
+        require_optional("ray.serve")
+        from verax.ray.replicas import running_replicas
+
+        resources = {name: self._ray[name] for name in ("num_cpus", "num_gpus")}
+        return running_replicas(self.loader(settings, **queue), (int(least), int(most)), **resources)
+
+    def follow(self) -> None:
+        """Follow the host of rank 0, which runs the same command with its own rank, until it ends."""
+        from verax.text.engine.llm import LLM
+
+        llm = LLM(self._model, **self.text)
+        typer.echo(f"rank {self.node_rank} of {self.text['nnodes']} follows rank 0")
+        llm.follow()
+
+
+def _changed(table: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Values that differ from the defaults of a table."""
+    return {name: value for name, value in values.items() if value != options_of(table)[name].default}
+
+
+def _open_adapters(modules: tuple[str, ...], *, node_rank: int) -> dict[str, LoRARequest]:
+    """Adapters by name, of arguments such as `sql=adapters/sql`.
+
+    Args:
+        modules: the arguments.
+        node_rank: number of this host. Host 0 reads the files, and checks them before the model is loaded.
+    """
+    from verax.checkpoint.peft import Adapter
+    from verax.text.features.lora import LoRARequest
+
+    adapters: dict[str, LoRARequest] = {}
+    for number, module in enumerate(modules, start=1):
+        name, separator, path = module.partition("=")
+        if not (name and separator and path):
+            raise typer.BadParameter(f"--lora-modules: expected name=folder, got {module!r}")
+        if name in adapters:
+            raise typer.BadParameter(f"--lora-modules: {name} is given twice")
+        if node_rank == 0:
+            Adapter.open(path)
+        adapters[name] = LoRARequest(name, number, path)
+    return adapters
+
+
+def _load(
+    model: str | None,
+    models: dict[str, Any],
+    settings: ServerSettings,
+    *,
+    names: tuple[str, ...],
+    adapters: dict[str, LoRARequest],
+    encoders: dict[str, Any],
+    videos: dict[str, Any],
+    tracer: Any = None,
+    **text: Any,
+) -> Server:
+    from verax.serve.http.server import LazyModel, Server
+    from verax.text.engine.async_llm import AsyncLLM
+
+    embedding_model, reranker_model, video_model = (
+        models["embedding_model"],
+        models["reranker_model"],
+        models["video_model"],
+    )
+    encoder = functools.cache(functools.partial(_encoder, embedding_model, **(encoders if embedding_model else {})))
+    reranker = functools.cache(functools.partial(_reranker, reranker_model, **encoders))
+    pipeline = functools.cache(functools.partial(_pipeline, video_model, **videos))
+    llm = AsyncLLM(model, **text)
+    # Options that a model cannot have end the start, not a request.
+    if encoders and embedding_model:
+        encoder()
+    if encoders and reranker_model:
+        reranker()
+    if videos:
+        pipeline()
+    for adapter in adapters.values():
+        llm.llm.engine.load_adapter(adapter)
+    options.with_chat_template(llm.llm, models["chat_template"])
+    return Server(
+        llm=llm,
+        served_names=names,
+        adapters=adapters,
+        root=model or BUILT_IN,
+        encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, encoder),
+        reranker=None if reranker_model is None else LazyModel(reranker_model, reranker),
+        videos=LazyModel(video_model or BUILT_IN_VIDEO, pipeline),
+        settings=settings,
+        tracer=tracer,
+    )
+
+
+def _encoder(model: str | None, **options: Any) -> Any:
+    from verax.embed.encoder import Encoder
+
+    return Encoder(model, show_progress=False, **options)
+
+
+def _reranker(model: str | None, **options: Any) -> Any:
+    from verax.embed.reranker import Reranker
+
+    assert model is not None
+    return Reranker(model, show_progress=False, **options)
+
+
+def _pipeline(model: str | None, **options: Any) -> Any:
+    from verax.video.pipeline import VideoPipeline
+
+    return VideoPipeline.from_pretrained(model, **options)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verax._optional import require_optional
 from verax.cli import options
-from verax.cli.clips import make_clips
-from verax.cli.lines import checked
+from verax.cli.files import check_input, checked, open_results, run_lines
+from verax.cli.options import Flags
+from verax.options import option
+from verax.video.options import VideoRequest
 
 if TYPE_CHECKING:
     from verax.video.memory import StageMemory
@@ -21,21 +24,41 @@ if TYPE_CHECKING:
 
 __all__ = ["video"]
 
-_FORCING = "Diffusion forcing"
 _SPEED = "Speed and memory"
 
 
-def _option(help_text: str, *, panel: str | None = None, names: Sequence[str] = (), **more: Any) -> Any:
-    """An option; a name with dashes is also taken with underscores, as the reports' commands have it."""
-    spelled = [one for name in names for one in dict.fromkeys((name, "--" + name[2:].replace("-", "_")))]
-    return typer.Option(*spelled, help=help_text, rich_help_panel=panel, **more)
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Options of the load of a video model: arguments of `VideoPipeline.from_pretrained`."""
+
+    dtype: str = option("bfloat16", "bfloat16 or float32.")
+    reference: str | None = option(
+        None, "skyreels or diffusers: rules where the two PyTorch pipelines differ.", shown="skyreels"
+    )
+    kind: str | None = option(None, "t2v, i2v, ti2v or df.", shown="the folder's")
+    offload: bool = option(False, "Keep weights in the host's memory while they are not used.", panel=_SPEED)
+    devices: int | None = option(
+        None,
+        "Devices to divide a clip over: guidance and sequence parallelism that use the most of them.",
+        low=1,
+        panel=_SPEED,
+        shown="",
+    )
+    guidance_parallel: bool = option(
+        False, "Prompt and negative prompt of a clip on two groups of devices.", panel=_SPEED
+    )
+    sequence_parallel: int = option(1, "Devices of a group, which divide the tokens of a clip.", low=1, panel=_SPEED)
+    shard_weights: bool = option(
+        False, "Divide the transformer's weights over the devices: less memory, more communication.", panel=_SPEED
+    )
 
 
+PYTHON_ONLY = (*("latents", "prompt_embeds", "negative_prompt_embeds", "output_type", "callback", "causal_attention"),)
+"""Options of a request that only Python has."""
+
+
+@options.with_flags
 def video(
-    prompt: Annotated[
-        list[str] | None,
-        _option("Description of the clip; again for each segment.", names=["--prompt"], show_default=False),
-    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -47,10 +70,9 @@ def video(
     ] = None,
     batch: Annotated[
         Path | None,
-        _option(
-            "A file of clips: JSONL or Parquet with custom_id, prompt and any options, or a prompt a line. Started "
-            "again, it goes on where it stopped.",
-            names=["--batch"],
+        typer.Option(
+            help="A file of clips: JSONL or Parquet with custom_id, prompt and any options, or a prompt a line. "
+            "Started again, it continues where it stopped.",
         ),
     ] = None,
     retry_errors: options.RetryErrors = False,
@@ -61,109 +83,22 @@ def video(
             "-m",
             "--model-id",
             "--model_id",
-            help="A folder of SkyReels-V2, Wan2.1 or Wan2.2, or its hub id.",
+            help="A folder of SkyReels-V2, Wan2.1 or Wan2.2, or its hub id; the built-in model if left out.",
         ),
     ] = None,
-    image: Annotated[str | None, _option("An image: the first frame.")] = None,
-    negative_prompt: Annotated[
-        str | None,
-        _option(
-            "Description of what the clip should not show.", names=["--negative-prompt"], show_default="checkpoint's"
-        ),
-    ] = None,
-    resolution: Annotated[str | None, _option("540P or 720P.", show_default="checkpoint's")] = None,
-    height: Annotated[int | None, _option("Size of a frame in pixels.", show_default="checkpoint's")] = None,
-    width: Annotated[int | None, _option("Size of a frame in pixels.", show_default="checkpoint's")] = None,
-    num_frames: Annotated[int | None, _option("4n + 1.", names=["--num-frames"], show_default="checkpoint's")] = None,
-    inference_steps: Annotated[
-        int | None,
-        _option(
-            "Steps of the solver.", names=["--inference-steps", "--num-inference-steps"], show_default="checkpoint's"
-        ),
-    ] = None,
-    guidance_scale: Annotated[
-        float | None,
-        _option("Scale of classifier-free guidance.", names=["--guidance-scale"], show_default="checkpoint's"),
-    ] = None,
-    guidance_scale_2: Annotated[
-        float | None,
-        _option(
-            "Scale with the second of two transformers.", names=["--guidance-scale-2"], show_default="checkpoint's"
-        ),
-    ] = None,
-    shift: Annotated[float | None, _option("More: more steps at high noise.", show_default="checkpoint's")] = None,
-    fps: Annotated[int | None, _option("Frames per second.", show_default="checkpoint's")] = None,
-    seed: Annotated[int, _option("The same seed gives the same clip.")] = 42,
-    reference: Annotated[str | None, _option("skyreels or diffusers: rules where the two differ.")] = None,
-    kind: Annotated[str | None, _option("t2v, i2v, ti2v or df.", show_default="as the folder says")] = None,
-    lora: Annotated[list[str] | None, _option("FILE or FILE:FACTOR; can be repeated.")] = None,
-    contact_sheet: Annotated[Path | None, _option("Also some frames in one .png.", names=["--contact-sheet"])] = None,
-    resume: Annotated[
-        Path | None, _option("A .safetensors file that keeps finished segments, to continue from.")
+    *,
+    request: Annotated[dict[str, Any], Flags(VideoRequest, without=PYTHON_ONLY, underscores=True)],
+    lora: Annotated[list[str] | None, typer.Option(help="FILE or FILE:FACTOR; can be repeated.")] = None,
+    contact_sheet: Annotated[
+        Path | None, typer.Option("--contact-sheet", "--contact_sheet", help="Also some frames in one .png.")
     ] = None,
     preview: Annotated[
         bool, typer.Option("--preview", help="Write each segment next to the output as soon as it is finished.")
     ] = False,
-    last_image: Annotated[
-        str | None, _option("An image: the last frame.", names=["--last-image", "--end-image"], panel=_FORCING)
-    ] = None,
-    clip: Annotated[
-        str | None, _option("A clip to continue.", names=["--video", "--video-path"], panel=_FORCING)
-    ] = None,
-    base_num_frames: Annotated[
-        int | None, _option("Frames of a segment.", names=["--base-num-frames"], panel=_FORCING)
-    ] = None,
-    overlap_history: Annotated[
-        int | None, _option("Frames that segments share.", names=["--overlap-history"], panel=_FORCING)
-    ] = None,
-    addnoise_condition: Annotated[
-        int, _option("Noise on prefix frames; 20 hides seams.", names=["--addnoise-condition"], panel=_FORCING)
-    ] = 0,
-    ar_step: Annotated[int, _option("Steps between blocks.", names=["--ar-step"], panel=_FORCING)] = 0,
-    causal_block_size: Annotated[
-        int | None, _option("Latent frames in a block.", names=["--causal-block-size"], panel=_FORCING)
-    ] = None,
-    cache: Annotated[str | None, _option("teacache: skip steps that change little.", panel=_SPEED)] = None,
     teacache: Annotated[
         bool, typer.Option("--teacache", help="The same as --cache teacache.", rich_help_panel=_SPEED)
     ] = False,
-    cache_threshold: Annotated[
-        float, _option("A higher threshold skips more.", names=["--cache-threshold", "--teacache-thresh"], panel=_SPEED)
-    ] = 0.2,
-    guidance: Annotated[
-        str, _option("batch; sequential for less memory; auto: the first that fits.", panel=_SPEED)
-    ] = "auto",
-    attention: Annotated[str, _option("auto, standard, chunked or flash.", panel=_SPEED)] = "auto",
-    offload: Annotated[
-        bool,
-        typer.Option("--offload", help="Keep weights in the host's memory meanwhile.", rich_help_panel=_SPEED),
-    ] = False,
-    devices: Annotated[
-        int | None,
-        _option(
-            "Devices to divide a clip over: guidance and sequence parallelism that use the most of them.",
-            show_default=False,
-            panel=_SPEED,
-        ),
-    ] = None,
-    guidance_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--guidance-parallel", help="Prompt and negative prompt on two groups of devices.", rich_help_panel=_SPEED
-        ),
-    ] = False,
-    sequence_parallel: Annotated[
-        int, _option("Devices of a group, which divide the tokens.", names=["--sequence-parallel"], panel=_SPEED)
-    ] = 1,
-    shard_weights: Annotated[
-        bool,
-        typer.Option(
-            "--shard-weights",
-            help="Divide the transformer's weights over the devices: less memory, more communication.",
-            rich_help_panel=_SPEED,
-        ),
-    ] = False,
-    dtype: options.Dtype = "bfloat16",
+    pipeline: Annotated[dict[str, Any], Flags(PipelineOptions, underscores=True)],
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
 ) -> None:
     """Make a video of a prompt; from an image or a clip, if one is given.
@@ -179,64 +114,29 @@ def video(
     from verax.video import files
     from verax.video.memory import free_memory
     from verax.video.pipeline import VideoPipeline
-    from verax.video.request import VideoRequest
 
-    shared: dict[str, Any] = dict(
-        image=image,
-        last_image=last_image,
-        video=clip,
-        negative_prompt=negative_prompt,
-        resolution=resolution,
-        height=height,
-        width=width,
-        num_frames=num_frames,
-        num_inference_steps=inference_steps,
-        guidance_scale=guidance_scale,
-        guidance_scale_2=guidance_scale_2,
-        shift=shift,
-        fps=fps,
-        seed=seed,
-        ar_step=ar_step,
-        causal_block_size=causal_block_size,
-        overlap_history=overlap_history,
-        addnoise_condition=addnoise_condition,
-        base_num_frames=base_num_frames,
-        cache="teacache" if teacache else cache,
-        cache_threshold=cache_threshold,
-        guidance=guidance,
-        attention=attention,
-    )
-    pipeline: dict[str, Any] = dict(
-        model=model,
-        dtype=dtype,
-        reference=reference,
-        kind=kind,
-        lora=_factors(lora or []),
-        offload=offload,
-        guidance_parallel=guidance_parallel,
-        sequence_parallel=sequence_parallel,
-        devices=devices,
-        devices_for=VideoRequest(**shared),
-        shard_weights=shard_weights,
-    )
+    prompt, resume = request.pop("prompt"), request.pop("resume")
+    if teacache:
+        request["cache"] = "teacache"
+    pipeline |= {"model": model, "lora": _factors(lora or []), "devices_for": VideoRequest(**request)}
     if batch is not None:
         one = {"prompt": prompt, "contact-sheet": contact_sheet, "resume": resume, "preview": preview, "plan": plan}
         if given := [f"--{name}" for name, value in one.items() if value]:
             raise typer.BadParameter(f"--batch: {given[0]} is for one clip; leave it out")
-        return make_clips(batch, output, pipeline, shared, retry_errors=retry_errors)
+        return _make_clips(batch, output, pipeline, request, retry_errors=retry_errors)
     if retry_errors:
         raise typer.BadParameter("--retry-errors: it is for --batch")
     if not prompt:
         raise typer.BadParameter("give --prompt, or a file of prompts with --batch")
     output = output or Path("video.mp4")
-    checked(prompt)
+    checked(list(prompt))
     files.check_path(output, name="--output")
     if contact_sheet is not None:
         files.check_sheet_path(contact_sheet, name="--contact-sheet")
     pipe = VideoPipeline.from_pretrained(**pipeline)
-    request = VideoRequest(prompt, **shared, resume=resume, callback=_previews(output) if preview else None)
+    clip = VideoRequest(prompt, **request, resume=resume, callback=_previews(output) if preview else None)
     begin = time.perf_counter()
-    planned = pipe.plan(request)
+    planned = pipe.plan(clip)
     if plan:
         if pipe.mesh is not None:
             typer.echo(f"memory of the first of {_devices(pipe)}")
@@ -245,12 +145,40 @@ def video(
     seconds = time.perf_counter() - begin
     divided = "" if pipe.mesh is None else f"; {_devices(pipe)}"
     sys.stderr.write(f"memory: {_summary_of_plan(planned)}; programs ready in {seconds:.1f} s{divided}\n")
-    made = pipe.generate(request)
+    made = pipe.generate(clip)
     written = [made.save(output)]
     if contact_sheet is not None:
         written.append(made.save_contact_sheet(contact_sheet))
     sys.stderr.write(_summary(made))
     typer.echo("\n".join(map(str, written)))
+
+
+def _make_clips(
+    path: Path, folder: Path | None, pipeline: dict[str, Any], request: dict[str, Any], *, retry_errors: bool
+) -> None:
+    """Make the clips of a file, but for those that the folder holds already.
+
+    Args:
+        path: the file of clips.
+        folder: folder of the results.
+        pipeline: arguments of `VideoPipeline.from_pretrained`.
+        request: fields of `VideoRequest` for lines that do not have them.
+        retry_errors: as in `ResultFile.open`.
+    """
+    from verax.batch.lines import InputFile
+    from verax.batch.work import RESULTS, ClipLine, Clips
+    from verax.video.pipeline import VideoPipeline
+
+    if folder is None or folder.suffix:
+        got = "none" if folder is None else folder
+        raise typer.BadParameter(f"--output: {got}: expected a folder for clips with --batch")
+    check_input(path, folder / RESULTS, "--batch")
+    require_optional("av")
+    folder.mkdir(exist_ok=True)
+    results = open_results(folder / RESULTS, ClipLine, retry_errors=retry_errors)  # before the model is loaded
+    pipe = VideoPipeline.from_pretrained(**pipeline, show_progress=False)
+    if not run_lines("clips", InputFile(path, "prompt"), results, Clips(pipe, folder, request)):
+        raise typer.Exit(1)
 
 
 def _devices(pipe: VideoPipeline) -> str:
@@ -262,14 +190,14 @@ def _devices(pipe: VideoPipeline) -> str:
 
 def _factors(lora: list[str]) -> dict[str, float]:
     """Factor of each FILE or FILE:FACTOR."""
-    found: dict[str, float] = {}
-    for one in lora:
-        file, colon, factor = one.rpartition(":")
+    factors: dict[str, float] = {}
+    for argument in lora:
+        file, colon, factor = argument.rpartition(":")
         try:
-            found.update({file: float(factor)} if colon else {one: 1.0})
+            factors.update({file: float(factor)} if colon else {argument: 1.0})
         except ValueError:
-            found[one] = 1.0  # a colon of the file's name
-    return found
+            factors[argument] = 1.0  # a colon of the file's name
+    return factors
 
 
 def _previews(output: Path) -> Any:
@@ -307,7 +235,7 @@ def _table(stages: list[StageMemory], free: int | None) -> str:
 def _summary(made: VideoOutput) -> str:
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in made.seconds.items())
     steps = f"{made.computed} of {made.steps} steps computed"
-    if made.steps:  # none if all segments were there already
+    if made.steps:  # 0 if all segments were there already
         if made.computed < made.steps:
             steps += " (verax bench teacache measures what that costs)"
         steps += f", {made.seconds['denoise'] / made.steps:.3g} s a step"

@@ -10,7 +10,7 @@ import typer
 from verax.cli import options
 from verax.cli.bench import accelerator, compare, docs, reports, serve
 from verax.cli.bench.output import Output, show
-from verax.cli.lines import read_lines
+from verax.cli.files import read_lines
 
 if TYPE_CHECKING:
     from verax.bench.text.workload import Workload

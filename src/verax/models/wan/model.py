@@ -29,7 +29,6 @@ from verax.models.wan.layers import (
     Head,
     ImageEmbedding,
     PatchEmbedding,
-    SequenceParallel,
     Sequential,
     block_causal,
     gelu_tanh,

@@ -178,7 +178,7 @@ def plan_sizes(
         extra = f" in addition to the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
         fewer = " or max_num_seqs" if states else ""
         raise InvalidParameterError(
-            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{states_too}, but "
+            f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{extra}, but "
             f"a context of {context} needs {plan.bytes_for(context) / 2**20:.0f} MiB; give more, or a smaller "
             f"max_model_len{fewer}"
         )

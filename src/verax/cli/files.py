@@ -1,4 +1,4 @@
-"""Files of work and of results, as the commands that go on where a run stopped share them."""
+"""Files of commands: prompts of a text file or a pipe, and files of work whose results a stopped command continues."""
 
 from __future__ import annotations
 
@@ -17,11 +17,51 @@ if TYPE_CHECKING:
     from verax.batch.lines import InputFile, InputLine
     from verax.batch.results import LineCounts
 
-__all__ = ["AGAIN", "check_input", "counted", "open_results", "run_lines"]
+__all__ = ["AGAIN", "check_input", "check_output", "checked", "counted", "open_results", "read_lines", "run_lines"]
+
+
+def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bool = False) -> list[str]:
+    """Lines of a file, or of standard input: all lines if `keep_blank`, otherwise the lines that are not blank.
+
+    `what` is a word for one line, in errors.
+
+    Raises:
+        typer.BadParameter: naming the source, if it does not exist, is not UTF-8 text, or has blank lines only.
+    """
+    source = "standard input" if file is None else str(file)
+    if file is not None and not file.is_file():
+        raise typer.BadParameter(f"{source}: no such file")
+    try:
+        text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
+    # Not splitlines, which also splits at characters that may be part of a text (U+2028 in JSON, for example).
+    lines = text.removesuffix("\n").split("\n")
+    filled = [line for line in lines if line.strip()]
+    if not filled:
+        raise typer.BadParameter(f"{source}: it is empty; expected a {what} on each line")
+    return checked(lines if keep_blank else filled, what, allow_empty=keep_blank)
+
+
+def checked(texts: list[str], what: str = "prompt", *, allow_empty: bool = False) -> list[str]:
+    """Texts, after a check that a tokenizer can read them: bytes of other encodings are lone surrogates in Python.
+
+    Raises:
+        typer.BadParameter: naming the text that is not UTF-8, or empty.
+    """
+    for number, text in enumerate(texts, start=1):
+        if not text and not allow_empty:
+            raise typer.BadParameter(f"{what} {number}: it is empty")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise typer.BadParameter(f"{what} {number}: not UTF-8 text: {text!r}") from error
+    return texts
+
 
 R = TypeVar("R", bound=ResultLine)
 
-AGAIN = ": the same command goes on with the rest"
+AGAIN = ": the same command continues with the rest"
 
 
 def check_input(path: Path, output: Path, option: str) -> None:
@@ -36,12 +76,23 @@ def check_input(path: Path, output: Path, option: str) -> None:
         raise typer.BadParameter("--output: it is the input")
 
 
+def check_output(path: Path) -> None:
+    """Check that a file of results can be written.
+
+    Raises:
+        typer.BadParameter: if not.
+    """
+    if not path.parent.is_dir() or path.is_dir():
+        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise typer.BadParameter(f"--output: {path}: {problem}")
+
+
 def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile[R]:
     """File of results, or of the lines that become a Parquet file.
 
     Args:
-        path: of the output.
-        kind: of its lines.
+        path: path of the output.
+        kind: record of its lines.
         retry_errors: as in `ResultFile.open`.
 
     Raises:
@@ -50,17 +101,15 @@ def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile
     """
     if path.suffix == PARQUET:
         require_optional("pyarrow")
-    if not path.parent.is_dir() or path.is_dir():
-        problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise typer.BadParameter(f"--output: {path}: {problem}")
+    check_output(path)
     return ResultFile.open(lines_path(path), kind, retry_errors=retry_errors)
 
 
 def counted(counts: LineCounts, failed_before: int) -> str:
-    """Counts of a run, and its time.
+    """Sentence with the counts and the time of a run.
 
     Args:
-        counts: of the run.
+        counts: counts of the run.
         failed_before: errors of earlier runs in the output.
     """
     earlier = f" (earlier errors: {failed_before:,}; --retry-errors runs them again)" if failed_before else ""
@@ -82,7 +131,7 @@ def run_lines(
     """Answer a file of work, with a bar; print what was done. True if no result in the output is an error.
 
     Args:
-        label: of the bar.
+        label: label of the bar.
         file, results, work, least, most: as in `LineRun`. The results are closed.
         summary: gives the end of the line that is printed.
     """
