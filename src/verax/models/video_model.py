@@ -447,6 +447,10 @@ def check_video_model_class(model: Any) -> None:
 class SequenceParallel:
     """Division of each frame's tokens over an axis of a mesh; its methods run inside `jax.shard_map`.
 
+    The method is Ulysses (Jacobs et al., 2023, arXiv:2309.14509): only self-attention needs the other devices. An
+    all-to-all before it gives a device all tokens of some heads, and one after it gives the tokens back. Frames stay
+    whole in number and order, and so do their times and the ranges of keys of block-causal attention.
+
     A device's part is a clip of one row of tokens, `[B, F, 1, s, D]`, in which all layers but self-attention and the
     rotary positions work unchanged. `s` is `height * width / n`, and the n devices of the axis divide the heads too.
 
