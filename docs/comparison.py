@@ -1,0 +1,127 @@
+"""Draws docs/comparison.svg, the picture of the README, out of benchmarks/results: `python docs/comparison.py`.
+
+A bar is the time of the strongest peer divided by the time of verax, from one interleaved run: above 1, verax is
+faster.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks/results"
+
+PROCESSORS = {
+    "amd-epyc-zen4-2c": ("AMD Zen 4, bfloat16", "#00695c"),
+    "amd-epyc-2c": ("AMD EPYC, faster bfloat16", "#4db6ac"),
+    "amd-epyc-avx2-2c": ("AMD EPYC, AVX2 only", "#90a4ae"),
+    "intel-xeon-2c": ("Intel Xeon, AMX", "#ef6c00"),
+}
+"""Label and colour of each processor, two cores of it, by the name in the files of results."""
+
+WORKLOADS: list[tuple[str, str, str, str, str]] = [
+    ("4 x 100 tokens, Qwen3-0.6B's shapes, bfloat16", "text", "short-prompts-bfloat16", "", ""),
+    ("the same in int4", "text", "short-prompts-int4", "", ""),
+    ("one sequence, bfloat16", "text", "short-prompts-bfloat16-1-prompt", "", ""),
+    ("a prompt of 512 tokens, bfloat16", "text", "prompt-bfloat16-512-tokens", "", ""),
+    ("Gemma 3 270M, published GGUF file, 4 x 100", "text", "gemma-3-270m-q4-k-m-short-prompts-bfloat16", "", ""),
+    ("all-MiniLM-L6-v2, float32", "embed", "float32", "", ""),
+    ("all-MiniLM-L6-v2, bfloat16", "embed", "bfloat16", "", ""),
+    ("Wan 1.3B, forward pass, bfloat16", "video", "1-3b*transformer*9x272x480", "transformer", "9"),
+    ("Wan VAE, decoding, bfloat16", "video", "1-3b*vae*9x272x480", "VAE", "9"),
+]
+"""Label, subject, name of the result (a pattern), beginning of a row's stage, and its frames."""
+
+ROW, GAP, LEFT, WIDTH, TOP = 11, 10, 300, 760, 44
+MOST = 4.0
+"""Ratio at the right edge; the scale is logarithmic, from half to this."""
+
+
+def seconds(row: dict[str, str]) -> float:
+    """Median of a row of a table, in seconds."""
+    return float(row["median s"])
+
+
+def equal(side: str, precision: str) -> bool:
+    """True unless the name of a side says that it computes in another precision."""
+    return {"int8", "bfloat16", "float32"}.isdisjoint({*side.split()} - {precision})
+
+
+def speed(result: dict[str, Any], stage: str, frames: str, precision: str) -> tuple[float, str] | None:
+    """Time of the strongest peer over the time of verax, and the peer; None if the run had no peer."""
+    for table in result["tables"]:
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+        if "median s" not in table["columns"]:
+            continue
+        rows = [row for row in rows if row.get("stage", "").startswith(stage) and row.get("frames", frames) == frames]
+        ours = [row for row in rows if row["side"].strip("*") == "verax"]
+        peers = [
+            row for row in rows if not row["side"].startswith(("verax", "**verax")) and equal(row["side"], precision)
+        ]
+        if ours and peers:
+            best = min(peers, key=seconds)
+            printed = best.get("verax is", "").rstrip("x")
+            return float(printed or seconds(best) / seconds(ours[0])), best["side"]
+    return None
+
+
+def bars() -> list[tuple[str, list[tuple[str, float, str]]]]:
+    """Label of each workload, and processor, ratio and peer of its bars; the newest run of each."""
+    found = []
+    for label, subject, name, stage, frames in WORKLOADS:
+        row = []
+        for processor in PROCESSORS:
+            path = RESULTS / f"{subject}-{processor}.json"
+            results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
+            runs = [result for key, result in results.items() if Path(key).match(name)]
+            for result in sorted(runs, key=lambda run: run["date"], reverse=True):
+                if (ratio := speed(result, stage, frames, name)) is not None:
+                    row.append((processor, *ratio))
+                    break
+        found.append((label, row))
+    return [(label, row) for label, row in found if row]
+
+
+def x(ratio: float) -> float:
+    """Position of a ratio."""
+    share = math.log(min(max(ratio, 0.5), MOST) / 0.5) / math.log(MOST / 0.5)
+    return LEFT + share * (WIDTH - LEFT - 150)
+
+
+def picture() -> str:
+    """The SVG. Its colours can be read on white and on black."""
+    rows = bars()
+    height = TOP + sum(len(row) * ROW + GAP for _, row in rows) + 22
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="11" fill="#808080">',
+        "<title>Speed of verax divided by the speed of its strongest peer</title>",
+    ]
+    at = 8
+    for processor, (label, colour) in PROCESSORS.items():
+        if any(processor == bar[0] for _, row in rows for bar in row):
+            parts.append(f'<rect x="{at}" y="6" width="10" height="10" fill="{colour}"/>')
+            parts.append(f'<text x="{at + 14}" y="15">{label}</text>')
+            at += 30 + 6 * len(label)
+    for tick in (0.5, 1, 2, 4):
+        line = "#808080" if tick == 1 else "#80808040"
+        parts.append(f'<line x1="{x(tick):.0f}" x2="{x(tick):.0f}" y1="{TOP - 8}" y2="{height - 18}" stroke="{line}"/>')
+        parts.append(f'<text x="{x(tick):.0f}" y="{height - 5}" text-anchor="middle">{tick:g}x</text>')
+    y = TOP
+    for label, row in rows:
+        middle = y + len(row) * ROW / 2 + 4
+        parts.append(f'<text x="{LEFT - 8}" y="{middle:.0f}" text-anchor="end">{label}</text>')
+        for processor, ratio, peer in row:
+            one, end = sorted((x(1), x(ratio)))
+            colour = PROCESSORS[processor][1]
+            parts.append(f'<rect x="{one:.1f}" y="{y}" width="{end - one:.1f}" height="{ROW - 2}" fill="{colour}"/>')
+            text = f"{ratio:.2f}x {peer}"
+            parts.append(f'<text x="{max(x(ratio), x(1)) + 4:.0f}" y="{y + 8}" font-size="9">{text}</text>')
+            y += ROW
+        y += GAP
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+if __name__ == "__main__":
+    (DOCS / "comparison.svg").write_text(picture(), encoding="utf-8")
