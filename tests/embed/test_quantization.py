@@ -90,8 +90,3 @@ def test_scores_of_rerankers_are_close_to_those_of_float32(make, tmp_path):
     scores = Reranker(folder, quantization="int8").score("who sat on the mat ?", SENTENCES)
     assert 1e-6 < np.abs(scores - exact).max() < 0.05
     assert np.corrcoef(scores, exact)[0, 1] > 0.99
-
-
-def test_a_reranker_names_what_cannot_be(tmp_path):
-    with pytest.raises(InvalidParameterError, match="quantization: expected 'int8' or None, got 'int4'"):
-        Reranker(tiny_reranker(tmp_path), quantization="int4")
