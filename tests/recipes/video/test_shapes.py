@@ -89,7 +89,7 @@ def test_the_classifier_reads_noisy_and_blurred_clips():
     assert np.mean(right) >= 0.98
 
 
-def test_the_classifier_tells_what_is_wrong():
+def test_the_classifier_says_what_is_wrong():
     seen = classify(draw([SCENE])[0])
     other = replace(SCENE, shape="square", colour="white", direction="up and left")
     assert seen.agrees(other) == {"shape": False, "colour": False, "direction": False, "top": True, "bottom": True}
