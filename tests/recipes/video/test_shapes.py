@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from recipes.video.classifier import classify
+from recipes.video.latents import video_tokenizer
 from recipes.video.shapes import COLOURS, DIRECTIONS, SHAPES, Scene, draw, scene, scenes
-from recipes.video.tokenizer import video_tokenizer
 from verax.errors import InvalidParameterError
 
 SCENE = Scene("circle", "red", "right", "blue", "green", radius=0.17, start=(0.25, 0.4), end=(0.65, 0.4))
